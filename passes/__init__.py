@@ -1,1 +1,3 @@
-"""Passes over FX graphs: capture, normalise, fold, shard and differentiate a model."""
+"""Passes over FX graphs: trace a model, normalize its graph, fold it into repeated blocks, shard
+and differentiate it.
+"""

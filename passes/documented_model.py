@@ -1,8 +1,9 @@
-"""Pydantic models whose ``help()`` shows the words of this project.
+"""Pydantic models whose ``help()`` shows this project's own description of the fields.
 
-``help()`` on a plain pydantic model prints pydantic's own methods and none of the fields. A class with the metaclass
-:class:`DocumentedModel` lists its fields, with the text below each, at the end of its docstring; its ``dir()`` leaves
-out what every pydantic model inherits; and its signature has names and defaults without types.
+``help()`` on a plain pydantic model prints the methods of pydantic and none of the fields. A class with the metaclass
+:class:`DocumentedModel` differs in three ways. Its docstring ends with a list of its fields and their descriptions. Its
+``dir()`` leaves out the attributes that every pydantic model inherits. Its signature shows argument names and defaults,
+but no types.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class DocumentedModel(ModelMetaclass):
 
 
 def strip_fields(docstring: str) -> str:
-    """``docstring`` of a documented model without the list of its fields."""
+    """Return ``docstring``, the docstring of a :class:`DocumentedModel` class, without the list of
+    fields at its end.
+    """
     return docstring.partition(f"\n\n{HEADING}\n")[0]
 
 
@@ -60,7 +63,7 @@ def _describe_field(cls: type[BaseModel], name: str, field: FieldInfo) -> str:
 
 
 def _build_signature(fields: dict[str, FieldInfo]) -> inspect.Signature:
-    """Keyword arguments by name, with defaults and without types."""
+    """Return a signature with one keyword argument for each field, with its default and without a type."""
     empty = inspect.Parameter.empty
     return inspect.Signature(
         [

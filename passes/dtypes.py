@@ -1,6 +1,6 @@
-"""Names and sizes of tensor types, as programs and serialised graphs write them, without importing PyTorch.
+"""Names and sizes of tensor types, as programs and serialized graphs write them, without an import of PyTorch.
 
-Importing PyTorch takes seconds. Code that only reads a plan (summary, explanation, pictures) needs no more than this.
+Importing PyTorch takes seconds. Code that only reads a plan (summary, explanation, pictures) needs only this module.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ OTHERS = {
 
 
 def get_dtype_itemsize(name: str) -> int:
-    """Bytes of one element of the type ``name``. Raises ``GraphFormatError`` where there is no such type."""
+    """Return the bytes of one element of the tensor type ``name``. Raise ``GraphFormatError`` if there
+    is no such type.
+    """
     size = FLOATING.get(name) or OTHERS.get(name)
     if size is not None:
         return size
@@ -44,7 +46,9 @@ def get_dtype_itemsize(name: str) -> int:
 
 
 def is_floating(name: str) -> bool:
-    """Whether the type ``name`` is a floating type. Raises ``GraphFormatError`` where there is no such type."""
+    """Whether the tensor type ``name`` is a floating-point type. Raise ``GraphFormatError`` if there is
+    no such type.
+    """
     if name in FLOATING or name in OTHERS:
         return name in FLOATING
     from partitioner.passes.ir.serialize import dtype_of
@@ -53,6 +57,9 @@ def is_floating(name: str) -> bool:
 
 
 def sum_type(name: str) -> str:
-    """The type in which elements of the type ``name`` are added up, as in
-    :func:`partitioner.passes.ir.gradient_flow.accumulated_in`."""
+    """Return the name of the type in which elements of the type ``name`` are summed.
+
+    It is ``float32`` for floating-point types of less than 4 bytes, and ``name`` otherwise. The same rule for torch
+    types is :func:`partitioner.passes.ir.gradient_flow.accumulated_in`.
+    """
     return "float32" if is_floating(name) and get_dtype_itemsize(name) < 4 else name

@@ -1,10 +1,10 @@
-"""Failures that nobody expected, as typed errors: what a public entry point raises where its code goes wrong.
+"""Convert unexpected exceptions that leave a public function into typed errors of this project.
 
-An error of this project passes as it is. Every other exception that leaves an entry point becomes a
-:class:`PartitionError` raised from it: :class:`UserCodeError` where code of the user's raised it,
-:class:`ResourceError` where the machine lacks memory, disk or rights, :class:`InputsError` where the entry point itself
-cannot take an argument, :class:`InternalError` otherwise. The phase, the operator and the model's line are read from
-the traceback, so that no code has to keep track of them.
+A :class:`PartitionError` is passed on unchanged. Every other exception becomes the cause of a new
+:class:`PartitionError`: :class:`UserCodeError` if the user's code raised it, :class:`ResourceError` if memory, disk
+space or access rights are missing, :class:`InputsError` if the public function itself cannot use an argument, and
+:class:`InternalError` otherwise. The traceback tells the phase (the step that was running), the operator and the line
+of the model, so no other code has to record them.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 @contextmanager
 def typed_errors(entry: str, passing: Callable[[Exception], bool] = lambda error: False) -> Iterator[None]:
-    """Inside, or in a function decorated so, an unexpected exception becomes a typed one that names ``entry``.
+    """Convert unexpected exceptions that are raised inside this context (or decorated function) into typed errors.
 
-    ``passing``: exceptions that are left as they are. So is what a callback raises that reports progress: it ends the
-    search for whoever waits for it.
+    ``entry``: the name of the public function, for the message. ``passing``: whether an exception is raised unchanged.
+    An exception from the user's progress callback is also raised unchanged, because it is a way to stop the search.
     """
     try:
         yield
@@ -73,7 +73,9 @@ def typed_errors(entry: str, passing: Callable[[Exception], bool] = lambda error
 
 
 def build_typed_error(error: Exception, entry: str) -> PartitionError:
-    """The typed error that stands for ``error``, which left ``entry`` unexpectedly."""
+    """Return the typed error that replaces ``error``, an unexpected exception that left the public
+    function ``entry``.
+    """
     said = f"{type(error).__name__}: {_first_line(error)}"
     if isinstance(error, OSError):
         file = error.filename2 or error.filename
@@ -103,7 +105,9 @@ def build_typed_error(error: Exception, entry: str) -> PartitionError:
 
 
 def phase_of(frames: list[tuple[FrameType, int]]) -> str:
-    """The innermost phase that was entered; empty: none."""
+    """Return the name of the innermost phase among ``frames`` (outermost first), or an empty string if
+    there is none.
+    """
     for frame, _ in reversed(frames):
         file = frame.f_code.co_filename
         if is_ours(file):
@@ -114,7 +118,7 @@ def phase_of(frames: list[tuple[FrameType, int]]) -> str:
 
 
 def operator_of(error: BaseException) -> Any:
-    """The node of a graph that was being processed where ``error`` arose; ``None`` where none was."""
+    """Return the graph node that was being processed when ``error`` was raised, or ``None`` if there was none."""
     fx = sys.modules.get("torch.fx")
     seen: set[int] = set()
     while fx is not None and error is not None and id(error) not in seen:
@@ -128,7 +132,9 @@ def operator_of(error: BaseException) -> Any:
 
 
 def _operator_text(error: Exception) -> str:
-    """`` at the operator mul (aten.mul.Tensor) of model.py:12 (layers.0)``."""
+    """Return a phrase such as `` at the operator mul (aten.mul.Tensor) of model.py:12 in layers.0``, or an empty
+    string.
+    """
     node = operator_of(error)
     if node is None:
         return ""
@@ -138,7 +144,7 @@ def _operator_text(error: Exception) -> str:
 
 
 def _format_error_location(error: Exception) -> str:
-    """``passes/shard/shard_block.py:112 (operator)`` of the innermost frame of this project."""
+    """Return the innermost line of this project in the traceback, as ``passes/shard/shard_block.py:112 (operator)``."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_ours(f.filename)]
     if not frames:
         return "no line of the partitioner"
@@ -154,7 +160,7 @@ def _choose_phase_advice(phase: str) -> str:
 
 
 def format_versions() -> str:
-    """Versions of what a report has to name."""
+    """Return the versions of this project, its main libraries and Python as one line for a bug report."""
     names = ("partitioner", "torch", "ortools")
     return ", ".join(
         [f"{name} {_find_package_version(name)}" for name in names] + [f"Python {platform.python_version()}"]
@@ -179,26 +185,28 @@ def _lacks_memory(error: Exception) -> bool:
 
 
 def _is_of_progress(error: Exception) -> bool:
-    """Whether the callback raised it that the search reports to."""
+    """Whether ``error`` was raised by the user's progress callback during the search."""
     ours = [f for f in traceback.extract_tb(error.__traceback__) if is_ours(f.filename)]
     return bool(ours) and (_format_project_path(ours[-1].filename), ours[-1].name) == _REPORTS_PROGRESS
 
 
 def _format_project_path(file: str) -> str:
-    """``passes/shard/shard_block.py`` for a file of this project: its place in the repository."""
+    """Return the path of a file of this project inside the repository, such as ``passes/shard/shard_block.py``."""
     path = Path(file).relative_to(_ROOT)
     return path.as_posix() if path.parts[0] in ("passes", "runtime") else f"{_ROOT.name}/{path.as_posix()}"
 
 
 # --- whose a source file is -------------------------------------------------------------------------------------------
 def is_ours(file: str) -> bool:
-    """Whether a source file is of this project's packages."""
+    """Whether the source file ``file`` belongs to the packages of this project."""
     return file.startswith(_OURS)
 
 
 @lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
-    """Whether a source file is neither Python's own, nor of this project or of a library that it calls."""
+    """Whether the source file ``file`` belongs to the user: not to Python, this project or a library that this project
+    calls.
+    """
     in_python = file.startswith(_PYTHON) and "site-packages" not in file
     return not in_python and not is_ours(file) and not file.startswith(("<", *_find_library_folders()))
 
@@ -215,7 +223,7 @@ def _find_library_folders() -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def shorten_file_path(file: str) -> str:
-    """A path from the package's or the working directory on."""
+    """Return ``file`` relative to ``site-packages`` or to the working directory; unchanged if it is in neither."""
     if "site-packages/" in file:
         return file.rsplit("site-packages/", 1)[1]
     path = Path(file)
@@ -224,6 +232,8 @@ def shorten_file_path(file: str) -> str:
 
 @lru_cache(maxsize=65536)
 def source_of(stack_trace: str | None) -> str:
-    """``file:line`` of the innermost frame that is not torch's own; ``""`` where none is known."""
+    """Return ``file:line`` of the innermost frame in ``stack_trace`` that belongs to the user's code; ``""`` if there
+    is none.
+    """
     frames = [f for f in FRAME.findall(stack_trace or "") if is_users(f[0])]
     return f"{shorten_file_path(frames[-1][0])}:{frames[-1][1]}" if frames else ""

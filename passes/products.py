@@ -1,4 +1,7 @@
-"""Which operators are products: their work is more than a few operations for each element of their operands."""
+"""Names of product operators (matrix products, convolutions, attention).
+
+A product does more than a few operations per element of its operands, so it dominates the cost of a graph.
+"""
 
 from __future__ import annotations
 
@@ -18,5 +21,5 @@ _PRODUCTS = (
 
 
 def is_product_name(name: str) -> bool:
-    """Whether the operator ``name``, without a namespace, is a product."""
+    """Whether ``name``, the name of an operator without its namespace, is the name of a product."""
     return any(product in name for product in _PRODUCTS)

@@ -87,7 +87,7 @@ def _attended_back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tu
 
 
 def _by_position(like: Tensor, width: int) -> Tensor:
-    """``[b, h, s, d]``, in memory ``[b, s, h, d]``."""
+    """Return an empty tensor ``[b, h, s, width]`` that is stored in memory as ``[b, s, h, width]``."""
     batch, heads, length, _ = like.shape
     return like.new_empty((batch, length, heads, width)).transpose(1, 2)
 
@@ -129,7 +129,9 @@ _library.impl("axis_index", lambda axis, size: torch.empty((), dtype=torch.int64
 
 
 def _make_argument_saver(*names: str) -> Any:
-    """A ``setup_context`` that keeps the operator's non-tensor arguments under ``names``."""
+    """Return an autograd ``setup_context`` that stores the operator's non-tensor arguments in ``ctx.kept`` under
+    ``names``.
+    """
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.kept = dict(zip(names, inputs[1:], strict=True))
@@ -239,7 +241,9 @@ COMMUNICATING = (
 
 
 def collective_name(target: Any) -> str | None:
-    """``all_gather`` and so on for one of the operators above, ``None`` for any other target."""
+    """Return the name of a collective operator of this module, such as ``all_gather``; ``None`` for any
+    other target.
+    """
     if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE:
         name = target._schema.name.split("::")[1]
         return name if name in _SCHEMAS else None
@@ -247,5 +251,5 @@ def collective_name(target: Any) -> str | None:
 
 
 def is_over(node: fx.Node, axes: Collection[str]) -> bool:
-    """Whether ``node`` is one of the operators above, over one of the mesh ``axes``."""
+    """Whether ``node`` is a collective operator of this module over one of the mesh ``axes``."""
     return collective_name(node.target) is not None and any(isinstance(a, str) and a in axes for a in node.args)

@@ -27,24 +27,32 @@ from partitioner.passes.ir.model import Block, Captured, FoldedModel
 
 
 def stops_gradient(node: fx.Node) -> bool:
-    """Whether no gradient passes ``node``, whatever reads it."""
+    """Whether ``node`` is a ``detach``, through which no gradient flows back to its operand."""
     return bool(node.target == torch.ops.aten.detach.default)
 
 
 def is_differentiable(value: Any) -> bool:
-    """Whether a (meta) value is of a type that can carry a gradient."""
+    """Whether ``value``, a meta tensor or a tuple of them, has a type that can carry a gradient (floating-point or
+    complex).
+    """
     if isinstance(value, tuple | list):
         return any(is_differentiable(v) for v in value)
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
 def accumulated_in(dtype: torch.dtype) -> torch.dtype:
-    """The type in which numbers of ``dtype`` are added up, gradients among them: float32 for shorter ones."""
+    """Return the type in which numbers and gradients of ``dtype`` are summed: float32 for floating-point types of under
+    4 bytes, ``dtype`` itself otherwise.
+    """
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def mark_block(block: Block, sources: set[str]) -> tuple[bool, ...]:
-    """Mark the nodes of ``block`` that depend on the placeholders ``sources``; which outputs need a gradient."""
+    """Set ``node.meta["grad"]`` on the nodes of ``block``: whether they depend on the placeholders named in
+    ``sources``.
+
+    Return the mark of each output of the block, in order.
+    """
     for node in block.graph.nodes:
         if node.op == "placeholder":
             node.meta["grad"] = node.name in sources and is_differentiable(node.meta["val"])
@@ -60,9 +68,9 @@ def mark_block(block: Block, sources: set[str]) -> tuple[bool, ...]:
 
 
 def mark_gradients(model: FoldedModel, train: bool = True) -> set[str]:
-    """Mark all blocks; the names of the values between calls that need a gradient.
+    """Mark the nodes of all blocks, and return the names of the values between calls that need a gradient.
 
-    A block type is marked once for all of its calls: a placeholder needs a gradient if it does in any of them.
+    A block is marked once for all of its calls: a placeholder needs a gradient if it does in any of them.
     """
     sources: dict[str, set[str]] = {name: set() for name in model.blocks}
     needed: set[str] = set()
@@ -106,7 +114,9 @@ class CallLike(Protocol):
 
 
 def gradient_paths(block: Block) -> tuple[tuple[int, ...], ...]:
-    """For each output, the positions of the placeholders (states, then inputs) that its gradient reaches."""
+    """Return, for each output of ``block``, the positions of the placeholders (states, then inputs) that its gradient
+    reaches.
+    """
     reached: dict[fx.Node, frozenset[int]] = {}
     for position, node in enumerate(block.placeholders):
         reached[node] = frozenset([position] if is_differentiable(node.meta["val"]) else [])
@@ -119,8 +129,12 @@ def gradient_paths(block: Block) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class GradientFlow:
-    """``values``: those through which a gradient flows, from the loss to a trainable state. Then, for each call, the
-    states and the input values that its backward adds to; both empty: the call has no backward."""
+    """The gradients that flow between the calls of a model.
+
+    ``values``: the values through which a gradient flows from the loss to a trainable state. ``states`` and ``inputs``:
+    for each call, the states and the input values that receive a gradient from its backward. If both are empty for a
+    call, it has no backward.
+    """
 
     values: frozenset[str]
     states: tuple[tuple[str, ...], ...]
@@ -136,7 +150,11 @@ def gradient_flow(
     trainable: Collection[str],
     loss: str | None,
 ) -> GradientFlow:
-    """The gradients of ``calls``, which stand in execution order. ``paths``: :func:`gradient_paths` of each block."""
+    """Return which values, states and inputs receive a gradient when ``loss`` is differentiated.
+
+    ``calls``: in execution order. ``paths``: the result of :func:`gradient_paths` for each block, by block name.
+    ``trainable``: names of the states that are trained. ``loss``: name of the loss value; ``None`` means no gradients.
+    """
     needed = set(trainable)
     for call in calls:
         bound = (*call.states, *call.inputs)
@@ -157,7 +175,7 @@ def gradient_flow(
 
 
 def freeze_unreached(captured: Captured) -> Captured:
-    """``captured`` with the parameters frozen that its loss sends no gradient to."""
+    """Return ``captured`` with ``requires_grad`` removed from the parameters that no gradient of the loss reaches."""
     if captured.loss is None:
         return captured
     reached = _find_gradient_nodes(captured.graph, captured.loss)
@@ -170,7 +188,7 @@ def freeze_unreached(captured: Captured) -> Captured:
 
 
 def _find_gradient_nodes(graph: fx.Graph, loss: str) -> set[str]:
-    """The nodes to which the gradient of ``loss`` flows."""
+    """Return the names of the nodes that the gradient of the node ``loss`` reaches."""
     reached = {loss}
     for node in reversed(graph.nodes):
         if node.name in reached and node.op == "call_function" and not stops_gradient(node):

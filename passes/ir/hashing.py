@@ -1,4 +1,4 @@
-"""Hashes of frozen dataclasses that are looked up often."""
+"""Cached hashes for frozen dataclasses that are used often as keys."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _FOUND = "_found_hash"
 
 
 def hashed_once(of: type[T]) -> type[T]:
-    """The frozen dataclass ``of``, whose instances work out their hash at first use and keep it.
+    """Class decorator: let instances of the frozen dataclass ``of`` compute their hash once and cache it.
 
-    It is not pickled: hashes of texts differ between processes.
+    The cached hash is not pickled, because hashes of strings differ between processes.
     """
     find = of.__hash__
 

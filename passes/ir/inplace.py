@@ -1,8 +1,8 @@
-"""Replace in-place operators by functional ones, where this changes no other value.
+"""Replace in-place operators by functional ones if this changes no other value.
 
-Requires: a flat graph of one export. Provides: an equivalent graph without the in-place operators whose target was
-created for the purpose: written to whole, or through one view of it. The remaining ones are left to
-``run_decompositions``, which traces the whole graph anew.
+Requires: a flat graph of one export. Provides: an equivalent graph without those in-place operators whose target is a
+fresh tensor that is written as a whole or through one view. All other in-place operators are left to
+``run_decompositions``, which traces the whole graph again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INTO: dict[Any, Any] = {
 
 
 def remove_inplace(graph: fx.Graph) -> bool:
-    """Replace in place what can be replaced; whether nothing is left that writes to its arguments."""
+    """Replace in-place operators in ``graph``, and return whether no operator that writes to its arguments is left."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     clean = True
     for node in list(graph.nodes):
@@ -40,7 +40,7 @@ def remove_inplace(graph: fx.Graph) -> bool:
 
 
 def _refresh_without_gradients(graph: fx.Graph) -> None:
-    """Values as without gradients: strides depend on which attention kernel can be taken."""
+    """Compute all values again without gradients, because strides depend on which attention kernel torch selects."""
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             if any(isinstance(size, SymInt) for v in _iterate_tensors(node.meta.get("val")) for size in v.shape):
@@ -60,7 +60,7 @@ def _is_mutating_node(node: fx.Node) -> bool:
 
 
 def _replace_inplace_operator(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """Take one in-place operator out; ``False`` where others may see what it writes."""
+    """Replace one in-place operator; return ``False`` if another value may share the memory that it writes."""
     target, kin = node.args[0] if node.args else None, functional_kin(node.target)
     if kin is None or not isinstance(target, fx.Node):
         return False
@@ -98,7 +98,7 @@ def _replace_inplace_operator(graph: fx.Graph, node: fx.Node, order: dict[fx.Nod
 
 
 def _build_written_value(graph: fx.Graph, kin: Any, node: fx.Node) -> fx.Node:
-    """What ``node`` writes."""
+    """Add an operator that computes the value which ``node`` writes, and return it."""
     if kin is not aten.copy.default:
         return graph.call_function(kin, node.args, dict(node.kwargs))
     target, source = (a.meta["val"] for a in node.args[:2])  # type: ignore[union-attr]
@@ -112,7 +112,10 @@ def _build_written_value(graph: fx.Graph, kin: Any, node: fx.Node) -> fx.Node:
 
 
 def functional_kin(target: Any) -> Any:
-    """The operator that returns what ``target`` would write to its first argument, and writes nothing."""
+    """Return the functional operator for the in-place operator ``target``; ``None`` if there is none.
+
+    The functional operator takes the same arguments and returns what ``target`` would write to its first argument.
+    """
     if not isinstance(target, torch._ops.OpOverload):
         return None
     name = target._schema.name.partition("::")[2]
@@ -129,7 +132,7 @@ def functional_kin(target: Any) -> Any:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a result may share its memory with an argument."""
+    """Whether the result of ``node`` may share memory with an argument."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         return node.op == "call_function"
     if any(r.alias_info is not None for r in node.target._schema.returns):
@@ -142,7 +145,7 @@ _MAKING = {aten.linear.default, aten.matmul.default, aten.softmax.int, aten.log_
 
 
 def _is_fresh(node: fx.Node) -> bool:
-    """Whether nothing else holds the memory of a result."""
+    """Whether no other tensor shares the memory of the result of ``node``."""
     if node.target is _ITEM and isinstance(node.args[0], fx.Node):
         node = node.args[0]
         return isinstance(node.target, torch._ops.OpOverload) and not is_view(node)
@@ -150,7 +153,9 @@ def _is_fresh(node: fx.Node) -> bool:
 
 
 def _infer_matching_value(made: fx.Node, old: fx.Node, *, strides: bool) -> bool:
-    """Set the value of ``made``, and whether it is as that of ``old``: shape, type and ``strides``."""
+    """Compute the value of ``made``; return whether its shape, type and (if ``strides``) strides equal those of
+    ``old``.
+    """
     wanted = old.meta.get("val")
     values: Any = fx.node.map_arg((made.args, made.kwargs), lambda n: n.meta.get("val"))
     modes = [v.fake_mode for v in _iterate_tensors(values) if isinstance(v, FakeTensor)]
@@ -174,7 +179,7 @@ def _iterate_tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _read_later(old: fx.Node, new: fx.Node, order: dict[fx.Node, int], place: int) -> None:
-    """Let what comes after ``place`` read ``new`` instead of ``old``."""
+    """Let all users of ``old`` that come after position ``place`` read ``new`` instead."""
     for user in list(old.users):
         if order.get(user, -1) > place:
             user.replace_input_with(old, new)

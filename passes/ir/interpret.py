@@ -1,8 +1,8 @@
-"""Run graphs and folded models: on meta tensors to infer shapes and types, and on real tensors as the reference.
+"""Run graphs and folded models: on meta tensors to infer shapes and types, and on real tensors to compute results.
 
-``node.meta["val"]`` is a tensor on ``meta`` (a tuple of them for operators with several results). Creation operators
-carry ``device=meta``, which stands for the rank's own device. Later forms of the model are compared with a run on real
-tensors.
+``node.meta["val"]`` is a tensor on ``meta`` (a tuple of them for operators with several results). Operators that create
+tensors have the argument ``device=meta``, which stands for the device of the rank that runs them. A run on real tensors
+is the reference that later forms of the model are compared with.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _MOST_KNOWN = 1 << 14
 
 
 def infer_meta_value(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The result of ``target`` on meta tensors: shapes and types, no numbers. It may be shared: do not change it."""
+    """Return the result of ``target`` on meta tensors, which have shapes and types but no elements.
+
+    The result is cached and may be shared: do not change it.
+    """
     if target is operator.getitem and isinstance(args[0], tuple | list):
         return args[0][args[1]]  # without a look at all the others, of which there may be hundreds
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
@@ -44,7 +47,9 @@ def infer_meta_value(target: Callable[..., Any], args: Any, kwargs: Mapping[str,
 
 
 def _build_argument_key(argument: Any) -> Any:
-    """A hashable value, equal for tensors of equal shapes, strides and types and for equal constants."""
+    """Return a hashable key that is equal for tensors of equal shape, strides, type and device, and for equal
+    constants.
+    """
     if isinstance(argument, Tensor):
         if type(argument) is not Tensor:
             raise TypeError("a tensor of another kind")
@@ -85,12 +90,12 @@ def _run_on_meta(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any
 
 
 def value_of(argument: Any) -> Any:
-    """``argument`` with every graph node in it replaced by its meta value."""
+    """Return ``argument`` with every graph node in it replaced by its meta value."""
     return fx.node.map_arg(argument, lambda node: node.meta["val"])
 
 
 def refresh_node_value(node: fx.Node) -> None:
-    """Set ``node.meta["val"]`` from its operands' values."""
+    """Compute ``node.meta["val"]`` again from the values of the operands."""
     assert callable(node.target), node
     try:
         node.meta["val"] = infer_meta_value(node.target, value_of(node.args), value_of(node.kwargs))
@@ -109,7 +114,7 @@ def refresh_node_value(node: fx.Node) -> None:
 
 
 def refresh_graph_values(graph: fx.Graph) -> None:
-    """Refresh the values of all operators of ``graph`` in order."""
+    """Compute the values (``node.meta["val"]``) of all operators of ``graph`` again, in order."""
     for node in graph.nodes:
         if node.op == "call_function":
             refresh_node_value(node)
@@ -122,7 +127,10 @@ def insert_operator_node(
     kwargs: Mapping[str, Any] | None = None,
     like: fx.Node | None = None,
 ) -> fx.Node:
-    """Append an operator with its value; ``path``, ``source`` and ``grad`` are taken from ``like``."""
+    """Insert an operator at the graph's current insertion point, compute its value and return the new node.
+
+    The metadata ``path``, ``source`` and ``grad`` are copied from ``like``.
+    """
     node = graph.call_function(target, args, dict(kwargs or {}))
     if like is not None:
         node.meta.update({k: like.meta[k] for k in ("path", "source", "grad") if k in like.meta})
@@ -131,7 +139,10 @@ def insert_operator_node(
 
 
 def run_graph(graph: fx.Graph, arguments: Sequence[Tensor], device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
-    """What ``graph`` gives for its placeholders' ``arguments``; operators on ``meta`` run on ``device``."""
+    """Run ``graph`` on real tensors and return its outputs.
+
+    ``arguments``: one tensor for each placeholder, in order. Operators with ``device=meta`` run on ``device``.
+    """
     env: dict[fx.Node, Any] = {}
     rest = iter(arguments)
     for node in graph.nodes:
@@ -156,7 +167,11 @@ def run_folded(
     inputs: Mapping[str, Tensor],
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """All values of ``model`` by name. ``states``: parameters and buffers; constants are the model's own."""
+    """Run ``model`` on real tensors and return all its values by name (inputs and outputs of all calls).
+
+    ``states``: parameters and buffers by name; the model itself has the constants. ``inputs``: the inputs by value
+    name.
+    """
     values = dict(inputs)
     known = {**model.constants, **states}
     for call in model.calls:

@@ -1,22 +1,22 @@
-"""Where a tensor lives along one mesh axis.
+"""How a tensor is distributed over the ranks of one mesh axis.
 
-A tensor has one :class:`Layout` per mesh axis. Four kinds exist:
+A tensor has one :class:`Layout` for each mesh axis. There are four kinds:
 
 ======  =====================================================  =========================
 kind    the tensor                                             its gradient
 ======  =====================================================  =========================
-``S``   sharded on one dim                                     sharded likewise
+``S``   sharded on one dim                                     sharded in the same way
 ``R``   whole on every rank                                    whole on every rank
-``P``   a partial sum: the ranks' tensors add up to it         whole on every rank
+``P``   a partial sum: the sum over the ranks is the tensor    whole on every rank
 ``R'``  whole on every rank, read by a sharded operator        a partial sum
 ======  =====================================================  =========================
 
-A producer gives ``S``, ``R`` or ``P``; a consumer asks for ``S``, ``R`` or ``R'``
-(or passes ``P`` on, where it is linear).
+A result has the layout ``S``, ``R`` or ``P``. An operator needs its operands as ``S``, ``R`` or ``R'``; if it is
+linear, it can also take ``P`` and return ``P``.
 
-A shard is even. ``sections`` says that the dim is a concatenation of parts, each of them sharded on
-its own: a fused ``[q; k; v]`` projection of sizes 64, 16, 16 over two ranks puts ``q[:32], k[:8], v[:8]``
-on rank 0. ``()`` is one section.
+All shards have the same size. ``sections`` says that the dim is a concatenation of parts, each of which is sharded
+separately. For example, a fused ``[q; k; v]`` projection of sizes 64, 16, 16 over two ranks puts ``q[:32], k[:8],
+v[:8]`` on rank 0. ``()`` means one section.
 """
 
 from __future__ import annotations
@@ -37,7 +37,12 @@ Kind = Literal["S", "R", "P", "R'"]
 @hashed_once
 @dataclass(frozen=True, order=True)
 class Layout:
-    """The layout of a tensor along one mesh axis; see the module's table."""
+    """How a tensor is distributed along one mesh axis: sharded, whole on every rank, or a partial sum.
+
+    ``kind``: a row of the table at the top of this module. The other fields apply to ``S`` only. ``dim``: the sharded
+    dim. ``sections``: sizes of separately sharded parts of the dim. ``zigzag``: each rank has two pieces, one counted
+    from the start and one from the end of the dim, which balances causal attention.
+    """
 
     kind: Kind
     dim: int = -1
@@ -52,7 +57,9 @@ class Layout:
 
     @staticmethod
     def parse(text: str) -> Layout:
-        """The layout that ``str`` wrote. Raises ``ValueError`` on anything else."""
+        """Return the layout for ``text``, in the form that ``str(layout)`` returns. Raise ``ValueError`` for any other
+        text.
+        """
         match = re.fullmatch(r"(R'|R|P)|S(\d+)(?:\[(\d+(?:,\d+)+)\])?(z?)", text)
         if match is None:
             raise ValueError(f"not a layout: {text!r}; expected R, R', P, S<dim> or S<dim>[a,b,...], with z for zigzag")
@@ -78,18 +85,23 @@ READ_SHARDED = Layout("R'")
 
 
 def make_shard_layout(dim: int, sections: tuple[int, ...] = (), zigzag: bool = False) -> Layout:
-    """Sharded on ``dim`` (not negative), each of ``sections`` on its own; one section is written ``()``."""
+    """Return the layout that is sharded on ``dim`` (not negative), separately in each of ``sections``.
+
+    A single section is stored as ``()``.
+    """
     assert dim >= 0, dim
     return Layout("S", dim, sections if len(sections) > 1 else (), zigzag)
 
 
 def sections_of(layout: Layout, size: int) -> tuple[int, ...]:
-    """The section sizes of a sharded dim of ``size`` elements (always at least one)."""
+    """Return the sizes of the sections of the sharded dim, which has ``size`` elements; ``(size,)`` if there is one
+    section.
+    """
     return layout.sections or (size,)
 
 
 def can_shard_evenly(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> bool:
-    """Whether ``layout`` shards a tensor of ``shape`` evenly over ``num_ranks``."""
+    """Whether ``layout`` gives all ``num_ranks`` ranks shards of equal size for a tensor of ``shape``."""
     if not layout.is_shard:
         return True
     if layout.dim >= len(shape):
@@ -99,21 +111,27 @@ def can_shard_evenly(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> 
 
 
 def piece_order(layout: Layout, num_ranks: int) -> list[list[int]]:
-    """For each rank, which of a section's equal pieces it has, in order: one, or the two of a zigzag shard."""
+    """Return, for each rank, the indices of the equal pieces of a section that it holds, in order.
+
+    A plain shard has one piece per rank. A zigzag shard has two: the n-th from the start and the n-th from the end.
+    """
     if layout.zigzag:
         return [[r, 2 * num_ranks - 1 - r] for r in range(num_ranks)]
     return [[r] for r in range(num_ranks)]
 
 
 def local_shape(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
-    """One rank's shape of a tensor of global ``shape``."""
+    """Return the shape of one rank's part of a tensor with the global ``shape``."""
     if not layout.is_shard:
         return shape
     return tuple(s // num_ranks if d == layout.dim else s for d, s in enumerate(shape))
 
 
 def shard_slices(layout: Layout, size: int, num_ranks: int, index: int) -> list[tuple[int, int]]:
-    """The (start, length) pieces of a dim of ``size`` that rank ``index`` of ``num_ranks`` holds, in order."""
+    """Return the (start, length) pairs of the elements that rank ``index`` of ``num_ranks`` holds, in order.
+
+    ``size``: the number of elements in the sharded dim of the whole tensor.
+    """
     pieces, start = [], 0
     mine = piece_order(layout, num_ranks)[index]
     for section in sections_of(layout, size):
@@ -124,7 +142,7 @@ def shard_slices(layout: Layout, size: int, num_ranks: int, index: int) -> list[
 
 
 def take_shard(tensor: Tensor, layout: Layout, num_ranks: int, index: int) -> Tensor:
-    """Rank ``index``'s part of a whole ``tensor``; the tensor itself where it is not sharded."""
+    """Return the part of the whole ``tensor`` that rank ``index`` holds; the tensor itself if it is not sharded."""
     import torch  # where tensors are: what only reads a program does without
 
     if not layout.is_shard or num_ranks == 1:
@@ -137,7 +155,7 @@ def take_shard(tensor: Tensor, layout: Layout, num_ranks: int, index: int) -> Te
 
 
 class Shard(NamedTuple):
-    """One cut of a tensor: the ``rank``-th of ``num_ranks`` has its part of ``layout``."""
+    """One step of cutting a tensor: keep the part that rank ``rank`` of ``num_ranks`` holds under ``layout``."""
 
     layout: Layout
     num_ranks: int
@@ -145,14 +163,17 @@ class Shard(NamedTuple):
 
 
 def take_shards(tensor: Tensor, shards: Sequence[Shard]) -> Tensor:
-    """The part of a whole ``tensor`` that is left after cut upon cut."""
+    """Apply the cuts ``shards`` to the whole ``tensor``, one after another, and return the part that is left."""
     for layout, num_ranks, rank in shards:
         tensor = take_shard(tensor, layout, num_ranks, rank)
     return tensor
 
 
 def join_shards(parts: list[Tensor], layout: Layout) -> Tensor:
-    """The whole tensor of which ``parts`` are the ranks' parts; partial sums are added, replicas are one."""
+    """Return the whole tensor from ``parts``, the parts of all ranks in order.
+
+    Shards are concatenated and partial sums are added. Of replicas, the first is returned.
+    """
     import torch
 
     if layout.kind == "P":

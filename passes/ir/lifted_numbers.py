@@ -30,19 +30,22 @@ Number = int | float
 
 
 class NotLiftable(Exception):
-    """The forward uses a number in a way that no tensor can stand for."""
+    """The forward uses a number in a way that a tensor cannot represent, such as ``range(n)``."""
 
 
 @dataclass(frozen=True)
 class Guard:
-    """A decision that the forward took by numbers: ``expression`` had this ``outcome``. ``where``: ``file:line``."""
+    """A condition on numbers that the forward branched on: ``expression`` evaluated to ``outcome``.
+
+    ``where``: the line of the forward, as ``file:line``.
+    """
 
     expression: Expression
     outcome: bool
     where: str = ""
 
     def holds(self, numbers: Mapping[str, Number]) -> bool:
-        """Whether the decision is the same for these numbers, by name; true where one of them is not given."""
+        """Whether the condition has the same outcome for ``numbers`` (by name); true if one of them is missing."""
         try:
             return bool(evaluate_expression(self.expression, numbers)) == self.outcome
         except KeyError:
@@ -52,7 +55,7 @@ class Guard:
 
     @property
     def reads_state(self) -> bool:
-        """Whether the decision is by a number that the forward changes."""
+        """Whether the condition reads a number that the forward changes."""
         return _reads_state(self.expression)
 
     def __str__(self) -> str:
@@ -67,7 +70,11 @@ def _reads_state(expression: Expression) -> bool:
 
 @dataclass
 class LiftScope:
-    """What one run of the forward did with its lifted numbers. ``flipped``: decisions that are to go the other way."""
+    """A record of how one run of the forward used its lifted numbers.
+
+    ``flipped``: conditions that must take the branch opposite to the planned numbers. ``guards``: all conditions so
+    far.
+    """
 
     find_line: Callable[[], str]
     flipped: Sequence[Expression] = ()
@@ -75,17 +82,17 @@ class LiftScope:
     problem: str = ""  # the first use that cannot be followed, and where it is
 
     def start(self) -> None:
-        """The forward begins."""
+        """Clear the record when the forward begins."""
         self.guards.clear()
         self.problem = ""
 
     def refuse(self, use: str) -> NotLiftable:
-        """Note a use that cannot be followed. The caller raises the result."""
+        """Record a use that a tensor cannot represent, and return the exception for the caller to raise."""
         self.problem = self.problem or f"{use}{self.find_line()}"
         return NotLiftable(self.problem)
 
     def decide(self, expression: Expression, outcome: bool) -> bool:
-        """Note a decision; whether it is taken as by the numbers of now."""
+        """Record a condition and return its outcome, inverted if the condition is in ``flipped``."""
         outcome = outcome != (expression in self.flipped)
         guard = Guard(expression, outcome, self.find_line().strip(" ()"))
         if all(g.expression != expression for g in self.guards):
@@ -96,7 +103,9 @@ class LiftScope:
 # --- operators: on Python numbers, and on 0-dimensional tensors -------------------------------------------------------
 @dataclass(frozen=True)
 class NumberOperator:
-    """``on_numbers`` is Python's own; ``on_tensors`` does the same to 0-dimensional tensors of float64 or int64."""
+    """An operator on numbers. ``on_numbers``: the Python function. ``on_tensors``: the equivalent on 0-dimensional
+    tensors of float64 or int64; ``None`` for comparisons.
+    """
 
     on_numbers: Callable[..., Any]
     on_tensors: Callable[..., Tensor] | None
@@ -158,7 +167,7 @@ _DOMAINS: dict[str, tuple[int, str, Number]] = {
 
 
 def evaluate_expression(expression: Expression, numbers: Mapping[str, Number]) -> Any:
-    """The value of ``expression`` for these numbers, by name."""
+    """Return the value of ``expression`` for ``numbers``, by name."""
     kind, *operands = expression
     if kind == "number":
         return operands[0]
@@ -168,7 +177,7 @@ def evaluate_expression(expression: Expression, numbers: Mapping[str, Number]) -
 
 
 def format_expression(expression: Expression) -> str:
-    """``expression`` as Python writes it."""
+    """Return ``expression`` as Python source text."""
     kind, *operands = expression
     if kind == "number":
         return repr(operands[0])
@@ -186,7 +195,7 @@ def format_expression(expression: Expression) -> str:
 
 # --- the number -------------------------------------------------------------------------------------------------------
 class LiftedNumber:
-    """Stands for a Python number in a forward that is traced. ``value``: the number of now, by which decisions go."""
+    """Replaces a Python number while the forward is traced. ``value``: the planned number, which decides branches."""
 
     __slots__ = ("expression", "scope", "tensor", "value")
 
@@ -239,7 +248,7 @@ class LiftedNumber:
         return bool(self._decide_comparison("ne", 0))
 
     def is_integer(self) -> bool:
-        """Whether it is a whole number, as :meth:`float.is_integer` says."""
+        """Whether the number is whole, as in :meth:`float.is_integer`. The answer becomes a guard."""
         return bool(apply_number_operator("mod", self, 1) == 0)
 
     def _refuse_number_use(self, use: str) -> Any:
@@ -336,7 +345,7 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
 
 
 def is_lifted(value: Any) -> bool:
-    """Whether ``value`` stands for a number; ``isinstance`` says ``int`` or ``float`` of it."""
+    """Whether ``value`` is a :class:`LiftedNumber` (``isinstance`` does not tell: it reports ``int`` or ``float``)."""
     return type(value) is LiftedNumber
 
 
@@ -353,7 +362,7 @@ def _expression_of(value: Any) -> Expression:
 
 
 def apply_number_operator(name: str, *operands: Any) -> Any:
-    """An operator of the table on numbers of which at least one is lifted."""
+    """Apply the operator ``name`` of ``OPERATORS`` to numbers, at least one of them lifted; return a lifted number."""
     scope = next(o.scope for o in operands if is_lifted(o))
     if name in _DOMAINS:
         place, question, bound = _DOMAINS[name]
@@ -386,7 +395,7 @@ _OF_ONE_TYPE = frozenset({torch.lerp, Tensor.lerp, Tensor.lerp_})  # operands th
 
 
 def _match_number_dtype(number: LiftedNumber, others: Sequence[Tensor], of_one_type: bool = False) -> Tensor:
-    """The number's tensor, of a type that leaves the result's type what a Python number leaves it."""
+    """Return the number's tensor, in a type that promotes results as a Python number would."""
     tensor = number.tensor
     real = [t for t in others if t.is_floating_point() or t.is_complex()]
     if tensor.dtype == torch.int64 and not of_one_type:
@@ -409,7 +418,7 @@ def _promote_tensor_dtypes(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def _replace_lifted_numbers(func: Any, args: Any, tree: Any = None) -> Any:
-    """``tree`` (default: ``args``) with tensors for the lifted numbers in it."""
+    """Return ``tree`` (default: ``args``) with lifted numbers replaced by their tensors."""
     tree = args if tree is None else tree
     others = [leaf for leaf in pytree.tree_leaves((args, tree)) if isinstance(leaf, Tensor)]
 
@@ -420,7 +429,7 @@ def _replace_lifted_numbers(func: Any, args: Any, tree: Any = None) -> Any:
 
 
 class _Constructors(TorchFunctionMode):
-    """Functions of torch that take Python numbers alone, given a lifted one."""
+    """Lets torch functions that accept only Python numbers (``torch.full``) accept a lifted number."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -473,7 +482,7 @@ _MAKERS: dict[Any, Callable[..., Any]] = {
 # --- while the forward is traced --------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def numbers_followed() -> Iterator[None]:
-    """Inside, ``min``, ``max``, functions of ``math`` and constructors of torch take lifted numbers."""
+    """Context in which ``min``, ``max``, functions of ``math`` and constructors of torch accept lifted numbers."""
     patches = [
         mock.patch.object(builtins, "min", _followed_extreme("min", builtins_min)),
         mock.patch.object(builtins, "max", _followed_extreme("max", builtins_max)),

@@ -1,8 +1,8 @@
-"""Which values of a graph are linear in some of its inputs, and which have a part that does not depend on them.
+"""Find which values of a graph are affine in some of its inputs: a linear function of them plus a constant part.
 
 Requires: a functional graph of ATen operators with values (``val``). Every operator that reads a value which depends on
-the inputs must be listed here with the operands in which it is linear: derivatives cannot tell, since they say zero for
-``sign``, ``round`` and comparisons.
+the inputs must be listed here, with the operands in which it is linear. Derivatives cannot decide this, because they
+are zero for ``sign``, ``round`` and comparisons.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ NOT_LINEAR = "is not linear in the gradient that it is given ({} reads it)"
 
 
 class NotAffine(Exception):
-    """A function is not linear in its inputs but for a constant part, or not known to be: ``what``, as a predicate, and
-    what to write ``instead``."""
+    """A function is not affine in its inputs, or it is not known to be.
+
+    ``what``: the reason, a phrase that follows the name of the function. ``instead``: advice what to write instead.
+    """
 
     def __init__(self, what: str, instead: str = _INSTEAD) -> None:
         super().__init__(what)
@@ -35,16 +37,19 @@ class NotAffine(Exception):
 
 @dataclass(frozen=True)
 class AffinePart:
-    """What a value is to the inputs: whether it ``depends`` on them, and whether it is ``zero`` where they are."""
+    """``depends``: whether a value depends on the inputs. ``zero``: whether the value is zero if all
+    inputs are zero.
+    """
 
     depends: bool
     zero: bool
 
 
 def parts_of(graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.Node]) -> dict[fx.Node, AffinePart]:
-    """The part of every node. ``zeros``: placeholders that are known to be zero.
+    """Return an :class:`AffinePart` for every placeholder and operator of ``graph``.
 
-    Raises :class:`NotAffine` where a value that depends on ``inputs`` is read by an operator that is not linear in it.
+    ``inputs``: the placeholders in which values should be affine. ``zeros``: placeholders that are known to be zero.
+    Raise :class:`NotAffine` if an operator reads a value that depends on ``inputs`` and is not linear in it.
     """
     found: dict[fx.Node, AffinePart] = {}
     for node in graph.nodes:
@@ -56,8 +61,11 @@ def parts_of(graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.
 
 
 def without_shape_reads(graph: fx.Graph) -> None:
-    """Replace operators that read nothing but the shape and type of an operand (``zeros_like``, ``copy`` into it) by
-    ones that do not read it."""
+    """Replace operators that use only the shape and type of an operand (such as ``zeros_like``) by operators without
+    it.
+
+    The graph is changed in place.
+    """
     for node in list(graph.nodes):
         name = _read_operator_name(node.target)
         if node.op != "call_function" or name not in _SHAPE_ALONE:
@@ -88,7 +96,7 @@ def _rebuild_filled_tensor(
 
 
 def _cast_and_expand(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node:
-    """``source`` in the shape and type of ``node``."""
+    """Return ``source`` cast to the type and expanded to the shape of ``node``."""
     value, given = node.meta["val"], source.meta["val"]
     if given.dtype != value.dtype:
         source = graph.call_function(aten._to_copy.default, (source,), {"dtype": value.dtype})
@@ -113,7 +121,7 @@ def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> Aff
 
 
 def _has_zero_operands(operands: tuple[Any, ...], positions: Positions, found: Mapping[fx.Node, AffinePart]) -> bool:
-    """Whether all operands at ``positions`` are zero."""
+    """Whether all operands at ``positions`` are zero if the inputs are zero."""
     return all(_is_zero(operands[i], found) for i in positions if i < len(operands))
 
 
@@ -133,7 +141,9 @@ def _is_zero_by_itself(node: fx.Node) -> bool:
 
 
 def _linear_in(node: fx.Node) -> tuple[Positions, ...]:
-    """The sets of operands in each of which an operator is linear, while all others are held."""
+    """Return sets of operand positions. The operator is linear in the operands of each set while all
+    others are fixed.
+    """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return ()

@@ -1,12 +1,13 @@
-"""The folded model: block types, each with one graph, and the calls that make up the model.
+"""The folded model: block types, and the calls of them that make up the model.
 
-Invariants, kept by every pass (``passes/ir/verify.py`` tests them):
+A block is a piece of the model, such as a layer, with one graph. Each call runs a block with its own parameters and
+inputs. Every pass keeps these invariants (``passes/ir/verify.py`` tests them):
 
-* A block's graph is functional: placeholders (states first, then inputs, in the order of ``states`` and
-  ``inputs``), ``call_function`` nodes on ``OpOverload``s, ``operator.getitem`` for operators with several results,
-  one output node whose argument is a tuple of nodes.
+* The graph of a block is functional. It has placeholders (states, that is, parameters, buffers and constants, then
+  inputs, in the order of ``states`` and ``inputs``), ``call_function`` nodes on ``OpOverload``s, ``operator.getitem``
+  for operators with several results, and one output node whose argument is a tuple of nodes.
 * Every node that carries a tensor has ``node.meta["val"]``: a tensor on ``meta`` (a tuple of them for several results).
-* Calls stand in execution order: what a call reads is a model input or an earlier call's output.
+* Calls are in execution order: a call reads only inputs of the model and outputs of earlier calls.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class TensorSpec:
 class ModelState:
     """A parameter, buffer or constant that the model owns.
 
-    ``name`` is its canonical qualified name, ``aliases`` the other names of the same tensor (tied weights). ``parts``
-    names the model's own parameters that this state stacks along dim 0; empty if the state is no stack.
+    ``name``: its canonical qualified name. ``aliases``: the other names of the same tensor (tied weights). ``parts``:
+    the names of the model's own parameters that this state stacks along dim 0; empty if the state is not a stack.
     """
 
     name: str
@@ -64,9 +65,11 @@ class ModelState:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """One tensor of the global batch. ``path`` is its place in the call: ``input_ids``, ``0``, ``past.0.key``.
+    """One tensor of the global batch.
 
-    ``number``: the input is a Python number of this type, which the graph reads as a 0-dimensional tensor.
+    ``value``: its name in the graph. ``path``: its position in the arguments of the model: ``input_ids``, ``0``,
+    ``past.0.key``. ``number``: the Python type of the input if it is a number; the graph reads it as a 0-dimensional
+    tensor.
     """
 
     value: str
@@ -82,7 +85,8 @@ Plain = bool | int | float | str | None  # values of arguments that are no tenso
 class Argument:
     """An argument of the model's ``forward``.
 
-    ``required``: the argument has no default. ``plain``: its default is a :data:`Plain` value, held in ``default``.
+    ``required``: whether the argument has no default. ``plain``: whether its default is a :data:`Plain` value, which is
+    then in ``default``.
     """
 
     name: str
@@ -93,11 +97,12 @@ class Argument:
 
 @dataclass(frozen=True)
 class CallSignature:
-    """How a model is called, and which values of the call a plan assumes.
+    """The arguments of a model, and the values of arguments that a plan assumes.
 
-    ``arguments``: the arguments of ``forward``, in order; ``None`` if unknown (an exported program). ``fixed``: path ->
-    value of every leaf of the planned batch that is no tensor; the plan is valid for these values only. ``guards``:
-    conditions on numbers of the batch that the traced forward branched on; the plan is valid only where they hold.
+    ``arguments``: the arguments of ``forward``, in order; ``None`` if unknown (an exported program). ``fixed``: the
+    value of every leaf of the planned batch that is not a tensor, by path; the plan is valid for these values only.
+    ``guards``: conditions on numbers of the batch that the traced forward branched on; the plan is valid only if they
+    hold.
     """
 
     arguments: tuple[Argument, ...] | None = None
@@ -107,7 +112,9 @@ class CallSignature:
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """One leaf of the model's result: a value by name, or a constant (``None``, a number)."""
+    """One leaf of the model's result: the name of a value, or a constant (``None``, a number) if
+    ``value`` is ``None``.
+    """
 
     path: str
     value: str | None
@@ -147,10 +154,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Call:
-    """One run of a block: the states and values that it reads, and the values that it produces.
+    """One run of a block.
 
-    ``shared``: the call is a cheap function of the model's inputs and constants and needs no gradient; each pipeline
-    stage that reads its outputs computes them itself.
+    ``path``: the module that the call runs. ``states`` and ``inputs``: the names of the states and values that it
+    reads. ``outputs``: the names of the values that it produces. ``shared``: the call is a cheap function of the
+    model's inputs and constants and needs no gradient; each pipeline stage that reads its outputs computes them itself.
     ``prologue``: the call runs on every microbatch before the pipeline starts; its outputs are summed over all
     microbatches and data-parallel ranks, and every later call reads the sums.
     """
@@ -166,7 +174,7 @@ class Call:
 
 @dataclass
 class FoldedModel:
-    """A whole model as calls of block types. ``values`` has the spec of every model input and call output."""
+    """A whole model as calls of block types. ``values`` has the shape and type of every model input and call output."""
 
     blocks: dict[str, Block]
     calls: list[Call]
@@ -193,7 +201,10 @@ class FoldedModel:
 
 @dataclass
 class Captured:
-    """A whole model as one graph; see the module's text. ``outputs``, ``loss`` and ``updates`` name nodes of it."""
+    """A whole model as one graph, before it is folded into blocks.
+
+    ``outputs``, ``loss`` and ``updates`` refer to nodes of the graph by name.
+    """
 
     graph: fx.Graph
     states: dict[str, ModelState]

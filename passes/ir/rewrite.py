@@ -23,9 +23,9 @@ aten = torch.ops.aten
 
 
 def drop_unused(graph: fx.Graph) -> None:
-    """Erase, last first, every operator without a reader that does nothing besides.
+    """Erase every operator that has no reader and no side effect.
 
-    As ``fx.Graph.eliminate_dead_code``, which asks of every node what it does and checks the graph first.
+    This is faster than ``fx.Graph.eliminate_dead_code``, which also checks the graph.
     """
     for node in reversed(graph.nodes):
         if not node.users and not node.is_impure():
@@ -38,7 +38,9 @@ _INHERITED = ("path", "source", "stack")
 
 
 class Builder:
-    """Appends operators to ``graph``; they inherit ``path``, ``source`` and ``stack`` from the operator at hand."""
+    """Appends operators to ``graph``. They inherit ``path``, ``source`` and ``stack`` from ``node``, the operator that
+    is being replaced.
+    """
 
     def __init__(self, graph: fx.Graph | None = None, node: fx.Node | None = None) -> None:
         self.graph = graph if graph is not None else fx.Graph()
@@ -47,7 +49,7 @@ class Builder:
         self._placeholders: dict[str, fx.Node] = {}
 
     def constant(self, name: str, value: Tensor) -> fx.Node:
-        """A placeholder for the constant ``name``, made when it is first asked for."""
+        """Return the placeholder for the constant ``name``; create it at the first request."""
         if name not in self.constants:
             self.constants[name] = value
             with self.graph.inserting_before(next(iter(self.graph.nodes))):
@@ -65,12 +67,12 @@ class Builder:
 
     @property
     def where(self) -> str:
-        """The module path and source line of the operator at hand, for messages."""
+        """Return the module path and source line of the operator that is being replaced, for messages."""
         return format_node_location(self.node)
 
 
 def format_node_location(node: fx.Node | None) -> str:
-    """The module path and source line of an operator, for messages."""
+    """Return the module path and source line of an operator as text for messages."""
     meta = node.meta if node is not None else {}
     return f"{meta.get('path') or 'the model'} ({meta.get('source') or 'unknown line'})"
 
@@ -90,10 +92,10 @@ def list_node_sizes(node: fx.Node) -> list[int]:
 
 
 def rewrite_by_rules(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Graph, dict[str, str], dict[str, Tensor]]:
-    """A new graph in which every operator in ``rules`` is replaced; where each old node's value went, by name; and the
-    constants that the rules added.
+    """Return a new graph in which ``rules`` replace operators, a map from old node names to new ones, and added
+    constants.
 
-    Requires and provides: ``val`` on every operator. What becomes unused is removed, placeholders stay.
+    Requires and provides: ``val`` on every operator. Unused operators are removed; placeholders stay.
     """
     build = Builder()
     env: dict[fx.Node, Any] = {}
@@ -123,7 +125,7 @@ def _apply_rewrite_rule(build: Builder, node: fx.Node, env: dict[fx.Node, Any], 
 
 
 def _is_result_missing(made: Any, node: fx.Node) -> bool:
-    """Whether a rule has left out a result that is read."""
+    """Whether a rule returned ``None`` for a result that some operator reads."""
     read = [u.args[1] for u in node.users if u.target is operator.getitem] if isinstance(made, tuple) else []
     return any(made[i] is None for i in read)
 
@@ -132,7 +134,10 @@ _SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def as_type(given: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """What a type becomes where floating ones become ``dtype``: complex ones have parts of it where there is such."""
+    """Return the type that replaces ``given`` if all floating-point types become ``dtype``.
+
+    A complex type becomes the one with parts of ``dtype``, if it exists. Other types are unchanged.
+    """
     if given.is_complex:
         return _WITH_PARTS.get(dtype, given)
     return dtype if given.is_floating_point else given
@@ -142,7 +147,7 @@ _WITH_PARTS = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 
 
 def cast_graph_dtype(graph: fx.Graph, dtype: torch.dtype) -> None:
-    """Turn every floating placeholder and every floating type among the arguments into ``dtype``, in place."""
+    """Change every floating-point placeholder and type argument of ``graph`` to ``dtype``, in place."""
 
     def retyped(argument: Any) -> Any:
         return as_type(argument, dtype) if isinstance(argument, torch.dtype) and argument not in _SMALL else argument
@@ -163,7 +168,7 @@ def cast_graph_dtype(graph: fx.Graph, dtype: torch.dtype) -> None:
 
 
 def _takes_default(node: fx.Node) -> bool:
-    """Whether a floating value is made of torch's default type, since none is given."""
+    """Whether an operator without operands creates a tensor of torch's default type, because no type is given."""
     value = node.meta.get("val")
     if node.all_input_nodes or not isinstance(value, Tensor) or not value.dtype.is_floating_point:
         return False
@@ -173,7 +178,7 @@ def _takes_default(node: fx.Node) -> bool:
 
 
 def _is_integer_promotion(node: fx.Node) -> bool:
-    """Whether whole numbers are computed with as fractions, of torch's default type."""
+    """Whether an elementwise operator on integers returns floating-point numbers of torch's default type."""
     value, operands = node.meta.get("val"), [n.meta.get("val") for n in node.all_input_nodes]
     if not isinstance(value, Tensor) or not (value.dtype.is_floating_point or value.dtype.is_complex) or not operands:
         return False

@@ -1,10 +1,10 @@
-"""A block's graph as plain data, and back.
+"""Convert the graph of a block to JSON data and back.
 
-A node is ``{"name", "op", "target", "args", "kwargs", "val", "path", "source"}``. Arguments are JSON values; what JSON
-lacks is an object with one key: ``{"node": "add_1"}``, ``{"dtype": "float32"}``, ``{"device": "rank"}``,
-``{"float": "inf"}``, ``{"slice": [a, b, c]}``, ``{"layout": ...}``, ``{"memory_format": ...}``. ``val`` is
-``[shape, dtype]``, with the strides behind them where the tensor is not contiguous: whether a reshape copies depends on
-them.
+A node is ``{"name", "op", "target", "args", "kwargs", "val", "path", "source"}``. Arguments are JSON values. A value
+that JSON has no form for is an object with one key: ``{"node": "add_1"}``, ``{"dtype": "float32"}``, ``{"device":
+"rank"}``, ``{"float": "inf"}``, ``{"slice": [a, b, c]}``, ``{"layout": ...}``, ``{"memory_format": ...}``. ``val`` is
+``[shape, dtype]``, followed by the strides if the tensor is not contiguous, because the strides decide whether a
+reshape copies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CALLABLES = {"getitem": operator.getitem}
 
 
 class GraphFormatError(PartitionError):
-    """The data is not a graph that this version writes."""
+    """The data is not a graph in the format that this version writes."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -42,14 +42,17 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def block_to_data(block: Block) -> tuple[dict[str, Any], ...]:
-    """The nodes of a block as JSON values, in order."""
+    """Return the nodes of a block's graph as JSON values, in order."""
     return tuple(_node_to_data(node) for node in block.graph.nodes)
 
 
 def block_from_data(
     name: str, nodes: tuple[dict[str, Any], ...], states: tuple[str, ...], inputs: tuple[str, ...]
 ) -> Block:
-    """The block that :func:`block_to_data` wrote. Raises :class:`GraphFormatError` with the node's name."""
+    """Return the block that :func:`block_to_data` converted to ``nodes``.
+
+    Raise :class:`GraphFormatError` with the name of the node that cannot be read.
+    """
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
     for data in nodes:
@@ -105,7 +108,7 @@ def _node_from_data(graph: fx.Graph, data: dict[str, Any], made: dict[str, fx.No
 
 
 def target_name(target: Any) -> str:
-    """``aten.add.Tensor``; ``getitem`` for the one plain function that graphs use."""
+    """Return the name of a node's target: ``aten.add.Tensor`` for an operator, ``getitem`` for ``operator.getitem``."""
     if target is operator.getitem:
         return "getitem"
     if isinstance(target, torch._ops.OpOverload):
@@ -114,7 +117,7 @@ def target_name(target: Any) -> str:
 
 
 def target_of(name: str) -> Any:
-    """The operator called ``name``. Raises :class:`GraphFormatError` where it is not registered."""
+    """Return the operator called ``name``. Raise :class:`GraphFormatError` if it is not registered in torch."""
     if name in _CALLABLES:
         return _CALLABLES[name]
     if name.startswith("partition."):

@@ -1,6 +1,7 @@
-"""Value numbering: equal numbers for nodes that are computed alike, and signatures of runs of operators.
+"""Value numbering: equal numbers for nodes that compute the same value, and signatures of sequences of operators.
 
-A signature ignores the names of the values that a run reads. Runs with equal signatures are one block type.
+A signature does not depend on the names of the values that are read. Sequences with equal signatures are calls of one
+block.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from torch import Tensor, fx
 
 
 class Numbers:
-    """A number for every node, the same for those on which the same operators work on the same inputs; one of its own
-    for each that is random.
+    """Assigns a number to each node. Nodes that apply the same operators to the same inputs have the same number.
 
-    ``alike``: what graphs share that are compared. Their inputs go by name, and what is random by its turn.
+    Each random operator has its own number. ``alike``: a table that several graphs share, so that their numbers can be
+    compared; inputs then match by name, and random operators by their order.
     """
 
     def __init__(self, alike: dict[tuple[str, str, str], int] | None = None) -> None:
@@ -41,7 +42,9 @@ class Numbers:
         return self._known[node]
 
     def _build_instance_key(self, node: fx.Node) -> str:
-        """What tells ``node`` from others of its kind."""
+        """Return text that distinguishes ``node`` from others with the same operator and operands; empty if nothing
+        does.
+        """
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             self._draws += 1
             return str(self._draws)
@@ -50,7 +53,10 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Signature:
-    """``key`` is hashable; ``states`` and ``inputs`` are what the run reads from outside, in the order of first use."""
+    """What distinguishes a sequence of operators: equal ``key`` (hashable) means the same computation.
+
+    ``states`` and ``inputs``: the nodes that it reads from outside, in the order of first use.
+    """
 
     key: tuple[Any, ...]
     states: tuple[fx.Node, ...]
@@ -58,9 +64,9 @@ class Signature:
 
 
 def compute_signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ()) -> Signature:
-    """The signature of the operators ``nodes`` (in order), of which ``outputs`` are read elsewhere.
+    """Return the signature of the operators ``nodes`` (in order). ``outputs``: those that are read elsewhere.
 
-    Operators, constants, shapes, types, the flow of data inside and which operands are the same all count.
+    It covers operators, constants, shapes, types, the data flow between the operators, and which operands are the same.
     """
     index: dict[fx.Node, int] = {}
     states: dict[fx.Node, int] = {}

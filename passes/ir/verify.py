@@ -42,9 +42,9 @@ class GraphError(PartitionError):
 
 
 def check_block(block: Block, axes: Mapping[str, int] | None = None) -> None:
-    """Raise :class:`GraphError` at the first node of ``block`` that is not as it should be.
+    """Raise :class:`GraphError` at the first node of ``block`` that breaks an invariant of the representation.
 
-    ``axes``: the ranks on each mesh axis that a collective may name; ``None``: any.
+    ``axes``: the mesh axes that a collective may name, with their numbers of ranks; ``None`` allows any.
     """
     placeholders: list[str] = []
     seen: set[fx.Node] = set()
@@ -133,7 +133,7 @@ _DIVIDES = ("shard_slice", "shard_narrow", "reduce_scatter", "all_to_all")
 
 
 def axis_of(node: fx.Node) -> tuple[str, int] | None:
-    """The mesh axis that a collective operator names, and the ranks on it; ``None`` for any other operator."""
+    """Return the mesh axis of a collective operator and its number of ranks; ``None`` for any other node."""
     if node.op != "call_function" or collective_name(node.target) is None:
         return None
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
@@ -143,7 +143,7 @@ def axis_of(node: fx.Node) -> tuple[str, int] | None:
 
 
 def shape_of(value: Any) -> Any:
-    """(shape, dtype) of a tensor, the same of each part of a tuple, ``None`` where neither."""
+    """Return (shape, dtype) of a tensor, a tuple of such pairs for a tuple, and ``None`` for anything else."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, tuple | list):
@@ -152,7 +152,7 @@ def shape_of(value: Any) -> Any:
 
 
 def format_meta_value(value: Any) -> str:
-    """A meta value for an error message: ``float32[4, 8]``."""
+    """Return the type and shape of a meta value as text for an error message, such as ``float32[4, 8]``."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, tuple | list):
@@ -221,7 +221,11 @@ _WANTS_WHOLE = frozenset({"copy", "shard_slice", "shard_narrow"})
 
 
 def compare_across_ranks(graph: fx.Graph, given: Mapping[str, Sameness], axis: str, size: int) -> dict[str, Sameness]:
-    """How each node's value compares over the ``size`` ranks of ``axis``. ``given``: the placeholders, by name."""
+    """Return, by node name, whether the value is equal on the ``size`` ranks of ``axis``.
+
+    The result is "alike" (equal), "different", or "unknown" (equal, but perhaps a shard or a partial sum). ``given``:
+    this property for the placeholders by name; a missing one is "alike".
+    """
     result: dict[str, Sameness] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -248,7 +252,7 @@ def _of_operator(node: fx.Node, known: Mapping[str, Sameness], axis: str, size: 
 
 
 def _makes_elements(node: fx.Node) -> bool:
-    """Whether the result's size may come from a constant rather than from an operand."""
+    """Whether the size of the result may come from a constant rather than from an operand."""
     if node.target is operator.getitem:
         return False
     sizes = [v.numel() for n in node.all_input_nodes for v in _list_tensors(n.meta["val"])]
@@ -270,7 +274,12 @@ def _list_tensors(value: Any) -> list[Tensor]:
 
 
 def find_misused_collective(graph: fx.Graph, known: Mapping[str, Sameness], axis: str) -> tuple[fx.Node, str] | None:
-    """The first collective over ``axis`` that is given what it makes no sense of, and why."""
+    """Return the first collective over ``axis`` that has an unsuitable operand, with the reason; ``None`` if there is
+    none.
+
+    An example is an all-reduce of a value that every rank already has whole. ``known``: the result of
+    :func:`compare_across_ranks`.
+    """
     for node in graph.nodes:
         named = axis_of(node)
         if named is None or named[0] != axis or not node.all_input_nodes:
@@ -286,7 +295,9 @@ def find_misused_collective(graph: fx.Graph, known: Mapping[str, Sameness], axis
 
 
 def _routed_apart(node: fx.Node, known: Mapping[str, Sameness]) -> bool:
-    """Whether ``node`` has as many rows as were dispatched, by experts that differ from rank to rank."""
+    """Whether the number of rows of ``node`` differs between ranks, because the ranks dispatch rows to different
+    experts.
+    """
     rows = node.meta["val"].shape[:1]
     seen, stack = set(), [node]
     while stack:
@@ -306,7 +317,9 @@ def _routed_apart(node: fx.Node, known: Mapping[str, Sameness]) -> bool:
 
 
 def find_difference_origin(node: fx.Node, known: Mapping[str, Sameness]) -> fx.Node:
-    """Where a difference comes from: the furthest operator before ``node`` whose value differs."""
+    """Return the operator where a difference between ranks begins: follow differing operands back from ``node`` to the
+    first.
+    """
     while True:
         before = [n for n in node.all_input_nodes if n.op == "call_function" and known[n.name] == "different"]
         if not before:

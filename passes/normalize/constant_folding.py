@@ -59,7 +59,7 @@ class ConstantEvaluator:
         self.values: dict[fx.Node, Value | None] = {}
 
     def find_value(self, node: fx.Node) -> Value | None:
-        """The node's value, ``None`` where it depends on more than constants or costs too much."""
+        """Return the value of ``node``; ``None`` if it depends on more than constants or costs too much."""
         stack = [node]
         while stack:
             top = stack[-1]

@@ -29,7 +29,10 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Graph, dict[str, str]]:
-    """A new graph, and where each node's value went; ``known``: operators that are rewritten as they are."""
+    """Return a new graph without composite operators, and a map from old node names to new ones.
+
+    ``known``: operators that a later rewrite handles; they stay.
+    """
     targets = {n.target for n in graph.nodes if n.op == "call_function"}
     apart = {t for t in targets if _is_composite(t) and t not in known and not has_rule(t)}
     if not apart:
@@ -39,8 +42,10 @@ def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Gra
 
 
 def parts_of(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]] | None:
-    """The operators that ``node`` of an exported program consists of, whose sizes may be open: a graph, and what its
-    placeholders stand for. ``None``: torch defines it by no others, or they look at numbers."""
+    """Return a graph of the operators that ``node`` consists of, and the nodes that its placeholders stand for.
+
+    ``None`` means that torch does not define it by other operators, or that these need the numbers in a tensor.
+    """
     if not _is_composite(node.target):
         return None
     operands, run = _as_function(node, node.args, node.kwargs)
@@ -128,24 +133,24 @@ class RecurrentLayers(NamedTuple):
 
     @property
     def drops(self) -> bool:
-        """Whether something is dropped out between layers."""
+        """Whether dropout is applied between layers."""
         return bool(self.p) and self.train and self.layers > 1
 
     @property
     def ways(self) -> int:
-        """Directions in which a layer reads its input."""
+        """Return the number of directions in which a layer reads its input."""
         return 2 if self.both_ways else 1
 
     @property
     def of_one(self) -> RecurrentLayers:
-        """One of the layers alone, which drops nothing out."""
+        """Return the arguments for a single layer, without dropout."""
         return self._replace(layers=1, p=0.0)
 
 
 def layer_by_layer(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node], *layers: Any) -> Any:
-    """What one layer gives, dropped out, is the next one's input; the last states of all layers are joined.
+    """Rewrite a recurrent network layer by layer, with dropout between layers; ``KEEP`` if it has no dropout.
 
-    ``layers``: see :class:`RecurrentLayers`.
+    ``layers``: the arguments in :class:`RecurrentLayers`.
     """
     stack = RecurrentLayers(*layers)
     if not stack.drops:

@@ -80,7 +80,7 @@ _MOVES = (*KEEPS, *SWAPS, aten.slice.Tensor)
 
 
 def _apply_reduction(build: Builder, terms: fx.Node, reduction: int) -> fx.Node:
-    """The terms, their mean over all elements, or their sum."""
+    """Return the terms themselves, their sum, or their mean over all elements."""
     if reduction == NONE:
         return terms
     result = build(aten.sum.default, terms)
@@ -273,7 +273,7 @@ _LOGS = (aten.log_softmax.int, aten._log_softmax.default)
 
 
 def pick_before_softmax(graph: fx.Graph) -> None:
-    """Rewrite ``graph`` in place."""
+    """Rewrite ``gather(log_softmax(x), index)`` in ``graph`` as a negative cross entropy, in place."""
     changed = False
     for node in list(graph.nodes):
         if node.target is aten.gather.default:

@@ -28,7 +28,7 @@ def to_dtype(build: Builder, x: fx.Node, dtype: torch.dtype | None) -> fx.Node:
 
 
 def cast_to(build: Builder, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Any ``to``: a type among the arguments, or a tensor whose type is meant; devices do not count."""
+    """Rewrite any form of ``to`` as a cast to the given type or the given tensor's type; devices are ignored."""
     if not isinstance(x, fx.Node):  # a plain number, as nested vmaps have it
         return _create_full_tensor(build, x)
     for argument in (*args, *kwargs.values()):
@@ -40,7 +40,7 @@ def cast_to(build: Builder, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def rewrite_reshape(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
-    """Any view that keeps the order of elements, to the shape that it gave; a chain of them is one."""
+    """Rewrite any view that keeps the order of elements as one ``reshape``, or remove it if it changes nothing."""
     assert build.node is not None
     sizes = list_node_sizes(build.node)
     while x.target is aten.reshape.default:
@@ -79,7 +79,7 @@ def rewrite_narrow(build: Builder, x: fx.Node, dim: int, start: Any, length: int
 
 
 def rewrite_split(build: Builder, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
-    """``split`` and ``chunk`` with the sizes that they gave."""
+    """Rewrite ``split`` and ``chunk`` as ``split_with_sizes`` with explicit sizes."""
     assert build.node is not None
     dim %= len(list_node_sizes(x))
     return build(aten.split_with_sizes.default, x, [v.shape[dim] for v in build.node.meta["val"]], dim)
@@ -97,7 +97,7 @@ def rewrite_padding(
 
 
 def rewrite_detach(build: Builder, x: fx.Node) -> Any:
-    """Stays where it stops a gradient."""
+    """Keep ``detach`` if its operand can carry a gradient; otherwise remove it."""
     return KEEP if is_differentiable(get_node_tensor(x)) else x
 
 
@@ -107,7 +107,7 @@ def add_nothing(build: Builder, x: fx.Node, other: Any, **_: Any) -> Any:
 
 
 def rewrite_overwrite(build: Builder, x: fx.Node, value: Any, *_: Any) -> Any:
-    """What a tensor is after all of it was set to ``value``."""
+    """Return the value of a tensor after all of its elements were set to ``value``."""
     if not isinstance(value, fx.Node):
         return _create_full_tensor(build, value)
     value = to_dtype(build, value, get_node_tensor(x).dtype)
@@ -229,7 +229,7 @@ SHAPES: dict[Any, Rule] = {
 
 
 def as_strided(build: Builder, x: fx.Node, sizes: list[int], strides: list[int], offset: int | None = None) -> fx.Node:
-    """Places counted in memory, as places counted in order: a rank's memory is another."""
+    """Rewrite access by memory position as a look-up by index, because a rank's memory layout differs."""
     flat, _ = flat_in_memory(
         build, x, 1 + (offset or 0) + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
     )

@@ -22,7 +22,7 @@ _FLAT = (aten.reshape.default, aten.repeat.default)
 
 
 def unflatten_dims(graph: fx.Graph) -> None:
-    """Rewrite ``graph`` in place. Requires: normal form (``reshape`` alone, biases apart)."""
+    """Undo the flattening of dims in ``graph``, in place. Requires: normal form (``reshape`` only, biases separate)."""
     for node in list(graph.nodes):
         if node.target is aten.reshape.default:
             _unflatten_product(graph, node)
@@ -152,7 +152,7 @@ def _split_operand(build: Builder, x: fx.Node, parts: list[list[int]]) -> fx.Nod
 
 
 def _find_transpose_order(node: fx.Node) -> list[int] | None:
-    """For each dim of a transpose's result, the dim that it was; ``None`` for another operator."""
+    """Return the operand dim of each result dim of a transpose; ``None`` for another operator."""
     rank = len(list_node_sizes(node)) if node.target in _TRANSPOSES else 0
     given: Any = node.args[1:]
     if node.target is aten.permute.default:

@@ -32,7 +32,7 @@ _ROWS = 512  # queries of a tile that an end of a window crosses
 
 
 class Band(NamedTuple):
-    """How far a query sees back and ahead; ``None``: as far as there are keys."""
+    """How many positions a query sees before and after its own; ``None`` means no limit."""
 
     before: int | None = None
     after: int | None = None
@@ -43,12 +43,12 @@ class Band(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Whether a query sees all keys up to its own, and none behind."""
+        """Whether a query sees all keys up to its own position and none after it."""
         return self.before is None and self.after == 0
 
 
 class PositionRange(NamedTuple):
-    """Consecutive positions: where they start in the tensor at hand, how many, and where they start in the sequence."""
+    """Consecutive positions: start in the local tensor, number, and start in the whole sequence (``place``)."""
 
     start: int
     length: int
@@ -66,7 +66,7 @@ class Tile(NamedTuple):
 
 
 def parts_of(length: int, num_ranks: int, rank: int, zigzag: bool) -> tuple[PositionRange, ...]:
-    """The positions that ``rank`` has of a sequence of which each rank has ``length``."""
+    """Return the ranges of positions that ``rank`` holds of a sequence; each rank holds ``length`` positions."""
     slices = shard_slices(make_shard_layout(0, (), zigzag), length * num_ranks, num_ranks, rank)
     starts = accumulate((n for _, n in slices), initial=0)
     return tuple(PositionRange(start, n, place) for start, (place, n) in zip(starts, slices, strict=False))
@@ -75,14 +75,17 @@ def parts_of(length: int, num_ranks: int, rank: int, zigzag: bool) -> tuple[Posi
 def ring_tiles(
     queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band, rank: int, step: int
 ) -> tuple[Tile, ...]:
-    """What ``rank`` sees of the keys that come from ``step`` ranks before it. ``queries``, ``keys``: of each rank."""
+    """Return the tiles that ``rank`` computes with the keys of the rank ``step`` before it.
+
+    ``queries``, ``keys``: the number of each per rank.
+    """
     own = parts_of(queries, num_ranks, rank, zigzag)
     return tiles_of(own, parts_of(keys, num_ranks, (rank - step) % num_ranks, zigzag), band)
 
 
 @lru_cache(maxsize=4096)
 def ring_steps(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band) -> tuple[int, ...]:
-    """From how many ranks before it some rank sees keys, its own first."""
+    """Return the ring steps in which some rank sees keys, starting with 0, its own keys."""
     seen = [
         s for s in range(1, num_ranks)
         if any(ring_tiles(queries, keys, num_ranks, zigzag, band, r, s) for r in range(num_ranks))
@@ -92,7 +95,9 @@ def ring_steps(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band
 
 @lru_cache(maxsize=4096)
 def most_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band) -> int:
-    """Pairs of a query and a key that it sees, on the rank that has most; ``queries``, ``keys``: of each rank."""
+    """Return the largest number of visible query-key pairs on any rank. ``queries``, ``keys``: the number of each per
+    rank.
+    """
     before, after = band
     most = 0
     for rank in range(num_ranks):
@@ -109,7 +114,7 @@ def most_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band
 
 @lru_cache(maxsize=4096)
 def tiles_of(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...], band: Band) -> tuple[Tile, ...]:
-    """The tiles that have something to see. Every query of a tile sees some key of it."""
+    """Return the tiles of queries and keys that the band touches. Every query of a tile sees at least one key of it."""
     found: list[Tile] = []
     for q in queries:
         for k in keys:
@@ -295,7 +300,7 @@ def _find_accumulation_dtype(x: Tensor) -> torch.dtype:
 
 
 def band_mask(num_queries: int, num_keys: int, offset: int, band: Band, like: Tensor) -> Tensor:
-    """What is added to the scores of a tile: 0 within the band, else minus infinity."""
+    """Return the mask that is added to the scores of a tile: 0 within the band, minus infinity elsewhere."""
     distance = torch.arange(num_queries, device=like.device).unsqueeze(1) + offset
     distance = distance - torch.arange(num_keys, device=like.device)
     hidden = torch.zeros_like(distance, dtype=torch.bool)
@@ -420,7 +425,7 @@ def band_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, before: int, after: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values of :func:`band_attention`."""
     found = AttentionGradients(grad, q, out, lse, band_of(before, after), scale)
     of_k, of_v = (torch.zeros_like(x, dtype=found.of_q.dtype) for x in (k, v))
     for tile in tiles_of((PositionRange(0, q.shape[-2], 0),), (PositionRange(0, k.shape[-2], 0),), found.band):
@@ -429,7 +434,9 @@ def band_attention_backward(
 
 
 def by_position(x: Tensor) -> Tensor:
-    """``x`` ``[b, h, s, d]`` in memory as ``[b, s, h, d]``: heads are then joined without a copy."""
+    """Return ``x`` ``[b, h, s, d]``, stored in memory as ``[b, s, h, d]``, so that heads can be joined
+    without a copy.
+    """
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -444,7 +451,7 @@ def band_of(before: int, after: int) -> Band:
 
 
 def limits_of(band: Band) -> tuple[int, int]:
-    """The inverse of :func:`band_of`."""
+    """Return ``band`` as two integers (before, after), with -1 for no limit; the inverse of :func:`band_of`."""
     return -1 if band.before is None else band.before, -1 if band.after is None else band.after
 
 

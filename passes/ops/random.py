@@ -354,7 +354,7 @@ Formula = Callable[[Sampler], Any]
 
 
 def formula_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Formula | None:
-    """How an operator of torch draws, in place or not; ``None`` where it draws nothing, or nothing of the table."""
+    """Return the formula that draws the numbers of a torch operator; ``None`` if it draws none or is not supported."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
     formula = _FORMULAS.get(_operator_name(target))
@@ -365,7 +365,7 @@ def formula_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> F
 
 
 def arguments_of(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, defaults among them."""
+    """Return the arguments of an operator call by name, including defaults."""
     arguments = target._schema.arguments
     given = {a.name: a.default_value for a in arguments}
     return given | dict(zip([a.name for a in arguments], args, strict=False)) | dict(kwargs)
@@ -541,7 +541,7 @@ _FORMULAS: dict[str, Formula] = {
 
 
 def list_drawing_operators() -> list[torch._ops.OpOverload]:
-    """The operators of the table that write to nothing."""
+    """Return the random operators that have a formula and do not write to their arguments."""
     names = [*_FORMULAS, "normal_functional", "rrelu_with_noise_functional"]
     found = (getattr(getattr(aten, name), overload) for name in names for overload in getattr(aten, name).overloads())
     return [target for target in found if not target._schema.is_mutable]

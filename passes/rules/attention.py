@@ -95,7 +95,7 @@ def shard_attention(node: fx.Node) -> OpFactors:
 
 @register_family("partition::band_attention")
 def within_band(node: fx.Node) -> OpFactors:
-    """Batch dims and heads; positions are told apart by their numbers."""
+    """Return the rule of attention within a band of positions: batch dims and heads may be sharded."""
     query, key, _ = operands_of(node)
     heads, groups = get_meta_shape(query)[-3], get_meta_shape(key)[-3]
     sizes = {"b": get_meta_shape(query)[0], "h": groups, "rep": heads // groups}
@@ -117,7 +117,9 @@ def over_ranks(node: fx.Node) -> OpFactors:
 
 
 def find_attention_band(node: fx.Node) -> Band | None:
-    """The band of positions within which an attention sees keys; ``None`` where that is not all that decides."""
+    """Return the band of positions in which an attention's queries see keys; ``None`` if more than a
+    band decides this.
+    """
     if node.target in (ops.band_attention.default, ops.context_attention.default):
         return band_of(get_node_argument(node, "before"), get_node_argument(node, "after"))
     if not str(node.target).startswith("aten.scaled_dot_product_attention") or get_node_argument(node, "dropout_p"):
@@ -155,8 +157,10 @@ def _over_ranks(algorithm: str, local: Local) -> fx.Node:
 
 @register_family("partition::expert_mm")
 def product_by_expert(node: fx.Node) -> OpFactors:
-    """Rows t with k features, experts e of matrices k n. Where experts are sharded, the rows of the other ranks'
-    experts are zero, a partial sum."""
+    """Return the rule of products of rows with their expert's matrix (rows ``t k``, matrices ``e k n``).
+
+    With sharded experts, rows of other ranks' experts are zero, which makes a partial sum.
+    """
     lower = {"e": Lowering(_of_own_experts, PARTIAL, divides_work=True)}
     return build_factor_rule(node, ["tk", "ekn", "t"], ["tn"], linear=mark_linear_each(0, 1), lower=lower)
 
@@ -224,7 +228,9 @@ def _select_plain_kwargs(node: fx.Node) -> dict[str, object]:
 
 @register_family("histc")
 def shard_histogram(node: fx.Node) -> OpFactors:
-    """Counts over a given range add up; the range of the data only all of it tells."""
+    """Return the rule of a histogram: counts over a given range are partial sums; without a range, all dims must be
+    whole.
+    """
     (x,) = operands_of(node)
     names = NAMES[: len(get_meta_shape(x))]
     data_range = get_node_argument(node, "min") == get_node_argument(node, "max")

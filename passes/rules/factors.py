@@ -1,12 +1,12 @@
-"""What a factor rule says of one operator call, and what the writers of rules need.
+"""The data of a factor rule, which says how one operator call may be sharded, and helpers to write rules.
 
 A *factor* is a named loop dimension of an operator, as in an einsum. ``linear(x, w)`` has the factors ``b s i o``::
 
     operands   x: b s i    w: o i
     results    b s o
 
-A dim may hold several factors, outermost first, as a reshape does: ``(h d)``. A dim of size 1 holds none. Sharding a
-factor shards every tensor dim that holds it; a result without it is then a partial sum.
+A dim may hold several factors, outermost first, as in a reshape: ``(h d)``. A dim of size 1 holds none. Sharding a
+factor shards every tensor dim that holds it. A result without the factor is then a partial sum.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Lowering:
-    """Another way to run an operator where one of its factors is sharded.
+    """Special local operators for an operator if one of its factors is sharded.
 
-    ``build`` appends the local operators, ``result`` is the layout of a result that lacks the factor. ``collectives``
-    are those that ``build`` and its backward add: name, and elements of the first result's type that a rank puts in.
-    ``sections`` says whether the factor may be sharded in sections, ``divides_work`` whether each rank has its share of
-    the work though its tensors alone do not tell.
+    ``build`` appends the local operators. ``result``: the layout of a result without the factor. ``collectives``: the
+    name and the number of elements per rank of each collective that forward and backward add. ``sections``: whether the
+    factor may be sharded in sections. ``divides_work``: whether each rank does only its share of the work although the
+    tensor shapes do not show it.
     """
 
     build: Callable[[Local], fx.Node]
@@ -69,9 +69,11 @@ class Lowering:
 
 @dataclass(frozen=True)
 class Form:
-    """A way to run an operator over ranks that no single factor gives, as attention whose queries and keys are both
-    sharded. ``operands`` and ``results``: the dim that is sharded of each, ``None`` where it is read whole. ``build``
-    appends the local operators; ``factor`` is the one that is divided, in words.
+    """A way to run an operator over ranks that shards more than one factor, such as attention with sharded queries and
+    keys.
+
+    ``operands`` and ``results``: the sharded dim of each tensor; ``None`` if it is whole. ``build`` appends the local
+    operators. ``factor``: name of the divided factor.
     """
 
     factor: str
@@ -82,10 +84,10 @@ class Form:
 
 @dataclass(frozen=True)
 class Spans:
-    """A factor of which some tensors hold only a part, as the pieces of ``split`` and ``cat`` do.
+    """A factor that some tensors hold only in part, as the pieces of ``split`` and ``cat`` do.
 
-    ``sections`` cut the factor at every border of a part. ``operands`` and ``results`` give, per tensor, the part's
-    (start, length), ``None`` for all of it. Wherever the factor is sharded, it is in these sections or finer ones.
+    ``sections``: the lengths into which the ends of all parts cut the factor. ``operands`` and ``results``: the part of
+    each tensor as (start, length); ``None`` for the whole factor. A sharded factor uses these sections or finer ones.
     """
 
     factor: str
@@ -136,13 +138,15 @@ class Local:
     graph: fx.Graph
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """Append an operator with its meta value."""
+        """Append the operator ``target`` with its meta value to the graph, and return its node."""
         node = insert_operator_node(self.graph, target, args, kwargs, like=self.node)
         node.meta["grad"] = bool(node.meta.get("grad", True)) and is_differentiable(node.meta["val"])
         return node
 
     def copy(self, **changes: Any) -> fx.Node:
-        """The operator on the local operands, some arguments (by their names in its schema) changed."""
+        """Append the operator on its local operands, with some arguments changed (by schema name), and
+        return its node.
+        """
         args, kwargs = with_operands(self.node, self.operands)
         changed = list(args)
         for name, new in changes.items():
@@ -158,7 +162,7 @@ class Local:
         return local_shape(self.strategy.results[index], shape, self.num_ranks)
 
     def size(self, factor: str) -> int:
-        """The local size of ``factor``."""
+        """Return the size of ``factor`` on one rank."""
         size = self.factors.sizes.get(factor, 1)
         return size // self.num_ranks if factor == self.strategy.factor else size
 
@@ -169,7 +173,7 @@ def _get_callable_target(node: fx.Node) -> Callable[..., Any]:
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The node's tensor operands: every node in its args, then kwargs, depth first, once per occurrence."""
+    """Return the tensor operands of ``node``: every node in its args, then kwargs, depth first, once per occurrence."""
     found: list[fx.Node] = []
     for argument in (*node.args, *node.kwargs.values()):
         if isinstance(argument, fx.Node):
@@ -191,7 +195,7 @@ def _collect_operands(argument: Any, found: list[fx.Node]) -> None:
 
 
 def with_operands(node: fx.Node, operands: Sequence[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The node's args and kwargs with its operands replaced, in the order of :func:`operands_of`."""
+    """Return the args and kwargs of ``node`` with its operands replaced, in the order of :func:`operands_of`."""
     rest = iter(operands)
 
     def replaced(argument: Any) -> Any:
@@ -209,7 +213,7 @@ def with_operands(node: fx.Node, operands: Sequence[fx.Node]) -> tuple[tuple[Any
 
 
 def get_meta_tensor(node: fx.Node) -> Tensor:
-    """The node's meta tensor."""
+    """Return the meta tensor of ``node``."""
     tensor: Tensor = node.meta["val"]
     return tensor
 
@@ -219,7 +223,7 @@ def get_meta_shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def results_of(node: fx.Node) -> tuple[Tensor, ...]:
-    """The node's results, as a tuple of meta tensors."""
+    """Return the results of ``node`` as a tuple of meta tensors."""
     val = node.meta["val"]
     return tuple(v for v in val if isinstance(v, Tensor)) if isinstance(val, tuple | list) else (val,)
 
@@ -228,7 +232,9 @@ _parameters: dict[Any, dict[str, tuple[int, Any]]] = {}
 
 
 def get_node_argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """An argument of the node by its name in the operator's schema, or its default; ``default`` if there is none."""
+    """Return an argument of ``node`` by its schema name, or its schema default; ``default`` if the schema lacks the
+    name.
+    """
     if name in node.kwargs:
         return node.kwargs[name]
     index, preset = _parameters_of(node.target).get(name, (-1, default))
@@ -236,7 +242,7 @@ def get_node_argument(node: fx.Node, name: str, default: Any = None) -> Any:
 
 
 def _parameters_of(target: Any) -> dict[str, tuple[int, Any]]:
-    """The place and default of each parameter of an operator."""
+    """Return the position (-1 if keyword-only) and default of each parameter of an operator, by name."""
     if target not in _parameters:
         schema = target._schema.arguments
         _parameters[target] = {a.name: (-1 if a.kwarg_only else i, a.default_value) for i, a in enumerate(schema)}
@@ -244,12 +250,15 @@ def _parameters_of(target: Any) -> dict[str, tuple[int, Any]]:
 
 
 def as_dim(dim: int, rank: int) -> int:
-    """A dim counted from the end, counted from the front."""
+    """Return ``dim`` counted from the front; a negative one counts from the end."""
     return dim + rank if dim < 0 else dim
 
 
 def as_dims(dims: Any, rank: int) -> tuple[int, ...]:
-    """The dims that an argument names: one, several, or all for ``None`` and ``[]``; a number has none to name."""
+    """Return the dims that an argument names, counted from the front.
+
+    ``None`` and ``[]`` mean all dims. The result is empty for a 0-dimensional tensor.
+    """
     if not rank:
         return ()
     if dims is None or (not isinstance(dims, int) and not dims):
@@ -264,12 +273,16 @@ FIRST = (frozenset((0,)),)  # linear in the first operand
 
 
 def mark_linear_each(*positions: int) -> tuple[frozenset[int], ...]:
-    """Linear in each of these operands alone."""
+    """Return the ``linear`` entry of an operator that is linear in each of these operands while the
+    others are fixed.
+    """
     return tuple(frozenset((p,)) for p in positions)
 
 
 def mark_linear_together(count: int) -> tuple[frozenset[int], ...]:
-    """Linear in all ``count`` operands at once."""
+    """Return the ``linear`` entry of an operator that is linear in all ``count`` operands together,
+    like an addition.
+    """
     return (frozenset(range(count)),)
 
 
@@ -314,5 +327,5 @@ def build_factor_rule(
 
 
 def everything_whole(node: fx.Node) -> OpFactors:
-    """The rule of an operator that every rank must compute as a whole."""
+    """Return the rule of an operator that every rank must compute on whole tensors."""
     return OpFactors({}, tuple(() for _ in operands_of(node)), tuple(() for _ in results_of(node)))

@@ -30,8 +30,11 @@ rule("aten.one_hot", "... -> ... c!")
 
 
 def own_rows(local: Local, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
-    """For an index into a dim of which every rank has ``rows``: the index into this rank's rows, 0 where it points
-    elsewhere; and where it does."""
+    """Convert an index into a sharded dim, of which every rank holds ``rows`` rows, into an index into this rank's
+    rows.
+
+    Return the local index, 0 for rows of other ranks, and a mask that is true for these.
+    """
     rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
     shifted = local.call(aten.sub.Tensor, index, local.call(aten.mul.Tensor, rank, rows))
     below = local.call(aten.lt.Scalar, shifted, 0)
@@ -41,7 +44,9 @@ def own_rows(local: Local, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]
 
 @register_family("embedding")
 def shard_embedding(node: fx.Node) -> OpFactors:
-    """A sharded vocabulary: each rank looks up what it has and gives zeros for the rest, a partial sum."""
+    """Return the rule of ``embedding``: with a sharded vocabulary, each rank looks up its own rows and fills the others
+    with zeros, which makes a partial sum.
+    """
     if get_node_argument(node, "sparse") or get_node_argument(node, "scale_grad_by_freq"):
         return everything_whole(node)
     names = NAMES[: len(get_meta_shape(operands_of(node)[1]))]
@@ -61,15 +66,20 @@ def _embedding_sharded(local: Local) -> fx.Node:
 
 
 def name_matching_dims(operands: Sequence[fx.Node], dim: int) -> list[str | None]:
-    """The factors of dims besides ``dim``: those of one size in all operands. A shorter one, be it of size 1, is not
-    broadcast: it reads or writes the first places alone, which are the first rank's."""
+    """Return a factor for each dim other than ``dim`` that has the same size in all operands, and ``None`` for other
+    dims.
+
+    A smaller dim is not broadcast here, so it cannot be sharded.
+    """
     sizes = zip(*(get_meta_shape(o) for o in operands), strict=True)
     return [NAMES[d] if d != dim and len({*s}) == 1 else None for d, s in enumerate(sizes)]
 
 
 @register_family("gather", "take_along_dim")
 def shard_gather(node: fx.Node) -> OpFactors | None:
-    """Along a sharded dim: each rank picks what it has and gives zeros for the rest, a partial sum."""
+    """Return the rule of ``gather``: along a sharded dim, each rank reads its own elements and fills the others with
+    zeros, which makes a partial sum.
+    """
     rank = len(get_meta_shape(operands_of(node)[0]))
     dim = get_node_argument(node, "dim")
     if rank == 0 or dim is None or len(node.meta["val"].shape) != rank:
@@ -95,7 +105,7 @@ def _gather_sharded(local: Local) -> fx.Node:
 
 @register_family("index_select")
 def index_select(node: fx.Node) -> OpFactors:
-    """Places of a dim; a sharded one as in :func:`shard_gather`."""
+    """Return the rule of ``index_select``: along a sharded dim, the result is a partial sum."""
     x, index = operands_of(node)
     dim = as_dim(get_node_argument(node, "dim"), len(get_meta_shape(x)))
     names = NAMES[: len(get_meta_shape(x))]
@@ -130,7 +140,10 @@ def _index_dims(indices: Sequence[fx.Node | None], rank: int) -> tuple[int, list
 
 @register_family("index", "_unsafe_index")
 def shard_index(node: fx.Node) -> OpFactors | None:
-    """``x[i, :, j]``: dims that are not indexed pass through, and so do the indices' own, broadcast."""
+    """Return the rule of ``x[i, :, j]``: dims without an index and the broadcast dims of the indices may be sharded.
+
+    ``None`` means that the indices are masks, whose result size depends on the data.
+    """
     x, *tensors = operands_of(node)
     indices = list(get_node_argument(node, "indices"))
     if not tensors or any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in tensors):
@@ -162,7 +175,9 @@ def _index_sharded(local: Local) -> fx.Node:
 
 @register_family("index_put", "_unsafe_index_put")
 def index_put(node: fx.Node) -> OpFactors | None:
-    """The transpose of :func:`shard_index`: indexed dims, and the indices' own, are whole."""
+    """Return the rule of ``index_put``: the indexed dims and the dims of the indices must be whole;
+    ``None`` for masks.
+    """
     x, *rest = operands_of(node)
     tensors, values = rest[:-1], rest[-1]
     indices = list(get_node_argument(node, "indices"))
@@ -180,7 +195,7 @@ def index_put(node: fx.Node) -> OpFactors | None:
 
 @register_family("scatter", "scatter_add", "scatter_reduce")
 def shard_scatter(node: fx.Node) -> OpFactors:
-    """The dim of the index is whole, others pass through where all sizes agree."""
+    """Return the rule of ``scatter``: the indexed dim must be whole; other dims may be sharded if all sizes agree."""
     operands = operands_of(node)
     rank = len(get_meta_shape(operands[0]))
     if rank == 0 or any(len(get_meta_shape(o)) != rank for o in operands):
@@ -192,7 +207,7 @@ def shard_scatter(node: fx.Node) -> OpFactors:
 
 @register_family("index_add", "index_copy", "index_fill", "index_reduce")
 def index_rows(node: fx.Node) -> OpFactors:
-    """Whole rows at the places of a dim, which is whole."""
+    """Return the rule of operators that write whole rows at indices of a dim, which must be whole."""
     x, index, *source = operands_of(node)
     dim = as_dim(get_node_argument(node, "dim"), len(get_meta_shape(x)))
     names = [n if d != dim else None for d, n in enumerate(NAMES[: len(get_meta_shape(x))])]

@@ -48,7 +48,10 @@ _ADDED = {"addmm": ("mk", "kn", "mn"), "addmv": ("mk", "k", "m"), "baddbmm": ("b
 
 @register_family(*_ADDED)
 def shard_added_product(node: fx.Node) -> OpFactors:
-    """A product plus an addend, which would be added once per rank if what is summed over were sharded."""
+    """Return the rule of a product plus an addend (``addmm``).
+
+    The summed dim must be whole, because otherwise every rank would add the addend once.
+    """
     left, right, made = _ADDED[node.target.__name__.split(".")[0]]  # type: ignore[union-attr]
     rank = len(get_meta_shape(operands_of(node)[0]))
     summed = frozenset(left) - frozenset(made)
@@ -134,7 +137,9 @@ def _local_convolution(local: Local) -> fx.Node:
 
 
 def _shard_leading_dims(node: fx.Node, num_places: int, is_linear: bool) -> OpFactors:
-    """All but the last ``num_places`` dims pass through."""
+    """Return the rule of an operator whose last ``num_places`` dims must be whole and whose other dims
+    may be sharded.
+    """
     (x,) = operands_of(node)
     names = [*NAMES[: len(get_meta_shape(x)) - num_places], *[None] * num_places]
     return build_factor_rule(node, [names], [names for _ in results_of(node)], linear=FIRST if is_linear else ())
@@ -208,7 +213,7 @@ def shard_image_patches(node: fx.Node) -> OpFactors:
 
 @register_family("affine_grid_generator")
 def affine_grid(node: fx.Node) -> OpFactors:
-    """A grid for each sample's matrix."""
+    """Return the rule of ``affine_grid``: samples may be sharded."""
     rank = len(node.meta["val"].shape)
     return build_factor_rule(
         node, [["n", None, None]], [["n", *[None] * (rank - 1)]], linear=FIRST, local=_local_affine_grid
@@ -229,7 +234,7 @@ _MATRIX = 2  # dims
     "linalg_matrix_exp", "linalg_qr", "linalg_solve_triangular",
 )  # fmt: skip
 def by_matrix(node: fx.Node) -> OpFactors:
-    """Operands and results that are all of the same matrices; otherwise whole."""
+    """Return the rule of operators on batches of matrices: the batch dims may be sharded if all tensors have them."""
     operands = [get_meta_shape(o) for o in operands_of(node)]
     results = [tuple(r.shape) for r in results_of(node)]
     first = max(operands, key=len)

@@ -55,7 +55,7 @@ def dims_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def _count_result_elements(node: fx.Node) -> int:
-    """Number of elements of the first result."""
+    """Return the number of elements of the first result."""
     return math.prod(results_of(node)[0].shape)
 
 
@@ -76,7 +76,7 @@ register_family("nansum", "count_nonzero")(shard_reduction)
     "var", "var_mean", "linalg_vector_norm", "aminmax", "kthvalue",
 )  # fmt: skip
 def over_whole_dims(node: fx.Node) -> OpFactors:
-    """A reduction other than a sum: the reduced dims are whole."""
+    """Return the rule of a reduction other than a sum: the reduced dims must be whole."""
     return replace(shard_reduction(node), whole=factors_along(node))
 
 
@@ -85,7 +85,7 @@ def over_whole_dims(node: fx.Node) -> OpFactors:
     "sort",
 )  # fmt: skip
 def along_whole_dim(node: fx.Node) -> OpFactors:
-    """Each element of the results depends on all of the operand's elements along the dim, which is therefore whole."""
+    """Return the rule of an operator whose results depend on all elements along a dim: that dim must be whole."""
     names = NAMES[: len(get_meta_shape(operands_of(node)[0]))]
     return build_factor_rule(node, [names], [names for _ in results_of(node)], whole=factors_along(node))
 
@@ -99,7 +99,7 @@ def softmax_gradient(node: fx.Node) -> OpFactors:
 
 @register_family("softmax", "log_softmax")
 def shard_softmax(node: fx.Node) -> OpFactors:
-    """Along a sharded dim, the ranks all-reduce the maximum and the sum of the exponentials."""
+    """Return the rule of softmax: along a sharded dim, the ranks all-reduce the maximum and the sum of exponentials."""
     build = _softmax_sharded if node.target == aten.softmax.int else _log_softmax_sharded
     rows = _count_result_elements(node) // max(
         1, math.prod(get_meta_shape(operands_of(node)[0])[d] for d in dims_of(node))
@@ -181,7 +181,9 @@ def _largest_of_ranks(local: Local) -> fx.Node:
 
 @register_family("logsumexp")
 def shard_logsumexp(node: fx.Node) -> OpFactors:
-    """Over a sharded dim, the ranks all-reduce the maximum and the sum of the exponentials."""
+    """Return the rule of logsumexp: over a sharded dim, the ranks all-reduce the maximum and the sum of
+    exponentials.
+    """
     if not operands_of(node)[0].meta["val"].dtype.is_floating_point:
         return over_whole_dims(node)  # complex numbers have no maximum, integers no infinity
     sent = (("all_reduce_max", _count_result_elements(node)), ("all_reduce", _count_result_elements(node)))

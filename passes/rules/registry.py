@@ -24,7 +24,9 @@ _HELP = 'expected text like "b s i, o i -> b s o", where "!" marks a factor that
 
 @dataclass(frozen=True)
 class DimPattern:
-    """One tensor's dims; ``ellipsis`` is the place of ``...`` among them, ``None`` where there is none."""
+    """The dims of one tensor in a rule's text; ``ellipsis`` is the position of ``...`` among them,
+    ``None`` without it.
+    """
 
     dims: Dims
     ellipsis: bool = False
@@ -32,7 +34,7 @@ class DimPattern:
 
 @dataclass(frozen=True)
 class TextRule:
-    """A parsed rule; :meth:`fit` makes it the rule of one call."""
+    """A parsed rule. :meth:`fit` converts it to the rule of one operator call."""
 
     name: str
     text: str
@@ -43,11 +45,11 @@ class TextRule:
 
     @staticmethod
     def parse(text: str, name: str, linear: tuple[frozenset[int], ...] = ()) -> TextRule:
-        """Raises :class:`RuleError` on malformed text."""
+        """Parse ``text``, the rule of the operator ``name``. Raise :class:`RuleError` if it is malformed."""
         return _Parser(text, name).parse_rule(linear)
 
     def fit(self, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], where: str) -> OpFactors:
-        """The factors of a call on tensors of these shapes. Raises :class:`RuleError` where they do not fit."""
+        """Return the rule for a call on tensors of these shapes. Raise :class:`RuleError` if the shapes do not fit."""
         sides: list[tuple[Dims, ...]] = []
         pairs: list[tuple[tuple[str, ...], int]] = []
         for kind, patterns, shapes in (("operand", self.operands, operands), ("result", self.results, results)):
@@ -78,7 +80,7 @@ class TextRule:
         return (*front, *pattern.dims)
 
     def _solve_factor_sizes(self, pairs: list[tuple[tuple[str, ...], int]], where: str) -> dict[str, int]:
-        """The size of each factor from the sizes of the dims that hold it."""
+        """Return the size of each factor, computed from the sizes of the dims that hold it."""
         sizes: dict[str, int] = {}
         pending = pairs
         while pending:
@@ -189,9 +191,9 @@ _found: dict[Any, Rule | None] = {}
 
 
 def factors_of(node: fx.Node) -> OpFactors | None:
-    """The factor rule of an operator call; ``None`` where there is none and everything must be whole.
+    """Return the factor rule of an operator call; ``None`` if it has none, so that all its tensors must be whole.
 
-    Raises :class:`RuleError` where a rule's text does not fit the operator's shapes.
+    Raise :class:`RuleError` if the text of a rule does not fit the shapes of the operator.
     """
     target = node.target
     try:
@@ -202,7 +204,7 @@ def factors_of(node: fx.Node) -> OpFactors | None:
 
 
 def has_rule(target: Any) -> bool:
-    """Whether an operator is known, be it as one that must be whole."""
+    """Whether an operator has a rule, including a rule that every tensor must be whole."""
     return _look_up(target) is not None
 
 
@@ -224,7 +226,10 @@ def _shard_getitem(node: fx.Node) -> OpFactors:
 
 
 def register_family(*names: str) -> Callable[[R], R]:
-    """Give operators one rule function: of ``aten`` (``view``, ``view.dtype``), or of ``namespace::name``."""
+    """Return a decorator that registers one rule function for several operators.
+
+    A name is that of an ATen operator (``view``, ``view.dtype``) or has a namespace (``namespace::name``).
+    """
 
     def register(function: R) -> R:
         for name in names:
@@ -282,7 +287,7 @@ def _text_rule(name: str, texts: tuple[str, ...], linear: tuple[frozenset[int], 
 
 
 def _name_of(target: Any) -> str:
-    """``namespace::name`` or ``namespace::name.overload`` of whatever a user calls an operator."""
+    """Return ``namespace::name`` or ``namespace::name.overload`` for the forms in which a user may name an operator."""
     overload = getattr(target, "_opoverload", None)  # torch.library.custom_op
     if isinstance(overload, torch._ops.OpOverload):
         return overload._schema.name

@@ -72,7 +72,7 @@ class _Side:
         self.at, self.left = -1, 1
 
     def advance_dim(self) -> bool:
-        """Go to the next dim that is larger than 1, if nothing is left of this one; whether there is one."""
+        """Go to the next dim larger than 1 if the current one is used up; return whether a dim is left."""
         while self.left == 1:
             self.at += 1
             if self.at == len(self.sizes):
@@ -118,7 +118,9 @@ def view_dtype(node: fx.Node) -> OpFactors | None:
 
 @register_family("view_as_real", "view_as_complex", "view_as_real_copy", "view_as_complex_copy")
 def complex_pairs(node: fx.Node) -> OpFactors:
-    """A last dim of (real, imaginary), which is whole, or none."""
+    """Return the rule of conversions between complex numbers and a last dim of (real, imaginary), which
+    must be whole.
+    """
     before, after = len(get_meta_shape(operands_of(node)[0])), len(node.meta["val"].shape)
     names = NAMES[: min(before, after)]
     pair: list[str | None] = [*names, None]
@@ -171,7 +173,7 @@ def shard_movedim(node: fx.Node) -> OpFactors:
 
 @register_family("expand", "expand_copy", "broadcast_to", "expand_as")
 def shard_expand(node: fx.Node) -> OpFactors:
-    """A dim that the operand lacks, or has with size 1, is a factor of the result alone."""
+    """Return the rule of ``expand``: an added or expanded dim is a factor of the result only."""
     x, *like = operands_of(node)
     names = NAMES[: len(node.meta["val"].shape)]
     unread: list[tuple[None, ...]] = [(None,) * len(get_meta_shape(o)) for o in like]
@@ -185,7 +187,7 @@ def _local_expand(local: Local) -> fx.Node:
 
 @register_family("repeat", "tile")
 def shard_repeat(node: fx.Node) -> OpFactors:
-    """A dim repeated r times is (r d); the operand lacks r."""
+    """Return the rule of ``repeat``: a dim repeated r times has the factors (r d), and the operand lacks r."""
     (x,) = operands_of(node)
     result = tuple(node.meta["val"].shape)
     if 0 in result:
@@ -214,7 +216,7 @@ def _local_repeat(local: Local) -> fx.Node:
 
 @register_family("repeat_interleave.self_int")
 def repeat_interleave(node: fx.Node) -> OpFactors:
-    """A dim of elements that are each repeated r times is (d r)."""
+    """Return the rule of ``repeat_interleave``: a dim whose elements are repeated r times has the factors (d r)."""
     (x,) = operands_of(node)
     if 0 in tuple(node.meta["val"].shape):
         return everything_whole(node)

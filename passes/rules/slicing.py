@@ -33,7 +33,7 @@ _FLIPPED: dict[Any, int] = {aten.fliplr.default: 1, aten.flipud.default: 0}
 
 
 def _list_part_spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """The (start, length) of consecutive parts."""
+    """Return the (start, length) of consecutive parts of these sizes."""
     return [(end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
@@ -41,7 +41,7 @@ def _list_part_spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
     "split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "chunk", "tensor_split", "unsafe_split",
         "unsafe_chunk", "unsafe_split_with_sizes")  # fmt: skip
 def shard_split(node: fx.Node) -> OpFactors | None:
-    """The pieces of a dim: it is sharded piece by piece, ``S(d, sizes)``, and each piece is ``S(d)``."""
+    """Return the rule of ``split``: the dim is sharded separately in each piece. ``None`` if the pieces overlap."""
     (x,) = operands_of(node)
     dim = as_dim(get_node_argument(node, "dim", 0), len(get_meta_shape(x)))
     names = NAMES[: len(get_meta_shape(x))]
@@ -70,7 +70,7 @@ def _local_split(local: Local) -> fx.Node:
 
 @register_family("cat", "concat", "concatenate")
 def shard_cat(node: fx.Node) -> OpFactors:
-    """The operands are the pieces of the result's dim."""
+    """Return the rule of ``cat``: the dim of the result is sharded separately in the part of each operand."""
     operands = operands_of(node)
     rank = len(node.meta["val"].shape)
     dim = as_dim(get_node_argument(node, "dim", 0), rank)
@@ -87,7 +87,10 @@ def shard_cat(node: fx.Node) -> OpFactors:
 
 @register_family("slice", "slice_copy", "narrow", "narrow_copy")
 def shard_slice_operator(node: fx.Node) -> OpFactors | None:
-    """A part of a dim, which is then sharded in sections that end where the part does."""
+    """Return the rule of ``slice``: the dim is sharded in sections that end at the ends of the slice.
+
+    ``None`` means that the start depends on the data.
+    """
     x, *others = operands_of(node)
     if others:
         return None  # a start that only the data tells
@@ -139,7 +142,7 @@ def _local_slice(local: Local) -> fx.Node:
 
 @register_family("slice_scatter")
 def slice_scatter(node: fx.Node) -> OpFactors:
-    """The first operand with a part of a dim replaced by the second."""
+    """Return the rule of ``slice_scatter``, which replaces a part of a dim of the first operand by the second."""
     x, part = operands_of(node)
     names = NAMES[: len(get_meta_shape(x))]
     dim = as_dim(get_node_argument(node, "dim"), len(names))
@@ -167,7 +170,7 @@ def _local_slice_scatter(local: Local) -> fx.Node:
 
 @register_family("select_scatter")
 def select_scatter(node: fx.Node) -> OpFactors:
-    """The first operand with one place of a dim, which is whole, replaced by the second."""
+    """Return the rule of ``select_scatter``: the dim of the replaced position must be whole."""
     rank = len(get_meta_shape(operands_of(node)[0]))
     dim = as_dim(get_node_argument(node, "dim"), rank)
     names = [n if d != dim else None for d, n in enumerate(NAMES[:rank])]
@@ -253,7 +256,7 @@ def shard_triangle(node: fx.Node) -> OpFactors:
 
 @register_family("diff")
 def shard_diff(node: fx.Node) -> OpFactors:
-    """Differences along a dim; what may stand before and behind it is joined to it first."""
+    """Return the rule of ``diff``: the dim of the differences must be whole."""
     operands = operands_of(node)
     rank = len(get_meta_shape(operands[0]))
     dim = as_dim(get_node_argument(node, "dim", -1), rank)
@@ -279,7 +282,7 @@ def diag_embed(node: fx.Node) -> OpFactors:
 
 @register_family("unfold", "unfold_copy")
 def shard_unfold(node: fx.Node) -> OpFactors:
-    """Windows of a dim, which is whole, as a further dim."""
+    """Return the rule of ``unfold``: the dim that is cut into windows must be whole."""
     rank = len(get_meta_shape(operands_of(node)[0]))
     dim = as_dim(get_node_argument(node, "dimension"), rank)
     names = [n if d != dim else None for d, n in enumerate(NAMES[:rank])]

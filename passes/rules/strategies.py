@@ -56,7 +56,7 @@ Wanted = Mapping[int, Collection[Layout]]
 
 
 def needs_gradient(node: fx.Node) -> bool:
-    """Whether the node's value carries a gradient; by its type where no pass has marked it."""
+    """Whether the value of ``node`` carries a gradient. If no pass has marked it, the type of the value decides."""
     grad = node.meta.get("grad")
     return is_differentiable(node.meta["val"]) if grad is None else bool(grad)
 
@@ -64,16 +64,16 @@ def needs_gradient(node: fx.Node) -> bool:
 def enumerate_strategies(
     node: fx.Node, num_ranks: int, wanted: Wanted | None = None, lengths: Collection[int] = NO_SIZES
 ) -> list[Strategy]:
-    """All ways to run ``node`` on an axis of ``num_ranks``, "whole" first.
+    """Return all ways to run ``node`` on an axis of ``num_ranks`` ranks, the unsharded way first.
 
-    ``wanted`` has layouts in sections that neighbours prefer: key ``i`` for operand ``i``, ``~k`` for result ``k``.
-    Each wanted layout that the operator can keep gives a further strategy. A factor that the operator itself cuts (the
-    pieces of ``split``, ``slice``, ``cat``) is always sharded in those sections or finer ones.
+    ``wanted``: layouts in sections that neighbouring operators prefer; key ``i`` is operand ``i``, ``~k`` is result
+    ``k``. Each wanted layout that the operator can keep gives another strategy. A factor that the operator itself cuts
+    (``split``, ``slice``, ``cat``) is sharded in those sections or finer ones.
 
     ``lengths``: lengths of the sequences that the axis shards. Factors of these sizes may also be sharded zigzag, and
-    an operator's further forms become available.
+    special forms of the operator become available.
 
-    Raises :class:`partitioner.passes.errors.RuleError` where a user's rule does not fit the operator's tensors.
+    Raise :class:`partitioner.passes.errors.RuleError` if a user's rule does not fit the operator's tensors.
     """
     nodes = operands_of(node)
     factors = factors_of(node)
@@ -167,7 +167,7 @@ def _in_forms(
     reads: tuple[Layout, ...],
     num_ranks: int,
 ) -> list[Strategy]:
-    """The strategies of an operator's further forms; either all operands are sharded zigzag, or none is."""
+    """Return the strategies of an operator's special forms, with all operands sharded zigzag or none."""
     found = []
     for name, form in factors.forms.items():
         sizes = [shape_of(n)[d] for n, d in zip(nodes, form.operands, strict=True) if d is not None]
@@ -235,7 +235,7 @@ def select_sections_within(sections: Sections, span: tuple[int, int]) -> Section
 
 
 def refine_sections(first: Sections, second: Sections) -> Sections:
-    """The coarsest sections that have the borders of both."""
+    """Return the coarsest sections that have the borders of both arguments."""
     if not first or not second:
         return first or second
     borders = sorted({*accumulate(first), *accumulate(second)})
@@ -243,7 +243,7 @@ def refine_sections(first: Sections, second: Sections) -> Sections:
 
 
 def _choose_sections(factors: OpFactors, factor: str, wanted: Iterable[Sections], num_ranks: int) -> list[Sections]:
-    """The ways to cut ``factor`` that are worth a strategy."""
+    """Return the useful ways to cut ``factor`` into sections."""
     spans = factors.spans
     if not wanted and spans is None:
         return [()]
@@ -288,7 +288,9 @@ def _wanted_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Secti
 def _derive_factor_sections(
     names: tuple[str, ...], factor: str, sizes: Mapping[str, int], sections: Sections
 ) -> Sections:
-    """The sections of ``factor`` that cut a dim with the factors ``names`` into ``sections``; ``()`` if none do."""
+    """Return the sections of ``factor`` that cut a dim with the factors ``names`` into ``sections``;
+    ``()`` if none do.
+    """
     if len(names) == 1:
         return sections
     outer, inner = _count_outer_and_inner(names, factor, sizes)

@@ -31,9 +31,9 @@ Ranks = list[Tensor]  # one tensor per rank
 
 
 def run_ranks(graph: fx.Graph, inputs: Sequence[Ranks], axes: Mapping[str, int]) -> list[Any]:
-    """What the output node of ``graph`` returns on each rank.
+    """Return what the output node of ``graph`` returns on each rank.
 
-    ``axes`` has the mesh's sizes; ranks are counted with its last axis running fastest. ``inputs`` has, for each
+    ``axes``: the mesh axes and their sizes; the last axis varies fastest with the rank. ``inputs``: for each
     placeholder, the tensors of all ranks.
     """
     num_ranks = math.prod(axes.values())
@@ -57,7 +57,7 @@ def run_ranks(graph: fx.Graph, inputs: Sequence[Ranks], axes: Mapping[str, int])
 
 
 def list_axis_groups(axes: Mapping[str, int], axis: str) -> list[list[int]]:
-    """The ranks that differ along ``axis`` alone, in its order."""
+    """Return the groups of ranks that differ only in their position on ``axis``, each in the order of the axis."""
     grid = torch.arange(math.prod(axes.values())).view(*axes.values())
     lines: list[list[int]] = grid.movedim(list(axes).index(axis), -1).reshape(-1, axes[axis]).tolist()
     return lines
@@ -170,7 +170,7 @@ def check_strategies(
 def node_of(
     target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], grad: bool | Collection[int] = True
 ) -> tuple[fx.Node, list[Tensor]]:
-    """The graph node of an operator call, and its tensor operands."""
+    """Return the graph node of an operator call, and its tensor operands."""
     graph = fx.Graph()
     tensors: list[Tensor] = []
 
@@ -190,7 +190,7 @@ def node_of(
 
 
 def find_shape_mismatches(factors: OpFactors, operands: Sequence[Tensor], results: Sequence[Tensor]) -> list[str]:
-    """Where a rule contradicts the shapes: dims whose factors do not multiply to their size."""
+    """Return a message for each dim whose factors in the rule do not multiply to its size; empty if the rule fits."""
     found: list[str] = []
     if not factors.sizes:
         return found  # everything is whole
@@ -216,7 +216,9 @@ _TOLERANCE = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.float16: 1e-2, t
 
 
 class OperatorReference:
-    """The operator on one device: its operands and results, gradients for the results, and those of the operands."""
+    """The operator on one device: operands, results, random gradients of the results, and the gradients of the
+    operands.
+    """
 
     def __init__(self, node: fx.Node, tensors: list[Tensor]) -> None:
         self.node = node
@@ -231,7 +233,7 @@ class OperatorReference:
         self.tolerance = max(_TOLERANCE.get(t.dtype, 1e-9) for t in (*tensors, *self.results))
 
     def check(self, strategy: Strategy, num_ranks: int) -> list[str]:
-        """What is wrong when ``num_ranks`` ranks run the operator by ``strategy``."""
+        """Run the operator by ``strategy`` on ``num_ranks`` simulated ranks; return a message for each difference."""
         layouts = (*strategy.operands, *strategy.results)
         for layout, tensor in zip(layouts, (*self.operands, *self.results), strict=True):
             if not can_shard_evenly(layout, tuple(tensor.shape), num_ranks):
@@ -290,7 +292,10 @@ def _get_callable_target(node: fx.Node) -> Callable[..., Any]:
 
 
 def graph_of(node: fx.Node, write: Callable[..., fx.Node], shapes: Sequence[tuple[int, ...]] | None = None) -> fx.Graph:
-    """A graph of placeholders for the operands (of these local shapes), what ``write`` appends, and its results."""
+    """Return a graph with placeholders for the operands, the nodes that ``write`` appends, and its results as outputs.
+
+    ``shapes``: local shapes of the operands; ``None`` keeps the global ones.
+    """
     graph = fx.Graph()
     operands = []
     for i, operand in enumerate(operands_of(node)):
@@ -313,7 +318,7 @@ def graph_of(node: fx.Node, write: Callable[..., fx.Node], shapes: Sequence[tupl
 def compute_gradients(
     results: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """The gradients of ``leaves``, zeros where none arrives."""
+    """Return the gradients of ``leaves``; zeros for a leaf that no gradient reaches."""
     pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     if not pairs or not wanted:
@@ -331,7 +336,7 @@ def _gradient_layout(layout: Layout) -> Layout:
 
 
 def split_among_ranks(tensor: Tensor, layout: Layout, num_ranks: int) -> Ranks:
-    """The ranks' parts of ``tensor``; random addends for a partial sum."""
+    """Return each rank's part of ``tensor`` in ``layout``; for a partial sum, random addends that sum to it."""
     if layout.kind != "P":
         return [take_shard(tensor, layout, num_ranks, r) for r in range(num_ranks)]
     if is_differentiable(tensor):
@@ -345,7 +350,7 @@ def split_among_ranks(tensor: Tensor, layout: Layout, num_ranks: int) -> Ranks:
 
 
 def describe_differences(ranks: Ranks, expected: Tensor, layout: Layout, tolerance: float) -> list[str]:
-    """How the ranks' parts in ``layout`` differ from ``expected``."""
+    """Return a message if the ranks' parts in ``layout`` differ from ``expected``; empty if they agree."""
     found = [join_shards(ranks, layout)] if layout.kind in ("S", "P") else ranks
     for r, tensor in enumerate(found):
         if tensor.shape != expected.shape:
@@ -360,7 +365,7 @@ def describe_differences(ranks: Ranks, expected: Tensor, layout: Layout, toleran
 
 
 def _find_largest_magnitude(tensor: Tensor) -> float:
-    """The largest size of a finite element: what rounding errors of sums are in proportion to."""
+    """Return the largest absolute value of a finite element, to which rounding errors of sums are proportional."""
     sizes = (tensor if tensor.is_complex() else tensor.double()).abs()
     sizes = sizes[torch.isfinite(sizes)]
     return float(sizes.max()) if sizes.numel() else 0.0

@@ -120,8 +120,11 @@ Half = list[fx.Node]
 
 @dataclass(frozen=True)
 class JointHalves:
-    """``forward``, ``backward``: of ``nodes``, a joint graph's; ``remade``: of the forward, what backward makes again;
-    ``start``: what it begins with."""
+    """The input for cutting backward into two halves.
+
+    ``nodes``: all nodes of a joint graph, in order. ``forward``, ``backward``: its nodes of each kind. ``remade``:
+    forward nodes that backward recomputes. ``start``: the values that backward reads.
+    """
 
     nodes: Sequence[fx.Node]
     forward: Collection[fx.Node]
@@ -132,8 +135,12 @@ class JointHalves:
     def cut(
         self, of_inputs: Sequence[fx.Node | None], of_states: Sequence[fx.Node | None]
     ) -> tuple[Half, Half, list[fx.Node]]:
-        """The operators that make the gradients ``of_inputs``, those that make the ones ``of_states``, and what the
-        first hand on to the second; ``None``: a gradient is zero."""
+        """Return the operators of the first half, those of the second half, and the values that the first hands to the
+        second.
+
+        ``of_inputs``, ``of_states``: the gradients that the first and the second half compute; ``None`` is a zero
+        gradient.
+        """
         gradients = [g for g in of_states if g is not None]
         through = collect_ancestor_nodes(g for g in of_inputs if g is not None) - set(self.forward)
         if through:
@@ -156,13 +163,16 @@ class JointHalves:
 
 
 def is_early(size: int, summed: int) -> bool:
-    """Whether the first half makes a weight's gradient of ``size``, a sum over ``summed`` as many."""
+    """Whether the first half computes a weight gradient: its ``size`` is much smaller than that of the values
+    ``summed``.
+    """
     return _SMALL * size <= summed
 
 
 def _find_weight_gradient_sums(gradients: Sequence[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
-    """What makes those gradients of weights that are sums over much larger tensors, as those of norms: the half for
-    inputs makes them, rather than hand these tensors on."""
+    """Return the nodes of weight gradients that are sums over much larger tensors. The first half of backward computes
+    these, so that it need not hand the large tensors on.
+    """
     found: set[fx.Node] = set()
     for gradient in gradients:
         made = collect_ancestor_nodes([gradient], known)
@@ -174,14 +184,14 @@ def _find_weight_gradient_sums(gradients: Sequence[fx.Node], known: Collection[f
 
 
 def _sum_storage_bytes(nodes: Iterable[fx.Node]) -> int:
-    """Bytes of tensors that operators make; views have those of what they view."""
+    """Return the total bytes of the memory that the results of ``nodes`` occupy; shared memory counts once."""
     values = [n.meta.get("val") for n in nodes if n.op == "call_function"]
     storages = [v.untyped_storage() for v in values if isinstance(v, Tensor)]
     return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
 def collect_ancestor_nodes(nodes: Iterable[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """``nodes`` and all that they are computed from, as far as that is not ``known``."""
+    """Return ``nodes`` and all nodes that they depend on, stopping at ``known`` nodes."""
     seen: set[fx.Node] = set()
     stack = [n for n in nodes if n is not None]
     while stack:

@@ -79,7 +79,11 @@ _BOTH = frozenset((aten.add.Tensor, aten.sub.Tensor))
 
 
 def take_out_zeros(graph: fx.Graph) -> None:
-    """Take out of ``graph`` what is zero by construction, where something else is left. Aliases are gone before."""
+    """Remove values of ``graph`` that are always zero, in place: a sum with such a value is replaced by its other
+    operand.
+
+    Requires: aliases are removed already.
+    """
     zeros: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or not node.args or not isinstance(node.meta.get("val"), Tensor):
@@ -97,7 +101,7 @@ def take_out_zeros(graph: fx.Graph) -> None:
 
 
 def _is_zero_result(node: fx.Node, first: bool, second: bool) -> bool:
-    """Whether ``node`` is zero, whose ``first`` or ``second`` operand may be."""
+    """Whether ``node`` is always zero. ``first``, ``second``: whether its first and second operands are always zero."""
     if node.target in _EITHER:
         return first or second
     if node.target in _FIRST:
@@ -108,7 +112,7 @@ def _is_zero_result(node: fx.Node, first: bool, second: bool) -> bool:
 
 
 def _can_replace_node(operand: object, node: fx.Node) -> bool:
-    """Whether ``operand`` can stand for ``node``: of its shape, type and memory order."""
+    """Whether ``operand`` has the shape, type and strides of ``node``, so that it can replace it."""
     if not isinstance(operand, fx.Node):
         return False
     one, other = operand.meta.get("val"), node.meta["val"]
@@ -124,9 +128,9 @@ _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 @dataclass(frozen=True)
 class JointSubgraph:
-    """A function cut out of the joint graph: it reads ``inputs`` and returns ``outputs``, both by joint node name.
+    """A function cut out of the joint forward and backward graph. ``inputs`` and ``outputs`` are names of joint nodes.
 
-    ``graph`` has a placeholder for each of ``inputs``; an output that is ``None`` is a gradient that is zero.
+    ``graph`` has one placeholder for each of ``inputs``. An output of ``None`` is a gradient that is zero.
     """
 
     graph: fx.Graph
@@ -140,15 +144,14 @@ class JointSubgraph:
 
 @dataclass(frozen=True)
 class Differentiated:
-    """A block's functions.
+    """The functions of a block that a rank runs: forward, backward, and backward in two halves.
 
-    ``forward(*states, *inputs) -> (*outputs, *saved)``;
-    ``backward(*saved, *grads of grad_outputs) -> (*grads of grad_inputs, *grads of grad_states)``;
-    ``backward_input(*saved, *grads) -> (*grads of grad_inputs, *carried)``;
+    ``forward(*states, *inputs) -> (*outputs, *saved)``; ``backward(*saved, *grads of grad_outputs) -> (*grads of
+    grad_inputs, *grads of grad_states)``; ``backward_input(*saved, *grads) -> (*grads of grad_inputs, *carried)``;
     ``backward_weight(*carried) -> grads of grad_states``.
 
-    ``saved`` are names of joint nodes; a state or an input that is saved is one of ``forward.inputs``.
-    Positions count the block's outputs, inputs and states. A gradient may be ``None``: zero.
+    ``saved``: names of the joint nodes that forward keeps for backward. ``grad_outputs``, ``grad_inputs`` and
+    ``grad_states``: positions of the outputs, inputs and states that have a gradient. A gradient of ``None`` is zero.
     """
 
     forward: JointSubgraph
@@ -164,8 +167,11 @@ class Differentiated:
 
 @dataclass(frozen=True)
 class JointGraph:
-    """Forward and backward of a block in one graph: its outputs are (outputs, gradients), its inputs (states, inputs,
-    tangents). ``needs``: which of states and inputs get a gradient; ``with_grad``: which outputs have one."""
+    """Forward and backward of a block in one graph: (states, inputs, output gradients) to (outputs, gradients).
+
+    ``needs``: for each state and input, whether it gets a gradient. ``with_grad``: positions of the outputs that have
+    one.
+    """
 
     graph: fx.Graph
     block: Block
@@ -173,8 +179,9 @@ class JointGraph:
     with_grad: tuple[int, ...]
 
     def cut(self, again: Collection[str] = ()) -> Differentiated:
-        """The block's functions. What the nodes ``again`` of the block make is not saved: backward makes it once
-        more."""
+        """Return the functions of the block. Backward recomputes the results of the nodes ``again`` instead of saving
+        them.
+        """
         return _cut_joint_graph(self.graph, self.block, self.needs, self.with_grad, frozenset(again))
 
 
@@ -188,7 +195,9 @@ def differentiate(
     *,
     fused: bool = False,
 ) -> Differentiated:
-    """The functions of :func:`joint_of`, cut with ``again``: see :meth:`JointGraph.cut`."""
+    """Differentiate ``block`` with :func:`joint_of`, and return its functions, in which backward
+    recomputes ``again``.
+    """
     return joint_of(block, device, needs_input_grad, needs_state_grad, output_grads, fused=fused).cut(again)
 
 
@@ -201,11 +210,12 @@ def joint_of(
     *,
     fused: bool = False,
 ) -> JointGraph:
-    """Differentiate ``block`` for the inputs, states and outputs marked; nothing is computed, only traced.
+    """Trace forward and backward of ``block`` into one graph; no numbers are computed.
 
-    Operators that differ between devices (fused attention) are those of ``device``; ``fused``: as accelerators have
-    them, which ``device`` need not be for what is only looked at. What goes from function to function
-    is contiguous, which tracing takes for granted: kernels may read other memory than they should where it is not.
+    ``needs_input_grad``, ``needs_state_grad``, ``output_grads``: which inputs, states and outputs have a gradient.
+    Operators that differ between devices, such as fused attention, are those of ``device``. ``fused``: use the kernels
+    of accelerators on any device, for analysis only. Values between functions are contiguous, because the traced
+    kernels assume it.
     """
     block = kept_sorted(block)
     needs = [*needs_state_grad, *needs_input_grad]
@@ -270,8 +280,7 @@ def _is_mutating_node(node: fx.Node) -> bool:
 
 
 def _functionalize_graph(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.GraphModule:
-    """``traced`` without operators that write into their operands, which nothing need read: kernels and derivatives of
-    torch's own write into memory formats (channels last) and into what they just made."""
+    """Return ``traced`` without operators that write into their operands."""
 
     def run(*flat: Tensor) -> list[Tensor | None]:
         interpreter = fx.Interpreter(traced)
@@ -304,7 +313,7 @@ def _interpret_graph(graph: fx.Graph, arguments: list[Tensor], device: torch.dev
 
 
 def _select_fused_kernel(node: fx.Node) -> Any:
-    """The kernel that an accelerator has for an operator: attention of heads and norms, not in double precision."""
+    """Return the kernel that an accelerator uses for attention or RMS norm, or the operator itself if there is none."""
     value, target = node.meta["val"], node.target
     if target is aten.scaled_dot_product_attention.default and value.dim() == 4 and value.dtype != torch.float64:
         return _fused_attention
@@ -315,8 +324,9 @@ def _select_fused_kernel(node: fx.Node) -> Any:
 
 
 def _fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """What keeps as much as the kernel for accelerators does, which cannot be traced without one: its operand, and two
-    numbers for each row. To be looked at, not to be run."""
+    """Stand-in for the fused RMS norm of accelerators, which cannot be traced without one. It saves values of the same
+    size, but computes other numbers, so it is for analysis only.
+    """
     alike: Sequence[Tensor] = aten.native_layer_norm(x, shape, weight, None, eps or 0.0)
     return alike[0]
 
@@ -332,7 +342,7 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernels for accelerators, which can be traced without one."""
+    """Call the attention kernels of accelerators, which can be traced without an accelerator."""
     if attn_mask is None and q.shape[-1] == v.shape[-1]:
         flash: Sequence[Tensor] = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)
         return flash[0]
@@ -347,7 +357,9 @@ def _fused_attention(
 
 
 def _settle_sizes(graph: fx.Graph) -> None:
-    """Give values of an open number of rows that of even routing; ``node.meta["open"]`` tells them from others."""
+    """Replace sizes that depend on expert routing by the size under even routing; mark such nodes by
+    ``node.meta["open"]``.
+    """
     even: dict[Any, int] = {}
     for node in graph.nodes:
         if collective_name(node.target) == "route":
@@ -372,7 +384,7 @@ def _settle_sizes(graph: fx.Graph) -> None:
 
 
 def _simplify_views(graph: fx.Graph) -> None:
-    """Drop aliases, transposes that undo each other and views of views: each costs an interpreter step per run."""
+    """Remove aliases, pairs of transposes that cancel, and views of views, each of which costs time in every run."""
     for node in graph.nodes:
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         if source is None:
@@ -421,7 +433,7 @@ def _assign_source_locations(graph: fx.Graph) -> None:
 def _cut_joint_graph(
     graph: fx.Graph, block: Block, needs: Sequence[bool], with_grad: Sequence[int], again: frozenset[str]
 ) -> Differentiated:
-    """The pieces of the joint graph, which stays as it is."""
+    """Return the functions of a block, copied out of the joint graph, which stays unchanged."""
     nodes = list(graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     num_primals = len(block.placeholders)
@@ -477,7 +489,9 @@ def _extract_subgraph(
 
 @dataclass(frozen=True)
 class CollectiveUse:
-    """One collective in a graph: what all members of its group must enter alike. ``shape`` is the operand's."""
+    """One collective in a graph. All ranks of its group must call it with equal values. ``shape``: the
+    operand's shape.
+    """
 
     node: str
     op: str
@@ -489,7 +503,7 @@ class CollectiveUse:
 
 
 def collectives_of(graph: fx.Graph) -> list[CollectiveUse]:
-    """The communicating operators of ``graph``, in order."""
+    """Return the communicating operators of ``graph``, in order."""
     uses = []
     for node in graph.nodes:
         name = collective_name(node.target) if node.op == "call_function" else None

@@ -27,7 +27,7 @@ _SHARED = "shared"
 
 
 def fold(captured: Captured) -> FoldedModel:
-    """The folded model of a captured graph. The graph's ``state`` marks and common values are settled in place."""
+    """Return the folded model of a captured graph. The captured graph is changed in place."""
     graph = captured.graph
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -67,7 +67,7 @@ def fold(captured: Captured) -> FoldedModel:
 
 
 def _join_results(graph: fx.Graph) -> None:
-    """Move the parts of operators with several results next to them."""
+    """Move each ``getitem`` next to the operator with several results that it reads."""
     last: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is operator.getitem:
@@ -77,7 +77,7 @@ def _join_results(graph: fx.Graph) -> None:
 
 
 def _copy_returned_states(graph: fx.Graph) -> dict[str, str]:
-    """Let states that are returned as they are pass through an operator; which name went where."""
+    """Insert a copy of each state that the model returns unchanged; return a map from old to new node names."""
     output = graph.output_node()
     moved: dict[str, str] = {}
     for node in output.all_input_nodes:
@@ -106,7 +106,7 @@ def _free_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _share_common(graph: fx.Graph, free: set[fx.Node]) -> dict[str, str]:
-    """Merge equal operators among ``free``; which name went into which."""
+    """Merge equal operators among ``free``; return a map from removed node names to the kept ones."""
     seen: dict[Any, fx.Node] = {}
     merged: dict[str, str] = {}
     for node in list(graph.nodes):
@@ -133,7 +133,9 @@ def _freeze_argument(argument: Any) -> Any:
 
 
 def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[fx.Node]], list[Unit]]:
-    """Put what one unit reads into it; the rest as connected groups of shared operators."""
+    """Move operators of ``free`` that one unit reads into that unit; return the rest as groups of shared operators, and
+    the new units.
+    """
     if not units:
         return [], [Unit("", list(free))] if free else []
     homes: dict[fx.Node, set[int]] = {n: {i} for i, unit in enumerate(units) for n in unit.nodes}
@@ -156,10 +158,7 @@ def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[f
 
 
 def _before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """``nodes`` with those of ``free`` (node -> place) just before what first needs them.
-
-    So units that are alike stay alike, wherever their operands come from.
-    """
+    """Return ``nodes`` with each needed node of ``free`` (node to position) inserted just before its first reader."""
     placed: dict[fx.Node, None] = {}
     for node in nodes:
         needed: set[fx.Node] = set()
@@ -174,8 +173,11 @@ def _before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[f
 
 
 def _mark_copied(graph: fx.Graph) -> None:
-    """Mark the values that each reader makes itself, since that is cheaper than to keep them: what has no operands, and
-    the places that random numbers are drawn by, which are as many as the numbers."""
+    """Mark values that every reader computes itself because this is cheaper than storing them
+    (``node.meta["copied"]``).
+
+    These are operators without operands, and the element indices of random numbers.
+    """
     for node in reversed(graph.nodes):
         places = bool(node.users) and all(u.target in DRAWS or _is_copied(u) for u in node.users)
         returned = any(u.op == "output" for u in node.users)
@@ -187,7 +189,7 @@ def _is_copied(node: fx.Node) -> bool:
 
 
 def _find_connected_components(nodes: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
-    """The connected groups of ``nodes``, each in order."""
+    """Return the connected groups of ``nodes``, each in order."""
     parent = {n: n for n in nodes}
 
     def find(n: fx.Node) -> fx.Node:
@@ -208,7 +210,7 @@ def _find_connected_components(nodes: Sequence[fx.Node], order: Mapping[fx.Node,
 
 # --- blocks and calls -------------------------------------------------------------------------------------------------
 class _Folder:
-    """Makes the calls in order; ``value_of`` has the name of every graph node that passes between calls."""
+    """Creates the calls in order. ``value_of``: the name of every graph node that passes between calls."""
 
     def __init__(self, captured: Captured, shared: list[list[fx.Node]], units: list[Unit]) -> None:
         self.captured = captured
@@ -253,7 +255,7 @@ class _Folder:
         return path if count == 0 else self.make_unique_path(f"{path}#{count}")
 
     def named_blocks(self) -> dict[str, Block]:
-        """The blocks by name; the calls then name them."""
+        """Name the blocks, set the block names of the calls, and return the blocks by name."""
         paths: dict[Any, list[str]] = {}
         for key, call in zip(self.keys, self.calls, strict=True):
             paths.setdefault(key, []).append(call.path)
@@ -269,7 +271,7 @@ class _Folder:
 
 
 def _common_name(paths: Sequence[str]) -> str:
-    """``model.layers.*`` for ``model.layers.0``, ``model.layers.1``."""
+    """Return a common pattern of ``paths``: ``model.layers.*`` for ``model.layers.0`` and ``model.layers.1``."""
     if len(paths) == 1:
         return paths[0]
     patterns = {re.sub(r"(?<![^.])\d+(?![^.@#])|[@#]\d+", "*", p).replace("**", "*") for p in paths}

@@ -65,7 +65,7 @@ class RepeatedHeads:
     times: int
 
     def build(self, graph: fx.Graph) -> fx.Node:
-        """The tensor without repetitions, appended to ``graph``."""
+        """Append operators for the tensor without repetitions to ``graph``, and return its node."""
         made, given = self.source, self.source.meta.get("grad")
         for step in self.steps:
             if isinstance(step, fx.Node):
@@ -79,7 +79,7 @@ class RepeatedHeads:
 
 
 def repeated_heads(value: fx.Node) -> RepeatedHeads | None:
-    """How the heads of ``value``, ``[..., heads, positions, d]``, are repeated; ``None`` where they are not."""
+    """Return how the heads of ``value``, ``[..., heads, positions, d]``, are repeated; ``None`` if they are not."""
     chain: list[fx.Node] = []
     node = value
     while (place := _find_repeated_dim(node)) is None:
@@ -168,7 +168,7 @@ def _reshaped_from(node: fx.Node, dims: tuple[int, ...]) -> fx.Node | None:
 
 
 def count_head_repetitions(attention: fx.Node) -> int:
-    """How often an attention's key and value heads are repeated, both alike, where it can do without; else 1."""
+    """Return how often an attention repeats each key and value head, if it can read them unrepeated; otherwise 1."""
     if find_attention_band(attention) is None:
         return 1
     query, key, value = operands_of(attention)[:3]
@@ -182,21 +182,23 @@ def count_head_repetitions(attention: fx.Node) -> int:
 
 
 def exchanged_times(heads: int, times: int, tp: int) -> int:
-    """How often each of the key heads is exchanged, of ``heads`` with ``times`` repetitions that ``tp`` ranks share:
-    once, or as often as ``tp`` ranks have parts of their own."""
+    """Return how many copies of each key head ``tp`` ranks exchange: the fewest that split evenly over them."""
     once = heads // times
     return next(n for n in range(1, times + 1) if times % n == 0 and (once * n % tp == 0 or n == times))
 
 
 def group_queries(block: Block, tp: int = 1) -> Block:
-    """Let attention over ranks that share a sequence read each key head once, as far as ``tp`` ranks can share the
-    heads that are left; ``block``, changed in place."""
+    """Let attention over a sharded sequence read each key head as few times as ``tp`` ranks allow. Change and return
+    ``block``.
+    """
     _read_once(block, ops.context_attention.default, tp)
     return block
 
 
 def read_heads_once(block: Block) -> bool:
-    """Let every attention within a band in ``block`` read each key head once, in place; whether that changes any."""
+    """Let every attention within a band in ``block`` read each key head once, in place; return whether anything
+    changed.
+    """
     targets = aten.scaled_dot_product_attention.default, ops.band_attention.default
     changed = [_read_once(block, target, 1) for target in targets]
     return any(changed)

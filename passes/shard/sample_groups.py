@@ -33,17 +33,19 @@ _SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
 
 @dataclass
 class Recurrences:
-    """``updates``: by buffer the node that it takes, or is added up; ``keeps``: of the latter, how much of the old
-    value stays."""
+    """Buffers that forward changes. ``updates``: for each buffer, the node with its new value or its addend. ``keeps``:
+    for each buffer that is a sum, the factor of its old value.
+    """
 
     updates: dict[str, str] = field(default_factory=dict)
     keeps: dict[str, float] = field(default_factory=dict)
 
 
 def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) -> Recurrences:
-    """Rewrite the updates in the graph of one ``group`` in place. ``apart``: what depends on its samples.
+    """Rewrite the buffer updates in the graph of one ``group`` in place, and return them.
 
-    Raises :class:`UnsupportedError` for a buffer whose groups cannot be worked on independently.
+    ``apart``: the nodes that depend on the samples of the group. Raise :class:`UnsupportedError` for a buffer whose
+    update needs the result of the previous group.
     """
     found = Recurrences(dict(group.updates))
     if num_groups == 1 or not group.updates:
@@ -116,7 +118,7 @@ def _collect_dependent_nodes(old: fx.Node, output: fx.Node) -> set[fx.Node]:
 
 
 def _find_linear_factor(node: Any, old: fx.Node | None, chain: Collection[fx.Node]) -> float | None:
-    """``a`` of ``node`` = ``a * old + b``; ``None`` where it is not of this form."""
+    """Return ``a`` if ``node`` has the form ``a * old + b``, and ``None`` otherwise."""
     if node is old:
         return 1.0
     if node not in chain:
@@ -148,7 +150,7 @@ def _find_linear_factor(node: Any, old: fx.Node | None, chain: Collection[fx.Nod
 def _build_group_addend(
     graph: fx.Graph, new: fx.Node, old: fx.Node | None, chain: Collection[fx.Node], factor: float, num_groups: int
 ) -> fx.Node:
-    """What a group adds: ``a^(n - 1 - i) * b``."""
+    """Add operators for the addend of one group, ``a^(n - 1 - i) * b`` for group i of n, and return the result."""
     build = Builder(graph, new)
     if old is not None and new in chain:
         with graph.inserting_before(next(n for n in graph.nodes if n in chain)):
@@ -170,15 +172,18 @@ def _build_group_addend(
 
 @dataclass(frozen=True)
 class GroupModel:
-    """``captured`` is of one group. ``inputs``: by path the dim of samples, ``None`` where each group reads it whole;
-    ``outputs``: by path how the groups' results make the whole."""
+    """The graph of one group of samples.
+
+    ``inputs``: for each input path, the dim of its samples; ``None`` if every group reads the whole input. ``outputs``:
+    for each output path, the layout that says how the results of the groups combine (joined, summed or equal).
+    """
 
     captured: Captured
     inputs: dict[str, int | None]
     outputs: dict[str, Layout]
 
     def whole_shape(self, path: str, count: int) -> tuple[int, ...]:
-        """The shape of an input for ``count`` groups."""
+        """Return the shape of the input ``path`` for ``count`` groups."""
         part = next(i.spec.shape for i in self.captured.inputs if i.path == path)
         return tuple(size * count if d == self.inputs[path] else size for d, size in enumerate(part))
 
@@ -186,14 +191,12 @@ class GroupModel:
 def mean_over_groups(
     group: Captured, dims: Mapping[str, int | None], num_groups: int, twice: Callable[[], Captured]
 ) -> GroupModel:
-    """The part of one ``group`` in a mean over ``num_groups``.
+    """Return the model of one ``group``, whose loss is its share of the mean over ``num_groups`` groups.
 
-    ``dims``: in which dims of the inputs the samples are, by path; the first, where it is not told. ``twice``: captures
-    the model with twice the samples, which tells where in its results they are.
-
-    Results that grow with the samples are joined along the first dim that does, others are averaged, those that depend
-    on no sample left alone. Buffers that forward changes are changed group after group. Raises
-    :class:`UnsupportedError` for a result, or such a buffer, that none of this holds for.
+    ``dims``: the dim of samples of each input, by path (default: the first). ``twice``: captures the model with twice
+    the samples, which shows the dims of samples in its results. Results with such a dim are joined along it. Other
+    results are averaged, or left alone if they depend on no sample. Raise :class:`UnsupportedError` for a result or
+    changed buffer that cannot be combined in these ways.
     """
     inputs = {i.path: dims.get(i.path, 0) if i.spec.shape else None for i in group.inputs}
     nodes = {n.name: n for n in group.graph.nodes}
@@ -229,7 +232,7 @@ def _result_shapes(captured: Captured) -> dict[str, list[int]]:
 
 
 def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
-    """What depends on samples, or on what is drawn for them. ``paths``: of the inputs that have samples."""
+    """Return the nodes that depend on samples or on random numbers. ``paths``: the inputs that have samples."""
     values = {i.value for i in captured.inputs if i.path in paths}
     found: set[fx.Node] = set()
     for node in captured.graph.nodes:
@@ -242,7 +245,9 @@ def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
 
 
 def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, apart: bool) -> Layout:
-    """How the groups' results of ``node`` make the whole; ``larger``: its shape with twice the samples."""
+    """Return how the groups' results of ``node`` combine. ``larger``: its shape with twice the samples; ``apart``:
+    whether it depends on samples.
+    """
     one = list_node_sizes(node)
     if larger is not None and len(larger) != len(one):
         raise UnsupportedError(
@@ -266,7 +271,9 @@ def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, apar
 
 
 def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_groups: int) -> dict[str, str]:
-    """Return each of ``nodes`` divided by the number of groups; which name went where."""
+    """Divide each of ``nodes``, outputs of the graph, by the number of groups; return a map from old to
+    new node names.
+    """
     if num_groups == 1:
         return {}
     output = graph.output_node()
@@ -280,7 +287,7 @@ def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_grou
 
 
 def _draw_apart(graph: fx.Graph, num_groups: int) -> None:
-    """Count the elements of what is drawn through all groups, as if they stood one behind the other."""
+    """Offset the indices of random numbers by the group, so that every group draws different numbers."""
     for node in list(graph.nodes) if num_groups > 1 else ():
         if node.target not in DRAWS:
             continue

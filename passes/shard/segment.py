@@ -28,9 +28,9 @@ _SHARE = 0.5  # of the operators, at least, are in the repetition
 
 
 def split_by_period(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """``nodes`` cut where a pattern of operators starts anew; in one piece where none repeats.
+    """Cut ``nodes`` into the repetitions of the most repeated pattern; return one piece if no pattern dominates.
 
-    Of the places where the pattern can be cut, one is taken that the fewest values cross.
+    The cuts are placed where the fewest values cross them.
     """
     tokens = _number_operators(nodes)
     best = max((_find_longest_repetition(tokens, p) for p in _find_frequent_periods(tokens)), default=(0, 0, 0))
@@ -46,7 +46,7 @@ def split_by_period(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _number_operators(nodes: Sequence[fx.Node]) -> np.ndarray[Any, Any]:
-    """A number for each operator: equal for equal operators, constants and shapes."""
+    """Return a number for each operator, equal for equal operators, constants and shapes."""
     numbers: dict[Any, int] = {}
     return np.array([numbers.setdefault(_build_operator_key(n), len(numbers)) for n in nodes])
 
@@ -65,7 +65,7 @@ def _build_shape_key(node: fx.Node) -> Any:
 
 
 def _find_frequent_periods(tokens: np.ndarray[Any, Any]) -> list[int]:
-    """The distances at which equal tokens most often follow each other, rare tokens first."""
+    """Return the most frequent distances between consecutive equal tokens, most frequent first."""
     last: dict[int, int] = {}
     distances: Counter[int] = Counter()
     for position, token in enumerate(tokens.tolist()):
@@ -76,7 +76,7 @@ def _find_frequent_periods(tokens: np.ndarray[Any, Any]) -> list[int]:
 
 
 def _find_longest_repetition(tokens: np.ndarray[Any, Any], period: int) -> tuple[int, int, int]:
-    """(length, start, -) of the longest stretch that repeats itself every ``period``; the period last."""
+    """Return (length, start, period) of the longest stretch that repeats with ``period``."""
     equal = np.concatenate([[False], tokens[:-period] == tokens[period:], [False]])
     edges = np.flatnonzero(equal[1:] != equal[:-1])
     starts, ends = edges[::2], edges[1::2]
@@ -87,7 +87,7 @@ def _find_longest_repetition(tokens: np.ndarray[Any, Any], period: int) -> tuple
 
 
 def _count_crossing_values(nodes: Sequence[fx.Node]) -> list[int]:
-    """For each place, how many values made before it are read at it or later."""
+    """Return, for each position, how many values are computed before it and read at or after it."""
     place = {n: i for i, n in enumerate(nodes)}
     change = [0] * (len(nodes) + 1)
     for i, node in enumerate(nodes):
@@ -110,8 +110,9 @@ _DOMINANT = 0.5  # of a module's work, for repeated children to be what it is ma
 
 @dataclass
 class Unit:
-    """Consecutive operators. ``path``: the module call that they are; ``glue``: they read no parameter;
-    ``leaf``: they are one module that has no parts."""
+    """Consecutive operators that become one call. ``path``: their module call. ``glue``: they read no parameter and
+    belong to no unit of their own. ``leaf``: they are one module without submodules that hold parameters.
+    """
 
     path: str
     nodes: list[fx.Node]
@@ -121,7 +122,7 @@ class Unit:
 
 @dataclass
 class _ModuleCall:
-    """A module call and what runs in it; ``children`` in order."""
+    """One call of a module, with its operators and its calls of submodules (``children``, in order)."""
 
     name: str
     class_name: str
@@ -144,12 +145,15 @@ class _ModuleCall:
 
     @property
     def parts(self) -> list[_ModuleCall]:
-        """The children that hold parameters."""
+        """Return the children that hold parameters."""
         return [c for c in self.children.values() if c.parameters]
 
 
 def segment_operators(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[Unit]:
-    """The units of ``nodes`` (operators, in order); every node is in exactly one."""
+    """Return the units of ``nodes`` (operators, in order). Every node is in exactly one unit.
+
+    ``classes``: the class name of each module path.
+    """
     root = _call_tree(nodes, classes)
     atoms: list[_ModuleCall] = []
     _collect_unit_calls(root, atoms, is_root=True)
@@ -186,7 +190,7 @@ def _is_parameter(node: fx.Node) -> bool:
 
 
 def _estimate_operator_work(node: fx.Node) -> float:
-    """A rough number of operations: of a product, twice the product of its result and its summed dim."""
+    """Return a rough number of operations of an operator."""
     value = node.meta["val"]
     result = sum(math.prod(v.shape) for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Tensor))
     if not is_product(node):
@@ -199,7 +203,9 @@ def _estimate_operator_work(node: fx.Node) -> float:
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether an operator's work is more than a few operations for each element of its operands."""
+    """Whether an operator is a product (such as a matrix product), with more than a few operations per
+    operand element.
+    """
     return is_product_name(getattr(getattr(node.target, "_schema", None), "name", "").rpartition("::")[2])
 
 
@@ -235,7 +241,7 @@ def _is_unit_container(call: _ModuleCall) -> bool:
 
 
 def _longest_chain(call: _ModuleCall) -> int:
-    """How many of the children are like others, each feeding the next of its kind, and together most of the work."""
+    """Return the number of similar child calls in chains, or 0 if these do less than half of the work."""
     groups: dict[int, list[_ModuleCall]] = {}
     for part in call.parts:
         groups.setdefault(hash(compute_signature(part.nodes).key), []).append(part)
@@ -288,7 +294,7 @@ def _own_path(node: fx.Node) -> str:
 
 
 def _merge_glue(units: list[Unit]) -> list[Unit]:
-    """Give each piece of glue to a neighbour where that keeps like units alike."""
+    """Join operators between units (glue) to a neighbouring unit so that similar units stay equal."""
     keys = [hash(compute_signature(u.nodes).key) for u in units]
     counts = Counter(k for u, k in zip(units, keys, strict=True) if not u.glue)
     repeated = [not u.glue and not u.leaf and counts[k] > 1 for u, k in zip(units, keys, strict=True)]

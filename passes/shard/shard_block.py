@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Reshard:
-    """What a change of layout costs: the collective forward and the one backward (``None``: nothing is sent)."""
+    """The collectives that a change of layout needs in forward and in backward; ``None`` means no communication."""
 
     forward: str | None
     backward: str | None
@@ -66,12 +66,12 @@ class BlockSharding:
 
     @property
     def key(self) -> Hashable:
-        """Equal where the layouts are."""
+        """Return a hashable key; it is equal for equal layouts."""
         return *(tuple(of.items()) for of in (self.strategies, self.inputs, self.states)), self.outputs
 
 
 def shard_block(block: Block, sharding: BlockSharding, axis: str, num_ranks: int) -> Block:
-    """One rank's form of ``block``. The block itself where the axis has one rank."""
+    """Return ``block`` as one rank runs it; the block itself if the axis has one rank."""
     if num_ranks == 1:
         return block
     rewriter = _Rewriter(axis, num_ranks)
@@ -88,7 +88,7 @@ def shard_block(block: Block, sharding: BlockSharding, axis: str, num_ranks: int
 
 
 class _Rewriter:
-    """Builds the local graph; ``made`` has every (global value, layout) that exists so far."""
+    """Builds the local graph. ``made``: the local node for each (global node, layout) that exists so far."""
 
     def __init__(self, axis: str, num_ranks: int) -> None:
         self.graph = fx.Graph()
@@ -122,7 +122,7 @@ class _Rewriter:
         self.made[node, strategy.results[0]] = local
 
     def read_in_layout(self, node: fx.Node, to: Layout) -> fx.Node:
-        """``node``'s value in the layout ``to``."""
+        """Return the local node with the value of ``node`` in the layout ``to``; reshard it if necessary."""
         if (node, to) not in self.made:
             (layout,) = self.produced[node]
             self.made[node, to] = self.insert_reshard(node, self.made[node, layout], layout, to)
@@ -138,14 +138,14 @@ class _Rewriter:
         return insert_operator_node(self.graph, getattr(ops, name).default, (local, *args), like=local)
 
     def rank_major(self, local: fx.Node, layout: Layout) -> fx.Node:
-        """A whole dim of sections, reordered so that the plain ``n``-th part is rank ``n``'s shard."""
+        """Reorder a whole dim so that an even split into contiguous parts gives each rank its shard of ``layout``."""
         if not layout.sections and not layout.zigzag:
             return local
         parts, order = _order_dim_pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
         return self.reorder_parts(local, layout.dim, parts, order)
 
     def section_major(self, local: fx.Node, layout: Layout) -> fx.Node:
-        """The inverse of :meth:`rank_major`."""
+        """Undo the reordering of :meth:`rank_major`."""
         if not layout.sections and not layout.zigzag:
             return local
         parts, order = _order_dim_pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
@@ -187,7 +187,7 @@ class _Rewriter:
         return self.insert_collective("copy", local, self.axis, self.num_ranks)
 
     def spread_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """An n-th of a whole value is a partial sum of it."""
+        """Turn a whole value into a partial sum: each rank divides it by the number of ranks."""
         if source.kind == "R" and local.meta.get("grad"):
             local = self.copy_whole(local, source, to)
         return insert_operator_node(self.graph, aten.mul.Tensor, (local, 1.0 / self.num_ranks), like=local)
@@ -197,7 +197,7 @@ class _Rewriter:
 
 
 def _order_dim_pieces(layout: Layout, size: int, num_ranks: int) -> tuple[list[int], list[int]]:
-    """The sizes of the equal pieces of a dim's sections, and their order rank by rank."""
+    """Return the sizes of the equal pieces of a dim's sections, and the piece indices ordered by rank."""
     by_rank = piece_order(layout, num_ranks)
     count = sum(map(len, by_rank))
     sections = sections_of(layout, size)
@@ -225,7 +225,9 @@ assert _STEPS.keys() == RESHARDS.keys()
 
 
 def fuse_bias(block: Block) -> Block:
-    """``linear(x, w) + b`` becomes ``linear(x, w, b)``, ``mm(a, b) + c`` becomes ``addmm(c, a, b)``."""
+    """Return a copy of ``block`` with additions of a bias fused: ``linear(x, w) + b`` to ``linear(x, w, b)``, ``mm`` to
+    ``addmm``.
+    """
     block = block.copy()
     for node in list(block.graph.nodes):
         if node.target != aten.add.Tensor or node.kwargs or len(node.args) != 2:

@@ -44,9 +44,11 @@ def split_batch(
     parts: int,
     num_microbatches: int,
 ) -> FoldedModel:
-    """The model of one microbatch, of ``parts`` that the batch falls into, ``num_microbatches`` of them on a rank.
+    """Return the model of one microbatch on one data-parallel rank.
 
-    Raises :class:`UnsupportedError` where samples are coupled in a way that ``num_microbatches`` > 1 cannot keep exact.
+    ``blocks`` and ``values``: the layouts on the axis ``data``. ``parts``: the number of parts of the global batch.
+    ``num_microbatches``: the number of parts that each rank runs. Raise :class:`UnsupportedError` if samples depend on
+    each other in a way that several microbatches cannot compute exactly.
     """
     if parts == 1:
         return model
@@ -64,13 +66,15 @@ def split_batch(
 
 
 def couples_samples(model: FoldedModel) -> bool:
-    """Whether samples of a batch that was split meet, so that one microbatch is another model than one of several."""
+    """Whether the split model has collectives between samples, so that its result depends on the number of
+    microbatches.
+    """
     nodes = (node for block in model.blocks.values() for node in block.graph.nodes)
     return any(collective_name(node.target) and {"dp", DATA}.intersection(map(str, node.args)) for node in nodes)
 
 
 def _extract_totals(model: FoldedModel) -> FoldedModel:
-    """Move what leads to an all-reduce over ``data``, where it is a function of inputs alone, into prologue calls."""
+    """Move sums over the batch that depend on inputs alone into prologue calls, which run before the pipeline."""
     producers = {v: (i, k) for i, c in enumerate(model.calls) for k, v in enumerate(c.outputs)}
     prologue: list[Call] = []
     blocks, values = dict(model.blocks), dict(model.values)
@@ -127,7 +131,7 @@ def _list_ancestor_nodes(node: fx.Node) -> list[fx.Node]:
 def _totals_block(
     model: FoldedModel, call: Call, totals: list[fx.Node], name: str, producers: Mapping[str, tuple[int, int]]
 ) -> tuple[Block, tuple[str, ...], tuple[str, ...]]:
-    """A block that computes the operands of ``totals`` from model inputs and states; the states and inputs it reads."""
+    """Return a block that computes the operands of ``totals``, and the names of the states and inputs that it reads."""
     body = _CallInliner(model, producers)
     here = model.calls.index(call)
     outputs = tuple(body.copy_value(here, n.all_input_nodes[0]) for n in totals)
@@ -157,7 +161,7 @@ class _CallInliner:
         return self.copied[index, node]
 
     def resolve_placeholder(self, index: int, node: fx.Node) -> fx.Node:
-        """What a placeholder of the call ``index`` stands for."""
+        """Return the copied node for the value that a placeholder of the call ``index`` reads."""
         call = self.model.calls[index]
         block = self.model.blocks[call.block]
         bound = dict(zip((*block.states, *block.inputs), (*call.states, *call.inputs), strict=True))
@@ -185,7 +189,7 @@ class _CallInliner:
 
 
 def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
-    """``block`` reading ``totals`` as further inputs instead of computing them."""
+    """Return ``block`` with ``totals`` as additional inputs instead of computed values."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in block.placeholders:
@@ -202,7 +206,9 @@ def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
 
 
 def _localise_data_collectives(model: FoldedModel, num_microbatches: int) -> None:
-    """Say ``dp`` for ``data`` where one microbatch is the whole local batch; refuse communication where it is not."""
+    """Move collectives from ``data`` to the axis ``dp`` if there is one microbatch; otherwise refuse those that
+    communicate.
+    """
     for block in model.blocks.values():
         for node in list(block.graph.nodes):
             name = collective_name(node.target)
@@ -222,7 +228,7 @@ def _localise_data_collectives(model: FoldedModel, num_microbatches: int) -> Non
 
 
 def _describe_combining_operator(model: FoldedModel, block: Block, node: fx.Node) -> str:
-    """Where samples meet: at what adds them up, or at what reads all of those that ``node`` brings together."""
+    """Return text that names the operator which combines samples: ``node`` or the first reader of its result."""
     reader = node if collective_name(node.target) in _ADDING else _find_first_reader(model, block, node) or node
     where = f"{reader.meta.get('path') or 'the model'} ({reader.meta.get('source') or 'source unknown'})"
     if reader is node or not isinstance(reader.target, torch._ops.OpOverload):
@@ -238,7 +244,9 @@ _MOVING = (aten.split_with_sizes.default, aten.cat.default, operator.getitem)
 
 
 def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.Node | None:
-    """The first operator that reads what ``node`` makes, in this block or in what is called after it."""
+    """Return the first operator that reads the result of ``node``, in this block or a later call; ``None`` if there is
+    none.
+    """
     place = node.meta.get("path"), node.meta.get("source")
     waiting: list[tuple[Block, fx.Node]] = [(block, node)]
     seen: set[fx.Node] = set()
@@ -255,7 +263,7 @@ def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.No
 
 
 def _passed_on(model: FoldedModel, block: Block, output: fx.Node) -> list[tuple[Block, fx.Node]]:
-    """The placeholders of later calls' blocks that stand for an output of ``block``."""
+    """Return (block, placeholder) for each placeholder in later calls that reads ``output`` of ``block``."""
     number = block.outputs.index(output)
     values = {c.outputs[number] for c in model.calls if c.block == block.name}
     found = []
@@ -267,7 +275,7 @@ def _passed_on(model: FoldedModel, block: Block, output: fx.Node) -> list[tuple[
 
 
 def _slice_by_index(graph: fx.Graph, node: fx.Node) -> None:
-    """A slice whose place depends on the microbatch, by index rather than by a constant."""
+    """Replace a shard slice by an index look-up, because its position depends on the microbatch."""
     whole, dim, axis, size = node.args
     length = node.meta["val"].shape[dim]
     with graph.inserting_before(node):
@@ -288,7 +296,10 @@ Results = tuple[Samples, ...]  # of each result of an operator
 
 
 def sample_dims(model: FoldedModel, dims: Mapping[str, int | None], count: int) -> dict[fx.Node, Results]:
-    """For each node of each block where ``count`` samples stand in its results. ``dims``: values -> their dim."""
+    """Return, for each node of each block, which dims of its results hold the ``count`` samples of the batch.
+
+    ``dims``: the batch dim of each input value, by name. A result is a map from dim to the number of samples in it.
+    """
     found: dict[fx.Node, Results] = {}
     seen: set[str] = set()
     for placed in model.calls:
@@ -306,7 +317,9 @@ def sample_dims(model: FoldedModel, dims: Mapping[str, int | None], count: int) 
 
 
 def splits_samples(samples: Samples, layout: Layout) -> bool:
-    """Whether a shard of a value has some of its samples only."""
+    """Whether a shard of ``layout`` holds only some of the samples of a value. ``samples``: number of
+    samples by dim.
+    """
     count = samples.get(layout.dim, 1) if layout.is_shard else 1
     return count > 1 and max(1, len(layout.sections)) % count != 0
 

@@ -21,8 +21,11 @@ from partitioner.runtime.program.program import InputData, PlainValue, Program, 
 
 
 def batch_size(program: Program) -> tuple[int, int]:
-    """The tokens and the samples of one batch: elements of the first input of integers with two dims; its length
-    along the dim that is split. 0 where there is none."""
+    """Return the number of tokens and the number of samples of one batch.
+
+    Tokens are the elements of the first two-dimensional integer input. Samples are the length of the split dim of the
+    first input that is split. Each is 0 if there is no such input.
+    """
     tokens = next((i for i in program.inputs if len(i.shape) == 2 and not dtype_of(i.dtype).is_floating_point), None)
     split = next((i for i in program.inputs if i.batch_dim is not None), None)
     samples = split.shape[split.batch_dim] if split is not None and split.batch_dim is not None else 0
@@ -58,7 +61,7 @@ def share_of(rank: RankProgram) -> Share:
 
 
 def leaves_by_path(batch: Any) -> dict[str, Any]:
-    """The leaves of a batch by their path: ``input_ids``, ``0``, ``past.0.key``."""
+    """Return path -> leaf of a nested batch; paths look like ``input_ids``, ``0`` or ``past.0.key``."""
     if isinstance(batch, Tensor):
         batch = (batch,)
     if isinstance(batch, Mapping):

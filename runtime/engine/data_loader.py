@@ -51,7 +51,8 @@ class SampleOrder:
         self._epochs: dict[int, NDArray[np.int64]] = {}
 
     def at(self, places: range) -> list[int]:
-        """The samples at ``places`` of the stream, counted from its start; one run of places."""
+        """Return the indices of the samples at a contiguous range of positions, counted from the start of the first
+        epoch."""
         epochs = range(places.start // self.num_samples, -(-places.stop // self.num_samples)) if places else range(0)
         self._epochs = {e: self._order_epoch(e) for e in epochs} or self._epochs
         return [int(self._epochs[p // self.num_samples][p % self.num_samples]) for p in places]
@@ -166,7 +167,8 @@ class Loader:
         return self.samples // self.num_samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is: the same on all ranks, and of no number of ranks."""
+        """Return the loader's position and order settings. They are equal on all ranks and do not depend on the rank
+        count."""
         return {
             "samples": self.samples,
             "of": self.num_samples,
@@ -175,7 +177,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there; raises :class:`CheckpointError` for the state of a dataset of another length."""
+        """Resume at a saved position. Raise :class:`CheckpointError` if the dataset has another length."""
         if state["of"] != self.num_samples:
             before, here = (
                 "a stream of unknown length" if n is None else f"a dataset of {n} samples"
@@ -196,7 +198,7 @@ class Loader:
         self._over = False
 
     def own(self) -> Iterator[list[int]]:
-        """For each batch to come the indices of the samples of this rank."""
+        """Yield for each further batch the indices of the samples that this rank reads."""
         rows, at = self.share.rows(self.batch_size), self.samples
         while not self._has_ended(at):
             yield self.order.at(range(at + rows.start, at + rows.stop))
@@ -303,7 +305,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _count_samples(dataset: Any) -> int | None:
-    """How many samples a dataset has; ``None`` where it does not say."""
+    """Return the number of samples of a dataset, or ``None`` if its length is unknown."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError, AttributeError):
@@ -363,7 +365,7 @@ def _no_batch(loader: Loader) -> BatchError:
 
 
 def _global_batch(engine: Engine) -> int:
-    """Samples of a global batch: rows of the first input that is split."""
+    """Return the number of samples in a global batch: the length of the split dim of the first input that is split."""
     _, samples = batch_size(engine.program)
     if not samples:
         raise BatchError("no input of the plan is split over samples: pass batch_size=")

@@ -51,7 +51,7 @@ def _format_mesh(program: Program) -> str:
 
 
 def default_device() -> torch.device:
-    """The local rank's GPU where the process group serves GPUs and there are some, else the CPU."""
+    """Return the local rank's GPU if the process group supports GPUs and one is available, else the CPU."""
     if dist.is_initialized() and torch.cuda.is_available():
         group: Any = dist.group.WORLD
         if "cuda" in {torch.device(kind).type for kind in group._device_types}:
@@ -60,9 +60,9 @@ def default_device() -> torch.device:
 
 
 def local_gpu() -> torch.device:
-    """The GPU of this process, which becomes the current one: the only one that it sees, or that of its local rank.
+    """Return this process's GPU, chosen by local rank, and make it the current device.
 
-    Raises :class:`LaunchError` where there are fewer.
+    Raise :class:`LaunchError` if there is no GPU for the local rank.
     """
     count = torch.cuda.device_count()
     if "LOCAL_RANK" in os.environ:
@@ -90,13 +90,16 @@ def resolve_device(device: torch.device | str) -> torch.device:
 
 
 def one_step_folder() -> str:
-    """Where a run of one step, without an optimizer, has the little that its plan keeps on disk."""
+    """Return the folder for disk files of a run of one step without an optimizer."""
     return os.environ.get(FOLDER) or tempfile.gettempdir()
 
 
 def disk_for(rank: RankProgram, plan: Any, folder: str | Path | None) -> Disk | None:
-    """Where a rank has what its program keeps on disk, with room for what the plan says that takes; ``None`` where it
-    keeps nothing there. Raises :class:`OffloadError` where there is no folder, or no room in it."""
+    """Return the disk storage of a rank, with the capacity that the plan estimates; ``None`` if nothing is offloaded to
+    disk.
+
+    Raise :class:`OffloadError` if no folder is given or it has too little space.
+    """
     if "disk" not in rank.program.offload:
         return None
     folder = folder or os.environ.get(FOLDER)

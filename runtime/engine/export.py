@@ -58,7 +58,7 @@ def require_dtensor_views(program: Program) -> None:
 
 
 def find_placements(program: Program) -> tuple[dict[str, list[Placement]], dict[str, str]]:
-    """Where DTensors have the model's parameters, by name; and why some have no such place."""
+    """Return parameter name -> DTensor placements, and name -> reason for parameters that no DTensor can express."""
     named, reasons = {}, {}
     for name, state in program.states.items():
         if state.kind == "parameter":
@@ -70,10 +70,10 @@ def find_placements(program: Program) -> tuple[dict[str, list[Placement]], dict[
 
 
 class Views:
-    """Makes the views of one rank. ``processes``: that which runs each rank; ``devices``: where parameters may be. All
-    ranks make one together.
+    """Creates DTensors that share the memory of one rank's parameters. All ranks create it together.
 
-    Raises :class:`LaunchError` where there can be no mesh of all ranks.
+    ``processes``: process number of each rank. ``devices``: devices on which parameters may be. Raise
+    :class:`LaunchError` if no device mesh of all ranks can be made.
     """
 
     def __init__(self, rank: RankProgram, processes: Sequence[int], devices: Iterable[str]) -> None:
@@ -113,7 +113,7 @@ class Views:
         return found
 
     def of(self, name: str, tensor: Tensor) -> DTensor:
-        """The view of ``tensor``, which is laid out as the parameter ``name``."""
+        """Return a DTensor that shares the memory of ``tensor``, which has the layout of the parameter ``name``."""
         shape = self.program.states[name].shape
         mesh = self._meshes[tensor.device.type, axes_of(self.program, name)]
         own = list(shard_shape(self.program, name))
@@ -156,7 +156,8 @@ def axes_of(program: Program, name: str) -> tuple[str, ...]:
 
 
 def placements_of(program: Program, name: str) -> list[Placement]:
-    """Where a DTensor has a parameter, axis by axis of its mesh. Raises :class:`DTensorError`, which says why not."""
+    """Return the DTensor placement of a parameter on each axis of its mesh. Raise :class:`DTensorError` if there is
+    none."""
     state, axes = program.states[name], axes_of(program, name)
     found: dict[str, Placement] = {axis: Replicate() for axis in axes}
     first: list[str] = []  # the axes that cut dim 0
@@ -257,7 +258,8 @@ def _check_others(place: Path) -> None:
 
 
 def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator) -> dict[str, Tensor]:
-    """Every whole parameter and buffer on the CPU of the first process, under all of its names; nothing elsewhere."""
+    """Gather all whole parameters and buffers, by name, on the CPU of the first process. Other processes get an empty
+    dict."""
     everyone = communicator.group(rank.group("pp", "tp"))
     whole: dict[str, Tensor] = {}
     home = rank.program.coordinates(communicator.home)
@@ -284,7 +286,7 @@ def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Co
 
 
 def chunks_of(program: Program) -> list[Chunk]:
-    """Which tensors go to which file: the same on all ranks."""
+    """Return which tensors are written to which file; the result is the same on all ranks."""
     chunks: list[Chunk] = []
     for stage in range(len(program.stages)):
         names: list[str] = []

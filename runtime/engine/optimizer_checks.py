@@ -69,7 +69,8 @@ class OptimizerCheck:
         self._checked[optimizer] = seen
 
     def check(self, optimizer: Optimizer, call: StepCall) -> None:
-        """Raises :class:`OptimizerError`."""
+        """Try ``optimizer`` on small tensors. Raise :class:`OptimizerError` if it updates shards unlike whole
+        parameters."""
         if optimizer in self._trusted:
             return
         samples = self._sample_cuts(optimizer)
@@ -164,7 +165,7 @@ class OptimizerCheck:
 
 
 def cut_of(program: Program, name: str) -> ParameterCut:
-    """How a parameter is cut; the same on all ranks."""
+    """Return how the plan shards a parameter; the result is the same on all ranks."""
     data = program.states[name]
     dims = {shard.layout.dim for shard in shards_of(program, name, 0)}
     return ParameterCut(tuple(sorted(dims)), bool(data.zero_axes), bool(data.parts))

@@ -72,7 +72,8 @@ class ParameterCut:
         return [part for part in parts if part.numel()]
 
     def parameters(self, whole: Tensor) -> list[Tensor]:
-        """The model's own parameters."""
+        """Return the model's own parameters that ``whole`` contains: its rows if it is stacked, else ``whole``
+        itself."""
         return [*whole.unbind(0)] if self.stacked else [whole]
 
     def __str__(self) -> str:
@@ -135,7 +136,7 @@ class StepCall:
 
 
 class NotCopied(Exception):
-    """A copy of an optimizer has asked for something that copies have not."""
+    """Raised if a copy of an optimizer accesses something that was not copied, such as a model or process group."""
 
 
 def try_on_parts(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: StepCall) -> TrialFinding | None:
@@ -202,7 +203,7 @@ class _Stepped:
     before: dict[int, list[Tensor]] = field(default_factory=dict)  # the last step
 
     def updates(self, index: int) -> list[Tensor]:
-        """The last step's, of the parts of a sample."""
+        """Return the differences that the last step made to the parts of a sample."""
         return [t.detach() - b for t, b in zip(self.tensors[index], self.before[index], strict=True)]
 
 
@@ -369,7 +370,7 @@ def _call_step(optimizer: Any, closure: Callable[[], Tensor], call: StepCall) ->
 
 # Copies
 def mirror_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Any:
-    """A copy of ``optimizer``, attribute by attribute, without state, whose groups have the parameters ``groups``."""
+    """Return a copy of ``optimizer`` without state, whose parameter groups hold the tensors ``groups``."""
     return _OptimizerMirror(optimizer, groups).copy_optimizer(optimizer)
 
 

@@ -1,1 +1,1 @@
-"""The program as data, and its groups, memory, precision and simulated timeline."""
+"""The program as data, and modules that compute its communication groups, memory, precision and simulated timeline."""

@@ -1,6 +1,7 @@
-"""Facts about the calls of a program, derived from their graphs: gradients, collectives, bytes saved for backward.
+"""Derive facts about the calls of a program from their graphs: gradients, collectives and bytes saved for backward.
 
-The prover and the simulator share them. A block is parsed and differentiated once for all calls that run it.
+A call is one execution of a block (a repeated piece of the model, such as a layer) on a pipeline stage. The prover and
+the simulator share these facts. A block is parsed and differentiated once for all calls that run it.
 """
 
 from __future__ import annotations
@@ -31,16 +32,20 @@ Flags = tuple[bool, ...]
 
 @dataclass(frozen=True)
 class CallFacts:
-    """Facts about one call on one stage.
+    """Gradients, collectives and memory of one call of a block on one pipeline stage.
 
-    ``takes``: outputs whose gradients its backward reads. ``gives``, ``adds``: input values and states to whose
-    gradients its backward adds. ``forward``, ``backward``, ``input_backward``, ``weight_backward``: the collectives of
-    each of these graphs, in order. ``keeps``: inputs and outputs that are saved for backward; ``kept_bytes``: bytes of
-    all other saved tensors. ``moves``: the values of ``keeps`` that an OFFLOAD of the call moves, because no other call
-    of the stage reads them. ``recomputed``: backward recomputes the whole call; ``slim``: it recomputes only its
-    block's ``again`` nodes; ``recomputed_bytes``: bytes of the recomputed tensors, held while backward runs.
-    ``carries``, ``carried_bytes``: values, and bytes of other tensors, that are held from the input half of the
-    backward to the weight half.
+    ``takes``: names of the outputs whose gradients the call's backward reads. ``gives`` and ``adds``: names of the
+    input values and of the states (parameters) to whose gradients its backward adds. ``forward``, ``backward``,
+    ``input_backward``, ``weight_backward``: the collectives of each of these graphs, in execution order.
+
+    ``keeps``: names of the inputs and outputs that are saved for backward. ``kept_bytes``: bytes of all other saved
+    tensors. ``moves``: the values of ``keeps`` that an OFFLOAD instruction moves to host memory, because no other call
+    of the stage reads them.
+
+    ``recomputed``: whether backward recomputes the whole call. ``slim``: whether it recomputes only the nodes that the
+    block lists in ``again``. ``recomputed_bytes``: bytes of the recomputed tensors, held while backward runs.
+    ``carries`` and ``carried_bytes``: names of the values, and bytes of the other tensors, that are held between the
+    input half of the backward (I) and the weight half (W).
     """
 
     data: CallData
@@ -65,7 +70,11 @@ class CallFacts:
         return bool(self.gives or self.adds)
 
     def collectives(self, op: str) -> tuple[CollectiveUse, ...]:
-        """The collectives, in order, that an F, B, I or W instruction executes for this call."""
+        """Return the collectives, in execution order, that an instruction ``op`` ("F", "B", "I" or "W") runs for this
+        call.
+
+        B and I include the forward collectives if backward recomputes the call.
+        """
         again = self.forward if self.recomputed else ()
         parts = {
             "F": self.forward,
@@ -77,7 +86,10 @@ class CallFacts:
 
 
 class ProgramFacts:
-    """The facts of all calls of a program. Its names and shapes must be consistent (``runtime/prove/structure.py``)."""
+    """Compute the facts of all calls of a program, each on first access.
+
+    The names and shapes of the program must already be consistent (``runtime/prove/structure.py`` checks this).
+    """
 
     def __init__(self, program: Program, passes_over: bool = False) -> None:
         self.program = program
@@ -85,8 +97,8 @@ class ProgramFacts:
         self._sizes: dict[str, StateSizes] = {}
 
     def grown(self, steps: int) -> ProgramFacts:
-        """The facts of this program after its instruction lists, which must all be listings, have grown ``steps``
-        times."""
+        """Return the facts of this program for more or fewer microbatches: every stage's instruction list is expanded
+        by ``steps`` repetitions of its steady state. Every list must be a :class:`Listing`."""
         stages, microbatches = [], self.program.num_microbatches
         for stage in self.program.stages:
             instructions = stage.instructions
@@ -96,7 +108,7 @@ class ProgramFacts:
         return self._copy_with_changes(stages=tuple(stages), num_microbatches=microbatches)
 
     def of_share(self, num_microbatches: int) -> ProgramFacts:
-        """The facts of this program for ranks that run the first ``num_microbatches`` only."""
+        """Return the facts of this program for ranks that run only the first ``num_microbatches`` microbatches."""
         if num_microbatches == self.program.num_microbatches:
             return self
         return self._copy_with_changes(
@@ -123,8 +135,10 @@ class ProgramFacts:
 
     @cached_property
     def order(self) -> list[tuple[int, int]]:
-        """All calls as (stage, position), each after the calls whose outputs it reads; calls that lack an input are
-        left out."""
+        """All calls as (stage, position on the stage), sorted so that each follows the calls whose outputs it reads.
+
+        A call whose inputs no call or batch input produces is left out.
+        """
         made = {i.value for i in self.program.inputs}
         pending = [(s, p) for s, stage in enumerate(self.program.stages) for p in range(len(stage.calls))]
         order: list[tuple[int, int]] = []
@@ -147,7 +161,7 @@ class ProgramFacts:
 
     @cached_property
     def trainable(self) -> frozenset[str]:
-        """The trainable parameters: states that get a gradient if the loss depends on them."""
+        """The names of the parameters that require a gradient; empty if the program is for inference."""
         if self.program.objective != "train":
             return frozenset()
         states = self.program.states.items()
@@ -155,7 +169,7 @@ class ProgramFacts:
 
     @cached_property
     def flow(self) -> GradientFlow:
-        """The gradient flow through the calls in :attr:`order`."""
+        """Which values and states get a gradient in each call, for the calls in :attr:`order`."""
         paths = {name: gradient_paths(block) for name, block in self.blocks.items()}
         return gradient_flow([self.call(p) for p in self.order], paths, self.trainable, self.program.loss)
 
@@ -166,37 +180,44 @@ class ProgramFacts:
 
     @cached_property
     def _staying_values(self) -> tuple[frozenset[str], ...]:
-        """For each stage, the values that an OFFLOAD leaves on the device."""
+        """For each stage, the names of the values that an OFFLOAD instruction leaves on the device."""
         return tuple(map(staying_values, self.program.stages))
 
     @cached_property
     def with_gradient(self) -> frozenset[str]:
-        """The states to whose gradients some backward adds."""
+        """The names of the states (parameters) to whose gradient the backward of at least one call adds."""
         return frozenset(s for added in self.flow.states for s in added)
 
     def state_bytes(self, name: str) -> int:
-        """The bytes of one rank's shard of a state, before ZeRO divides it."""
+        """Return the bytes of one rank's shard of a state (parameter or buffer), before ZeRO divides the shard
+        further."""
         return self._sizes_of(name).part
 
     def gradient_bytes(self, name: str) -> int:
-        """The bytes of the gradient of one rank's shard of a state, before ZeRO divides it."""
+        """Return the bytes of the gradient of one rank's shard of a state, before ZeRO divides the shard further."""
         return self._sizes_of(name).gradient
 
     def piece_bytes(self, name: str) -> int:
-        """The bytes of one rank's ZeRO piece of a state, with padding; of its whole shard if no ranks share it."""
+        """Return the bytes of the piece of a state that ZeRO leaves on one rank, with padding.
+
+        Without ZeRO this is the rank's whole shard.
+        """
         return self._sizes_of(name).piece
 
     def gradient_piece_bytes(self, name: str) -> int:
-        """The bytes of the gradient of one rank's ZeRO piece of a state, with padding; of its whole shard if no ranks
-        share it."""
+        """Return the bytes of the gradient of one rank's ZeRO piece of a state, with padding.
+
+        Without ZeRO this is the gradient of the rank's whole shard.
+        """
         return self._sizes_of(name).gradient_piece
 
     def bucket_bytes(self, bucket: Bucket) -> int:
-        """The bytes of a bucket's gradients on one rank: its ZeRO pieces of them, or whole shards without ZeRO."""
+        """Return the bytes of a bucket's gradients on one rank: ZeRO pieces with padding, or whole shards without
+        ZeRO."""
         return sum(map(self.gradient_piece_bytes, bucket.states))
 
     def wire_share(self, bucket: Bucket) -> float:
-        """Bytes sent per byte of a bucket's gradients: below 1 if the bucket is compressed, else 1."""
+        """Return the bytes sent per byte of a bucket's gradients: below 1 if the bucket is compressed, else 1."""
         if bucket.compression is None:
             return 1.0
         dtype = accumulated_in(dtype_of(self.program.states[bucket.states[0]].dtype))
@@ -208,12 +229,16 @@ class ProgramFacts:
         return self._sizes[name]
 
     def moved_bytes(self, call: CallFacts) -> int:
-        """The bytes that an OFFLOAD moves for a call: its saved tensors, except values that other calls read too."""
+        """Return the bytes that an OFFLOAD instruction moves to host memory for a call; 0 if the call has no backward.
+
+        These are the call's saved tensors, except values that other calls of the stage read too.
+        """
         values = self.program.values
         return call.kept_bytes + sum(value_bytes(values[v]) for v in call.moves) if call.has_backward else 0
 
     def needs(self, call: CallData) -> tuple[Flags, Flags, Flags]:
-        """Flags for a call: inputs that get a gradient, states that get a gradient, outputs that have a gradient."""
+        """Return three tuples of flags for a call: whether each input gets a gradient, whether each state gets a
+        gradient, and whether each output has a gradient."""
         return (
             tuple(v in self.flow.values for v in call.inputs),
             tuple(s in self.trainable for s in call.states),
@@ -262,21 +287,25 @@ class ProgramFacts:
 
 
 def _list_saved_tensors(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
-    """The call's inputs and outputs that it saves for backward, and the bytes of all other saved tensors but states."""
+    """Return the names of the call's inputs and outputs that are saved for backward, and the bytes of all other saved
+    tensors. States (parameters and buffers) are not counted."""
     return _memory_of(block, call, pieces, _list_forward_results(pieces)[pieces.num_outputs :])
 
 
 def _list_carried_tensors(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
-    """The call's inputs and outputs that the weight half of its backward reads, and the bytes of all other tensors that
-    this half reads, except states."""
+    """Return the names of the call's inputs and outputs that the weight half of its backward (W) reads, and the bytes
+    of all other tensors that W reads. States (parameters and buffers) are not counted."""
     return _memory_of(block, call, pieces, pieces.backward_weight.graph.find_nodes(op="placeholder"))
 
 
 def _memory_of(
     block: Block, call: CallData, pieces: Differentiated, nodes: Iterable[Node]
 ) -> tuple[tuple[str, ...], int]:
-    """The call's inputs and outputs among ``nodes``, and the bytes of the other nodes' storages, except states. A view
-    counts as the tensor that it views."""
+    """Return the names of the call's inputs and outputs among ``nodes``, and the bytes of the storages of the other
+    nodes.
+
+    States are not counted. A view counts as the tensor whose storage it shares.
+    """
     placeholders = pieces.forward.graph.find_nodes(op="placeholder")
     given = [*placeholders[len(block.states) :], *_list_forward_results(pieces)[: pieces.num_outputs]]
     named = {_identify_storage(node): value for node, value in zip(given, (*call.inputs, *call.outputs), strict=True)}
@@ -287,7 +316,7 @@ def _memory_of(
 
 
 def _list_forward_results(pieces: Differentiated) -> tuple[Node, ...]:
-    """The results of the forward graph: the block's outputs, then the saved tensors."""
+    """Return the result nodes of the forward graph: first the block's outputs, then the tensors saved for backward."""
     return cast(tuple[Node, ...], pieces.forward.graph.output_node().args[0])
 
 
@@ -297,7 +326,7 @@ def _identify_storage(node: Node) -> int:
 
 
 def load_block(program: Program, name: str) -> Block:
-    """Parse a block of the program into a graph. Raises ``GraphFormatError`` if it is malformed."""
+    """Parse a block of the program into an FX graph and return it. Raise ``GraphFormatError`` if it is malformed."""
     graph = program.blocks[name]
     return _parse_block(_nodes_to_key(graph.nodes), name, graph.states, graph.inputs)
 
@@ -305,10 +334,12 @@ def load_block(program: Program, name: str) -> Block:
 def differentiate_for_cpu(
     program: Program, name: str, *needs: Flags, slim: bool = False, fused: bool = False
 ) -> Differentiated:
-    """The derivative of a block with the operators of a CPU, traced once in a process and not to be changed.
+    """Return the forward and backward graphs of a block, traced with the operators of a CPU.
 
-    ``needs``: which inputs and states need a gradient, and which outputs have one. ``slim``: backward recomputes what
-    the block names. ``fused``: attention as accelerators have it.
+    The result is cached for the process and must not be modified. ``needs``: three tuples of flags, namely which inputs
+    need a gradient, which states need one, and which outputs have one. ``slim``: whether backward recomputes the nodes
+    that the block lists in ``again``. ``fused``: whether attention is traced with a fused kernel, which accelerators
+    have.
     """
     graph = program.blocks[name]
     again = graph.again if slim else ()
@@ -316,9 +347,9 @@ def differentiate_for_cpu(
 
 
 def graph_fault(program: Program, name: str, axes: Mapping[str, int]) -> tuple[str, str] | None:
-    """The first fault of a block's graph, as (message, node name); ``None`` if it has none.
+    """Return the first fault of a block's graph as (message, node name), or ``None`` if the graph is valid.
 
-    ``axes``: number of ranks on each mesh axis.
+    ``axes``: mesh axis -> number of ranks.
     """
     graph = program.blocks[name]
     return _find_block_fault(_nodes_to_key(graph.nodes), name, graph.states, graph.inputs, tuple(axes.items()))
@@ -365,5 +396,8 @@ def _differentiate_block(
 def _trace_joint_graph(
     nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], fused: bool, *needs: Flags
 ) -> JointGraph:
-    """The joint graph of forward and backward, traced once; it is cut with and without recomputation."""
+    """Return the joint graph of a block's forward and backward, traced once per process.
+
+    It can be split into forward and backward with or without recomputation.
+    """
     return joint_of(_parse_block(nodes, name, states, inputs), torch.device("cpu"), *needs, fused=fused)

@@ -1,4 +1,5 @@
-"""Which gradients are reduced together, and how: at once, level by level, in fewer bytes."""
+"""Buckets: sets of gradients that are reduced by one collective, with the levels and the compression of the
+reduction."""
 
 from __future__ import annotations
 
@@ -10,13 +11,17 @@ Compression = Literal["bf16", "int8"]
 
 
 class Bucket(Data):
-    """Gradients that are reduced together: the same axes, the same type; sharded over the same ranks, or not at all.
+    """Parameters whose gradients are reduced together. They share the reduction axes, the type and the ZeRO sharding
+    axes.
 
-    Parameters that are sharded are gathered together, too; those that take no gradient have buckets without ``axes``.
+    Sharded parameters of a bucket are also all-gathered together. Sharded parameters without a gradient have buckets
+    whose ``axes`` are empty. ``states``: names of the parameters. ``axes``: mesh axes over which the gradients are
+    summed.
 
-    ``levels``: axes over which the gradients, or the shards that are left of them, are scattered, one level after the
-    other, and gathered again in reverse; over what axes are left they are added up in between. None: at once.
-    ``compression``: of what is sent over the last level, or without levels over the axes that shard the states.
+    ``levels``: steps of a hierarchical reduction. The gradients are reduce-scattered over the axes of each level in
+    order, all-reduced over the axes that are left, and all-gathered over the levels in reverse order. Empty: one
+    collective over all axes. ``compression``: format in which the last level's transfers are sent; without levels, the
+    transfers over the axes that shard the states. ``None``: uncompressed.
     """
 
     states: tuple[str, ...]

@@ -16,24 +16,27 @@ _TINY = torch.finfo(_SCALE).tiny  # scales below are rounded too coarsely
 
 
 class Codec(Protocol):
-    """Rows of numbers as rows of bytes. ``chunk``: rows are of a multiple of so many; ``feedback``: whether what is
-    lost is worth keeping."""
+    """Interface of a codec that converts rows of numbers to rows of bytes and back.
+
+    ``chunk``: the length of a row must be a multiple of this. ``feedback``: whether the rounding error of a transfer is
+    stored and added to the next transfer.
+    """
 
     chunk: int
     feedback: bool
 
     def nbytes(self, numel: int) -> int:
-        """The bytes of a row of ``numel``."""
+        """Return the bytes of an encoded row of ``numel`` numbers."""
 
     def encode(self, rows: Tensor) -> Tensor:
-        """``rows``, of shape ``[rows, numel]``, as ``uint8[rows, nbytes]``."""
+        """Encode ``rows``, of shape ``[rows, numel]``, and return ``uint8[rows, nbytes]``."""
 
     def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
-        """What :func:`encode` made, as numbers of ``dtype`` again."""
+        """Decode the result of :func:`encode` and return numbers of type ``dtype`` and shape ``[rows, numel]``."""
 
 
 class Bfloat16:
-    """Rounded to 8 bits of precision, each number by itself: what is lost is a 256th of it at most."""
+    """Codec that rounds each number to bfloat16. The relative rounding error is at most 1/256."""
 
     chunk = 1
     feedback = False
@@ -50,7 +53,10 @@ class Bfloat16:
 
 
 class Int8:
-    """Rounded to a 127th of the largest number of a chunk; behind the numbers of a row are the chunks' scales."""
+    """Codec that rounds each number to 1/127 of the largest magnitude in its chunk of 256 numbers.
+
+    The encoded row holds the int8 numbers, followed by one float32 scale per chunk.
+    """
 
     chunk = 256
     feedback = True
@@ -78,6 +84,6 @@ CODECS: dict[Compression, Codec] = {"bf16": Bfloat16(), "int8": Int8()}
 
 
 def wire_share(compression: Compression, itemsize: int) -> float:
-    """The part of bytes that is sent, of numbers of ``itemsize``."""
+    """Return the encoded bytes per original byte, for numbers of ``itemsize`` bytes each."""
     codec = CODECS[compression]
     return codec.nbytes(codec.chunk) / (codec.chunk * itemsize)

@@ -1,11 +1,11 @@
-"""Instructions of a rank, compact lists of them, and the communication events that other ranks see.
+"""Instructions of a rank, compact instruction lists, and the communication events that other ranks observe.
 
-The list of a schedule grows with the number of microbatches by repeating its steady state. A :class:`Listing` stores
-the list with ``num_microbatches - steps * unit`` microbatches, and what every further ``unit`` of them adds to each of
-its parts. It reads like the tuple of instructions that it stands for.
+The instruction list of a pipeline schedule grows with the number of microbatches, because its steady state repeats. A
+:class:`Listing` stores the shortest list and the number of repetitions that each further group of ``unit`` microbatches
+adds to each part. It can be read like the full tuple of instructions.
 
-An event is a communication that an instruction enters; a rank's events are in the order of its list. Two ranks fit
-together if their events do. The field ``what`` of an event has all that its participants must agree on.
+An event is a communication that an instruction starts. The events of a rank are in the order of its list. The prover
+matches the events of different ranks: two events match only if their fields ``what`` are equal.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ Op = Literal[
 
 
 class Data(BaseModel, metaclass=DocumentedModel):
-    """Frozen, strict about unknown keys, compared by value. Infinities stay what they are in JSON (masks have them)."""
+    """Base class of the program's data: immutable, rejects unknown keys, compares by value.
+
+    JSON keeps infinities as the constant ``Infinity``, because attention masks contain them.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
@@ -133,11 +136,14 @@ class Instruction(Data):
 
     @property
     def word(self) -> str:
-        """The operation by its name; a GATHER of gradients is told apart."""
+        """The name of the operation; ``GATHER_B`` for a GATHER of gradients."""
         return "GATHER_B" if self.op == "GATHER" and self.gradients else self.op
 
     def __str__(self) -> str:
-        """The action grammar of torch.distributed.pipelining where it has a word: ``0F3``, ``1SEND_B2``."""
+        """Return the action name of torch.distributed.pipelining if it has one, else a name in the same form.
+
+        The form is stage, operation, microbatch or bucket: ``0F3``, ``1SEND_B2``, ``0REDUCE:1``.
+        """
         tail = "" if self.microbatch is None else str(self.microbatch)
         if self.bucket is not None:
             tail = f":{self.bucket}"
@@ -145,10 +151,11 @@ class Instruction(Data):
 
 
 class Part(Data):
-    """Instructions, and how they repeat.
+    """A group of consecutive instructions of a :class:`Listing`, and how often it repeats.
 
-    ``body``: as they are the first time, in the shortest list; the next time every microbatch is ``shift`` further.
-    Every step adds ``more`` times, and moves the whole part by ``moved`` microbatches.
+    ``body``: the instructions of the first repetition in the shortest list. ``times``: repetitions in the shortest
+    list. ``shift``: microbatches by which each repetition is later than the one before. Each time the list grows by
+    ``unit`` microbatches, the part gets ``more`` repetitions, and all its microbatch numbers increase by ``moved``.
     """
 
     body: tuple[Instruction, ...]
@@ -159,7 +166,7 @@ class Part(Data):
 
 
 class Listing(Data, Sequence[Instruction]):
-    """An instruction list that has grown ``steps`` times, by ``unit`` microbatches each time."""
+    """A compact instruction list: ``parts`` of the shortest list, extended ``steps`` times by ``unit`` microbatches."""
 
     steps: Annotated[int, Field(ge=0)]
     unit: Annotated[int, Field(ge=1)]
@@ -167,7 +174,7 @@ class Listing(Data, Sequence[Instruction]):
 
     @cached_property
     def expanded(self) -> tuple[Instruction, ...]:
-        """All the instructions."""
+        """All instructions of the list in execution order."""
         return tuple(
             _shift_microbatch(instruction, part.moved * self.steps + part.shift * again)
             for part in self.parts
@@ -177,12 +184,13 @@ class Listing(Data, Sequence[Instruction]):
 
     @property
     def even(self) -> bool:
-        """Whether every part covers ``unit`` more microbatches with each step, or moves by as many, or stays."""
+        """Whether every growth step adds exactly ``unit`` microbatches to each part, or shifts the part by ``unit``, or
+        leaves it unchanged."""
         unit = self.unit
         return all(p.moved in (0, unit) and p.more * (p.shift or unit + 1) in (0, unit) for p in self.parts)
 
     def grown(self, steps: int) -> Listing:
-        """The list that has grown ``steps`` times instead."""
+        """Return this list extended ``steps`` times from its shortest form, instead of ``self.steps`` times."""
         return Listing(steps=steps, unit=self.unit, parts=self.parts)
 
     def __len__(self) -> int:
@@ -204,7 +212,10 @@ Instructions = Annotated[Listing | tuple[Instruction, ...], Field(union_mode="le
 
 
 def count_repetitions(instructions: Instructions) -> Iterator[tuple[Instruction, int]]:
-    """Each instruction as it first runs, and how often it runs; the repetitions differ in the microbatch alone."""
+    """Yield each distinct instruction in its first occurrence, and its number of repetitions.
+
+    Repetitions differ only in the microbatch number.
+    """
     if not isinstance(instructions, Listing):
         yield from ((instruction, 1) for instruction in instructions)
         return
@@ -225,10 +236,11 @@ def _shift_microbatch(instruction: Instruction, microbatches: int) -> Instructio
 
 @dataclass(frozen=True)
 class CollectiveEvent:
-    """An operation of the group over ``axes``, or over the pipeline stages ``stages``.
+    """A collective over the mesh axes ``axes``, or over the pipeline stages ``stages``.
 
-    ``waits``: whether the rank stands still until all members have entered it. ``count``: so many in a row, entered one
-    after the other, of which ``text`` is the first.
+    ``what``: the data that all participants must agree on, such as operation, shape and type. ``waits``: whether the
+    rank blocks until all members have entered the collective. ``count``: number of such collectives in a row; ``text``
+    describes the first one.
     """
 
     axes: tuple[str, ...]
@@ -258,7 +270,8 @@ class ReceiveEvent:
 
 @dataclass(frozen=True)
 class FinishEvent:
-    """Wait until everything that was started has ended; or, if given, what has this ``what``."""
+    """The rank waits until all collectives that it started have ended, or only those whose ``what`` equals the one
+    given."""
 
     what: Hashable = None
 

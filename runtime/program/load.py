@@ -1,4 +1,4 @@
-"""The program of a plan: of one in memory, or of a plan's JSON file."""
+"""Read the program of a plan, either from a plan in memory or from a plan's JSON file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from partitioner.runtime.program.program import Program
 
 
 def program_of(plan: Any) -> Program:
-    """The program of a plan, of itself, or of a plan file. Raises :class:`LaunchError`."""
+    """Return the program of ``plan``: a Program, a plan that has one, or the path of a plan file.
+
+    Raise :class:`LaunchError` if there is no such program or the file cannot be read.
+    """
     if isinstance(plan, Program):
         return plan
     if isinstance(getattr(plan, "program", None), Program):
@@ -22,14 +25,14 @@ def program_of(plan: Any) -> Program:
 
 
 def placement_of(plan: Any) -> tuple[int, ...]:
-    """The device of each rank that a plan or a plan file gives; empty where ranks are on their namesakes."""
+    """Return the device number of each rank that a plan or plan file specifies. Empty: rank i runs on device i."""
     if isinstance(plan, str | Path):
         return tuple(_read_plan_content(Path(plan)).get("devices", ()))
     return tuple(getattr(plan, "devices", ()))
 
 
 def disk_of(plan: Any, stage: int) -> int:
-    """The bytes on disk of a rank of ``stage`` that a plan or a plan file gives; 0 where it gives none."""
+    """Return the bytes on disk that a plan or plan file estimates for each rank of ``stage``; 0 without an estimate."""
     if isinstance(plan, str | Path):
         stages = _read_plan_content(Path(plan)).get("estimate", {}).get("stages", ())
         return int(stages[stage].get("disk", 0)) if stages else 0

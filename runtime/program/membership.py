@@ -1,4 +1,4 @@
-"""Which groups and links a rank is part of: what a communicator opens before a program runs."""
+"""List the process groups and pipeline links of a rank, which a communicator opens before the program runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from partitioner.runtime.program.sharded_buckets import rest_axes
 
 
 class PipelineEdge(NamedTuple):
-    """One direction of a pipeline edge: what ``source`` sends arrives at ``target`` in the same order."""
+    """One direction of a link between two ranks: ``target`` receives the messages of ``source`` in the order they are
+    sent.
+
+    ``channel``: "F" for values, "B" for gradients, "L" for the loss.
+    """
 
     source: int
     target: int
@@ -21,12 +25,13 @@ CHANNEL = "L"
 
 
 def loss_stage(program: Program) -> int:
-    """The stage that computes the loss."""
+    """Return the index of the pipeline stage that computes the loss."""
     return next(i for i, stage in enumerate(program.stages) if any(program.loss in c.outputs for c in stage.calls))
 
 
 def find_neighbour_stages(stage: int, source: int, num_stages: int) -> tuple[int | None, list[int]]:
-    """From which stage ``stage`` learns what ``source`` knows, and to which ones it passes it on."""
+    """Return the stage from which ``stage`` receives a value that ``source`` broadcasts along the pipeline, and the
+    stages to which it forwards it. The first item is ``None`` for ``source`` itself."""
     below = [stage - 1] if 0 < stage <= source else []
     above = [stage + 1] if source <= stage < num_stages - 1 else []
     if stage == source:
@@ -35,7 +40,10 @@ def find_neighbour_stages(stage: int, source: int, num_stages: int) -> tuple[int
 
 
 def loss_edges(program: Program) -> set[tuple[int, int, str]]:
-    """(from stage, to stage, channel) of all that the loss travels on."""
+    """Return the pipeline links (from stage, to stage, channel) over which the loss is sent to all stages.
+
+    Empty if there is no loss or only one stage.
+    """
     if program.loss is None or len(program.stages) == 1:
         return set()
     source, count = loss_stage(program), len(program.stages)
@@ -49,7 +57,10 @@ _ALWAYS = (("dp",), ("pp", "tp"), ("tp",))
 
 
 def groups_of(rank: RankProgram) -> list[tuple[int, ...]]:
-    """The groups of ``rank``, in an order that is the same on all ranks: overlapping groups must be opened so."""
+    """Return the process groups that ``rank`` belongs to, as tuples of ranks; groups of one rank are left out.
+
+    All ranks list common groups in the same order, which opening overlapping groups requires.
+    """
     program = rank.program
     over_axes = [rank.group(*axes) for axes in sorted(_list_group_axes(program))]
     over_stages = [
@@ -61,13 +72,14 @@ def groups_of(rank: RankProgram) -> list[tuple[int, ...]]:
 
 
 def gathers_of(rank: RankProgram) -> list[tuple[int, ...]]:
-    """The groups in which ``rank`` gathers parameters, in an order that is the same on all ranks."""
+    """Return the groups in which ``rank`` all-gathers ZeRO-sharded parameters, in an order that is the same on all
+    ranks."""
     axes = {state.zero_axes for state in rank.program.states.values()}
     return list(dict.fromkeys(g for g in (rank.group(*a) for a in sorted(axes)) if len(g) > 1))
 
 
 def _list_group_axes(program: Program) -> set[tuple[str, ...]]:
-    """The sets of axes over which some rank communicates."""
+    """Return all sets of mesh axes over which some rank of the program communicates."""
     axes: set[tuple[str, ...]] = set(_ALWAYS)
     if program.size("ep") > 1:  # norms of experts' gradients and checkpoints of their weights
         axes |= {AXES, ("ep",)}
@@ -87,7 +99,7 @@ def _list_group_axes(program: Program) -> set[tuple[str, ...]]:
 
 
 def _find_tied_stages(program: Program) -> set[tuple[int, ...]]:
-    """The sets of stages that synchronise tied states, or update them together."""
+    """Return the sets of stages that share a tied state (parameter or buffer) and synchronise or update it together."""
     return {
         tuple(sorted(program.states[s].stages))
         for stage in program.stages
@@ -98,7 +110,7 @@ def _find_tied_stages(program: Program) -> set[tuple[int, ...]]:
 
 
 def links_of(rank: RankProgram) -> list[PipelineEdge]:
-    """The pipeline links that start or end at ``rank``, in an order that is the same on all ranks."""
+    """Return the pipeline links that start or end at ``rank``, in an order that is the same on all ranks."""
     edges = loss_edges(rank.program) | {
         (stage, i.peer, i.op[-1])
         for stage, held in enumerate(rank.program.stages)

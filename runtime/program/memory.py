@@ -1,9 +1,9 @@
-"""Memory of a rank in bytes, on the device, in the host and on disk, while it runs its instructions.
+"""Compute the memory that a rank needs while it runs its instructions: bytes on the device, in the host and on disk.
 
-Device memory counts states; gradients of parameters (from the start; under ZeRO the rank's pieces, and whole gradients
-while they exist); values and their gradients from creation until they are freed; tensors that calls save for backward;
-and buffers of reductions level by level (partial sums, transfers under way, residuals). Temporary tensors of operators
-and optimizer states are not counted: callers add them as extra bytes.
+Device memory counts parameters and buffers; gradients of parameters (held from the start; under ZeRO the rank's pieces,
+and whole gradients while they exist); values and their gradients from creation until they are freed; tensors saved for
+backward; and buffers of hierarchical reductions (partial sums, transfers in flight, compression residuals). Temporary
+tensors of operators and optimizer states are not counted. Callers add these as extra bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ WORKING = {"bf16": 0.0, "int8": 2.0}
 
 
 def residual_bytes(facts: ProgramFacts, bucket: Bucket) -> int:
-    """What is kept of what was lost in sending a bucket's gradients: of what was sent, and of this rank's sums."""
+    """Return the bytes in which a rank stores the rounding errors of compressed gradient transfers of a bucket.
+
+    The errors are those of the gradients that it sends and of the sums that it computes. 0 without compression, or with
+    a format whose errors are discarded.
+    """
     if bucket.compression is None or not CODECS[bucket.compression].feedback:
         return 0
     if not bucket.levels:
@@ -35,7 +39,10 @@ def residual_bytes(facts: ProgramFacts, bucket: Bucket) -> int:
 
 
 class LevelReductionBytes:
-    """The buckets of a stage that are between their first turn and the last. ``held``: bytes beside their gradients."""
+    """Track the extra bytes of the stage's buckets while their hierarchical reductions run.
+
+    ``held``: the bytes now held beside the gradients themselves.
+    """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         self.facts, self.buckets = facts, facts.program.stages[stage].buckets
@@ -44,7 +51,10 @@ class LevelReductionBytes:
         self._gathering: int | None = None  # the bucket whose sums are on their way to all that need them
 
     def turn(self, i: Instruction) -> int:
-        """Take a turn; the most bytes meanwhile beside those that are held after it."""
+        """Account for one instruction of a hierarchical reduction and update ``held``.
+
+        Return the peak bytes during the instruction above the bytes held after it.
+        """
         number = i.bucket
         if number is None or not self.buckets[number].levels or i.op == "REDUCE":
             return 0
@@ -66,7 +76,7 @@ class LevelReductionBytes:
         return whole if compressed else 0
 
     def finish(self) -> None:
-        """All sums are where they belong."""
+        """Record that all reductions have ended: no extra bytes are held."""
         self._of.clear()
         self.held, self._gathering = 0, None
 
@@ -80,7 +90,7 @@ Key = tuple[str, int | None]
 
 
 class MemoryMoment(NamedTuple):
-    """Bytes that a rank holds besides its states, at the peak of an instruction or of one of its calls.
+    """Bytes that a rank holds besides its parameters and buffers, at the peak of an instruction or of one of its calls.
 
     ``call``: position of the call on its stage; ``None`` for a whole instruction. ``saved``: values, and tensors saved
     for backward. ``gradients``: gradients of values. ``recomputed``: recomputed tensors of a running backward.
@@ -97,24 +107,26 @@ class MemoryMoment(NamedTuple):
 
 
 def state_bytes(facts: ProgramFacts, stage: int) -> int:
-    """The bytes of a stage's states, their gradients and the residuals of gradient compression, on one rank."""
+    """Return the bytes that one rank of a stage holds permanently on its device: the stage's states (parameters and
+    buffers), their gradients and the rounding errors stored for gradient compression."""
     held = [name for name, state in facts.program.states.items() if stage in state.stages]
     residuals = sum(residual_bytes(facts, bucket) for bucket in facts.program.stages[stage].buckets)
     return sum(parameter_bytes(facts, name) + gradient_bytes(facts, name) for name in held) + residuals
 
 
 def parameter_bytes(facts: ProgramFacts, state: str) -> int:
-    """The bytes of a state that a rank's device holds permanently."""
+    """Return the bytes of a state (parameter or buffer) that a rank's device holds permanently; 0 if it is
+    offloaded."""
     if "parameters" in facts.program.offload and facts.program.states[state].kind == "parameter":
         return 0
     return facts.piece_bytes(state) if facts.program.zero == 3 else facts.state_bytes(state)
 
 
 def gradient_bytes(facts: ProgramFacts, state: str) -> int:
-    """The bytes of a state's gradient that a rank holds permanently.
+    """Return the bytes of a state's gradient that a rank's device holds permanently; 0 if the state has no gradient.
 
-    Under ZeRO 1 these are the whole gradient and the rank's piece; under ZeRO 2 and 3 there are none, since the first
-    SCATTER creates the piece.
+    Under ZeRO 1 these are the whole gradient and the rank's piece of it. Under ZeRO 2 and 3 the result is 0 for a
+    sharded state, since the first SCATTER creates the piece.
     """
     if state not in facts.with_gradient:
         return 0
@@ -124,7 +136,7 @@ def gradient_bytes(facts: ProgramFacts, state: str) -> int:
 
 
 def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
-    """For each instruction, the peak bytes while it runs and the bytes held after it, both with states.
+    """Yield for each instruction the peak device bytes while it runs and the bytes held after it, both with states.
 
     The prover must accept ``instructions``. A value that is also saved for backward is counted once.
     """
@@ -136,7 +148,7 @@ def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruc
 def memory_moments(
     facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]
 ) -> Iterator[tuple[list[MemoryMoment], MemoryMoment]]:
-    """For each instruction, its memory moments call by call, and the moment after it."""
+    """Yield for each instruction a list of the memory moments of its calls, and the moment after the instruction."""
     holder = _Holder(facts, stage)
     for instruction in instructions:
         holder.moments = []
@@ -150,7 +162,10 @@ def memory_moments(
 def peak_bytes(
     facts: ProgramFacts, stage: int, instructions: Sequence[Instruction], extra_bytes: int = 0
 ) -> tuple[int, int]:
-    """The peak bytes of a rank, with ``extra_bytes``, and the index of the first instruction that reaches the peak."""
+    """Return the peak device bytes of a rank, and the index of the first instruction that reaches the peak.
+
+    ``extra_bytes`` are added to the peak.
+    """
     peaks = [peak for peak, _ in memory_steps(facts, stage, instructions)]
     if not peaks:
         return state_bytes(facts, stage) + extra_bytes, 0
@@ -159,10 +174,8 @@ def peak_bytes(
 
 
 def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]) -> int:
-    """The peak bytes of a rank in host memory: activations, parameters or copies of them, and their gradients.
-
-    Optimizer states are not counted, as on the device.
-    """
+    """Return the peak bytes that a rank holds in host memory: activations, offloaded parameters or their copies, and
+    their gradients. Optimizer states are not counted."""
     holder = _Holder(facts, stage)
     most = 0
     for instruction in instructions:
@@ -172,8 +185,8 @@ def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instructi
 
 
 def master_bytes(facts: ProgramFacts, state: str) -> int:
-    """The bytes of an offloaded state in host memory: the parameter, its gradient and, unless it is on disk, the
-    copy in a wider type that the optimizer updates."""
+    """Return the bytes of an offloaded state in host memory: the parameter, its gradient and the copy in a wider type
+    that the optimizer updates. The copy is not counted if it is on disk."""
     data = facts.program.states[state]
     if facts.program.objective != "train" or not data.requires_grad:
         return facts.piece_bytes(state)
@@ -182,7 +195,10 @@ def master_bytes(facts: ProgramFacts, state: str) -> int:
 
 
 def disk_bytes(facts: ProgramFacts, stage: int) -> int:
-    """The bytes that a rank has on disk: copies of parameters in a wider type. Optimizer states are not counted."""
+    """Return the bytes that a rank stores on disk: copies of parameters in a wider type, without optimizer states.
+
+    0 if the program does not offload to disk.
+    """
     trained = (s for s in host_states(facts.program, stage) if s in facts.with_gradient)
     return sum(_copy_bytes(facts, s) for s in trained) if "disk" in facts.program.offload else 0
 
@@ -299,9 +315,10 @@ class _Holder:
         return peak, self.held
 
     def start_scatter(self, i: Instruction) -> int:
-        """Start the reduce-scatter of a bucket's gradients, after ending the earlier ones that must end first.
+        """Account for the start of the reduce-scatter of a bucket's gradients, after the earlier ones that must end
+        first.
 
-        Returns the peak bytes meanwhile.
+        Return the peak bytes meanwhile.
         """
         assert i.bucket is not None
         peak = self.held
@@ -320,8 +337,11 @@ class _Holder:
         return peak
 
     def collect_scatter(self) -> int:
-        """End the oldest reduce-scatter in flight and add its result to this rank's pieces. Returns the peak bytes
-        meanwhile."""
+        """Account for the end of the oldest reduce-scatter in flight, whose result is added to this rank's gradient
+        pieces.
+
+        Return the peak bytes meanwhile.
+        """
         number = next(iter(self.scattering))[0]
         pieces = sum(map(self.facts.gradient_piece_bytes, self.shared[number]))
         peak = self.held + (pieces if self.facts.program.whole_scatter else 0)  # the sum of the parts
@@ -332,19 +352,22 @@ class _Holder:
         return peak
 
     def settle_gradients(self, states: Sequence[str]) -> None:
-        """Count gradient pieces that SYNC creates: of tied ``states`` whose buckets this stage has not scattered."""
+        """Count the gradient pieces that SYNC creates for tied ``states`` whose buckets this stage has not
+        reduce-scattered."""
         for number, held in enumerate(self.shared):
             if self.facts.program.zero >= 2 and number not in self.scattered and not set(held).isdisjoint(states):
                 self.scattered.add(number)
                 self.pieces += sum(map(self.facts.gradient_piece_bytes, held))
 
     def count_fetched_bytes(self, states: Sequence[str]) -> int:
-        """The bytes that a FETCH copies to the device for the parameters ``states``; 0 unless they are offloaded."""
+        """Return the bytes that a FETCH copies to the device for the parameters ``states``; 0 unless they are
+        offloaded."""
         hosted = "parameters" in self.facts.program.offload
         return sum(self.facts.piece_bytes(s) for s in states) if hosted else 0
 
     def list_moved_calls(self, i: Instruction) -> list[CallFacts]:
-        """The calls of an OFFLOAD or FETCH whose activations are moved: all that have a backward."""
+        """Return the calls whose activations an OFFLOAD or FETCH moves: the calls of the instruction that have a
+        backward."""
         assert i.calls is not None
         return [call for call in self.calls[slice(*i.calls)] if call.has_backward]
 

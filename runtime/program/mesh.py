@@ -1,4 +1,4 @@
-"""Meshes: the axes by which ranks are numbered, and how experts and sharers of states see the same ranks."""
+"""Device meshes: the axes that number the ranks, and the derived meshes for experts and for ZeRO sharding."""
 
 from __future__ import annotations
 
@@ -14,22 +14,27 @@ ALL_AXES = (*AXES, *HYBRID_AXES, *EXPERT_AXES)
 
 
 def num_ranks(mesh: Mapping[str, int]) -> int:
-    """The ranks of a mesh."""
+    """Return the number of ranks of a mesh (axis -> size)."""
     return math.prod(mesh.get(axis, 1) for axis in AXES)
 
 
 def expert_mesh(mesh: Mapping[str, int], etp: int = 0) -> dict[str, int]:
-    """The ranks of ``mesh`` as experts see them: replicas of an expert, then ``ep``, then ranks that share one."""
+    """Return the mesh of the ranks for experts (axis -> size): ``pp``, ``edp``, ``ep`` and ``etp``.
+
+    ``edp`` counts replicas of an expert, ``ep`` the groups of different experts, and ``etp`` the ranks that share one
+    expert. The argument ``etp`` is 0 if it equals ``tp``.
+    """
     ep, shared = mesh.get("ep", 1), etp or mesh.get("tp", 1)
     room = num_ranks(mesh) // mesh.get("pp", 1)
     return {"pp": mesh.get("pp", 1), "edp": room // (ep * shared), "ep": ep, "etp": shared}
 
 
 def hybrid_mesh(mesh: Mapping[str, int], etp: int = 0, dp_shard: int = 0) -> dict[str, int]:
-    """How ``dp`` falls into ``dp_replicate`` x ``dp_shard`` (0: all of it), and the experts' ``edp`` likewise.
+    """Return how ``dp`` and the experts' ``edp`` split into replicas and ranks that share states (axis -> size).
 
-    Replicas of an expert that are among the ranks which share other states share it; where an expert is spread over
-    more than these, there are none.
+    The axes are ``dp_replicate``, ``dp_shard``, ``edp_replicate`` and ``edp_shard``. ``dp_shard``: number of ``dp``
+    ranks that share a state; 0 for all of them. Replicas of an expert share its states if they are within such a group
+    of ranks. If one copy of the experts spans more ranks than a group, ``edp_shard`` is 1.
     """
     dp, edp = mesh.get("dp", 1), expert_mesh(mesh, etp)["edp"]
     shard = dp_shard or dp
@@ -39,5 +44,8 @@ def hybrid_mesh(mesh: Mapping[str, int], etp: int = 0, dp_shard: int = 0) -> dic
 
 
 def axes_beside(axes: Iterable[str], shared: Collection[str]) -> tuple[str, ...]:
-    """What ``axes`` have besides the axes that are ``shared``: of one that is shared in part, its replicas."""
+    """Return the axes of ``axes`` that are not in ``shared``.
+
+    An axis whose ``_shard`` part is in ``shared`` is replaced by its ``_replicate`` part.
+    """
     return tuple(f"{a}_replicate" if f"{a}_shard" in shared else a for a in axes if a not in shared)

@@ -1,4 +1,4 @@
-"""A program in another floating type: verified in float64, say, whatever it will train in."""
+"""Convert a program to another floating type, for example to float64 to verify it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ _WITH_FP8 = (8, 9)  # compute capability of the first NVIDIA devices with produc
 
 
 def with_precision(program: Program, precision: str | None) -> Program:
-    """``program`` with every floating type in it changed; itself for ``None``."""
+    """Return a copy of ``program`` in which every floating type is replaced by ``precision``.
+
+    ``precision`` is one of "bf16", "fp16", "fp32", "fp64". For ``None``, return ``program`` itself. Raise
+    ``InputsError`` for other names.
+    """
     if precision is None:
         return program
     if precision not in PRECISIONS:
@@ -39,7 +43,8 @@ def with_precision(program: Program, precision: str | None) -> Program:
 
 
 def with_fp8(program: Program) -> Program:
-    """``program`` with its products with weights in 8 bits, where kernels take them so."""
+    """Return a copy of ``program`` that multiplies by weights in 8-bit floats wherever the kernels support the
+    shapes."""
 
     def rounded(name: str, data: BlockGraph) -> BlockGraph:
         block = block_from_data(name, data.nodes, data.states, data.inputs)
@@ -50,7 +55,10 @@ def with_fp8(program: Program) -> Program:
 
 @contextmanager
 def products_of(program: Program, device: torch.device) -> Iterator[None]:
-    """Where products in float32 are rounded to TF32 first, if ``program`` has them so and ``device`` is a GPU."""
+    """Context in which float32 matrix products use TF32, if ``program`` asks for it and ``device`` is a GPU.
+
+    Otherwise it changes nothing. The previous setting is restored at the end.
+    """
     if not program.tf32 or device.type != "cuda":
         yield
         return
@@ -63,7 +71,8 @@ def products_of(program: Program, device: torch.device) -> Iterator[None]:
 
 
 def check_fp8(program: Program, device: torch.device) -> None:
-    """Raise :class:`LaunchError` where ``device`` has no kernels for the products in 8 bits that ``program`` has."""
+    """Raise :class:`LaunchError` if ``program`` has 8-bit float products and the GPU ``device`` has no kernels for
+    them."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= _WITH_FP8:
         return
     name = target_name(ops.linear_fp8.default)
@@ -76,7 +85,7 @@ def check_fp8(program: Program, device: torch.device) -> None:
 
 
 def remove_compression(program: Program) -> Program:
-    """``program`` with gradients sent as they are, in the same turns."""
+    """Return a copy of ``program`` that sends gradients uncompressed with otherwise the same collectives."""
 
     def as_they_are(stage: Stage) -> Stage:
         buckets = tuple(bucket.model_copy(update={"compression": None}) for bucket in stage.buckets)

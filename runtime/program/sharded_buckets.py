@@ -23,13 +23,13 @@ from partitioner.runtime.program.program import CallData, Program, Stage, shard_
 
 
 def split_axes(program: Program, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes among ``axes`` with more than one rank, in the order of the mesh, as they name a group."""
+    """Return the axes of ``axes`` that have more than one rank, in the order of the mesh."""
     return tuple(a for a in ALL_AXES if a in axes and program.size(a) > 1)
 
 
 @dataclass(frozen=True)
 class FlatShard:
-    """One rank's elements ``[start, start + size)`` of ``numel``; with its padding a piece has ``length``."""
+    """One rank's piece of a flattened tensor: elements ``[start, start + size)`` of ``numel``, padded to ``length``."""
 
     numel: int
     ranks: int
@@ -55,9 +55,9 @@ Scatter = TypeVar("Scatter")
 
 
 class ScatterQueue(Generic[Scatter]):
-    """The SCATTERs that are under way: those behind one backward, whose gradients are all there at the same time.
+    """The reduce-scatters in flight that belong to the same backward instruction.
 
-    The first one behind a further backward waits until these have ended, so that no more memory is taken.
+    Before the first one of a later backward starts, these must end, which limits memory.
     """
 
     def __init__(self) -> None:
@@ -71,11 +71,11 @@ class ScatterQueue(Generic[Scatter]):
         return iter(self._under_way)
 
     def computed(self) -> None:
-        """A backward has run: the next SCATTER is of its gradients."""
+        """Record that a backward instruction has run: the next SCATTER belongs to its gradients."""
         self._computed = True
 
     def before_next(self) -> list[Scatter]:
-        """What has to end before the next SCATTER begins, oldest first."""
+        """Return the reduce-scatters that must end before the next SCATTER starts, oldest first."""
         return [*self._under_way] if self._computed else []
 
     def begin(self, scatter: Scatter) -> None:
@@ -86,7 +86,7 @@ class ScatterQueue(Generic[Scatter]):
         self._under_way.append(scatter)
 
     def end_first(self) -> Scatter:
-        """Take the oldest one off."""
+        """Remove the oldest reduce-scatter in flight and return it."""
         return self._under_way.popleft()
 
     def __len__(self) -> int:
@@ -112,12 +112,12 @@ def reads_of(instruction: Instruction, calls: Sequence[CallData]) -> list[str]:
 
 
 def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:
-    """The axes over which a bucket's states are sharded: those of any of them."""
+    """Return the mesh axes over which ZeRO shards the states of a bucket; empty if they are not sharded."""
     return program.states[states[0]].zero_axes
 
 
 def pieces_of(program: Program, states: Sequence[str], ranks: int, index: int) -> list[FlatShard]:
-    """The ``index``-th piece of each of ``states``, shared by ``ranks``."""
+    """Return the ``index``-th of ``ranks`` pieces of each of ``states``."""
     return [FlatShard(math.prod(shard_shape(program, s)), ranks, index) for s in states]
 
 

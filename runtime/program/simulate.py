@@ -58,7 +58,7 @@ class RankClock:
         self.under_way.append(collective)
 
     def compute(self, work: float) -> None:
-        """Let so many seconds of work pass, which take longer beside a collective."""
+        """Advance the clock by ``work`` seconds of computation, which take longer while a collective runs."""
         while work > 0 and self.under_way:
             first = self.under_way[0]
             if first.ready > self.clock:
@@ -73,7 +73,7 @@ class RankClock:
         self.clock += work
 
     def wait(self, until: float) -> None:
-        """Let time pass without work."""
+        """Advance the clock to ``until`` (s) without computation."""
         while self.under_way and self.clock < until:
             first = self.under_way[0]
             begin = max(self.clock, first.ready)
@@ -128,7 +128,7 @@ class Durations(Protocol):
         ...
 
     def transfer(self, source: int, target: int, nbytes: int) -> float:
-        """From a rank of one stage to the same rank of another."""
+        """Return the seconds to send ``nbytes`` from a rank of one stage to the matching rank of another."""
         ...
 
     def share(self, op: Sharing, axes: tuple[str, ...], nbytes: int, stage: int) -> float:
@@ -137,11 +137,12 @@ class Durations(Protocol):
         ...
 
     def coding(self, stage: int, compression: Compression, nbytes: int) -> float:
-        """Compressing ``nbytes`` of gradients, or making them again of what was sent."""
+        """Return the seconds to compress ``nbytes`` of gradients, or to decompress them."""
         ...
 
     def host(self, stage: int, nbytes: int) -> float:
-        """Between a rank of a stage and its host's memory, in either direction."""
+        """Return the seconds to copy ``nbytes`` between a rank of a stage and its host's memory, in either
+        direction."""
         ...
 
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
@@ -158,7 +159,7 @@ class Durations(Protocol):
         ...
 
     def update(self, stage: int) -> float:
-        """The optimizer's update of the parameters of a rank of the stage, after STEP."""
+        """Return the seconds of the optimizer's update of the parameters of a rank of the stage, after STEP."""
         ...
 
 
@@ -284,7 +285,7 @@ def _make_simulated_rank(program: Program, durations: Durations, stage: int) -> 
 
 
 def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence[float]) -> float:
-    """Seconds between the ends of two consecutive steps, of many."""
+    """Return the seconds between the ends of two consecutive steps in steady state."""
     lanes = [_make_simulated_rank(facts.program, durations, s) for s in range(len(facts.program.stages))]
     simulation = _Simulation(facts, durations, lanes)
     seconds = ended = 0.0
@@ -396,7 +397,7 @@ class _Simulation:
             assert lane.position == len(lane.instructions), f"stage {lane.stage} is stuck: prove the program first"
 
     def run_next_instruction(self, lane: _SimulatedRank) -> bool:
-        """Run a lane's next instruction; ``False`` where it has to wait for another lane."""
+        """Run the next instruction of a simulated rank. Return ``False`` if it must wait for another rank."""
         i = lane.instructions[lane.position]
         match i.op:
             case "F" | "B" | "I" | "W" | "TOTAL_F":

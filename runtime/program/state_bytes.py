@@ -12,7 +12,7 @@ from partitioner.runtime.program.program import Program, Stage, StateData, shard
 
 
 def host_states(program: Program, stage: int) -> frozenset[str]:
-    """The parameters of a stage whose numbers an optimizer, or calls, take from host memory."""
+    """Return the names of the stage's parameters whose values an optimizer, or calls, read from host memory."""
     held = {n: s for n, s in program.states.items() if stage in s.stages}
     train = program.objective == "train"
     return frozenset(n for n, state in held.items() if is_hosted(state, program.offload, train))
@@ -26,19 +26,21 @@ def is_hosted(state: StateData, offload: Sequence[str], train: bool) -> bool:
 
 
 def staying_values(stage: Stage) -> frozenset[str]:
-    """The values that an OFFLOAD leaves on the device: what prologue calls make, and what more than one call reads."""
+    """Return the values that an OFFLOAD leaves on the device: results of prologue calls, and values that several calls
+    read."""
     reads = Counter(v for call in stage.calls if not call.prologue for v in set(call.inputs))
     totals = {v for call in stage.calls if call.prologue for v in call.outputs}
     return frozenset(v for v, count in reads.items() if count > 1) | totals
 
 
 def state_bytes(program: Program, state: str) -> int:
-    """The bytes of what the cuts over ``ep`` and ``tp`` leave of a state."""
+    """Return the bytes of one rank's shard of a state (parameter or buffer) over ``ep`` and ``tp``."""
     return math.prod(shard_shape(program, state)) * get_dtype_itemsize(program.states[state].dtype)
 
 
 def gradient_bytes(program: Program, state: str) -> int:
-    """The bytes of a state's gradient as it is added up, of what the cuts over ``ep`` and ``tp`` leave."""
+    """Return the bytes of the gradient of one rank's shard over ``ep`` and ``tp``, in the type in which it is
+    accumulated."""
     return math.prod(shard_shape(program, state)) * get_dtype_itemsize(sum_type(program.states[state].dtype))
 
 

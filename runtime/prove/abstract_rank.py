@@ -1,6 +1,6 @@
-"""Run one rank's instructions without numbers, and check that every value exists when it is used, and is used once.
+"""Interpret one rank's instructions without tensors, and check that every value exists when it is used.
 
-The result is the rank's list of events, in order, which other ranks see. Ranks with the same list have the same events.
+The result is the rank's ordered list of communication events. Ranks with the same instructions share it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ TURNS = {"SCATTER": "reduce_scatter", "REDUCE": "all_reduce", "GATHER": "all_gat
 
 
 def run_list(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction], returns: Returns) -> Trace:
-    """The events of a rank of ``stage`` that runs ``instructions``. ``returns``: see ``gradient_ledger.py``.
+    """Return the communication events of a rank of ``stage`` that runs ``instructions``, in order.
 
-    Raises :class:`Refusal` at the first instruction that cannot run, or that leaves something wrong.
+    ``returns``: the gradients that the stage must receive, from :func:`gradient_returns`. Raise :class:`Refusal` at the
+    first invalid instruction, or at the end if a value or gradient is left unfreed.
     """
     check_fields(facts.program, stage, instructions)
     machine = _StageInterpreter(facts, stage, returns)
@@ -53,7 +54,7 @@ def run_list(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction
 
 
 class _StageInterpreter:
-    """A method for each operation, in small letters."""
+    """Interprets instructions without tensors; each operation has a method with its name in lower case."""
 
     def __init__(self, facts: ProgramFacts, stage: int, returns: Returns) -> None:
         self.facts = facts
@@ -284,7 +285,7 @@ class _StageInterpreter:
         self.trace_collective(self.parameters.axes(i.bucket), what, f"all_gather of bucket {i.bucket}", waits=False)
 
     def read_states(self, position: int) -> None:
-        """A call reads its states: those that are shared have to be gathered, which it waits for."""
+        """Check that the states a call reads are on the device, and wait for their all-gather if they are sharded."""
         for what in self.parameters.read(position):
             self.await_result(what)
         self.hosted.read(self.calls[position].data.states)

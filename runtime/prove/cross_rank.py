@@ -24,7 +24,8 @@ from partitioner.runtime.prove.errors import Fault
 
 
 def find_representatives(program: Program, traces: Mapping[int, Trace]) -> tuple[int, ...]:
-    """For each rank the first rank of its class."""
+    """Return for each rank the lowest rank of its equivalence class. Equivalent ranks have the same events and meet
+    equivalent ranks."""
     colors = _by_events(program, traces)
     if len(set(colors)) == len(program.stages):  # ranks of a stage are alike, and so are their groups
         return tuple(colors)
@@ -64,7 +65,7 @@ def _list_groups(program: Program, axes: tuple[str, ...]) -> list[list[int]]:
 
 
 def _by_events(program: Program, traces: Mapping[int, Trace]) -> list[int]:
-    """The first rank of the same stage that has the same events."""
+    """Return for each rank the lowest rank of the same stage that has the same events."""
     events: dict[int, tuple[Event, ...]] = {k: tuple(e for _, e in t) for k, t in _deduplicate_traces(traces).items()}
     alike: dict[int, int] = {}  # id of a trace -> id of the first that has the same events
     known: dict[int, list[int]] = {}
@@ -84,13 +85,13 @@ def _deduplicate_traces(traces: Mapping[int, Trace]) -> dict[int, Trace]:
 
 
 def _first_of_each(keys: Sequence[Hashable]) -> list[int]:
-    """For each position the first position with the same key."""
+    """Return for each position the first position with the same key."""
     first: dict[Hashable, int] = {}
     return [first.setdefault(key, k) for k, key in enumerate(keys)]
 
 
 class Mismatch(Exception):
-    """Two ranks disagree, or wait for ever; ``rank`` and ``index`` say where."""
+    """Two ranks disagree on a communication, or ranks deadlock. ``rank`` and ``index`` identify the instruction."""
 
     def __init__(self, fault: Fault, message: str, rank: int, index: int, node: str = "") -> None:
         super().__init__(message)
@@ -154,7 +155,8 @@ class TraceRunner:
         self.stages = {rank: program.coordinates(rank)["pp"] for rank in traces}
 
     def run_traces(self) -> None:
-        """Raises :class:`Mismatch`."""
+        """Run the events of all ranks. Raise :class:`Mismatch` if ranks disagree, deadlock, or leave a message
+        unreceived."""
         while self.runnable:
             self.advance_rank(self.runnable.popleft())
         stuck = [r for r, trace in self.traces.items() if r in self.inside or self.position[r] < len(trace)]
@@ -202,7 +204,7 @@ class TraceRunner:
         return group
 
     def list_members(self, rank: int, event: CollectiveEvent) -> tuple[int, ...]:
-        """The ranks that take part with ``rank``."""
+        """Return the ranks that take part in the collective ``event`` of ``rank``."""
         if event.stages:
             return tuple(self.find_peer_rank(rank, s) for s in event.stages)
         return self.program.group(rank, event.axes)
@@ -240,7 +242,8 @@ class TraceRunner:
         )
 
     def check_finished(self, rank: int, event: FinishEvent) -> bool:
-        """Whether what the rank waits for has ended; if not, it is woken when more has."""
+        """Return whether the collectives that the rank waits for have ended. If not, register the rank to be
+        resumed."""
         self.started[rank] = [(group, number) for group, number in self.started[rank] if not group.is_complete(number)]
         open_ = self.list_awaited(rank, event)
         if open_:
@@ -328,7 +331,7 @@ class TraceRunner:
         return f"waits for {started.text}", self.list_absent_ranks(rank, started, group, number), index, ""
 
     def list_absent_ranks(self, rank: int, event: CollectiveEvent, group: _GroupProgress, number: int) -> list[int]:
-        """The ranks that have yet to enter an operation."""
+        """Return the ranks that have not yet entered a collective of the group."""
         return [r for r in self.list_members(rank, event) if self.classes[r] in group.find_missing_ranks(number)]
 
 

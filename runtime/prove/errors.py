@@ -25,8 +25,9 @@ Fault = Literal[
 
 @dataclass(frozen=True)
 class FaultLocation:
-    """Where a fault is on a ``stage``: the ``index`` of an instruction; else the position of a ``call``, a ``bucket``
-    or a ``state``, of which the first instruction that touches it is meant. ``node``: of the call's graph."""
+    """Location of a fault on ``stage``. ``index``: the instruction. If it is ``None``, the fault is reported at the
+    first instruction that uses the ``call`` (position on the stage), the ``bucket`` or the ``state`` given. ``node``:
+    node of the call's graph."""
 
     stage: int = 0
     index: int | None = None

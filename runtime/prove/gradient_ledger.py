@@ -17,7 +17,10 @@ Returns = dict[tuple[str, int], frozenset[int]]  # (value, microbatch) -> stages
 
 
 def gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruction]]) -> tuple[Returns, ...]:
-    """For each stage, the gradients that it must receive, and from where, if the stages run ``lists``."""
+    """Return for each stage the gradients that it must receive: (value, microbatch) -> the stages that send it.
+
+    ``lists``: the instructions of each stage.
+    """
     sent: dict[tuple[str, int], dict[int, list[int]]] = {}
     for s, instructions in enumerate(lists):
         for i in instructions:
@@ -36,7 +39,7 @@ def gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruction]]
 
 
 def _has_reachable_addition(value: str, start: int, edges: dict[int, list[int]], adds: list[set[str]]) -> bool:
-    """Whether some stage that the value gets to from ``start`` adds to its gradient."""
+    """Return whether a stage that the value reaches from ``start`` adds to the value's gradient."""
     stack, seen = [start], set()
     while stack:
         s = stack.pop()
@@ -55,7 +58,8 @@ Adder = int | tuple[str, int]  # a call's position, or ("stage", peer)
 
 
 class ValueGradients:
-    """Every value's gradient has to be whole when it is taken: all its readers here, and beyond, have added to it."""
+    """Tracks gradients of values. A gradient is complete once all readers of the value, here and on later stages, added
+    to it."""
 
     def __init__(self, facts: ProgramFacts, stage: int, returns: Returns) -> None:
         self.calls = facts.stages[stage]
@@ -83,7 +87,7 @@ class ValueGradients:
         self.add(key, ("stage", peer), index)
 
     def take(self, key: Key, index: int) -> None:
-        """The gradient is used: it must be whole, and nothing may be added after."""
+        """Record that a gradient is used. Raise :class:`Refusal` if it is incomplete, freed, or already used."""
         if key in self.freed:
             raise Refusal("order", f"the gradient of {_format_key(key)} was freed at instruction {self.freed[key]}")
         if key in self.taken:
@@ -122,7 +126,8 @@ def _format_key(key: Key) -> str:
 
 
 class StateGradients:
-    """Every state's gradient is added up over its stages and mesh axes, once, after the last backward."""
+    """Checks that each parameter's gradient is summed exactly once over its stages and mesh axes, after the last
+    backward."""
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         self.program = facts.program
@@ -178,7 +183,7 @@ class StateGradients:
         self.scattered[number] = index
 
     def pieces(self, number: int) -> None:
-        """The pieces of a shared bucket's gradients are all there."""
+        """Raise :class:`Refusal` unless all gradients of a sharded bucket are complete and reduce-scattered."""
         for state in self.shared[number].states:
             self.whole(state)
             if state in self.unscattered:
@@ -216,7 +221,7 @@ class StateGradients:
         return due[len(done) - 1]
 
     def reduced(self, number: int) -> bool:
-        """Whether all is added up, and whole again, once what was started ends."""
+        """Return whether all collectives that reduce the bucket have been started."""
         return len(self.turned.get(number, ())) == len(self.due[number])
 
     def sync(self, states: Collection[str], index: int) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ Run = tuple[int, int]  # call, microbatch
 
 
 class ActivationOffloads:
-    """What calls keep for their backward: moved once, after forward, and back before backward."""
+    """Checks that saved activations move to the host once, after forward, and back before backward."""
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         self.calls = facts.stages[stage]
@@ -31,7 +31,8 @@ class ActivationOffloads:
         self.back: dict[Run, int] = {}
 
     def runs(self, i: Instruction, forward: Collection[Run], *backward: Collection[Run]) -> list[Run]:
-        """The calls of an OFFLOAD or FETCH: those that have run ``forward``, and are yet to run ``backward``."""
+        """Return the (call, microbatch) pairs that an OFFLOAD or FETCH moves. Raise :class:`Refusal` if a call has not
+        run forward, or has already run backward."""
         if i.calls is None or i.microbatch is None:
             return []
         runs = [(p, i.microbatch) for p in range(*i.calls) if self.calls[p].has_backward]
@@ -70,7 +71,8 @@ class ActivationOffloads:
 
 
 class HostStates:
-    """Parameters that are in host memory: fetched before they are read, and their gradients taken there, once."""
+    """Checks that parameters in host memory are fetched before they are read, and that their gradients are offloaded
+    once."""
 
     def __init__(self, facts: ProgramFacts, stage: int, gradients: StateGradients) -> None:
         self.program = facts.program
@@ -146,7 +148,7 @@ def check_updates(program: Program) -> None:
 
 
 def _find_producing_stages(program: Program) -> dict[str, set[int]]:
-    """The stages whose calls, but for prologue calls, make each value."""
+    """Return value name -> indices of the stages whose calls, except prologue calls, produce it."""
     makers: dict[str, set[int]] = {}
     for s, stage in enumerate(program.stages):
         for call in stage.calls:
@@ -180,7 +182,7 @@ def check_alike(program: Program, known: dict[str, Sameness]) -> None:
 
 
 class WrittenUpdates:
-    """What one rank has written so far."""
+    """Tracks which buffers one rank has updated so far in the step."""
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         self.program, self.stage = facts.program, stage
@@ -226,7 +228,7 @@ class WrittenUpdates:
             raise Refusal("order", f"takes the sum for {name!r}, to which microbatch {missing[0]} has not added yet")
 
     def read(self, states: Sequence[str]) -> None:
-        """A call reads the old values."""
+        """Raise :class:`Refusal` if a call reads a buffer that was already updated in this step."""
         for name in states if self.done else ():
             if name in self.done:
                 raise Refusal("order", f"reads {name!r}, which was updated at instruction {self.done[name]}")

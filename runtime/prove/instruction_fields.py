@@ -1,4 +1,4 @@
-"""Which fields each operation has, and what may stand in them."""
+"""Check which fields each operation requires, and which values they may have."""
 
 from __future__ import annotations
 

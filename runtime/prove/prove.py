@@ -57,7 +57,8 @@ Lists = tuple[tuple[Instruction, ...], ...]  # one per stage
 
 @dataclass(frozen=True)
 class Proof:
-    """What was proven, counted over all ranks. ``peak_bytes``: by stage, where the memory was looked at."""
+    """Result of a successful proof, counted over all ranks. ``peak_bytes``: peak memory of a rank per stage; empty if
+    memory was not checked."""
 
     ranks: int
     instructions: int
@@ -81,13 +82,12 @@ def prove(
     extra_bytes: Sequence[int] = (),
     facts: ProgramFacts | None = None,
 ) -> Proof:
-    """Prove ``program``; ``rank_programs`` are those ranks whose own list is to be taken instead of their stage's.
+    """Check statically that ``program`` runs to its end on all ranks, and return the :class:`Proof`.
 
-    ``memory_limits``: bytes that each rank may hold (one number for all, or one per rank); ``extra_bytes``: what each
-    stage's ranks hold besides the program's tensors (optimizer state, workspace). ``facts``: of ``program``, where
-    they are there already.
-
-    Raises :class:`ProofError` at the first fault.
+    ``rank_programs``: rank -> program of the ranks whose own instructions replace their stage's. ``memory_limits``:
+    bytes that each rank may hold (one number, or one per rank). ``extra_bytes``: further bytes per stage, such as
+    optimizer states and workspace. ``facts``: facts of ``program``, if already computed. Raise :class:`ProofError` at
+    the first fault.
     """
     facts = facts or ProgramFacts(program)
     try:
@@ -109,7 +109,8 @@ def prove(
 
 
 def _follow_lists(facts: ProgramFacts, own: Mapping[int, Instructions]) -> tuple[int, int]:
-    """Follow the lists of all ranks; how many collectives and transfers they start."""
+    """Check the instructions of all ranks together and return the numbers of collectives and transfers that they
+    start."""
     traces, lists = _run_lists(facts, own)
     try:
         TraceRunner(facts.program, traces, own.keys()).run_traces()
@@ -149,7 +150,7 @@ def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
 
 
 def _find_edited_lists(program: Program, rank_programs: Mapping[int, RankProgram]) -> dict[int, Instructions]:
-    """The lists of the ranks that do not run their stage's."""
+    """Return rank -> instructions for the ranks that do not run their stage's list."""
     own: dict[int, Instructions] = {}
     compared = {id(program)}
     for rank, given in rank_programs.items():
@@ -205,7 +206,7 @@ def _select_rank_lists(program: Program, own: Mapping[int, Instructions]) -> dic
 
 
 def _count_microbatches(program: Program) -> list[int]:
-    """How many microbatches each rank of a stage has."""
+    """Return the number of microbatches of each rank of a stage."""
     each = program.strides["dp"]
     return [len(program.share(place)) for place in range(program.size("dp")) for _ in range(each)]
 

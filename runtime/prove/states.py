@@ -187,7 +187,7 @@ def _list_node_names(program: Program, stage: int, position: int) -> set[str]:
 
 
 class Parameters:
-    """Each shared bucket is gathered before a call reads it; under ZeRO 3 it is freed after, else gathered once."""
+    """Checks that a sharded bucket is gathered before a call reads it, and freed afterwards under ZeRO 3."""
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         self.program = facts.program
@@ -207,7 +207,7 @@ class Parameters:
         return split_axes(self.program, zero_axes(self.program, self.states(number)))
 
     def gather(self, number: int, index: int) -> Hashable:
-        """What has to agree between those who gather."""
+        """Record a GATHER of a bucket and return the key on which all participants must agree."""
         if number not in self.shared:
             raise Refusal("fields", f"bucket {number} is whole on every rank: there is nothing to gather")
         if number in self.there:
@@ -218,7 +218,7 @@ class Parameters:
         return self.under_way[number]
 
     def read(self, position: int) -> Iterator[Hashable]:
-        """What a call has to wait for."""
+        """Yield the keys of the all-gathers that a call must wait for."""
         for number in self.needs[position]:
             if number not in self.there:
                 gone = f"freed at instruction {self.freed[number]}" if number in self.freed else "never gathered"
@@ -228,7 +228,7 @@ class Parameters:
                 yield self.under_way.pop(number)
 
     def free(self, number: int, index: int) -> Hashable:
-        """What has to be waited for before."""
+        """Record that a bucket is freed. Return the key of the all-gather to wait for first, or ``None``."""
         if number not in self.shared or self.program.zero < 3:
             raise Refusal("fields", f"bucket {number} stays on every rank: it is not to be freed")
         if number not in self.there:
@@ -245,7 +245,7 @@ class Parameters:
 
 
 class PendingReductions:
-    """Each method gives what the rank waits for first, and then has started another one."""
+    """Tracks reductions in flight. Each method starts one and returns those that must end before it."""
 
     def __init__(self) -> None:
         self._scatters: Counter[int] = Counter()
@@ -291,7 +291,8 @@ Bundle = tuple[tuple[str, ...], Hashable, str, str, int]  # axes, what has to ag
 
 
 def bundles_of(program: Program, call: CallFacts, op: str, position: int) -> list[Bundle]:
-    """What the call at ``position`` enters in its F, B, I or W."""
+    """Return the groups of consecutive collectives that the call at ``position`` enters in an F, B, I or W
+    instruction."""
     uses = [(split_axes(program, (u.axis,)), u) for u in call.collectives(op)]
     found: list[Bundle] = []
     for axes, group in groupby((pair for pair in uses if pair[0]), key=itemgetter(0)):

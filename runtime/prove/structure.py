@@ -257,7 +257,8 @@ def _state_spec(program: Program, name: str) -> TensorSpec | None:
 
 
 def _check_call_order(facts: ProgramFacts) -> None:
-    """Every value that is read is made somewhere, and no call waits for itself."""
+    """Raise :class:`Refusal` if a value that a call reads is never produced, or if calls depend on each other in a
+    cycle."""
     placed = set(facts.order)
     for s, stage in enumerate(facts.program.stages):
         for position, call in enumerate(stage.calls):
@@ -267,7 +268,10 @@ def _check_call_order(facts: ProgramFacts) -> None:
 
 
 def _check_value_sources(program: Program) -> None:
-    """A value is made by one call; on several stages only where all of them compute the same, without a gradient."""
+    """Raise :class:`Refusal` if different calls produce the same value.
+
+    Several stages may run the same call if the value needs no gradient.
+    """
     batch = CallData(block="", path="the batch")
     source: dict[str, tuple[int, CallData]] = {i.value: (-1, batch) for i in program.inputs}
     for s, stage in enumerate(program.stages):

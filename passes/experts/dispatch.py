@@ -43,14 +43,14 @@ def spread_experts(
     merged: str | None = None,
     apart: Collection[str] = (),
 ) -> tuple[Block, dict[str, Layout]]:
-    """``block`` with its experts spread over ``size`` ranks of ``axis``, and the layouts of their states.
+    """Return ``block`` with its experts distributed over the ``size`` ranks of ``axis``, and the layouts of the
+    experts' parameters by name.
 
-    ``merged``: a mesh axis whose ranks are among those of ``axis``; what was to be added up over it for the experts'
-    gradients is not, since its ranks have different experts. ``apart``: all axes whose ranks are among those of
-    ``axis``; parts of the experts' work that these have of one another would be of different experts.
-
-    Raises :class:`UnsupportedError` where the experts do not divide, an operator between them cannot do with another
-    number of rows, or they are cut over ranks ``apart``.
+    ``merged``: a mesh axis whose ranks are a subset of those of ``axis``. Gradients of the experts are not summed over
+    it, since its ranks hold different experts. ``apart``: all mesh axes whose ranks are a subset of those of ``axis``;
+    no operator of the experts may communicate over them. Raises :class:`UnsupportedError` if the number of experts is
+    not divisible by ``size``, an operator between the experts' products fixes the number of rows, or the experts are
+    sharded over an axis in ``apart``.
     """
     rewriter = _Spreader(axis, size, merged, apart)
     for region in regions:
@@ -63,7 +63,8 @@ def spread_experts(
 
 
 class _Spreader:
-    """Builds the new graph; ``env`` has the values outside the regions, ``inside`` those within."""
+    """Builds the new graph. ``env`` maps nodes outside the regions to their copies, ``inside`` nodes within the
+    regions."""
 
     def __init__(self, axis: str, size: int, merged: str | None, apart: Collection[str]) -> None:
         self.graph = fx.Graph()
@@ -94,7 +95,7 @@ class _Spreader:
             self.env[node] = self.graph.node_copy(node, self.env.__getitem__)
 
     def _shard_table_node(self, node: fx.Node, dim: int) -> None:
-        """What only experts' states make: this rank's part of it."""
+        """Copy a node that is computed from the experts' parameters only, as this rank's part of its value."""
         if node.op == "placeholder":
             local = self.graph.create_node("placeholder", node.name, name=node.name)
             local.meta.update(node.meta)
@@ -136,7 +137,8 @@ class _Spreader:
             self.env[node] = self._return_from_experts(made, node, region)
 
     def _find_region_operand(self, node: fx.Node, region: ExpertRegion) -> fx.Node:
-        """What a node of the region reads in place of ``node``."""
+        """Return the node that an operator of the region reads in place of ``node``: a copy, or the rows that were sent
+        to this rank."""
         if node in region.nodes:
             return self.inside[node]
         if region.keys is not None and node is region.keys:
@@ -177,7 +179,8 @@ class _Spreader:
         return made
 
     def _check_apart(self, node: fx.Node) -> None:
-        """Refuse what puts together, or takes apart, what would be of different experts."""
+        """Raise :class:`UnsupportedError` if ``node`` communicates over an axis whose ranks will hold different
+        experts."""
         if is_over(node, self.apart):
             raise UnsupportedError(
                 f"{_format_location(node)} is among the experts' work and runs over ranks that are to have "
@@ -189,7 +192,8 @@ class _Spreader:
     def _check_rows(
         self, node: fx.Node, region: ExpertRegion, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Refuse an operator whose arguments fix the number of rows: try it with more."""
+        """Raise :class:`UnsupportedError` if the arguments of an operator fix the number of rows. The operator is tried
+        on meta tensors with more rows."""
         rows = {self.inside[n] for n in region.nodes if n in self.inside} | set(self.sent.values())
         rows.add(self._route_rows(region, node)[2])
 
@@ -217,7 +221,8 @@ class _Spreader:
 
 
 def _local_sizes(node: fx.Node, region: ExpertRegion, size: int) -> list[int]:
-    """The shape that a reshape or an expansion is given within a region."""
+    """Return the shape argument of a reshape or an expansion within a region, adapted to the rows and experts of one
+    rank."""
     value: Tensor = node.meta["val"]
     sizes, (place,) = list(value.shape), region.nodes[node]
     if place.experts is not None:

@@ -41,10 +41,11 @@ _LEAST = 2  # experts in a loop
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop over experts whose ``chain`` of nodes sums one part per expert, or selects between them row by row.
+    """A loop over experts whose ``chain`` of nodes sums one part per expert, or selects between the parts row by row.
 
-    ``parts[i]`` holds the rows of expert ``first + i``: the rows whose chosen number in ``of`` is that; dim ``j`` of
-    the masks is dim ``dims[j]`` of ``of``. ``others``: further operands of the chain. ``adds``: the chain is a sum.
+    ``parts[i]`` is the output of expert ``first + i``. Its rows are those for which the tensor ``of`` of chosen expert
+    numbers equals ``first + i``. Dim ``j`` of the masks is dim ``dims[j]`` of ``of``. ``others``: further operands of
+    the chain. ``adds``: the chain is a sum.
     """
 
     parts: tuple[fx.Node, ...]
@@ -176,19 +177,20 @@ _OVER = (aten.sum.dim_IntList, aten.any.dim)
 
 @dataclass(frozen=True)
 class ExpertColumn:
-    """A value of every expert: ``node`` has them in its last dim."""
+    """One value for every expert, stored in ``node`` with the experts as its last dim."""
 
     node: fx.Node
 
 
 class ExpertColumns:
-    """The columns of one loop, appended to a graph."""
+    """Appends operators on :class:`ExpertColumn` values of one loop to a graph."""
 
     def __init__(self, build: Builder, loop: Loop, numbers: Numbers) -> None:
         self.build, self.loop, self.numbers = build, loop, numbers
 
     def picked(self, nodes: tuple[fx.Node, ...]) -> ExpertColumn | None:
-        """What stands for slices of one value, one for each expert in order."""
+        """Return one column value for slices of the same tensor, one slice per expert in order; ``None`` if ``nodes``
+        are no such slices."""
         first, wanted = nodes[0], range(self.loop.first, self.loop.first + len(nodes))
         if any(n.target is not aten.select.int or n.args[1] != first.args[1] for n in nodes):
             return None
@@ -204,7 +206,7 @@ class ExpertColumns:
         return ExpertColumn(whole)
 
     def of_choice(self) -> ExpertColumn:
-        """Which numbers are each expert's."""
+        """Return a boolean column: for each expert, where the chosen number is the expert's."""
         numbers = self.loop.of
         every = self.build(aten.arange.default, len(self.loop.parts), dtype=get_node_tensor(numbers).dtype, device=META)
         if self.loop.first:
@@ -213,7 +215,8 @@ class ExpertColumns:
         return ExpertColumn(self.build(aten.eq.Tensor, apart, every))
 
     def made(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertColumn:
-        """What stands for ``node``, of columns and of what all experts share. Raises :class:`Different`."""
+        """Apply the operator of ``node`` to columns and values that all experts share; return the resulting column.
+        Raises :class:`Different` if the operator cannot work on columns."""
         assert isinstance(node.target, torch._ops.OpOverload)
         value, rest, many = args[0], list(args[1:]), len(self.loop.parts)
         if node.target in _SIZED:
@@ -234,7 +237,8 @@ class ExpertColumns:
         return ExpertColumn(self.build(node.target, *operands, **kwargs))
 
     def at(self, column: ExpertColumn, keys: fx.Node, dim: int) -> fx.Node:
-        """For each row its own expert's, by ``keys``; ``dim``: the one of the rows, beside dims of size 1."""
+        """Return, for each row, the entry of ``column`` for the row's own expert, given by ``keys``. ``dim``: the dim
+        of the rows; all other dims but the last must have size 1."""
         sizes = list_node_sizes(column.node)
         if any(size != 1 for d, size in enumerate(sizes[:-1]) if d != dim):
             raise Different
@@ -328,14 +332,15 @@ Merged = (
 
 
 class LoopWeights:
-    """The parameters that the experts of one loop read, appended to a graph where they are read."""
+    """Reads the parameters of the experts of one loop; operators are appended to a graph where they are needed."""
 
     def __init__(self, packing: Packing, build: Builder, loop: Loop) -> None:
         self.packing, self.build, self.loop = packing, build, loop
         self.read = False  # whether any is
 
     def sliced(self, nodes: tuple[fx.Node, ...]) -> PackedParameter | None:
-        """Each expert's part of a state of all, in order."""
+        """Return ``nodes`` as one packed parameter if they are the slices of one parameter, one per expert in order;
+        otherwise ``None``."""
         source: Any = nodes[0].args[0] if nodes[0].target is aten.select.int else None
         captured, first = self.packing.captured, self.loop.first
         if source is None or captured.placeholders.get(source.name) not in captured.states:
@@ -347,12 +352,13 @@ class LoopWeights:
         return PackedParameter(self.build(aten.slice.Tensor, source, 0, first, first + len(nodes)))
 
     def of_all(self, stack: ExpertParameter | PackedParameter) -> fx.Node:
-        """One value for all experts, which its first dim counts."""
+        """Return one node that holds the parameters of all experts, with the experts as dim 0."""
         self.read = True
         return stack.node if isinstance(stack, PackedParameter) else self.packing.pack_parameters(stack.nodes)
 
     def turned(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedParameter:
-        """A parameter with its dims in another order, or of another type. Raises :class:`Different`."""
+        """Return a packed parameter with the transpose, permutation or cast of ``node`` applied to every expert's part.
+        Raises :class:`Different` for another operator."""
         whole, rank, rest = self.of_all(args[0]), len(list_node_sizes(node)), list(args[1:])
         if node.target is aten.t.default and rank == len(rest) + 2:
             return PackedParameter(self.build(aten.transpose.int, whole, 1, 2))
@@ -367,8 +373,8 @@ class LoopWeights:
     def by_row(
         self, node: fx.Node, stack: ExpertParameter | PackedParameter, rows: ExpertRows, expert: Callable[[], fx.Node]
     ) -> fx.Node:
-        """For each row the parameter of its ``expert``, where an operator reads elements that stand beside each other.
-        Raises :class:`Different` where it does not."""
+        """Return, for each row, the parameter of the row's ``expert``, for use in a pointwise operator. Raises
+        :class:`Different` if ``node`` is not pointwise or the parameter has dims at or before the rows."""
         assert isinstance(node.target, torch._ops.OpOverload)
         whole = self.of_all(stack)
         own = list_node_sizes(whole)[1:]

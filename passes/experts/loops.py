@@ -59,7 +59,8 @@ _ROUTED = "loops over experts are computed as products of each row with its expe
 
 
 def route_loops(captured: Captured) -> Captured:
-    """``captured`` with its loops over experts as products by expert; its graph is changed in place."""
+    """Return ``captured`` with its loops over experts rewritten as products by expert. Its graph is changed in
+    place."""
     graph = captured.graph
     if not any(n.target is aten.masked_fill.Scalar for n in graph.nodes):  # by which rows are left out
         return captured
@@ -79,7 +80,7 @@ def route_loops(captured: Captured) -> Captured:
 
 
 class _Merging:
-    """One loop: its parts, walked together. What all experts share is a plain node."""
+    """Merges the corresponding nodes of all experts of one loop. A value that all experts share stays a plain node."""
 
     def __init__(self, captured: Captured, head: fx.Node, loop: Loop, numbers: Numbers) -> None:
         self.packing = Packing(captured)
@@ -95,7 +96,8 @@ class _Merging:
         self.covers = loop.first == 0 and covers == len(loop.parts)  # whether every row is an expert's
 
     def merge_loop(self) -> bool:
-        """Rewrite the loop; ``False``, and nothing done, where it is not what it seemed."""
+        """Rewrite the loop and return ``True``. Return ``False`` and leave the graph unchanged if the loop does not fit
+        the pattern."""
         graph = self.build.graph
         with graph.inserting_before(self.head):
             try:
@@ -129,13 +131,15 @@ class _Merging:
         return self.build(aten.where.self, chosen, made.node, *self.loop.others)
 
     def _is_apart(self) -> bool:
-        """Whether nothing else reads what is done to the experts' rows, or their parameters; and there are some."""
+        """Whether the loop reads parameters of the experts, and nothing outside the loop reads these or the experts'
+        intermediate values."""
         read = self.inner | {n for nodes in self.packing.packed for n in nodes}
         users = self.inner | self.loop.chain
         return self.weights.read and all(u in users for n in read for u in n.users)
 
     def merge_nodes(self, nodes: tuple[fx.Node, ...]) -> Any:
-        """What stands for ``nodes``, one of each expert. Raises :class:`Different`."""
+        """Return the merged form of ``nodes``, one node of each expert. Raises :class:`Different` if they do not
+        correspond."""
         if nodes not in self.known:
             alike = len({self.numbers(n) for n in nodes}) == 1
             self.known[nodes] = nodes[0] if alike else self._merge_nodes(nodes)
@@ -180,7 +184,7 @@ class _Merging:
         return made
 
     def _merge_arguments(self, nodes: tuple[fx.Node, ...]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of ``nodes``, merged."""
+        """Return the merged positional arguments and the keyword arguments of corresponding ``nodes``."""
         first = nodes[0]
         if any(len(n.args) != len(first.args) or n.kwargs != first.kwargs for n in nodes):
             raise Different
@@ -207,7 +211,8 @@ class _Merging:
     # -- masks ------------------------------------------------------------------------------------------------------
 
     def _merge_choices(self, nodes: tuple[fx.Node, ...]) -> ExpertMask | None:
-        """Whether ``nodes`` are the loop's choices, each expert's own."""
+        """Return the merged mask if ``nodes`` are the masks of the loop's experts, each of its own expert; otherwise
+        ``None``."""
         loop, of = self.loop, self.numbers(self.loop.of)
         for number, node in enumerate(nodes, loop.first):
             choice = choice_of(node)
@@ -218,7 +223,8 @@ class _Merging:
         )
 
     def _transform_mask(self, node: fx.Node, mask: ExpertMask) -> ExpertMask:
-        """The opposite of a mask, or the same in another shape."""
+        """Return the merged mask after the negation or reshape that ``node`` applies. Raises :class:`Different` for
+        another operator."""
         if node.target is aten.logical_not.default:
             return ExpertMask(mask.dim, not mask.negated)
         sizes = list_node_sizes(node)
@@ -232,7 +238,8 @@ class _Merging:
         return ExpertMask(along[0], mask.negated)
 
     def _fill_other_rows(self, node: fx.Node, value: Any, mask: ExpertMask) -> ExpertRows:
-        """The expert's own rows as they are, and a number in all others."""
+        """Return merged rows for a ``masked_fill`` that keeps each expert's own rows and fills all other rows with a
+        number."""
         held = value.node if isinstance(value, ExpertRows | ExpertColumn) else value
         if not mask.negated or mask.dim is None or not isinstance(held, fx.Node):
             raise Different
@@ -253,13 +260,14 @@ class _Merging:
         return ExpertRows(held, dim, zeroed=bool(number == 0))
 
     def _mask_expert_rows(self) -> fx.Node:
-        """Which rows are an expert's."""
+        """Return a mask of the rows that chose any expert of the loop."""
         keys = self._chosen_numbers()
         above, below = self.build(aten.ge.Scalar, keys, 0), self.build(aten.lt.Scalar, keys, len(self.loop.parts))
         return self.build(aten.logical_and.default, above, below)
 
     def _chosen_numbers(self) -> fx.Node:
-        """The place among the experts of the number that each row chose; of some rows, none."""
+        """Return the index of each row's expert within the loop, ``[rows]``. It is out of range for a row that chose
+        none of these experts."""
         loop, numbers = self.loop, self.loop.of
         if get_node_tensor(numbers).dtype not in (torch.int32, torch.int64):  # by which others can be looked up
             numbers = self.build(aten.to.dtype, numbers, torch.int64)
@@ -270,7 +278,8 @@ class _Merging:
         return self.build(aten.sub.Tensor, numbers, loop.first) if loop.first else numbers
 
     def _find_row_experts(self) -> fx.Node:
-        """The expert of each row; any of them for a row that is no expert's."""
+        """Return the expert index of each row, ``[rows]``. A row that chose no expert of the loop gets an arbitrary
+        valid index."""
         if self.keys is None:
             keys = self._chosen_numbers()
             self.keys = keys if self.covers else self.build(aten.clamp.default, keys, 0, len(self.loop.parts) - 1)
@@ -293,7 +302,7 @@ class _Merging:
         return ExpertRows(made, x.dim, x.zeroed)
 
     def _apply_to_sum(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertSum:
-        """What is done to the whole that the parts add up to."""
+        """Apply a linear operator to the sum of all experts' parts. Raises :class:`Different` for another operator."""
         given = [
             i for i, a in enumerate(args) if isinstance(a, ExpertRows | ExpertSum | ExpertParameter | PackedParameter)
         ]
@@ -306,7 +315,7 @@ class _Merging:
     def _merge_row_operator(
         self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> ExpertRows | MultiResultRows | ExpertSum | PlacedRows:
-        """An operator that works on each row by itself."""
+        """Apply an operator that works on each row by itself to merged rows, and return the result."""
         rows = [a for a in args if isinstance(a, ExpertRows)]
         if not rows:
             raise Different
@@ -336,7 +345,8 @@ class _Merging:
         raise Different
 
     def _row_dims(self, made: fx.Node, rows: Mapping[fx.Node, int]) -> tuple[int, ...] | None:
-        """The dim of each result that has the rows, if each of its rows is made of the same rows of the operands."""
+        """Return the dim of the rows in each result; ``None`` unless each row of a result depends on the same row of
+        the operands only."""
         try:
             rule = factors_of(made)
         except PartitionError:
@@ -357,7 +367,7 @@ class _Merging:
         return tuple(spots[0] for spots in dims) if alone else None
 
     def _merge_getitem(self, nodes: tuple[fx.Node, ...]) -> ExpertRows:
-        """One of several results."""
+        """Return the merged form of one result of an operator with several results."""
         whole: Any = self.merge_nodes(tuple(n.args[0] for n in nodes))  # type: ignore[misc]
         if not isinstance(whole, MultiResultRows):
             raise Different
@@ -367,12 +377,13 @@ class _Merging:
 
 
 def _keep_only_dim(node: fx.Node, dim: int) -> tuple[int, ...]:
-    """The shape of ``node`` with 1 in all dims but ``dim``."""
+    """Return the shape of ``node`` with every dim except ``dim`` set to 1."""
     return tuple(size if d == dim else 1 for d, size in enumerate(list_node_sizes(node)))
 
 
 def _taken_apart(rows: ExpertRows, made: fx.Node) -> tuple[int, ...]:
-    """The shape of ``made`` with 1 in all dims but those into which it takes the dim of ``rows`` apart."""
+    """Return the shape of ``made`` with 1 in every dim, except the dims into which a reshape splits the row dim of
+    ``rows``."""
     sizes, end = list_node_sizes(made), len(list_node_sizes(made)) - (len(list_node_sizes(rows.node)) - 1 - rows.dim)
     before, after = list_node_sizes(rows.node)[: rows.dim], list_node_sizes(rows.node)[rows.dim + 1 :]
     if sizes[: len(before)] != before or sizes[end:] != after or end < len(before):
@@ -381,7 +392,7 @@ def _taken_apart(rows: ExpertRows, made: fx.Node) -> tuple[int, ...]:
 
 
 def _is_like(made: fx.Node, node: fx.Node) -> bool:
-    """Whether ``made`` can stand for ``node``."""
+    """Whether ``made`` has the same shapes and types of results as ``node``, so that it can replace ``node``."""
     forms = [
         [(v.shape, v.dtype) for v in (held if isinstance(held, tuple | list) else (held,))]
         for held in (made.meta["val"], node.meta["val"])

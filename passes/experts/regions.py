@@ -1,11 +1,11 @@
-"""Where a block works by expert: what is sent to the experts, what comes back, and which states are the experts'.
+"""Find the regions of a block that compute by expert: their inputs, their outputs, and the experts' parameters.
 
-Seen from the graph alone. Two forms:
+The regions are found from the graph alone. There are two forms:
 
-* *routed*: rows, each with the number of its expert (``keys``), go through ``partition::expert_mm``, look-ups of what
-  an expert has (a bias) and operators that work row by row in between;
-* *dense*: every expert works on all rows, ``[e, t, k]`` through ``bmm`` with a weight ``[e, k, n]``, and a choice of
-  the best (``topk`` over as many) says what counts.
+* *routed*: rows, each with the number of its expert (``keys``), pass through ``partition::expert_mm``, look-ups of a
+parameter of the expert (a bias) and operators that work on each row by itself; * *dense*: every expert works on all
+rows, ``[e, t, k]`` through ``bmm`` with a weight ``[e, k, n]``, and a ``topk`` over as many scores as there are experts
+selects the results that count.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LOOKUPS: dict[Any, tuple[int, int]] = {
 
 @dataclass(frozen=True)
 class RowExpertDims:
-    """The dims of a value along which its rows and its experts stand; ``experts`` is ``None`` in the routed form."""
+    """The dims of a value that hold its rows and its experts. ``experts`` is ``None`` in the routed form."""
 
     rows: int
     experts: int | None = None
@@ -45,10 +45,10 @@ class RowExpertDims:
 
 @dataclass(frozen=True)
 class ExpertRegion:
-    """``keys``: the expert of each row, ``None`` in the dense form. ``tables``: the values that only experts' states
-    make, with the dim that counts experts; ``states``: the placeholders among them. ``nodes``: what works by row, in
-    order, with the places of its results; ``entries``: the values from outside whose rows it reads; ``exits``: those of
-    ``nodes`` that are read outside. ``products``: the matrix products among ``nodes``."""
+    """A part of a block that computes by expert. ``keys``: the expert number of each row, ``None`` in the dense form.
+    ``tables``: the nodes computed only from the experts' parameters, with the dim that indexes experts. ``nodes``: the
+    operators that work row by row, in order, with the dims of their results. ``entries``: values from outside whose
+    rows they read. ``exits``: the nodes that are read outside. ``products``: the matrix products among ``nodes``."""
 
     keys: fx.Node | None
     num_experts: int
@@ -60,14 +60,15 @@ class ExpertRegion:
 
     @property
     def states(self) -> dict[str, int]:
-        """The experts' states by placeholder, with the dim that counts experts."""
+        """Return the experts' parameters and buffers by placeholder name, with the dim that indexes experts."""
         return {n.name: dim for n, dim in self.tables.items() if n.op == "placeholder"}
 
 
 def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion]:
-    """The regions of ``block``, in order. What does not fit the forms above is left out.
+    """Return the expert regions of ``block`` in order. Operators that do not fit one of the two forms are left out.
 
-    ``apart``: axes whose ranks are to have different experts: what talks over them and only follows a region is behind.
+    ``apart``: mesh axes whose ranks will hold different experts. An operator that communicates over such an axis ends a
+    region.
     """
     found = []
     products: dict[fx.Node, list[fx.Node]] = {}
@@ -90,7 +91,8 @@ def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion
 
 
 class _RegionFinder:
-    """Grows a region from its products; ``table_of`` has the table that each expert node reads."""
+    """Grows a region from its products. ``table_of`` maps each node that reads a parameter of the experts to that
+    parameter's node."""
 
     def __init__(
         self, block: Block, keys: fx.Node | None, products: list[fx.Node], apart: Collection[str] = ()
@@ -127,11 +129,12 @@ class _RegionFinder:
 
     @property
     def _sent_row_dims(self) -> RowExpertDims:
-        """Where rows and experts stand in what is sent."""
+        """Return the dims of rows and experts in a value that is sent to the ranks of the experts."""
         return RowExpertDims(0) if self.keys is not None else RowExpertDims(1, 0)
 
     def _find_seed_nodes(self) -> set[fx.Node]:
-        """What reads experts' states: products, look-ups, and whatever combines a table with rows."""
+        """Return the nodes that combine rows with a parameter of the experts, such as products and look-ups. Empty if
+        there are no products or the numbers of experts differ."""
         if self.keys is None:
             tables = {n: n.args[1] for n in self.products if self._is_table(n.args[1], 0)}
             tables = {n: t for n, t in tables.items() if not self._is_table(n.args[0], 0)}
@@ -155,13 +158,15 @@ class _RegionFinder:
         return {u for t in self.tables for u in t.users if u not in self.tables and u.op == "call_function"}
 
     def _is_chosen(self, products: Iterable[fx.Node]) -> bool:
-        """Whether the best of as many as there are experts are chosen, for the products or for what becomes of them."""
+        """Whether a ``topk`` or similar over as many scores as there are experts takes part in the products or in what
+        is computed from them."""
         behind = _collect_descendants(self.block, set(products))
         around = _collect_ancestors(self.block, behind | set(products)) - behind
         return any(n.target in CHOICES and get_meta_shape(n.args[0])[-1:] == (self.num_experts,) for n in around)  # type: ignore[arg-type]
 
     def _is_table(self, node: Any, dim: int) -> bool:
-        """Whether only states make ``node``, each of which is cut along some dim where ``dim`` is cut."""
+        """Whether ``node`` is computed from states only, and sharding it along ``dim`` corresponds to sharding each of
+        them along one dim."""
         return isinstance(node, fx.Node) and _trace_to_states(node, dim, self.states) is not None
 
     def _add_table(self, node: Any, dim: int) -> None:
@@ -170,7 +175,8 @@ class _RegionFinder:
         self.tables |= found
 
     def _add_region_node(self, node: fx.Node, seed: bool) -> bool:
-        """Place a node of the region, and find what it reads from outside; ``False`` where it does not work by row."""
+        """Record the dims of a node's results and its operands from outside. Return ``False`` if the node does not work
+        row by row."""
         if seed and self.keys is not None:
             if any(node is p for p in self.products):
                 self._add_region_entry(row_products()[node.target](node)[0], RowExpertDims(0))
@@ -208,7 +214,8 @@ class _RegionFinder:
         return True
 
     def _find_row_factors(self, node: fx.Node, rule: OpFactors) -> tuple[str | None, str | None]:
-        """The factors of rows and of experts in an operator's rule, where each passes through."""
+        """Return the names of the rows' and the experts' factor in an operator's rule; ``None`` for a factor that does
+        not pass through."""
         rows: set[str] = set()
         experts: set[str] = set()
         for operand, dims in zip(operands_of(node), rule.operands, strict=True):
@@ -232,7 +239,8 @@ class _RegionFinder:
             self.entries[node] = place
 
     def _extend_region(self) -> None:
-        """Take in what follows row by row and reads nothing else by row: a bias, an activation, the end of a sum."""
+        """Add operators that follow the region, work row by row and read no other rows, such as a bias, an activation
+        or the end of a sum."""
         for node in self.block.graph.nodes:
             operands = operands_of(node) if node.op == "call_function" else ()
             inside = [o for o in operands if o in self.places]
@@ -250,7 +258,7 @@ class _RegionFinder:
 
 
 def _index_of(node: fx.Node, at: int) -> Any:
-    """The index of a look-up on dim 0."""
+    """Return the index node of a look-up along dim 0; ``None`` if the look-up is along another dim."""
     if node.target == aten.index.Tensor:
         indices: Any = node.args[1]
         return indices[0] if len(indices) == 1 else None
@@ -260,7 +268,8 @@ def _index_of(node: fx.Node, at: int) -> Any:
 
 
 def _trace_to_states(node: fx.Node, dim: int, states: set[str]) -> dict[fx.Node, int] | None:
-    """What makes ``node``, with the dim of each that is cut where ``dim`` of ``node`` is; ``None`` if not states."""
+    """Map each node that ``node`` is computed from to the dim along which it is sharded if ``node`` is sharded along
+    ``dim``. ``None`` if ``node`` is not computed from states only."""
     if node.op == "placeholder":
         return {node: dim} if node.name in states else None
     if node.op != "call_function" or not isinstance(node.meta["val"], Tensor):
@@ -292,7 +301,8 @@ def _find_factor_rule(node: fx.Node) -> OpFactors | None:
 
 
 def _find_row_dims(rows: str | None, experts: str | None, dims: tuple[tuple[str, ...], ...]) -> RowExpertDims | None:
-    """Where the factors stand, each by itself and once."""
+    """Return the dims that hold the factors ``rows`` and ``experts``; ``None`` unless each is alone in exactly one
+    dim."""
     at = [d for d, held in enumerate(dims) if rows in held]
     by = [d for d, held in enumerate(dims) if experts is not None and experts in held]
     if len(at) != 1 or dims[at[0]] != (rows,):

@@ -42,7 +42,8 @@ _OVER = (aten.sum.dim_IntList, aten.any.dim, aten.any.dims)
 
 @dataclass
 class TracedLoops:
-    """What a trace found of such loops. ``leaves_out``: the turns that it does not take, even ones (0) or odd (1)."""
+    """Record of the loops over chosen experts that one trace met. ``leaves_out``: the trace skips the iterations of
+    experts with even (0) or odd (1) numbers; ``None``: no iteration."""
 
     leaves_out: int | None = None
     seen: int = 0
@@ -53,25 +54,29 @@ class TracedLoops:
 
     @property
     def found(self) -> bool:
-        """Whether what was traced has to be shown to be the model."""
+        """Whether the trace met such a loop or branch, so that it must be proven equal to the model."""
         return self.seen > 0 or (self.guards is not None and self.guards.seen > 0)
 
     def guarded(self) -> TracedLoops:
-        """For the same trace, decisions included."""
+        """Return an empty record for a repetition of the trace that also traces branches on whether an expert has
+        rows."""
         return TracedLoops(self.leaves_out, guards=TracedBranches(self.leaves_out))
 
     def leaving_out(self, parity: int | None) -> TracedLoops:
-        """For the same trace without the even turns (0), the odd ones (1) or none."""
+        """Return an empty record for a repetition of the trace without the iterations of even (0) or odd (1) experts;
+        ``None``: with all iterations."""
         return TracedLoops(parity, guards=self.guards and TracedBranches(parity))
 
     def turn(self, number: int, *, listed: bool = False) -> Tensor:
-        """What forward has for the turn of an expert; ``listed``: with a dim of size 1."""
+        """Return the tensor that the forward gets as loop index for expert ``number``. ``listed``: the tensor has a dim
+        of size 1."""
         made = torch.tensor([number] if listed else number)
         self.turns[id(made)] = made, number
         return made
 
     def check(self) -> None:
-        """Raise :class:`UnsupportedError` where a loop was left before its last turn, or its masks were changed."""
+        """Raise :class:`UnsupportedError` if a loop was left before its last iteration, or its masks were changed
+        afterwards."""
         if self.changed or (self.guards is not None and self.guards.changed):
             raise UnsupportedError(
                 "which experts some row has chosen was asked before the masks were changed in place: change a copy of "
@@ -86,7 +91,7 @@ class TracedLoops:
 
 @contextmanager
 def hits_traced(hits: TracedLoops) -> Iterator[None]:
-    """Inside, such loops can be traced; ``hits`` takes what was found."""
+    """Inside the context, loops over the experts that have rows can be traced; ``hits`` records them."""
     plain: Callable[[Tensor], Iterator[Tensor]] = Tensor.__iter__
 
     def turns(self: Tensor) -> Iterator[Any]:
@@ -125,7 +130,7 @@ def _iterate_marked_experts(
 
 
 class _LoopIndexMode(TorchFunctionMode):
-    """What is picked by a turn is picked by its number."""
+    """Replaces indexing by a loop index tensor with indexing by the expert's number."""
 
     def __init__(self, hits: TracedLoops) -> None:
         super().__init__()
@@ -159,15 +164,15 @@ class _LoopIndexMode(TorchFunctionMode):
 
 
 def _is_turns(mask: Any) -> bool:
-    """Whether ``mask`` is that of one turn."""
+    """Whether ``mask`` is the mask of one iteration (one expert) of a traced loop."""
     node = node_of(mask)
     node = None if node is None else skip_operators(node, (*ALIKE, *SHAPED))
     return node is not None and node.target is aten.select.int and node.args[0].target is HITS
 
 
 def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | None:
-    """The masks of which ``value`` lists those that are true anywhere, in whatever types there are of them, and the dim
-    that counts them, and the operator that first looks at them; ``None``: it does not."""
+    """Return the masks whose non-empty entries ``value`` lists (one tensor per type that the mask has), their expert
+    dim, and the first node that reduces them. ``None`` if ``value`` is no such list."""
     mode, node = get_proxy_mode(), node_of(value)
     if mode is None or node is None:
         return None
@@ -199,7 +204,7 @@ def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | Non
 
 
 def is_turn(node: fx.Node, parity: int) -> bool:
-    """Whether ``node`` is the mask of a turn with an even number (``parity`` 0), or an odd one (1)."""
+    """Whether ``node`` is the mask of an expert with an even (``parity`` 0) or odd (1) number in a traced loop."""
     args: Any = node.args
     if node.target is not aten.select.int or args[0].target is not HITS:
         return False
@@ -208,7 +213,7 @@ def is_turn(node: fx.Node, parity: int) -> bool:
 
 
 def empty_mask(graph: fx.Graph, node: fx.Node, where: dict[str, Any]) -> fx.Node:
-    """What stands for the mask ``node`` where no row has chosen its expert."""
+    """Append and return a mask of zeros that replaces the mask ``node``, for the case that no row chose its expert."""
     value: Tensor = node.meta["val"]
     made = insert_operator_node(
         graph, aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": META}
@@ -226,7 +231,8 @@ _ADDING = {aten.index_add.default: 3, aten.scatter_add.default: 3, aten.index_pu
 
 
 def check_turns(empty: fx.Graph, left_out: fx.Graph) -> None:
-    """Raise :class:`UnsupportedError` where the two are not the same. The graphs are changed."""
+    """Raise :class:`UnsupportedError` unless the two graphs are equal after simplification: ``empty``, traced with
+    empty masks for some experts, and ``left_out``, traced without their iterations. Both graphs are changed."""
     alike: dict[tuple[str, str, str], int] = {}
     outputs = []
     for graph in (empty, left_out):
@@ -242,7 +248,7 @@ def check_turns(empty: fx.Graph, left_out: fx.Graph) -> None:
 
 
 def _without_nothing(graph: fx.Graph) -> None:
-    """Drop what empty masks select."""
+    """Simplify a graph in place by removing values that empty masks fill, select or add up."""
     false, true, zero = set[Any](), set[Any](), set[Any]()
     for node in list(graph.nodes):
         args: Any = node.args

@@ -241,7 +241,10 @@ def _is_unit_container(call: _ModuleCall) -> bool:
 
 
 def _longest_chain(call: _ModuleCall) -> int:
-    """Return the number of similar child calls in chains, or 0 if these do less than half of the work."""
+    """Return the number of similar child calls in chains, of ``call`` or of a child that does most of its work.
+
+    Chains that do less than half of the work of their parent count as 0.
+    """
     groups: dict[int, list[_ModuleCall]] = {}
     for part in call.parts:
         groups.setdefault(hash(compute_signature(part.nodes).key), []).append(part)

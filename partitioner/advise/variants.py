@@ -29,7 +29,8 @@ _FEW_PINS = 7
 
 
 def pins_of(constraints: Constraints) -> list[str]:
-    """What the user fixed: names of constraints, and ``stage_of:`` with a module for each entry."""
+    """Return the names of the constraints that the user fixed, with one entry ``stage_of:<module>`` for each placed
+    module."""
     *others, zero, dp_shard = OF_POINT
     fixed = [n for n in (*others, "recompute", zero, dp_shard) if getattr(constraints, n) is not None]
     fixed = [n for n in fixed if n != "microbatch_size" or constraints.group_size is None]  # else it is another loss
@@ -66,7 +67,7 @@ def estimate_relaxation_effort(pins: Sequence[str]) -> float:
 
 
 def relax_pins(constraints: Constraints, pins: Sequence[str]) -> Constraints:
-    """``constraints`` with ``pins`` left free."""
+    """Return ``constraints`` with those named in ``pins`` reset to their defaults."""
     places = {m: s for m, s in constraints.stage_of.items() if f"stage_of:{m}" not in pins}
     freed: dict[str, Any] = {pin: Constraints.model_fields[pin].default for pin in pins if ":" not in pin}
     return constraints.model_copy(update={**freed, "stage_of": places})
@@ -290,7 +291,7 @@ def _list_device_variants(base: Variant, short_of_memory: bool) -> Iterator[Vari
 
 
 def _list_node_variants(variant: Variant, counts: Sequence[int]) -> Iterator[Variant]:
-    """More nodes of the same kind."""
+    """Yield variants with more nodes of the same kind. ``counts``: numbers of nodes."""
     topology = variant.topology
     for nodes in sorted({n for n in counts if n * topology.devices_per_node <= _MOST_DEVICES}):
         larger = with_nodes(topology, nodes) if topology != _build_local_topology(topology) else None
@@ -302,7 +303,7 @@ def _list_node_variants(variant: Variant, counts: Sequence[int]) -> Iterator[Var
 
 
 def _list_memory_variants(base: Variant, several: Sequence[float]) -> Iterator[Variant]:
-    """Several times the memory on every device."""
+    """Yield variants with more memory on every device. ``several``: factors of the memory."""
     for times in several:
         larger = with_memory(base.topology, times)
         if larger is not None:

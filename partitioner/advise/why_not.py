@@ -175,9 +175,10 @@ def why_not(
     inputs: Any = None,
     loss: Callable[..., Any] | None = None,
 ) -> WhyNot:
-    """Why ``plan`` is not as ``asked`` (constraints by name).
+    """Explain why ``plan`` does not have the constraints ``asked`` (values by name). If the certificate cannot answer
+    and ``model`` is given, the job is planned again.
 
-    Raises :class:`ConstraintError` for unknown ones, :class:`InputsError` for a model that is not the plan's.
+    Raises :class:`ConstraintError` for unknown constraints, and :class:`InputsError` if the model is not the plan's.
     """
     if not asked:
         raise ConstraintError("why not what? Name constraints, like tp=8 or pp=2, schedule='gpipe'")

@@ -44,7 +44,8 @@ class Reparametrization:
         return sum_of_minima(self.unary, self.tables)
 
     def sweep(self, forward: bool) -> None:
-        """Take from each node's tables what its choices cost in any case, and hand it on to the tables to come."""
+        """Pass costs through all nodes in order (or in reverse). Each node collects the minima of its tables and
+        distributes its excess cost to the tables of later nodes. No assignment's cost changes."""
         for node in self.unary if forward else reversed(self.unary):
             unary = self._gather_messages(node)
             ahead = [(pair, dim) for pair, dim, later in self.near[node] if later == forward]
@@ -66,7 +67,7 @@ class Reparametrization:
         return unary
 
     def assignment(self) -> dict[int, int]:
-        """Node after node what costs least with those before, then as long as a change of one node helps."""
+        """Return a good assignment: choose greedily node by node, then improve single nodes while the cost falls."""
         choice: dict[int, int] = {}
         for node in self.unary:
             choice[node] = int(self._compute_conditional_costs(node, choice).argmin())
@@ -103,7 +104,7 @@ class Reparametrization:
 
 
 def sum_of_minima(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> float:
-    """The sum of all, which no assignment costs less than."""
+    """Return the sum of the minima of all node costs and tables, a lower bound on the cost of every assignment."""
     return sum(float(c.min()) for c in (*costs.values(), *tables.values()))
 
 
@@ -118,7 +119,8 @@ class RemainingChoices:
 
 
 def find_remaining_choices(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> RemainingChoices:
-    """What a dual ascent tells of a problem."""
+    """Run a dual ascent. Return the choices that an optimal assignment may contain, a good assignment if one was found,
+    and a lower bound."""
     dual = Reparametrization(costs, tables)
     best, least, bound = None, np.inf, -np.inf
     for sweep in range(_SWEEPS):

@@ -77,8 +77,8 @@ _Term = tuple[tuple[int, ...], NDArray[np.float64]]  # the other nodes in order,
 def eliminate_nodes(
     costs: Mapping[int, Vector], tables: Iterable[tuple[int, int, Table]], order: Sequence[int]
 ) -> tuple[dict[int, int], float]:
-    """The best choice of every node of ``order`` and its cost. Raises :class:`InfeasibleAssignmentError` where there is
-    none."""
+    """Return an optimal choice for every node of ``order``, and its total cost. Raises
+    :class:`InfeasibleAssignmentError` if no assignment is allowed."""
     place = {node: i for i, node in enumerate(order)}
     waiting: dict[int, list[_Term]] = {node: [] for node in order}
     for i, j, table in tables:

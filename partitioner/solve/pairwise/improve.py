@@ -25,8 +25,8 @@ _GAIN = 1e-9  # of the cost
 def improve_assignment(
     costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table], choice: Mapping[int, int], until: float
 ) -> dict[int, int]:
-    """An assignment that costs no more than ``choice``, which is allowed; found before ``until`` (of
-    ``time.perf_counter``), but for the last turn."""
+    """Return an assignment that costs no more than the allowed assignment ``choice``. The search stops after the round
+    in which ``time.perf_counter`` passes ``until``."""
     near: dict[int, set[int]] = {node: set() for node in costs}
     for i, j in tables:
         near[i].add(j)

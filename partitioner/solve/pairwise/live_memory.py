@@ -18,14 +18,15 @@ from partitioner.solve.pairwise.presolve import Choices, Vector
 
 @dataclass(frozen=True)
 class MemoryConstraint:
-    """``usages[i]`` per choice of node i while it is live, in the half-open ``intervals[i]``; one ``limit``."""
+    """A limit on the total memory of the nodes that are live at the same time. ``usages[i]``: bytes of each choice of
+    node i during the half-open interval ``intervals[i]``."""
 
     intervals: Sequence[tuple[int, int]]
     usages: Sequence[Vector]
     limit: float
 
     def peak(self, choice: Sequence[int]) -> float:
-        """The most that is in use at any time."""
+        """Return the largest total memory at any time under the assignment ``choice``."""
         change: dict[int, float] = {}
         for (start, end), usage, p in zip(self.intervals, self.usages, choice, strict=True):
             if start < end:
@@ -77,7 +78,7 @@ class Usage:
         self.amount = np.concatenate(amount)
 
     def priced(self, prices: Vector) -> Vector:
-        """What the memory of each choice costs at ``prices`` per row."""
+        """Return for each choice the cost of its memory, given a price for each row (maximal live set)."""
         total = np.concatenate([[0.0], np.cumsum(prices)])
         weights = self.amount * (total[self.end] - total[self.begin])
         return np.bincount(self.choice, weights, minlength=self.num_choices).astype(np.float64)

@@ -51,7 +51,7 @@ class LayoutRules:
     lengths: frozenset[int] = frozenset()
 
     def check(self, model: FoldedModel) -> None:
-        """Raises :class:`ShardingError` where a name is unknown."""
+        """Raise :class:`ShardingError` if a name is not a value or state of ``model``."""
         aliases = {a for state in model.states.values() for a in state.aliases}
         for what, names in (("pins", self.pins), ("inputs", self.inputs), ("outputs", self.outputs)):
             for name in names:
@@ -77,7 +77,7 @@ def _list_zigzag_shards(tie: LayoutTie, num_ranks: int, rules: LayoutRules) -> l
 
 
 def value_options(model: FoldedModel, tie: LayoutTie, num_ranks: int, rules: LayoutRules) -> list[Layout]:
-    """The layouts that these values may have. Raises :class:`ShardingError` where none is left."""
+    """Return the layouts that the values of ``tie`` may have. Raises :class:`ShardingError` if none is left."""
     read = {v for call in model.calls for v in call.inputs}
     inputs = {i.value for i in model.inputs}
     outputs = {o.value for o in model.outputs if o.value is not None}

@@ -119,7 +119,8 @@ def list_fused_attentions(model: FoldedModel) -> Iterator[fx.Node]:
 
 
 def check_algorithm(model: FoldedModel, num_ranks: int, tp: int, algorithm: Algorithm | None) -> None:
-    """Raise :class:`PlanError` where some attention cannot run by ``algorithm``: which, and why."""
+    """Raise :class:`PlanError` if some attention cannot run by ``algorithm``. The message names the attention and the
+    reason."""
     if algorithm is None or num_ranks == 1:
         return
     found = list(list_fused_attentions(model))

@@ -146,5 +146,6 @@ def spread_over_ranks(model: FoldedModel, tp: int, ep: int, etp: int) -> tuple[F
 
 
 def common_experts(states: Mapping[str, tuple[int, int]]) -> int:
-    """The most ranks that all layers' experts can be spread over evenly; 0 without experts."""
+    """Return the largest number of ranks over which the experts of all layers can be distributed evenly; 0 without
+    experts."""
     return math.gcd(*(count for _, count in states.values()))

@@ -29,7 +29,8 @@ class LocalModel:
 
     @property
     def complete(self) -> frozenset[str]:
-        """States whose gradients every rank of ``cp`` has whole, without adding anything up."""
+        """Names of the states whose gradient every rank of ``cp`` computes completely, without a reduction over
+        ``cp``."""
         if self.context is None:
             return frozenset()
         return frozenset(name for name, layout in self.context.states.items() if layout.kind != "R'")
@@ -40,7 +41,8 @@ class LocalModel:
         return states_left_whole(self.model)
 
     def spread(self, tp: int, ep: int, etp: int) -> LocalModel:
-        """With its experts spread over ``ep`` ranks, each over ``etp`` of them (0: ``tp``). Raises ``PlanError``."""
+        """Return the model with its experts distributed over ``ep`` ranks, each expert sharded over ``etp`` of them (0:
+        ``tp``). Raises ``PlanError`` if that is not possible."""
         if ep == 1:
             return self
         model, experts = spread_over_ranks(self.model, tp, ep, etp)

@@ -39,7 +39,7 @@ class ProblemBuilder:
         self.names: list[str] = []
 
     def add(self, name: str, cost: Vector) -> int:
-        """A node with a cost per choice; its number."""
+        """Add a node with one cost for each choice, and return its number."""
         self.costs.append(cost)
         self.names.append(name)
         return len(self.costs) - 1

@@ -338,7 +338,7 @@ def _find_pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floa
 
 
 def _put_patterns(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> NDArray[np.bool_]:
-    """Write the direct links inside nodes into ``bandwidth`` and ``latency``. Return a mask of the pairs that have one."""
+    """Write the direct links inside nodes into ``bandwidth`` and ``latency``. Return a mask of those pairs."""
     direct = np.zeros(a.shape, dtype=bool)
     if not topology.pattern_kinds:
         return direct

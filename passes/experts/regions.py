@@ -3,9 +3,9 @@
 The regions are found from the graph alone. There are two forms:
 
 * *routed*: rows, each with the number of its expert (``keys``), pass through ``partition::expert_mm``, look-ups of a
-parameter of the expert (a bias) and operators that work on each row by itself; * *dense*: every expert works on all
-rows, ``[e, t, k]`` through ``bmm`` with a weight ``[e, k, n]``, and a ``topk`` over as many scores as there are experts
-selects the results that count.
+  parameter of the expert (a bias) and operators that work on each row by itself;
+* *dense*: every expert works on all rows, ``[e, t, k]`` through ``bmm`` with a weight ``[e, k, n]``, and a ``topk``
+  over as many scores as there are experts selects the results that count.
 """
 
 from __future__ import annotations

@@ -50,15 +50,16 @@ def remove_row_sorts(graph: fx.Graph) -> None:
 
 @dataclass(frozen=True)
 class _UnsortedValue:
-    """The value that a node would have without the sort; ``dims``: for each of its results, the dim along which the
-    node has the same slices in sorted order, ``None`` where the order makes no difference."""
+    """The value that a node would have without the sort. ``dims``: for each result of the node, the dim along which its
+    slices are sorted; ``None`` if the result does not depend on the order."""
 
     node: fx.Node
     dims: tuple[int | None, ...] = (0,)
 
 
 class _Unsorter:
-    """Follows one sort forward; ``twins`` has what was reached, ``inverse`` what puts rows back."""
+    """Follows the effects of one sort through the graph. ``twins`` maps visited nodes to their unsorted values;
+    ``inverse`` holds the nodes that are the inverse permutation."""
 
     def __init__(self, graph: fx.Graph, sort: fx.Node) -> None:
         self.graph = graph
@@ -146,7 +147,8 @@ class _Unsorter:
         return False
 
     def _put_back(self, node: fx.Node) -> _UnsortedValue | None:
-        """Sorted rows read through the inverse."""
+        """Return the unsorted value of sorted rows that are indexed by the inverse permutation; ``None`` if ``node`` is
+        something else."""
         found = _parse_row_lookup(node)
         if found is None or found[1] not in self.inverse or found[0] not in self.twins:
             return None
@@ -154,7 +156,8 @@ class _Unsorter:
         return _UnsortedValue(twin.node, (None,)) if twin.dims == (0,) else None
 
     def _unsort_row_write(self, node: fx.Node) -> _UnsortedValue | None:
-        """Sorted rows written where they were."""
+        """Return the unsorted value of sorted rows that are written back to their original places; ``None`` if ``node``
+        is something else."""
         args: Any = node.args
         if node.target is aten.index_copy.default and args[1] == 0:
             base, places, rows = args[0], args[2], args[3]
@@ -169,7 +172,8 @@ class _Unsorter:
         return _UnsortedValue(self.twins[rows].node, (None,))
 
     def _finds_keys(self, node: fx.Node) -> bool:
-        """Whether ``node`` finds each sorted row's expert from where the rows of each end."""
+        """Whether ``node`` computes the expert of each sorted row from the positions at which the rows of each expert
+        end."""
         if node.target is not aten.searchsorted.Tensor or not get_node_argument(node, "right"):
             return False
         ends, rows = node.args[:2]
@@ -177,7 +181,8 @@ class _Unsorter:
         return plain and _is_full_arange(rows, self.num_rows) and self._are_ends(ends, list_node_sizes(ends)[0])  # type: ignore[arg-type]
 
     def _unsort_grouped_product(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
-        """Products group by group, where the groups are those of the keys."""
+        """Return the unsorted value of a grouped matrix product whose groups are the experts; ``None`` if ``node`` is
+        something else."""
         how = experts.find_grouped_product(node.target)
         if how is None:
             return None
@@ -220,7 +225,7 @@ class _Unsorter:
         return _is_same_value(_skip_casts(node), _skip_casts(self.keys))
 
     def _unsort_index_add(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
-        """Sorted rows added up at sorted places."""
+        """Return the unsorted value of an ``index_add`` of sorted rows; ``None`` if ``node`` is something else."""
         if node.target is not aten.index_add.default:
             return None
         base, dim, places, rows = node.args[:4]
@@ -271,7 +276,8 @@ class _Unsorter:
         return {dims[dim][0]} if dim < len(dims) and len(dims[dim]) == 1 else {""}
 
     def _looked_up(self, node: fx.Node, args: tuple[Any, ...], build: Builder) -> fx.Node | None:
-        """Rows in the order of their places, each once or each some times in a row: a reshape tells that."""
+        """Return ``rows[places]`` without an index operator, if the places are 0, 1, .. in order, each repeated equally
+        often; otherwise ``None``."""
         found = _parse_row_lookup(node)
         if found is None:
             return None
@@ -300,7 +306,8 @@ class _Unsorter:
 
 
 def _parse_row_lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """For ``rows[places]`` on dim 0: rows and places."""
+    """Return the nodes ``rows`` and ``places`` if ``node`` computes ``rows[places]`` along dim 0; otherwise
+    ``None``."""
     if node.target is aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
         return node.args[0], node.args[1][0]  # type: ignore[index,return-value]
     if node.target is aten.index_select.default and node.args[1] == 0:
@@ -349,7 +356,8 @@ _PRODUCT = ops.expert_mm.default
 
 
 def kept_sorted(block: Block) -> Block:
-    """``block`` itself where no two products have the same experts."""
+    """Return an equivalent block in which rows stay sorted between products with the same experts; ``block`` itself if
+    no two products have the same experts."""
     products = Counter(n.args[2] for n in block.graph.nodes if n.target is _PRODUCT)
     if max(products.values(), default=0) < 2:
         return block
@@ -395,7 +403,8 @@ class _Sorter:
             node.args, node.kwargs = with_operands(node, [self._sort_operand(o) for o in operands_of(node)])
 
     def _sort_operand(self, node: fx.Node) -> fx.Node:
-        """What a node of the region reads in place of ``node``."""
+        """Return the node that an operator of the region reads in place of ``node``: its rows sorted by expert if they
+        come from outside."""
         if node is not self.keys and node not in self.region.entries:
             return node
         if node not in self.moved:

@@ -30,18 +30,20 @@ aten = torch.ops.aten
 
 
 class Different(Exception):
-    """Modules in a list do not do the same, or something that has no stacked form."""
+    """Raised if the modules in a list do not compute the same, or do something that has no stacked form."""
 
 
 class Packing:
-    """The stacks that are made in a captured graph; ``captured`` has those that are in use."""
+    """Stacks parameters of several modules in a captured graph. ``captured`` is the captured model with the stacks that
+    are in use."""
 
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
         self.packed: dict[tuple[fx.Node, ...], fx.Node] = {}
 
     def check_parameters(self, nodes: tuple[fx.Node, ...]) -> None:
-        """Raise :class:`Different` where ``nodes`` are not parameters that have one form and one name each."""
+        """Raise :class:`Different` unless ``nodes`` are distinct parameters of the same shape and type, each with one
+        name only."""
         states = [self.captured.states.get(self.captured.placeholders.get(n.name, "")) for n in nodes]
         kinds = {(s.kind, s.spec, s.requires_grad, s.aliases, s.parts) if s is not None else None for s in states}
         kind = kinds.pop()
@@ -49,7 +51,7 @@ class Packing:
             raise Different
 
     def pack_parameters(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
-        """One placeholder for the parameters ``nodes`` of all modules."""
+        """Return one placeholder that stacks the parameters ``nodes`` of all modules along a new dim 0."""
         if nodes in self.packed:
             return self.packed[nodes]
         names = tuple(self.captured.placeholders[n.name] for n in nodes)
@@ -71,12 +73,12 @@ class Packing:
         return made
 
     def remove_placeholders(self) -> None:
-        """Take back the placeholders that were made, which nothing reads."""
+        """Remove the placeholders of stacks that were created but are not used."""
         for made in self.packed.values():
             self.captured.graph.erase_node(made)
 
     def remove_packed_parameters(self) -> Captured:
-        """``captured`` without the parameters that are packed, which nothing reads any more."""
+        """Return ``captured`` without the single parameters that are now part of a stack."""
         placeholders, states = dict(self.captured.placeholders), dict(self.captured.states)
         for node in (n for nodes in self.packed for n in nodes):
             states.pop(placeholders.pop(node.name))
@@ -86,7 +88,7 @@ class Packing:
 
 
 def _merge_state_names(names: Sequence[str]) -> str:
-    """The names as one: ``experts.*.up.weight``."""
+    """Return one name for several parameters, with ``*`` where they differ: ``experts.*.up.weight``."""
     parts = [name.split(".") for name in names]
     return ".".join(p[0] if len(set(p)) == 1 else "*" for p in zip(*parts, strict=False))
 
@@ -123,7 +125,7 @@ def is_inner(node: fx.Node) -> bool:
 
 
 def addends_of(node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
-    """What ``node``, a sum, adds up, and the sums of two that it consists of."""
+    """Return the addends of the nested sum ``node``, and the nodes of all its two-operand sums."""
     found, sums = [], {node}
     for addend in node.all_input_nodes if len(node.all_input_nodes) == 2 else node.all_input_nodes * 2:
         if is_sum(addend) and len(addend.users) == 1:
@@ -136,7 +138,8 @@ def addends_of(node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
 
 
 class _Stacking:
-    """One sum: its gated addends, walked together from their products down to the parameters."""
+    """Rewrites one sum over experts. The corresponding nodes of all experts are visited together, from the outputs to
+    the parameters."""
 
     def __init__(self, captured: Captured, head: fx.Node) -> None:
         self.packing = Packing(captured)
@@ -149,7 +152,8 @@ class _Stacking:
         self.num = 0
 
     def stack_experts(self) -> bool:
-        """Stack the sum's experts; ``False``, and nothing done, where it has none."""
+        """Stack the experts of the sum and return ``True``; return ``False`` and leave the graph unchanged if it is no
+        sum over experts."""
         if not is_sum(self.head) or len(list_node_sizes(self.head)) != 2:
             return False
         addends, self.sums = addends_of(self.head)
@@ -174,7 +178,7 @@ class _Stacking:
         return True
 
     def _split_gated_output(self, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-        """For an expert's output times its column of weights: both."""
+        """Return an expert's output and its gate ``[rows, 1]`` if ``node`` is their product; otherwise ``None``."""
         if node.target is not aten.mul.Tensor or len(node.users) != 1:
             return None
         for made, gate in (node.args, node.args[::-1]):
@@ -189,7 +193,7 @@ class _Stacking:
         return None
 
     def _is_chosen(self, addends: Sequence[fx.Node]) -> bool:
-        """Whether the best of as many as there are addends are chosen before."""
+        """Whether the addends depend on a ``topk`` or similar over as many scores as there are addends."""
         seen: set[fx.Node] = set()
         stack = list(addends)
         while stack:
@@ -233,7 +237,7 @@ class _Stacking:
         return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
     def _is_apart(self) -> bool:
-        """Whether nothing else reads what the experts compute, or their parameters."""
+        """Whether nothing outside the sum reads the experts' parameters or intermediate values."""
         inner = self.visited | {n for nodes in self.packed for n in nodes}
         return bool(self.packed) and all(u in self.visited or u in self.sums for n in inner for u in n.users)
 
@@ -244,7 +248,8 @@ class _Stacking:
         return self.build(aten.sum.dim_IntList, self.build(aten.mul.Tensor, made, weights), [0])
 
     def _stack_nodes(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, bool]:
-        """The stacked form of ``nodes``, and whether it is one: what all share stays as it is."""
+        """Return the stacked form of ``nodes`` and ``True``, or their one common node and ``False`` if all experts
+        share it."""
         if len(set(nodes)) == 1:
             return nodes[0], False
         if nodes not in self.made:
@@ -319,7 +324,7 @@ _PLACES = (aten.argmax.default, aten.argmin.default, aten.argsort.default)
 
 
 def replace_gathered_products(graph: fx.Graph) -> None:
-    """Rewrite ``graph`` in place."""
+    """Rewrite products with one gathered matrix per row as products by expert. ``graph`` is changed in place."""
     for node in list(graph.nodes):
         if node.target in _BATCHED_PRODUCTS and len(node.args) == 2:
             with graph.inserting_before(node):
@@ -356,7 +361,8 @@ def _rewrite_gathered_product(node: fx.Node, build: Builder) -> None:
 
 
 def _find_picked_matrices(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The stack of matrices and the numbers of those that ``node`` picks, one for each row."""
+    """Return the stack of matrices and the index of the matrix for each row, if ``node`` picks one per row; otherwise
+    ``None``."""
     if node.target == aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
         stack, picks = node.args[0], node.args[1][0]  # type: ignore[index]
     elif node.target == aten.index_select.default and node.args[1] == 0:
@@ -374,7 +380,8 @@ def _find_picked_matrices(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _in_range(node: Any, size: int) -> bool:
-    """Whether ``node`` is places of the best of at most ``size``: a number beyond is read otherwise by a look-up."""
+    """Whether the indices in ``node`` come from a ``topk`` or similar over at most ``size`` scores, so that all are
+    valid."""
     while isinstance(node, fx.Node):
         if node.target in _MOVES:
             node = node.args[0]
@@ -391,7 +398,8 @@ def _in_range(node: Any, size: int) -> bool:
 
 
 def _count_choices(node: Any) -> int:
-    """How many places a choice is made of: along its dim, the last one unless it says another."""
+    """Return the number of scores that a ``topk`` or similar chooses from: the size of its dim, by default the last
+    one."""
     among = list_node_sizes(node.args[0])
     names = [a.name for a in node.target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs

@@ -52,7 +52,8 @@ _INSTEAD: dict[Any, str] = {
 
 
 def count_classes(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-    """What stands for a node of :data:`COUNTING`, of which ``args`` are those of the copy."""
+    """Rewrite a ``bincount`` or ``one_hot`` node with a fixed number of classes, and return the new node. ``args`` are
+    the node's arguments in the new graph."""
     if node.target is ONE_HOT:
         return _one_hot(build, node, *args)
     return _count_occurrences(build, node, *args, **kwargs)
@@ -90,7 +91,8 @@ def _count_occurrences(
 
 
 def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, least: int) -> fx.Node:
-    """Which classes there are: those up to the largest, and the first ``least``."""
+    """Return a mask of the classes that the model has: those up to the largest one in ``numbers``, and the first
+    ``least``. ``bound`` is its length."""
     every = build.insert_call(aten.arange.default, bound, dtype=torch.int64, device=META)
     largest = build.apply_operator(aten.max.default, numbers)
     if least:
@@ -106,7 +108,7 @@ def _as_many(build: SelectedRows, made: fx.Node, mask: fx.Node) -> fx.Node:
 
 
 def _known_size(node: fx.Node) -> int | None:
-    """The size that the model needs the last dim to be."""
+    """Return the size of the last dim if the rest of the model fixes it; otherwise ``None``."""
     size = node.meta["val"].shape[-1]
     if isinstance(size, int):
         return size
@@ -151,13 +153,13 @@ _TAKING = (
 
 
 def bound_of(node: Any) -> int | None:
-    """A number that all of the whole numbers ``node`` are below; ``None``: none is known."""
+    """Return an integer that all elements of ``node`` are below; ``None`` if no bound is known."""
     found = [b for b in (_bound_by_origin(node), _bound_by_use(node)) if b is not None]
     return min(found) if found else None
 
 
 def _bound_by_origin(node: Any) -> int | None:
-    """By what they are computed from."""
+    """Return an upper bound (exclusive) of ``node`` from the operators that compute it; ``None`` if none is known."""
     if not isinstance(node, fx.Node):
         return node + 1 if isinstance(node, int) and not isinstance(node, bool) else None
     value = node.meta.get("val")
@@ -187,7 +189,7 @@ def _below_either(node: fx.Node) -> int | None:
 
 
 def _bound_clamped_numbers(node: fx.Node) -> int | None:
-    """By a largest number, if it is none below the smallest."""
+    """Return an upper bound (exclusive) of the result of a clamp; ``None`` if none is known."""
     most, inner = get_node_argument(node, "max"), _bound_by_origin(node.args[0])
     own = most + 1 if isinstance(most, int) else None
     found = [b for b in (own, inner) if b is not None]
@@ -248,7 +250,8 @@ _BOUNDS: dict[Any, Callable[[fx.Node], int | None]] = {
 
 
 def _bound_by_use(node: Any) -> int | None:
-    """By what reads them elsewhere as places, of which there are so many: torch refuses others."""
+    """Return an upper bound (exclusive) of ``node`` from operators that use the same numbers as indices, since torch
+    rejects an index out of range. ``None`` if there is no such operator."""
     if not isinstance(node, fx.Node):
         return None
     key = Numbers()
@@ -261,14 +264,14 @@ def _bound_by_use(node: Any) -> int | None:
 
 
 def _find_number_source(node: fx.Node) -> fx.Node:
-    """Numbers in the shape and type that they had first."""
+    """Return the node before reshapes and casts that keep the numbers."""
     while node.target in _PASSING:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def _read_as_places(reader: fx.Node) -> list[tuple[Any, Any]]:
-    """The numbers that an operator reads as places, each with how many places there are."""
+    """Return the nodes that an operator reads as indices, each with the size of the dim that it indexes."""
     args: Any = reader.args
     if reader.target in _CLASSIFYING:
         scores, classes = args[0].meta["val"], args[1]

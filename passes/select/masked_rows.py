@@ -57,7 +57,8 @@ def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, sour
 
 
 def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.Node) -> Any:
-    """The source's rows are taken in order: those that are selected come first."""
+    """Rewrite ``masked_scatter``, which takes rows of the source in order: sort the source so that its selected rows
+    come first."""
     rows = build.find_common_rows(source)
     if x in build.rows or mask in build.rows or rows.dim != 0:
         raise Unselectable
@@ -70,7 +71,8 @@ def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.N
 
 
 def _split_by_counts(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
-    """Pieces of as many rows as is counted: the piece of each row is told by the running sum of the counts."""
+    """Split ``x`` into pieces of data-dependent sizes. Each piece keeps all rows with a mask, computed from the running
+    sum of the sizes."""
     counts = [size.args[0] for size in sizes if isinstance(size, fx.Node) and size.target in ITEMS]
     if x in build.rows or len(counts) != len(sizes):
         raise Unselectable
@@ -104,7 +106,7 @@ def _concatenate_parts(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
 
 
 def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None]) -> fx.Node | None:
-    """Pieces that are put together in the order in which they were cut; ``None``: they are something else."""
+    """Return the concatenation of all pieces of a split in their order; ``None`` if ``parts`` are something else."""
     cut = [build.pieces.get(r.mask) for r in rows if r is not None]
     if not cut or len(cut) != len(parts) or cut[0] is None:
         return None
@@ -117,8 +119,8 @@ def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None])
 
 
 def _cat_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
-    """Rows of several masks, or all, one after the other; where there are equally many, one of each in turn, which
-    leaves samples together that a batch has together."""
+    """Concatenate selected rows, or values with all rows. If all parts have the same size, their rows are interleaved,
+    so that the rows of one sample of the batch stay together."""
     sizes = [int(part.meta["val"].shape[dim]) for part in parts]
     masks = [_mask_or_all(build, part, size) for part, size in zip(parts, sizes, strict=True)]
     in_turn = len(set(sizes)) == 1
@@ -151,7 +153,7 @@ def _mask_or_all(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
 
 
 def _make_reshape_rule(target: Any) -> Callable[..., Any]:
-    """Rows in one dim with others, of which then all or none are selected, and back."""
+    """Return the rewrite of a reshape that merges the row dim with other dims, or splits it from them again."""
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any) -> Any:
         try:
@@ -229,7 +231,8 @@ _STRIDE_FREE: dict[Any, Any] = {aten.view.default: aten.reshape.default}  # stri
 
 
 class SelectedRows:
-    """Appends operators on selected rows to ``graph``; those of ``nodes`` that are among them are to be copied."""
+    """Copies nodes of an exported program to ``graph`` and rewrites operators on selected rows, so that they keep all
+    rows with a mask."""
 
     def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
         self.graph = graph
@@ -250,7 +253,7 @@ class SelectedRows:
         self._where: dict[str, Any] = {}
 
     def concerns_node(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
-        """Whether ``node`` selects rows, reads some, or comes of what did."""
+        """Whether ``node`` needs a rewrite: it selects rows, or reads selected rows or a data-dependent number."""
         given = [env.get(n) for n in node.all_input_nodes]
         kinds = (MaskedRowCount, ComputedSize, tuple, int)
         return _is_open(node.meta.get("val")) or any(
@@ -258,17 +261,16 @@ class SelectedRows:
         )
 
     def reads_rows(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
-        """Whether it is rows that ``node`` reads, or their number; not one that forward takes out of a tensor."""
+        """Whether ``node`` selects or reads rows or their count, as opposed to a number that forward takes out of a
+        tensor (``item()``)."""
         given = [env.get(n) for n in node.all_input_nodes]
         return _is_open(node.meta.get("val")) or any(
             isinstance(g, MaskedRowCount | tuple) or g in self.rows for g in given
         )
 
     def copy_node(self, node: fx.Node, env: Mapping[fx.Node, Any], where: dict[str, Any]) -> Any:
-        """What stands for ``node``: a node, a tuple of nodes, or a number that only the data tell.
-
-        Raises :class:`Unselectable`.
-        """
+        """Rewrite ``node`` and return its replacement: a node, a tuple of nodes, or a data-dependent number. Raises
+        :class:`Unselectable`."""
         self._where = where
         args: Any
         kwargs: Any
@@ -301,7 +303,7 @@ class SelectedRows:
         return self._copy_parts(graph, [env[n] for n in operands], where)
 
     def apply_operator(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """What an operator makes, of rows or not."""
+        """Append an operator, by its rule for selected rows if it reads any, and return its result."""
         special = SPECIAL.get(target)
         if special is not None and (target in _SOURCES or any(n in self.rows for n in _collect_nodes((args, kwargs)))):
             made = special(self, *args, **kwargs)
@@ -310,7 +312,7 @@ class SelectedRows:
         return self.by_rule(target, args, kwargs)
 
     def _copy_parts(self, parts: fx.Graph, operands: list[Any], where: dict[str, Any]) -> Any:
-        """What an operator makes that torch itself defines by others."""
+        """Rewrite an operator through its decomposition ``parts`` into other operators, and return its result."""
         inner: dict[fx.Node, Any] = dict(zip(parts.find_nodes(op="placeholder"), operands, strict=True))
         for part in parts.nodes:
             if part.op == "output":
@@ -327,7 +329,8 @@ class SelectedRows:
     # -- what every operator does by its rule -----------------------------------------------------------------------
 
     def by_rule(self, target: Any, args: Any, kwargs: Any, *, plain: bool = False) -> Any:
-        """``plain``: as if no value had rows that are left out."""
+        """Append an operator that works on each row by itself, according to its factor rule, and return its result.
+        ``plain``: treat all operands as values without masks. Raises :class:`Unselectable`."""
         sized = [a for a in args if isinstance(a, list | tuple) for a in a if isinstance(a, MaskedRowCount)]
         if any(is_number(a) for a in (*args, *kwargs.values())):
             raise Unselectable  # a number that is computed with
@@ -363,7 +366,8 @@ class SelectedRows:
         return self._mark_selected_rows(made, mask, dims)
 
     def _row_dims(self, target: Any, made: fx.Node, operands: tuple[fx.Node, ...]) -> set[int] | None:
-        """The dim of each result that has the rows; ``None``: they are added up."""
+        """Return the dim of the rows in each result; ``None`` if the operator adds the rows up. Raises
+        :class:`Unselectable` if it combines rows in another way."""
         factors = factors_of(made)
         if factors is None:
             raise Unselectable
@@ -409,7 +413,7 @@ class SelectedRows:
         return made
 
     def mask_of(self, condition: fx.Node) -> fx.Node:
-        """The flat mask of a condition; one for all that are computed alike."""
+        """Return the one-dimensional mask of a condition. Conditions that are computed alike share one mask."""
         condition = skip_inverse_squeezes(condition)
         while condition.target in RESHAPES:
             condition = skip_inverse_squeezes(condition.args[0])
@@ -427,30 +431,32 @@ class SelectedRows:
         return self._masks[key]
 
     def make_once(self, mask: fx.Node, kind: Any, make: Callable[[], fx.Node]) -> fx.Node:
-        """What is made for ``mask``, once for each ``kind``."""
+        """Return the node that ``make`` builds for ``mask``; it is built only once for each ``kind``."""
         if (mask, kind) not in self._made:
             self._made[mask, kind] = make()
         return self._made[mask, kind]
 
     def count_selected(self, mask: fx.Node) -> fx.Node:
-        """How many rows ``mask`` selects."""
+        """Return a node with the number of rows that ``mask`` selects."""
         return self.make_once(mask, "count", lambda: self.insert_call(aten.sum.default, mask))
 
     def number_selected(self, mask: fx.Node) -> fx.Node:
-        """For each selected row how many there are up to it."""
+        """Return a node with the running count of selected rows, ``[rows]``; the first selected row has 1. Raises
+        :class:`Unselectable` if the order of the rows differs from the model's."""
         if mask in self.unordered:
             raise Unselectable
         return self.make_once(mask, "nth", lambda: self.insert_call(aten.cumsum.default, mask, 0))
 
     def narrow_mask(self, mask: fx.Node, condition: fx.Node) -> fx.Node:
-        """The mask of those rows of ``mask`` for which ``condition`` holds, too."""
+        """Return the mask of the rows that ``mask`` selects and for which ``condition`` holds."""
         found = self.make_once(
             mask, ("and", self.key(condition)), lambda: self.insert_call(aten.logical_and.default, mask, condition)
         )
         return self._ordered_as(found, mask)
 
     def flat_mask(self, mask: fx.Node, sizes: tuple[int, ...], at: int) -> fx.Node:
-        """The mask of dims of ``sizes`` in one, of which the rows are number ``at``."""
+        """Return the mask for dims of ``sizes`` flattened into one dim. Dim ``at`` is the row dim, to which ``mask``
+        applies."""
 
         def spread() -> fx.Node:
             apart = [size if i == at else 1 for i, size in enumerate(sizes)]
@@ -469,8 +475,9 @@ class SelectedRows:
         return mask
 
     def fill_with_harmless(self, value: fx.Node, number: float | None = None) -> fx.Node:
-        """``value`` with ``number`` in the rows that are not selected, or ones (zeros, of whole numbers): what these
-        hold may be what the model selects rows to avoid (a division by zero, an index of -100)."""
+        """Return ``value`` with its unselected rows set to ``number``. By default this is 1 for floating types and 0
+        for integers. Values that the model avoids by the selection (a zero divisor, an index of -100) then cause no
+        error."""
         dtype = value.meta["val"].dtype
         number = int(dtype.is_floating_point) if number is None else number
         if dtype == torch.bool or self._filled.get(value) == number or (number == 0 and value in self.places):
@@ -478,13 +485,13 @@ class SelectedRows:
         return self.fill_unselected(value, number)
 
     def fill_unselected(self, value: fx.Node, number: float) -> fx.Node:
-        """``value`` with ``number`` in the rows that are not selected."""
+        """Return ``value`` with its unselected rows set to ``number``."""
         filled = self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), number)
         self.rows[filled], self._filled[filled] = self.rows[value], number
         return filled
 
     def mask_unselected(self, value: fx.Node) -> fx.Node:
-        """``[.., rows, ..]`` truth values that broadcast to ``value``: which of its rows are not the model's."""
+        """Return a mask that is true for unselected rows, in a shape that broadcasts to ``value``."""
         rows = self.rows[value]
         shape = [1] * value.meta["val"].dim()
         shape[rows.dim] = rows.mask.meta["val"].shape[0]
@@ -495,7 +502,8 @@ class SelectedRows:
         return self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), 0)
 
     def find_common_rows(self, *values: Any) -> MaskedRows:
-        """The rows that the values have in common."""
+        """Return the row dim and mask that all values share. Raises :class:`Unselectable` if they differ or a value has
+        no selected rows."""
         found = {self.rows[v] for v in values if v in self.rows}
         if len(found) != 1 or any(v not in self.rows for v in values):
             raise Unselectable
@@ -506,7 +514,8 @@ _SPREADS = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.defau
 
 
 def _spread_over_last(condition: fx.Node) -> fx.Node | None:
-    """Truth values of whole rows that ``condition`` has for each element of a row; ``None``: it is something else."""
+    """Return the per-row mask that ``condition`` expands to every element of a row; ``None`` if it is no such
+    expansion."""
     source: Any = condition.args[0] if condition.target in _SPREADS else None
     if source is None or source.meta["val"].dtype != torch.bool:
         return None
@@ -517,14 +526,14 @@ def _spread_over_last(condition: fx.Node) -> fx.Node | None:
 
 
 def _list_row_sizes(condition: fx.Node) -> list[int]:
-    """The sizes of a row's dims."""
+    """Return the sizes of the dims of one row."""
     source: Any = condition.args[0]
     before, after = source.meta["val"].shape, condition.meta["val"].shape
     return list(after[max(d + 1 for d, size in enumerate(before) if size > 1) + len(after) - len(before) :])
 
 
 def _reads_in_order(node: fx.Node) -> bool:
-    """Whether ``node`` tells selected rows apart by their number."""
+    """Whether the result of ``node`` depends on the order of the selected rows."""
     given = [node, *node.all_input_nodes] if node.target in _IN_ORDER else []
     return any(_is_open(n.meta.get("val")) for n in given)
 
@@ -541,7 +550,8 @@ def _collect_nodes(args: Any) -> list[fx.Node]:
 
 
 def _of_all_rows(argument: Any) -> Any:
-    """The size of a dim as it is with all rows."""
+    """Return the size of a dim with all rows kept, for an argument that is a data-dependent size; return other
+    arguments unchanged."""
     if isinstance(argument, ComputedSize):
         if not isinstance(argument.all_rows, int):
             raise Unselectable

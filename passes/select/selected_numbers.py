@@ -31,8 +31,8 @@ _WHOLE, _REAL = torch.int64, torch.float64  # what Python's numbers are
 
 @dataclass(frozen=True, eq=False)
 class ComputedSize:
-    """A number that only the data tell: ``node`` has it, a tensor of no dims; ``None``: only what is asserted of it may
-    read it. ``all_rows``: what it would be if every row were selected, which shapes are made of."""
+    """A data-dependent number. ``node``: the 0-dimensional tensor that holds it; ``None`` if only assertions may read
+    it. ``all_rows``: its value if every row were selected, used for shapes."""
 
     node: fx.Node | None
     all_rows: Any = None
@@ -78,7 +78,8 @@ _MAKES = {aten.scalar_tensor.default: 0, aten.full.default: 1, aten.new_full.def
 
 
 def number_of(build: SelectedRows, given: Any) -> ComputedSize:
-    """What ``given``, which forward takes for a number, is computed from."""
+    """Return ``given``, a data-dependent number, as a :class:`ComputedSize`. Raises :class:`Unselectable` for anything
+    else."""
     if isinstance(given, MaskedRowCount):
         return ComputedSize(build.count_selected(given.mask), int(given))
     if isinstance(given, fx.Node) and given.target in ITEMS:
@@ -93,7 +94,8 @@ def is_number(given: Any) -> bool:
 
 
 def compute_number(build: SelectedRows, target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What Python's operator ``target`` makes of numbers."""
+    """Apply Python's operator ``target`` to numbers, and return a number or, for data-dependent operands, a
+    :class:`ComputedSize`."""
     numbers = [number_of(build, a) if is_number(a) else a for a in args]
     if not any(isinstance(n, ComputedSize) for n in numbers):
         return target(*args)
@@ -119,10 +121,8 @@ def _try_arithmetic(target: Callable[..., Any], args: list[Any]) -> Any:
 
 
 def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """The operator of ``node`` with tensors in the place of numbers; in lists, which are shapes, they stay.
-
-    ``None``: it is given no such number.
-    """
+    """Append the operator of ``node`` with tensors in place of data-dependent numbers, and return its result. Numbers
+    in lists, which are shapes, stay. ``None`` if no argument is such a number."""
     if not any(is_number(a) for a in (*args, *kwargs.values())):
         return None
     value, target = node.meta["val"], node.target
@@ -158,7 +158,7 @@ def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> 
 
 
 def number_selected_rows(build: SelectedRows, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Selected rows by their number: 0, 1, .."""
+    """Return a node with the index 0, 1, .. of each selected row."""
     made = build.insert_call(aten.sub.Tensor, build.number_selected(mask), 1)
     made = made if dtype == _WHOLE else build.insert_call(aten.to.dtype, made, dtype)
     build.rows[made], build.numbered[made] = MaskedRows(mask, 0), mask

@@ -42,7 +42,8 @@ def _mean_over(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False
 
 
 def _find_reduced_dims(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] | None:
-    """The dims that are reduced, all if there are none; ``None``: the rows are not."""
+    """Return the dims that a reduction removes (all dims if ``dims`` is empty); ``None`` if the row dim is not among
+    them."""
     rank = x.meta["val"].dim()
     dims = [dims] if isinstance(dims, int) else dims
     over = [d % rank for d in (dims if dims else range(rank))]
@@ -50,7 +51,7 @@ def _find_reduced_dims(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] 
 
 
 def _count_selected_elements(build: SelectedRows, x: fx.Node, over: list[int]) -> fx.Node:
-    """How many selected elements there are of ``x`` in these dims."""
+    """Return a node with the number of selected elements of ``x`` over the dims ``over``."""
     rows, sizes = build.rows[x], x.meta["val"].shape
     others = math.prod(sizes[d] for d in over if d != rows.dim)
     count = build.count_selected(rows.mask)
@@ -58,7 +59,7 @@ def _count_selected_elements(build: SelectedRows, x: fx.Node, over: list[int]) -
 
 
 def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
-    """``var``, ``std`` and their forms with the mean beside it."""
+    """Return the rewrite of ``var`` or ``std`` (``root``), optionally with the mean as second result."""
 
     def rule(
         build: SelectedRows,
@@ -96,7 +97,7 @@ def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
 
 
 def _take_square_root(build: SelectedRows, x: fx.Node) -> fx.Node:
-    """A square root whose gradient at zero is zero."""
+    """Return the square root of ``x``, with a gradient of zero where ``x`` is zero."""
     none = build.insert_call(aten.eq.Scalar, x, 0)
     root = build.insert_call(aten.sqrt.default, build.insert_call(aten.masked_fill.Scalar, x, none, 1))
     return build.insert_call(aten.masked_fill.Scalar, root, none, 0)
@@ -114,7 +115,8 @@ def _get_highest_value(value: Tensor) -> float:
 def _make_filled_reduction(
     target: Any, number: Callable[[Tensor], float], dim_at: int | None = None
 ) -> Callable[..., Any]:
-    """A reduction that is not changed by ``number``; ``dim_at``: the place of its dims, ``None``: it has none."""
+    """Return the rewrite of a reduction that first sets unselected rows to ``number``, its neutral element. ``dim_at``:
+    the position of the argument with the dims; ``None`` if there is none."""
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
         given = (x, *args)
@@ -128,7 +130,7 @@ def _make_filled_reduction(
 
 
 def _make_extreme_rule(target: Any, number: Callable[[Tensor], float]) -> Callable[..., Any]:
-    """The largest or smallest along a dim, and which of the selected rows it is of."""
+    """Return the rewrite of ``max`` or ``min`` along a dim; the index in its result counts selected rows only."""
 
     def rule(build: SelectedRows, x: fx.Node, dim: int, keepdim: bool = False) -> Any:
         if _find_reduced_dims(build, x, dim) is None:
@@ -154,7 +156,7 @@ def _extreme_place(target: Any, number: Callable[[Tensor], float]) -> Callable[.
 
 
 def _nth_place(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
-    """The number among the selected rows of each row ``place``."""
+    """Return, for each row index in ``place``, the index of that row among the selected rows."""
     nth = build.insert_call(aten.sub.Tensor, build.number_selected(build.rows[x].mask), 1)
     flat = build.insert_call(aten.reshape.default, place, [place.meta["val"].numel()])
     found = build.insert_call(aten.index_select.default, nth, 0, flat)
@@ -162,7 +164,7 @@ def _nth_place(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
 
 
 def _make_norm_rule(target: Any, order_at: int, dim_at: int) -> Callable[..., Any]:
-    """Zeros add nothing to a norm of a positive order."""
+    """Return the rewrite of a norm, in which unselected rows are set to zero. A norm of negative order is refused."""
     zeroed = _make_filled_reduction(target, lambda value: 0, dim_at)
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +202,8 @@ def _compute_cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) ->
 
 # -- losses ------------------------------------------------------------------------------------------------------------
 def _reduced_terms(target: Any, position: int) -> Callable[..., Any]:
-    """A loss whose argument at ``position`` is its reduction."""
+    """Return the rewrite of a loss that computes its terms unreduced and reduces the selected ones. ``position``: the
+    index of the argument ``reduction``."""
 
     def rule(build: SelectedRows, *args: Any, **kwargs: Any) -> Any:
         given = list(args)
@@ -226,7 +229,7 @@ def _apply_reduction(build: SelectedRows, terms: fx.Node, reduction: int) -> Any
 
 
 def _make_classification_rule(target: Any) -> Callable[..., Any]:
-    """Cross entropy or the like of numbers of classes: what is not selected has a class that is ignored."""
+    """Return the rewrite of cross entropy and similar losses, in which unselected rows get the ignored class."""
 
     def rule(
         build: SelectedRows,

@@ -46,8 +46,9 @@ _ANY_TYPE = frozenset({Tensor.nonzero, torch.nonzero, Tensor.argwhere, torch.arg
 
 @contextmanager
 def selections_traced(is_users: Callable[[str], bool]) -> Iterator[None]:
-    """Inside, masks that are computed alike select one number of rows, and numbers of classes that only the data tell
-    are those that torch's functions need. ``is_users``: whether a source file is neither torch's nor this package's."""
+    """Inside the context, masks that are computed alike select the same symbolic number of rows, and a data-dependent
+    number of classes is assumed to equal the number that torch's own functions require. ``is_users``: whether a source
+    file is neither torch's nor this package's."""
     selections = _Selections(is_users)
     plain = ShapeEnv.evaluate_expr
 
@@ -74,8 +75,8 @@ class _Selections(TorchFunctionMode):
         self.classes: set[Any] = set()  # symbols of numbers of classes
 
     def needs(self, expr: Any) -> bool:
-        """Whether it is one of torch's functions that asks whether classes are of a certain number, as it compares
-        sizes that have to be equal; not forward, which decides by the answer."""
+        """Whether ``expr`` asks whether the number of classes equals an integer, and one of torch's own functions asks.
+        A comparison by the user's forward does not count."""
         sides = expr.args if isinstance(expr, sympy.Eq) else ()
         if not any(s in self.classes for s in sides) or not any(s.is_Integer for s in sides):
             return False
@@ -124,7 +125,7 @@ class _Selections(TorchFunctionMode):
         return made
 
     def _key_of(self, node: fx.Node) -> int:
-        """A key that masks have in common if they are computed alike from what is not written to."""
+        """Return a key of ``node`` that is equal for nodes that are computed alike."""
         if node.graph is not self.graph:
             self.graph, self.key, self.counts = node.graph, Numbers(), {}
         return self.key(node)
@@ -148,7 +149,8 @@ def _collect_ancestors(node: fx.Node) -> set[fx.Node]:
 
 # -- functions of torch that look at numbers ---------------------------------------------------------------------------
 def _cross_entropy(func: Callable[..., Tensor], input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Cross entropy of probabilities: torch looks whether there are rows before it averages."""
+    """Compute cross entropy without torch's check whether there are rows: for probabilities, average the unreduced
+    terms."""
     plain = not _is_open(target) or not target.dtype.is_floating_point or kwargs.get("reduction", "mean") != "mean"
     if plain or len(args) > 1:
         return func(input, target, *args, **kwargs)
@@ -156,7 +158,8 @@ def _cross_entropy(func: Callable[..., Tensor], input: Tensor, target: Tensor, *
 
 
 def _one_hot(func: Callable[..., Tensor], input: Tensor, num_classes: int = -1) -> Tensor:
-    """Torch looks for the largest class."""
+    """Replace ``one_hot`` without a given number of classes by an operator that can be traced, since torch would read
+    the largest class."""
     if num_classes != -1 or not isinstance(input, FakeTensor):
         return func(input, num_classes)
     made: Tensor = ONE_HOT(input.to(torch.int64))
@@ -166,7 +169,7 @@ def _one_hot(func: Callable[..., Tensor], input: Tensor, num_classes: int = -1) 
 def _compute_logsumexp(
     func: Callable[..., Tensor], input: Tensor, dim: Any, keepdim: bool = False, **kwargs: Any
 ) -> Tensor:
-    """Torch looks whether there are rows."""
+    """Compute ``logsumexp`` without torch's check whether there are rows."""
     if not _is_open(input) or kwargs:
         return func(input, dim, keepdim=keepdim, **kwargs)
     largest = input.detach().amax(dim, keepdim=True)
@@ -176,7 +179,7 @@ def _compute_logsumexp(
 
 
 def _gaussian_nll(func: Callable[..., Tensor], input: Tensor, target: Tensor, var: Any, **kwargs: Any) -> Tensor:
-    """Torch looks whether a variance is negative, and raises an error; here the loss is then not a number."""
+    """Compute the loss without torch's check for negative variances. The loss is NaN for a negative variance."""
     if isinstance(var, Tensor):
         var = torch.where(var < 0, torch.nan, var)
     with mock.patch.object(torch, "any", return_value=False):

@@ -2,3 +2,19 @@
 
 It needs a plan's program and weights, and nothing of the planner. Users import its names from ``partitioner``.
 """
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+if __name__ == "runtime":  # imported by its folder's name, with the repository's root on the path
+    sys.modules["runtime"] = import_module("partitioner.runtime")
+
+
+def __getattr__(name: str) -> object:
+    """Return a public name of ``partitioner``: scripts from before there was one import name use ``runtime.Engine``."""
+    public = import_module("partitioner")
+    if name not in public.__all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(public, name)

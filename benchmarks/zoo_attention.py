@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
+import partitioner.passes.ops.attention  # noqa: F401  registers partition::band_attention
 from partitioner.passes.ir.model import Captured
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
-from partitioner.runtime.comm.thread_backend import ThreadWorld
+from partitioner.runtime.comm.thread_backend import ThreadCommunicator, ThreadWorld
 from partitioner.runtime.program.program import Program
 
 
-def on_every_rank(program: Program, work: Any) -> list[Any]:
+def on_every_rank(program: Program, work: Callable[[ThreadCommunicator], Any]) -> list[Any]:
+    """The results of ``work(communicator)`` by rank. Raises the first error of a rank, which releases the others."""
     world = ThreadWorld(program.world_size, timeout=20)
     results: list[Any] = [None] * program.world_size
     errors: list[BaseException] = []

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from partitioner import Engine
-from partitioner.runtime.comm.thread_backend import ThreadWorld
 from partitioner.runtime.program.program import Program, Stage
+from tests.helpers.every_rank import on_every_rank
 from tests.helpers.runtime_programs import Net, net_inputs
 
 
@@ -31,29 +31,10 @@ def check(run: Any, model: Net, output: dict[str, Tensor]) -> None:
         torch.testing.assert_close(run.grads[name], grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def in_threads(program: Program, work: Any) -> list[Any]:
+def in_threads(program: Program, work: Callable[[Engine], Any]) -> list[Any]:
     """``work(engine)`` on every rank; raises the first error."""
     model = Net()
-    world = ThreadWorld(program.world_size, timeout=20)
-    results: list[Any] = [None] * program.world_size
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            engine = Engine(program, model, communicator=world.communicator(rank))
-            results[rank] = work(engine)
-        except BaseException as error:
-            errors.append(error)
-            world.abort(str(error))
-
-    threads = [threading.Thread(target=run, args=(r,)) for r in range(program.world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
+    return on_every_rank(program, lambda communicator: work(Engine(program, model, communicator=communicator)))
 
 
 def broken(program: Program, stage: int) -> Program:

@@ -14,7 +14,9 @@ from partitioner import Constraints, Topology, partition
 from partitioner.passes.dtypes import FLOATING, OTHERS, get_dtype_itemsize, is_floating, sum_type
 from partitioner.passes.ir.gradient_flow import accumulated_in
 from partitioner.passes.ir.serialize import GraphFormatError, dtype_of
+from tests.helpers.paths import ROOT
 
+BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "__init__")
 HEAVY = (
     "torch", "transformers", "ortools", "sympy", "pygraphviz", "graphviz", "networkx", "scipy", "pandas", "matplotlib",
 )  # fmt: skip
@@ -113,3 +115,11 @@ def test_sizes_of_types_are_those_of_torch():
     for function in (get_dtype_itemsize, is_floating, sum_type):
         with pytest.raises(GraphFormatError, match="float33"):
             function("float33")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_can_be_imported_alone(name: str):
+    """No module counts on another one to have registered an operator first."""
+    code = f"import sys; sys.path[:0] = ['benchmarks', '.']; import {name}"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)

@@ -75,16 +75,24 @@ class Reducer:
     def all_reduce(self, num_bytes: float, axes: Axes) -> CommunicationTime:
         """Cost of an all-reduce of ``num_bytes`` of gradients over ``axes``: of a bucket, or of the shards left after
         scattering."""
-        key = "all_reduce", num_bytes, axes
-        if key not in self._times:
-            self._times[key] = self._find_all_reduce_time(num_bytes, axes)
-        return self._times[key]
+        return self._time_once("all_reduce", num_bytes, axes, lambda: self._find_all_reduce_time(num_bytes, axes))
 
     def all_gather(self, num_bytes: float, axes: Axes) -> CommunicationTime:
         """Cost of gathering ``num_bytes`` of updated parameters over ``axes``."""
-        key = "all_gather", num_bytes, axes
+        return self._time_once(
+            "all_gather",
+            num_bytes,
+            axes,
+            lambda: CommunicationTime(collective_time("all_gather", num_bytes, self.group(axes))),
+        )
+
+    def _time_once(
+        self, op: str, num_bytes: float, axes: Axes, find: Callable[[], CommunicationTime]
+    ) -> CommunicationTime:
+        """The result of ``find``, which is called once for each operation, size and axes."""
+        key = op, num_bytes, axes
         if key not in self._times:
-            self._times[key] = CommunicationTime(collective_time("all_gather", num_bytes, self.group(axes)))
+            self._times[key] = find()
         return self._times[key]
 
     def _find_all_reduce_time(self, num_bytes: float, axes: Axes) -> CommunicationTime:
@@ -127,10 +135,8 @@ class Reducer:
 
         ``last``: it crosses the outermost links of the reduction, on which gradients may be compressed.
         """
-        key = "scatter_last" if last else "scatter", num_bytes, axes
-        if key not in self._times:
-            self._times[key] = self._find_scatter_time(num_bytes, axes, last)
-        return self._times[key]
+        op = "scatter_last" if last else "scatter"
+        return self._time_once(op, num_bytes, axes, lambda: self._find_scatter_time(num_bytes, axes, last))
 
     def _find_scatter_time(self, num_bytes: float, axes: Axes, last: bool) -> CommunicationTime:
         group = self.group(axes)

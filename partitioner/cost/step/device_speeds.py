@@ -1,8 +1,10 @@
-"""Lower bound on the step time where devices differ: each group of ranks does work in proportion to its speed.
+"""Lower bounds on the step time of clusters whose devices differ in speed. Each group of ranks does work in proportion
+to its speed.
 
-Under GPipe and 1F1B, a pipeline in which ``j`` stages are fully loaded and the others idle takes ``(n - 1 + j) work /
-v`` for ``n`` microbatches, where ``v`` is the summed speed of its ``j`` fastest stages. No other division of the work
-among stages beats the best ``j``, since the longest stage and the sum of all stages are piecewise linear in it.
+Consider ``n`` microbatches, each of ``work`` seconds at speed 1, under GPipe or 1F1B. A pipeline in which ``j`` stages
+have equal load and the others are idle takes ``(n - 1 + j) work / v`` seconds, where ``v`` is the summed speed of its
+``j`` fastest stages. No other division of the work among stages is faster than the best ``j``: the step time is
+piecewise linear in the stages' loads, so its minimum is at one of these divisions.
 """
 
 from __future__ import annotations
@@ -26,18 +28,22 @@ _STEPS = 64  # ends of microbatches that are looked at: fewer say less, but noth
 
 @dataclass(frozen=True)
 class PipelineSpeeds:
-    """Groups of equal pipelines: ``speeds`` of their stages, shape ``[kinds of pipelines, stages]``, fastest first, and
-    ``counts``, the number of pipelines of each kind."""
+    """Kinds of pipelines, where all pipelines of a kind have the same stage speeds.
+
+    ``speeds``: shape ``[kinds, stages]``, fastest stage first. ``counts``: number of pipelines of each kind, shape
+    ``[kinds]``.
+    """
 
     speeds: Matrix
     counts: Counts
 
     def least(self, work: float, microbatches: float, *, plain: bool) -> float:
-        """Lower bound in seconds on ``microbatches`` in all, each of ``work`` seconds at speed 1, at least one in each
-        pipeline.
+        """Return a lower bound in seconds on the time in which the pipelines process ``microbatches`` in total, at
+        least one in each pipeline.
 
-        ``plain``: under GPipe or 1F1B. Otherwise under any schedule: no stage is busy for longer than the step, and one
-        microbatch goes through all stages.
+        ``work``: seconds of one microbatch on all stages at speed 1. ``plain``: the schedule is GPipe or 1F1B.
+        Otherwise the bound holds for any schedule. It then uses only that no stage is busy for longer than the step,
+        and that one microbatch passes through all stages.
         """
         speed = np.cumsum(self.speeds, axis=1)
         least = microbatches / float(speed[:, -1] @ self.counts)
@@ -57,8 +63,12 @@ class PipelineSpeeds:
 
 @dataclass(frozen=True)
 class GroupSpeeds:
-    """Groups of ranks, each as fast as its slowest device: ``counts`` groups of each of ``speeds``, fastest first. They
-    form ``pipelines`` pipelines of equally many groups, one group to a stage, in any combination."""
+    """Groups of ranks of different speeds, one group for each stage of ``pipelines`` pipelines of equal length. Which
+    groups form a pipeline is open.
+
+    ``speeds``: the distinct speeds, fastest first; a group is as fast as its slowest device. ``counts``: number of
+    groups of each speed.
+    """
 
     speeds: Vector
     counts: Counts
@@ -71,7 +81,7 @@ class GroupSpeeds:
 
     @cached_property
     def together(self) -> float:
-        """Summed speed of all groups."""
+        """Sum of the speeds of all groups."""
         return float(self.speeds @ self.counts)
 
     @cached_property
@@ -80,17 +90,19 @@ class GroupSpeeds:
         return float(self.speeds[0])
 
     def fastest_together(self, number: Counts) -> Vector:
-        """Summed speed of the fastest ``number`` groups, for each element of ``number``."""
+        """Return the summed speed of the ``number`` fastest groups, for each element of ``number``."""
         before = np.cumsum(self.counts) - self.counts
         taken = np.clip(number[:, None] - before, 0, self.counts)
         together: Vector = taken @ self.speeds
         return together
 
     def least(self, work: float, microbatches: float, *, plain: bool) -> float:
-        """Lower bound in seconds as of :meth:`PipelineSpeeds.least`, over every way to form pipelines of the groups.
+        """Return a lower bound in seconds on the time in which all pipelines process ``microbatches`` in total, over
+        every way to form pipelines of the groups. The arguments are those of :meth:`PipelineSpeeds.least`.
 
-        In one pipeline no group is faster than the ``pipelines``-th fastest group. Summed over the pipelines, of which
-        the fastest ``J`` groups work, GPipe and 1F1B take ``(microbatches - pipelines + J) work / v(J)``.
+        The fastest group of the slowest pipeline is at most as fast as the ``pipelines``-th fastest group. If the ``J``
+        fastest groups work and the others are idle, the formula of GPipe and 1F1B, summed over all pipelines, gives
+        ``(microbatches - pipelines + J) work / v(J)``, where ``v(J)`` is the summed speed of these groups.
         """
         if self.number == self.pipelines:
             return PipelineSpeeds(self.speeds[:, None], self.counts).least(work, microbatches, plain=plain)
@@ -104,11 +116,12 @@ class GroupSpeeds:
 
 
 def pool_of(speeds: Vector, counts: Counts, size: int, pipelines: int) -> GroupSpeeds:
-    """Groups of ``size`` devices in ``pipelines``, formed of ``counts`` devices of each of ``speeds``, fastest
-    together.
+    """Return groups of ``size`` devices each, formed of ``counts[i]`` devices of speed ``speeds[i]``. The fastest
+    devices are grouped together, and a group is as fast as its slowest device. ``pipelines``: number of pipelines of
+    the groups.
 
     >>> pool_of(np.array([0.5, 1.0]), np.array([5, 3]), 2, 2)
-    Pool(speeds=array([1. , 0.5]), counts=array([1, 3]), pipelines=2)
+    GroupSpeeds(speeds=array([1. , 0.5]), counts=array([1, 3]), pipelines=2)
     """
     order = np.argsort(-speeds, kind="stable")
     of_speed = np.diff(np.cumsum(counts[order]) // size, prepend=0)
@@ -117,13 +130,15 @@ def pool_of(speeds: Vector, counts: Counts, size: int, pipelines: int) -> GroupS
 
 
 def work_and_speeds(seconds: Matrix, often: Sequence[int]) -> tuple[float, Vector]:
-    """Seconds of all blocks' work at speed 1, and the speed of each device type.
+    """Return the seconds of all calls on a device of speed 1, and the speed of each device type relative to the
+    fastest, shape ``[kinds]``. Any set of calls takes at least its work divided by the type's speed.
 
-    ``seconds``: of each block on each type, shape ``[kinds, blocks]``. ``often``: the number of calls of each block. No
-    set of calls takes less on a type than its work divided by the type's speed.
+    ``seconds``: seconds of a call of each block on each device type, shape ``[kinds, blocks]``. ``often``: number of
+    calls of each block.
 
-    Speeds are averages over all blocks. Where a type runs a block relatively faster, the block's work is reduced
-    accordingly: with these speeds as prices in the linear program that divides blocks among types, the dual is a bound.
+    A speed is an average over all blocks. If a type runs some block relatively faster than its average, that block's
+    work is reduced until the statement above holds for it. (The speeds are a feasible dual solution of the linear
+    program that divides the blocks among the device types, so the result is a bound.)
     """
     of_all = np.maximum(seconds @ np.array(often, dtype=np.float64), _TINY_S)
     speeds = of_all.min() / of_all

@@ -1,4 +1,4 @@
-"""A topology with a mesh laid over it: which devices, groups and links each pipeline stage has."""
+"""Device mesh placed on a topology: the devices, communication groups and links of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -49,8 +49,11 @@ HERE = Link(name="here", bandwidth=1e30, latency=0.0, level=-1)
 @hashed_once
 @dataclass(frozen=True)
 class RankProfile:
-    """The facts that decide how long a call takes on a rank: the device type, its speed, and its groups by mesh
-    axis."""
+    """The facts that decide how long a call takes on a rank.
+
+    ``kind``: name of the device type. ``speed``: factor on the type's compute rates and memory bandwidth. ``groups``:
+    pairs of a mesh axis and the communication group of the rank along that axis.
+    """
 
     kind: str
     speed: float
@@ -62,15 +65,20 @@ Seats = tuple[RankProfile, ...]  # the different ones that wait for each other
 
 @dataclass(frozen=True)
 class PlacedMesh:
-    """A topology with a mesh laid over it.
+    """A topology with a device mesh laid over it. Code and docstrings also call it the machine.
 
-    ``devices``: the device of every rank; ``None``: rank ``i`` runs on device ``i``. ``precision``: the type of most of
-    the work. ``mesh`` has the axes whose sizes multiply to the number of ranks. ``ep`` ranks of dp x cp x tp share the
-    experts, each sharded over ``etp`` of them (0: ``tp``). ``zero``: the stage of state sharding, over ``dp_shard`` of
-    the ``dp`` ranks (0: all). ``gradient_bytes``: of all gradients of the model. ``overlap``: whether collectives of
-    gradients and weights run behind computation. ``num_experts``: of the layer with the most experts. ``profile``: how
-    what runs the plan executes it. ``reserve``: bytes of every rank that stay free. All properties are by pipeline
-    stage, except ``device``, ``group``, ``groups`` and ``spread``.
+    - ``mesh``: size of each axis. The sizes, without ``ep``, multiply to the number of ranks. ``devices``: the device
+      index of every rank; ``None``: rank ``i`` runs on device ``i``.
+    - ``precision``: the number format of most matrix products, such as ``"bf16"``.
+    - ``ep``: number of ranks over which the experts are distributed. They are taken from the ``dp``, ``cp`` and ``tp``
+      ranks. ``etp``: number of ranks that share one expert; 0 means ``tp``. ``num_experts``: number of experts of the
+      layer with the most experts.
+    - ``zero``: the ZeRO stage. ``dp_shard``: number of ``dp`` ranks that share a state under ZeRO; 0 means all of them.
+    - ``gradient_bytes``: bytes of all gradients of the unsharded model.
+    - ``profile``: how the framework that runs the plan executes it. ``reserve``: bytes that stay free on every rank.
+
+    Properties are tuples with one entry per pipeline stage, except ``device``, ``group``, ``groups``, ``spread`` and
+    what their own docstrings describe otherwise.
     """
 
     topology: Topology
@@ -89,7 +97,9 @@ class PlacedMesh:
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)  # shared by copies
 
     def compute_once(self, key: Hashable, find: Callable[[], Found]) -> Found:
-        """Compute a value that does not depend on how the machine is used, once for all copies of the machine."""
+        """Return ``find()``, which is called once for each ``key``. The results are shared by all copies that
+        ``replace`` makes of this object, so ``key`` must contain the fields that differ between copies and that the
+        result depends on."""
         if key not in self.memo:
             self.memo[key] = find()
         found: Found = self.memo[key]
@@ -97,31 +107,37 @@ class PlacedMesh:
 
     @cached_property
     def device(self) -> DeviceType:
-        """The device type that the sharding is chosen for."""
+        """The device type for which layouts are chosen: the most common one of the topology."""
         return self.topology.types[reference_type(self.topology)]
 
     def group(self, *axes: str) -> Group:
-        """The slowest group over ``axes`` on any stage."""
+        """Return the slowest of all groups that the ranks form over ``axes``, on any stage."""
         if "pp" in axes:
             return axis_group(self.topology, self.mesh, *axes, devices=self.devices)
         return select_slowest_group(self.stage_groups(*axes))
 
     @cached_property
     def groups(self) -> dict[str, Group]:
-        """The slowest group of each mesh axis, for the collectives inside blocks."""
+        """The slowest group of each mesh axis with more than one rank (axis -> group). Collectives inside blocks use
+        them."""
         return {axis: self.group(axis) for axis in AXES if self.mesh.get(axis, 1) > 1}
 
     def stage_groups(self, *axes: str) -> tuple[Group, ...]:
-        """The slowest group over ``axes`` on each stage. ``axes`` excludes ``pp``; ``experts`` are the replicas of an
-        expert."""
+        """Return, for each stage, the slowest of the groups that its ranks form over ``axes``. ``axes`` excludes
+        ``pp``. The axis ``"experts"`` means the ranks that hold replicas of the same expert; the axes of
+        ``HYBRID_AXES`` are allowed, too."""
         if any(a in HYBRID_AXES for a in axes):
             return self.grid_groups(self.hybrid_grid("edp_shard" in axes or "edp_replicate" in axes), axes)
         others = tuple(a for a in axes if a != "experts")
         return self._find_expert_groups("dp", *others) if "experts" in axes else self._find_mesh_groups(*axes)
 
     def grid_groups(self, grid: Mapping[str, int], axes: Collection[str]) -> tuple[Group, ...]:
-        """The slowest group over ``axes`` of ``grid`` on each stage. ``grid``: any axes whose sizes multiply to the
-        number of ranks, outermost first."""
+        """Return, for each stage, the slowest of the groups that its ranks form over ``axes`` of ``grid``.
+
+        ``grid``: axis names and sizes, outermost first, whose sizes multiply to the number of ranks. If ``axes``
+        alternate with other axes so often that the three inner axes of a mesh cannot express it, the group of all ranks
+        of the stage is returned. It contains the group that was asked for.
+        """
         runs: list[tuple[bool, int]] = []  # neighbours that are all among axes, or all not, are one axis
         for axis, size in grid.items():
             if axis != "pp" and size > 1:
@@ -145,8 +161,8 @@ class PlacedMesh:
     def _find_slowest_groups(
         self, mesh: Mapping[str, int], axes: tuple[str, ...], ring: bool = False
     ) -> tuple[Group, ...]:
-        """The slowest group over ``axes`` of ``mesh`` on each stage. ``ring``: with the hops of messages from rank to
-        rank."""
+        """Return, for each stage, the slowest of the groups that its ranks form over ``axes`` of ``mesh``. ``ring``:
+        the groups include the links of messages that ranks send around a ring."""
 
         def find() -> tuple[Group, ...]:
             if self.nested and is_nested([mesh.get(axis, 1) for axis in reversed(AXES)], self.nested):
@@ -158,8 +174,8 @@ class PlacedMesh:
 
     @cached_property
     def expert_mesh(self) -> dict[str, int]:
-        """The mesh in the view of the experts: ``dp`` are the replicas of an expert, ``cp`` stands for ``ep``, ``tp``
-        for ``etp``."""
+        """The mesh of the same ranks from the experts' point of view (axis -> size). ``dp`` counts the replicas of an
+        expert, ``cp`` stands for ``ep``, and ``tp`` for ``etp``."""
         room = math.prod(self.mesh.get(axis, 1) for axis in ("dp", "cp", "tp"))
         etp = self.expert_tp
         return {"pp": self.mesh.get("pp", 1), "dp": room // (self.ep * etp), "cp": self.ep, "tp": etp, "ep": 1}
@@ -169,7 +185,8 @@ class PlacedMesh:
         return hybrid_mesh({**self.mesh, "ep": self.ep}, self.etp, self.dp_shard)
 
     def hybrid_grid(self, experts: bool) -> dict[str, int]:
-        """The mesh with ``dp`` (for experts: ``edp``) divided into replicas and ranks that share states."""
+        """Return the mesh (axis -> size, outermost first) with ``dp`` divided into ``dp_replicate`` and ``dp_shard``.
+        If ``experts``, return the mesh of the experts, divided into ``edp_replicate`` and ``edp_shard``."""
         parts, mesh, pp = self.hybrid_mesh, self.mesh, {"pp": self.mesh.get("pp", 1)}
         if experts:
             edp = {axis: parts[axis] for axis in ("edp_replicate", "edp_shard")}
@@ -179,28 +196,29 @@ class PlacedMesh:
 
     @property
     def hybrid(self) -> bool:
-        """Whether ``dp`` is divided into ranks that share states and replicas of these."""
+        """Whether ZeRO shards states over a part of the ``dp`` ranks, and the parts are replicas of each other."""
         return self.zero > 0 and self.dp_shard not in (0, self.mesh.get("dp", 1))
 
     @property
     def expert_tp(self) -> int:
-        """Ranks that share one expert."""
+        """Number of ranks that share one expert."""
         return self.etp or self.mesh.get("tp", 1)
 
     @property
     def by_rows(self) -> bool:
-        """Whether ranks along ``tp`` have different rows for the experts, and whole experts that differ from rank to
-        rank."""
+        """Whether the ranks of ``tp`` hold different whole experts and process different rows (tokens), instead of
+        sharing each expert."""
         return split_of(self.mesh.get("tp", 1), self.ep, self.etp) == "rows"
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that share the same weights under ZeRO, except experts."""
+        """Number of ranks among which ZeRO shards a state that does not belong to experts."""
         return (self.dp_shard or self.mesh.get("dp", 1)) * self.mesh.get("cp", 1)
 
     @property
     def spread(self) -> Spread:
-        """How calls are spread besides ``tp``, over the slowest groups of any stage."""
+        """How calls are distributed over ranks by expert parallelism and ZeRO-3, with the slowest groups of any
+        stage."""
         used = (
             self.ep,
             self.etp,
@@ -232,13 +250,14 @@ class PlacedMesh:
 
     @property
     def sharded(self) -> Sharded:
-        """How states are sharded besides ``tp``."""
+        """How parameters, gradients and optimizer states are sharded in addition to ``tp``."""
         held = self.spread.of_experts
         sharers = self.hybrid_mesh["edp_shard"]
         return Sharded(self.zero, self.replicas, held, sharers, self.by_rows, self.hybrid)
 
     def scattering(self, num_microbatches: int) -> Scattering:
-        """The gradients in flight to their shards under ZeRO-1 and ZeRO-2."""
+        """Return the bytes of gradient buckets that a rank holds temporarily under ZeRO-1 and ZeRO-2, while they are
+        scattered to the ranks that share the states. ``num_microbatches``: number of microbatches of a step."""
         all_of_them = self.gradient_bytes / (self.mesh.get("tp", 1) * self.mesh.get("pp", 1))
         ranks = self.mesh.get("dp", 1) * self.mesh.get("cp", 1)
         bucket = min(float(bucket_limit(ranks)), all_of_them)
@@ -256,18 +275,19 @@ class PlacedMesh:
 
     @property
     def capacity(self) -> tuple[int, ...]:
-        """Usable bytes of a rank, by stage."""
+        """Usable bytes of a rank, for each stage. The smallest device of a stage counts."""
         whole = self.compute_once("capacity", lambda: stage_capacity(self.topology, self.mesh, self.devices))
         return tuple(max(0, room - self.reserve) for room in whole) if self.reserve else whole
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """The link from each stage to the next."""
+        """The link from each stage to the next, ``pp - 1`` entries. It is the slowest link between ranks of the two
+        stages."""
         return self.compute_once("links", lambda: stage_links(self.topology, self.mesh, self.devices))
 
     def link(self, stage: int, other: int) -> Link:
-        """The slowest link between the ranks of two stages; :data:`HERE` for one stage, within which nothing is
-        sent."""
+        """Return the slowest link between the ranks of two stages. If both are one stage, nothing is sent, and the
+        result is :data:`HERE`."""
         if stage == other:
             return HERE
         return self.compute_once(
@@ -276,7 +296,8 @@ class PlacedMesh:
 
     @property
     def seats(self) -> tuple[Seats, ...]:
-        """The distinct seats of each stage, with the slowest groups of the stage. Equal tuples are one object."""
+        """For each stage, the distinct profiles of its ranks (device type, speed, groups). The groups are the slowest
+        ones of the stage. Equal tuples are one object."""
         return self.compute_once(("seats", self.ep, self.expert_tp), self._build_rank_profiles)
 
     def _build_rank_profiles(self) -> tuple[Seats, ...]:
@@ -294,8 +315,8 @@ class PlacedMesh:
 
     @property
     def pipelines(self) -> tuple[tuple[Seats, ...], ...]:
-        """For each rank of ``dp`` the seats of its stages, which do not wait for other replicas. Equal tuples are one
-        object."""
+        """For each rank of ``dp``, the rank profiles of each stage of that replica. Replicas do not wait for each other
+        inside the pipeline, so each has its own devices and groups. Equal tuples are one object."""
         return self.compute_once(("pipelines", self.ep, self.expert_tp), self._build_pipeline_profiles)
 
     def _build_pipeline_profiles(self) -> tuple[tuple[Seats, ...], ...]:
@@ -327,12 +348,12 @@ class PlacedMesh:
         return tuple(found[k] for k in of_replica.reshape(-1).tolist())
 
     def devices_of(self, stage: int) -> list[DeviceType]:
-        """The distinct device types of a stage, at their speeds."""
+        """Return the distinct device types of a stage, with their rates scaled by the devices' speed factors."""
         return [self.topology.paced_type(seat.kind, seat.speed) for seat in self.seats[stage]]
 
     def host(self, stage: int) -> HostShare | None:
-        """Lower bound on a rank's share of its host, for the ranks of a stage; ``None`` if some host is not
-        described."""
+        """Return the least share of a host that a rank of ``stage`` has: bandwidths, memory and latency, each the worst
+        of the stage. ``None`` if the topology does not describe one of the hosts."""
 
         def find() -> tuple[HostShare | None, ...]:
             shares = self.topology.host_shares
@@ -347,7 +368,7 @@ class PlacedMesh:
 
     @cached_property
     def peak(self) -> float:
-        """Peak FLOP/s of all devices together, in ``precision``."""
+        """Sum of the peak FLOP/s of all devices in ``precision``."""
         paces, of_device = self.topology.paces
         counts = np.bincount(
             of_device[map_ranks_to_devices(self.topology, self.mesh, self.devices)], minlength=len(paces)

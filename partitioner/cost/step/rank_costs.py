@@ -1,4 +1,4 @@
-"""Cost of block calls by the kind of device of a rank and by its groups."""
+"""Costs of block calls on each kind of rank. A kind is a device type, a speed factor and the communication groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ Costs = dict[str, CallCost]  # by block
 
 @dataclass
 class CallCostCache:
-    """Costs of the local graphs ``blocks``, each found once per seat; ``again``: see :class:`CallWork`."""
+    """Cache of the costs of the local graphs ``blocks`` (name -> block), computed once for each kind of rank.
+
+    ``train``: whether calls have a backward. ``again``: the function that selects the nodes which selective
+    recomputation runs again. ``works``: the unpriced work of blocks by ``id(block)``; several caches may share this
+    dict.
+    """
 
     blocks: Mapping[str, Block]
     topology: Topology
@@ -33,7 +38,7 @@ class CallCostCache:
 
     @cached_property
     def _communication_axes(self) -> frozenset[str]:
-        """The mesh axes over which blocks communicate."""
+        """The mesh axes over which some block has a collective."""
         nodes = [
             n for block in self.blocks.values() for n in block.graph.nodes if collective_name(n.target) is not None
         ]
@@ -47,13 +52,15 @@ class CallCostCache:
         return {name: self.works[id(block)] for name, block in self.blocks.items()}
 
     def _get_paced_device(self, kind: str, speed: float) -> DeviceType:
-        """One and the same object for the same pace: work is priced once for each."""
+        """Return the device type ``kind`` with its rates scaled by ``speed``. Equal arguments give one object, because
+        kernel times are cached by the object."""
         if (kind, speed) not in self._devices:
             self._devices[kind, speed] = self.topology.paced_type(kind, speed)
         return self._devices[kind, speed]
 
     def at(self, seat: RankProfile, spread: Spread = NO_SPREAD) -> Costs:
-        """The costs on one seat, of calls that are spread like this."""
+        """Return the cost of one call of each block on a rank with the profile ``seat`` (block name -> cost).
+        ``spread``: how expert parallelism and ZeRO-3 distribute the calls over ranks."""
         seat = replace(
             seat, groups=tuple((axis, group) for axis, group in seat.groups if axis in self._communication_axes)
         )
@@ -68,7 +75,8 @@ class CallCostCache:
         return self._of_seat[seat, spread]
 
     def of_stage(self, seats: tuple[RankProfile, ...], spread: Spread = NO_SPREAD) -> Costs:
-        """The costs on a stage, whose ranks wait for the slowest; one and the same dict for the same seats."""
+        """Return the cost of one call of each block on a stage whose ranks have the profiles ``seats``. The slowest
+        rank counts, since ranks wait for each other in collectives. Equal arguments give one dict."""
         key = seats, spread
         if key not in self._of_stage:
             costs = [self.at(seat, spread) for seat in seats]
@@ -76,20 +84,23 @@ class CallCostCache:
         return self._of_stage[key]
 
     def by_stage(self, machine: PlacedMesh) -> tuple[Costs, ...]:
-        """For each stage of ``machine``."""
+        """Return the cost of one call of each block, for each stage of ``machine``. The slowest rank of a stage
+        counts."""
         spread = machine.spread
         different = {id(seats): seats for seats in machine.seats}
         found = {key: self.of_stage(seats, spread) for key, seats in different.items()}
         return tuple(found[id(seats)] for seats in machine.seats)
 
     def by_pipeline(self, machine: PlacedMesh) -> tuple[Costs, ...]:
-        """For each stage of each different replica of ``machine``, whose ranks do not wait for others'."""
+        """Return the cost of one call of each block for each stage of each distinct ``dp`` replica of ``machine``, one
+        replica after the other. Ranks of different replicas do not wait for each other."""
         spread = machine.spread
         return tuple(self.of_stage(seats, spread) for replica in dict.fromkeys(machine.pipelines) for seats in replica)
 
 
 def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:
-    """Call by call the least seconds, all of them counted as computation."""
+    """Return, for each block, the least seconds of any of ``costs``, as a lower bound. Seconds of collectives are added
+    to those of computation."""
     return {
         name: replace(
             cost,
@@ -105,7 +116,8 @@ def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:
 
 
 def combine_slowest_costs(costs: Sequence[Costs]) -> Costs:
-    """Call by call the most seconds, of ranks that wait for each other in each collective."""
+    """Return, for each block, the most seconds of any of ``costs``, field by field. This is the cost on ranks that wait
+    for each other in each collective."""
     if len(costs) == 1:
         return costs[0]
     return {
@@ -123,7 +135,8 @@ def combine_slowest_costs(costs: Sequence[Costs]) -> Costs:
 
 
 def combine_longest_costs(costs: Sequence[Costs]) -> Costs:
-    """Call by call those that take longest, of ranks that do not wait for each other."""
+    """Return, for each block, the longest forward and the longest backward of any of ``costs``. Computation and
+    collectives of a direction are those of one rank. This is the cost of ranks that do not wait for each other."""
     if len(costs) == 1:
         return costs[0]
     found: Costs = {}
@@ -143,5 +156,6 @@ def combine_longest_costs(costs: Sequence[Costs]) -> Costs:
 
 
 def _least_weights(costs: Sequence[CallCost]) -> float:
-    """What the least backward leaves to gradients of weights, if those of inputs take the least, too."""
+    """Return the seconds of the least backward minus the least seconds of its part for gradients of inputs. The rest is
+    the part for gradients of weights."""
     return min(c.backward_total_s for c in costs) - min(c.backward_total_s - c.later_s for c in costs)

@@ -22,8 +22,8 @@ Matrix = NDArray[np.float64]
 Counts = NDArray[np.int64]
 _ROUNDING = 1e-9
 _TINY_S = 1e-15
-ALONE = 0.5  # least share of a microbatch's work on its path: its backward for weights may run later
-_STEPS = 64  # ends of microbatches that are looked at: fewer say less, but nothing wrong
+ALONE = 0.5  # least share of a microbatch's work on its critical path: gradients of weights may be computed later
+_STEPS = 64  # ends of microbatches that are followed; fewer give a weaker bound
 
 
 @dataclass(frozen=True)

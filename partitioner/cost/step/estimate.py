@@ -1,4 +1,5 @@
-"""Estimate of one training step: time and its parts, the share of peak FLOP/s, and the peak memory of every stage."""
+"""Estimate of one training step: its time by part, its share of the devices' peak FLOP/s, and the peak memory of every
+stage."""
 
 from __future__ import annotations
 
@@ -47,9 +48,11 @@ from partitioner.topology.hosts import BOUNDLESS
 def stage_estimates(
     problem: StageProblem, split: StageSplit, names: Sequence[Sequence[str]], held: Sequence[Sequence[StateCost]]
 ) -> tuple[StageEstimate, ...]:
-    """Calls, seconds and peak memory by component of each stage; the components add up to the peak of one rank.
+    """Return one :class:`StageEstimate` for each stage of ``split``: its calls, its seconds in a step, and its peak
+    memory in bytes by component. The components add up to the peak of one rank.
 
-    ``names``: the states of each stage. ``held``: their costs.
+    ``names``: for each stage, the names of the parameters and buffers that it reads. ``held``: for each stage, the
+    costs of these states, added up by kind.
     """
     m = problem.num_microbatches
     made = []
@@ -75,7 +78,8 @@ def stage_estimates(
 
 
 def _host_bytes(stage: StagePlan, calls: Sequence[StageCall], held: Sequence[StateCost]) -> float:
-    """Bytes of a rank in host memory: activations of all microbatches in flight, and states."""
+    """Return the bytes that a rank of the stage keeps in host memory: offloaded activations of all microbatches in
+    flight, and offloaded states (parameters and optimizer states)."""
     kept = sum(call.cost.host_bytes for call in calls)
     flying = max(run.in_flight for run in stage.runs)
     return flying * kept + sum(cost.in_host for cost in held)
@@ -89,10 +93,11 @@ def _estimate_peak_memory(
     held: Sequence[StateCost],
     coming: float,
 ) -> dict[str, int]:
-    """Peak memory in bytes by component, with the sums of ``StageTables.memory``; the remainder is communication
-    buffers.
+    """Return the peak memory of one rank of a stage in bytes by component. The components are the sums of
+    ``StageTables.memory``; what remains of the peak is the component ``"buffers"`` (communication buffers).
 
-    ``coming``: bytes of gradients that are not allocated before their first reduction.
+    ``number``: index of the stage. ``calls``: its calls. ``held``: the costs of its states. ``coming``: bytes of
+    gradients that are not allocated before their first reduction.
     """
     parts = {kind: sum(cost.kept[kind] for cost in held) for kind in ("parameters", "gradients", "optimizer")}
     parts["residuals"] = sum(cost.lost for cost in held)
@@ -113,7 +118,8 @@ def _estimate_peak_memory(
             half = sum(c.cost.carried_bytes for c in calls) + sum(inputs.values())
 
             def flying(gone: float) -> float:
-                """Saved bytes of all microbatches in flight, of which one has already freed ``gone`` bytes."""
+                """Return the saved bytes of all microbatches in flight, one of which has already freed ``gone``
+                bytes."""
                 return max(w * whole + h * half - min(w, 1) * gone for w, h in problem.held(number))
 
             moments = [(working, flying(0.0), 0.0), (first.closing, flying(whole), 0.0)]
@@ -122,7 +128,7 @@ def _estimate_peak_memory(
                 moments.append((made.working_bytes, flying(0.0), made.cost.saved_bytes))
             fullest = max(moments, key=sum)
             parts |= {"working": fullest[0] + beside, "saved": fullest[1], "recomputed": fullest[2]}
-    parts["gradients"] -= min(coming, max(0.0, sum(parts.values()) - stage.memory))  # not there at the fullest moment
+    parts["gradients"] -= min(coming, max(0.0, sum(parts.values()) - stage.memory))  # not allocated when memory peaks
     sizes = {kind: round(size) for kind, size in parts.items()}
     sizes["buffers"] = max(0, stage.memory - sum(sizes.values()))
     return {kind: size for kind, size in sizes.items() if size}
@@ -144,22 +150,29 @@ def stage_problem(
     costs_by_stage: Sequence[Mapping[str, CallCost]] = (),
     scattering: Scattering = NOTHING_SENT,
 ) -> StageProblem:
-    """The calls of ``model`` as a problem of stages; ``costs`` by block, ``states`` by name.
+    """Return the problem of cutting the calls of ``model`` into pipeline stages, with their costs, memory limits and
+    links.
 
-    ``costs_by_stage``: what blocks take on each stage's devices; empty: the same on all.
-    Calls that are shared or a prologue run on every stage that reads them, and are charged to all of them. ``ranks``:
-    of each virtual stage, which are then the problem's stages; empty: the ranks are. ``scattering``: gradients on their
-    way to their shards.
+    - ``costs``: cost of a call by block name. ``states``: cost of each parameter and buffer by name. ``machine``: the
+      devices, capacities and links of the stages.
+    - ``costs_by_stage``: costs by block name on each stage's devices; empty if they are ``costs`` on all stages.
+    - ``ranks``: the pipeline rank of each virtual stage if ranks hold several. The stages of the problem are then the
+      virtual stages. Empty: each rank holds one stage.
+    - ``scattering``: bytes of gradient buckets that a rank holds temporarily under ZeRO-1 and ZeRO-2.
+
+    Calls that all stages share and calls of the prologue run on every stage that reads their results. The problem
+    charges them to every stage.
     """
     constraints = constraints or Constraints()
-    parts = profile.sends == "parts" and constraints.sequence_parallel is False  # else values are sharded anyway
+    # with sequence parallelism values are sharded over tp in any case
+    parts = profile.sends == "parts" and constraints.sequence_parallel is False
     placed = [(i, call) for i, call in enumerate(model.calls) if not call.shared and not call.prologue]
     offload = constraints.offload or ()
     often = Counter(call.block for _, call in placed)
     everywhere = [call for call in model.calls if call.shared or call.prologue]
     pp = machine.mesh.get("pp", 1)
     at = ranks or range(pp)
-    once = train and num_microbatches == 1 and not ranks  # gradients' pieces are not there from a backward before
+    once = train and num_microbatches == 1 and not ranks  # no shards of gradients exist from an earlier backward
     by_stage = [costs_by_stage[rank] for rank in at] if costs_by_stage else []
     overhead, of_states = _sum_call_costs([costs[call.block] for call in everywhere]), StateCosts.of(states)
     several = num_microbatches > 1 or bool(ranks)
@@ -176,7 +189,7 @@ def stage_problem(
     if ranks and overhead.forward_total_s:
         paces = _once_a_rank(paces or (Pace(tuple(call.cost for call in calls), overhead),) * len(at), ranks)
     if offload:
-        hosts = [machine.host(rank) or BOUNDLESS for rank in at]  # whether there are hosts is asked before
+        hosts = [machine.host(rank) or BOUNDLESS for rank in at]  # earlier code checks that there are hosts
         alike = (Pace(tuple(call.cost for call in calls), overhead),) * len(at)
         calls, paces = add_offload_transfers(calls, paces or alike, hosts, offload, states, train)
     return StageProblem(
@@ -206,12 +219,16 @@ def stage_problem(
 
 
 def _in_part(asked: Asked | None) -> Recompute | None:
-    """For the stages what is made again in part is one and the same way: their costs say what."""
+    """Return the recomputation that the stage problem requires, for the user's constraint ``asked``. ``"scores"`` and
+    ``"alternate"`` become ``"selective"``: they differ only in the operators that are run again, and the costs of the
+    calls contain that already."""
     return "selective" if asked == "scores" or asked == "alternate" else asked
 
 
 def _find_stage_links(machine: PlacedMesh | BestCaseMesh, ranks: Sequence[int], parts: bool) -> tuple[Link, ...]:
-    """From each of a problem's stages to the next; ``parts``: for what the ranks of ``tp`` send in parts."""
+    """Return the link from each stage of the problem to the next. ``ranks``: the pipeline rank of each virtual stage;
+    empty without virtual stages. ``parts``: each rank of ``tp`` sends a part of a value, and the receivers gather the
+    parts. The link then includes the time of this gather."""
     links = tuple(machine.link(*pair) for pair in pairwise(ranks)) if ranks else machine.links
     tp = machine.mesh.get("tp", 1)
     if not parts or tp == 1:
@@ -223,7 +240,11 @@ def _find_stage_links(machine: PlacedMesh | BestCaseMesh, ranks: Sequence[int], 
 def _build_stage_paces(
     by_stage: Sequence[Mapping[str, CallCost]], placed: Sequence[str], everywhere: Sequence[str]
 ) -> tuple[Pace, ...]:
-    """A pace for each stage; stages of the same costs have one and the same."""
+    """Return the costs of all calls on each stage's devices.
+
+    ``by_stage``: for each stage, the cost of a call by block name. ``placed``: the block of each call to be placed.
+    ``everywhere``: the blocks of the calls that every stage runs. Stages with the same cost dict get one object.
+    """
     made: dict[int, Pace] = {}
     for costs in by_stage:
         if id(costs) not in made:
@@ -232,7 +253,8 @@ def _build_stage_paces(
 
 
 def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...]:
-    """``paces`` by virtual stage where only the first one of each of ``ranks`` runs the calls that all stages read."""
+    """Return ``paces`` (the costs of the calls for each virtual stage) changed so that only the first virtual stage of
+    each rank is charged for the calls that every stage runs. ``ranks``: the rank of each virtual stage."""
     without = {id(pace): replace(pace, overhead=CallCost()) for pace in paces}
     first = {rank: k for k, rank in reversed([*enumerate(ranks)])}
     every = enumerate(zip(paces, ranks, strict=True))
@@ -240,7 +262,7 @@ def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...
 
 
 def _sum_call_costs(costs: Sequence[CallCost]) -> CallCost:
-    """Small calls run one after the other."""
+    """Return the cost of running calls one after the other: the sums of their seconds, FLOPs and working bytes."""
     return CallCost(
         forward_s=sum(c.forward_s for c in costs),
         forward_comm_s=sum(c.forward_comm_s for c in costs),
@@ -262,17 +284,23 @@ def estimate_step(
     schedule: str | ScheduleTable = "1f1b",
     chunks: int | None = None,
 ) -> Estimate:
-    """The estimate of one step. ``model_flops``: those of the whole unsharded model for the global batch;
-    ``chunks``: the virtual stages of each rank, where the schedule takes different numbers of them.
+    """Return the estimate of one training step for the stages in ``split``.
 
-    ``breakdown`` adds up to the step time: what the slowest stage does in it (``compute``, ``recompute``,
-    ``tp_communication``, ``pp_communication`` that nothing hides), ``bubble``: what it waits for the others,
-    ``contention``: by which more devices compute at a time than their node can, ``reduction``: of gradients, as far as
-    nothing hides it, ``optimizer``: the update after it, and ``offload``: of gradients and parameters between device
-    and host, as far as nothing hides it.
+    ``model_flops``: FLOPs of the whole unsharded model for the global batch. ``chunks``: number of virtual stages of
+    each rank, for schedules that allow several numbers.
+
+    ``Estimate.breakdown`` has the seconds of the step by kind, which add up to the step time:
+
+    - ``compute``, ``recompute``, ``tp_communication``, ``pp_communication``: what the slowest stage does. Only the part
+      of ``pp_communication`` that computation does not hide is counted.
+    - ``bubble``: the time in which the slowest stage waits for other stages.
+    - ``contention``: additional time because more devices of a node compute at the same time than its cores allow.
+    - ``reduction``: the part of the gradient reduction that computation does not hide.
+    - ``optimizer``: the update after the reduction.
+    - ``offload``: the part of the transfers of gradients and parameters between device and host that is not hidden.
     """
     m = problem.num_microbatches
-    hidden = problem.chunks > 1  # a rank that waits for one virtual stage's values computes for another
+    hidden = problem.chunks > 1  # a rank that waits for values of one virtual stage computes for another
     times = [plan.time_s - (plan.transfer_s if hidden else 0.0) for plan in split.stages]
     slowest = max(range(len(times)), key=times.__getitem__)
     stage = split.stages[slowest]
@@ -295,9 +323,11 @@ def estimate_step(
     contention = max(0.0, shared - split.pipeline_s - updated)
     step = split.pipeline_s + contention + reduced + updated + exchanged
     communicated = m * _sum_collective_seconds(problem, stage)
-    waited = split.pipeline_s - m * (stage.time_s - stage.transfer_s)  # for others; sends may run behind computation
+    waited = split.pipeline_s - m * (
+        stage.time_s - stage.transfer_s
+    )  # for other stages; sends may overlap with computation
     sent = min(m * stage.transfer_s, max(0.0, waited))
-    again = m * stage.recompute_s  # below 0 where what is recomputed spares waiting for the host, which is in forward_s
+    again = m * stage.recompute_s  # negative if recomputation replaces waiting for the host, which forward_s contains
     breakdown = {
         "compute": m * (stage.forward_s + stage.backward_s) - communicated + min(0.0, waited) + min(0.0, again),
         "recompute": max(0.0, again),
@@ -322,7 +352,8 @@ def estimate_step(
 
 
 def with_step_time(estimate: Estimate, seconds: float) -> Estimate:
-    """``estimate`` of a step that takes ``seconds``, no fewer than it says: the rest is waited for."""
+    """Return ``estimate`` with the step time replaced by ``seconds``, which must not be less. The difference is added
+    to the bubble, and ``mfu`` is scaled accordingly."""
     more = seconds - estimate.step_time
     breakdown = {**estimate.breakdown, "bubble": estimate.breakdown.get("bubble", 0.0) + more}
     share = estimate.step_time / seconds if seconds else 1.0
@@ -333,7 +364,8 @@ def with_step_time(estimate: Estimate, seconds: float) -> Estimate:
 
 
 def _find_contended_nodes(machine: PlacedMesh) -> NodeCores:
-    """The nodes where not all devices can compute at a time."""
+    """Return, for each stage, the number of its ranks on each node, and the number of devices that can compute at full
+    speed at the same time on nodes with such a limit."""
     devices = machine.topology.devices
     ranks = tuple(
         Counter(devices[d].node for d in machine.device_of_rank[of_stage.start : of_stage.stop])
@@ -350,15 +382,19 @@ def _compute_contended_seconds(
     schedule: str | ScheduleTable,
     chunks: int | None,
 ) -> float:
-    """Seconds of a pipeline and its updates where ranks compete; collectives were measured as they do. 0 where they do
-    not."""
+    """Return the seconds of the pipeline and the optimizer's update if ranks of a node share its processor cores. 0 if
+    no node limits the number of devices that compute at the same time.
+
+    ``updates``: seconds of the update of each stage with a core of its own. Collectives get no further slowdown: their
+    measured times contain it already.
+    """
     if not machine.topology.concurrent:
         return 0.0
     cores = _find_contended_nodes(machine)
     works = [_compute_virtual_stage_time(problem, k, plan) for k, plan in enumerate(split.virtual or split.stages)]
     m, p, train = problem.num_microbatches, len(split.stages), problem.train
     taken = seconds_in_turns(schedule, m, chunks, works, cores, train)
-    if problem.overlap_steps:  # the same share more than with cores for all
+    if problem.overlap_steps:  # scale by the gain of overlapping steps with a core for each rank
         phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.virtual or split.stages)]
         taken *= split.pipeline_s / pipeline_seconds(schedule, p, m, chunks, phases, train)
     if problem.train:
@@ -368,7 +404,8 @@ def _compute_contended_seconds(
 
 
 def _compute_virtual_stage_time(problem: StageProblem, stage: int, plan: StagePlan) -> VirtualStageTime:
-    """What of a microbatch's time in a virtual stage its ranks compute, and what they wait."""
+    """Return the time of one microbatch in a virtual stage, divided into computation and communication. ``stage``:
+    index of the virtual stage in ``problem``."""
     phases, pace = phases_of(problem, stage, plan), problem.pace(stage)
     costs = [pace.costs[place] for place in plan.places]
     forward, inputs = phases.forward + phases.values_sent, phases.inputs + phases.gradients_sent
@@ -380,7 +417,7 @@ def _compute_virtual_stage_time(problem: StageProblem, stage: int, plan: StagePl
 
 
 def _sum_collective_seconds(problem: StageProblem, stage: StagePlan) -> float:
-    """Seconds of collectives per microbatch on a stage, forward and backward."""
+    """Return the seconds of collectives inside the calls of a stage for one microbatch, forward and backward."""
     pace = problem.pace(stage.number)
     costs = [pace.costs[place] for place in stage.places]
     seconds = sum(c.forward_comm_s + (c.backward_comm_s if problem.train else 0.0) for c in costs)
@@ -388,7 +425,7 @@ def _sum_collective_seconds(problem: StageProblem, stage: StagePlan) -> float:
 
 
 def _list_stage_states(problem: StageProblem, stage: StagePlan, states: Mapping[str, StateCost]) -> list[str]:
-    """The different states that a stage's calls read."""
+    """Return the names of the distinct parameters and buffers that a stage's calls read, restricted to ``states``."""
     read = dict.fromkeys(name for place in stage.places for name in problem.calls[place].states)
     return [name for name in read if name in states]
 
@@ -402,7 +439,9 @@ def how_reduced(
     schedule: str | ScheduleTable = "1f1b",
     chunks: int | None = None,
 ) -> tuple[float, ReductionScheme]:
-    """Seconds by which the reductions of gradients end after the pipeline does, in the best way, and that way."""
+    """Choose the best way of reducing gradients. Return the seconds that gradient reductions and gathers of updated
+    parameters add to the pipeline time, and the chosen scheme. If several schemes take equally long, the simplest is
+    chosen."""
     names = [_list_stage_states(problem, plan, states) for plan in split.stages]
     held = [sum_state_costs(states[name] for name in of_stage) for of_stage in names]
     owned = [_count_shared_states(of_stage, states) for of_stage in names] if machine.profile.gather == "owner" else []
@@ -414,11 +453,12 @@ def how_reduced(
             (_reduction_tail(problem, split, states, held, machine, how, owned), how)
             for how in list_reduction_schemes(machine, constraints)
         ]
-    return min(found, key=lambda way: way[0])  # of those that are as good, the plainest
+    return min(found, key=lambda way: way[0])  # the first, and simplest, of equally fast ones
 
 
 def _count_shared_states(names: Sequence[str], states: Mapping[str, StateCost]) -> Counter[tuple[str, ...]]:
-    """How many of a stage's states are shared over the same axes."""
+    """Count the stage's states that have a gradient and are sharded by ZeRO, by the axes over which they are sharded.
+    ``names``: the states of the stage."""
     return Counter(states[n].scatter_axes for n in names if states[n].gradient and states[n].scatter_axes)
 
 
@@ -432,7 +472,9 @@ def _followed_tail(
     schedule: str | ScheduleTable,
     chunks: int | None,
 ) -> float:
-    """:func:`_reduction_tail` of several virtual stages on each rank, whose schedule is followed."""
+    """Return the seconds that gathers and reductions add to a schedule with several virtual stages on each rank. The
+    schedule is followed action by action. ``held``: for each stage, the costs of its states. ``how``: the way of
+    reducing gradients."""
     phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.virtual)]
     ranks = []
     for s, (stage, costs) in enumerate(zip(split.stages, held, strict=True)):
@@ -455,12 +497,14 @@ def _reduction_tail(
     how: ReductionScheme,
     owned: Sequence[Mapping[tuple[str, ...], int]] = (),
 ) -> float:
-    """Seconds by which gathers of updated parameters delay the pipeline, and by which the reductions of gradients end
-    after it. ``held``: each stage's states, ``owned``: how many of them by the axes that share them, where each is on
-    one rank.
+    """Return the seconds by which gathers of updated parameters delay the pipeline, plus the seconds by which the
+    gradient reductions end after it.
 
-    Stage ``s`` reduces behind its last backward, which ends before those of the stages ahead of it; not where it begins
-    the next step meanwhile.
+    ``held``: for each stage, the costs of its states. ``owned``: for each stage, the number of its states by the axes
+    over which ZeRO shards them, if each state is whole on one owner rank; empty otherwise.
+
+    The last backward of a stage ends before those of the stages in front of it. In the time between, its reductions are
+    hidden. With ``overlap_steps`` they are not, because the stage begins the next step in this time.
     """
     first_s = _added_up(problem, machine)
     if not problem.train:
@@ -492,17 +536,17 @@ def _reduction_tail(
                 exposed += GradientReduction(again_s=again_s, coding_again_s=coding_s).exposed(
                     window, slowdown, 0.0, True, m
                 )
-            if not split_backwards:  # what the stages behind send comes later by as much
+            if not split_backwards:  # messages of the stages behind are delayed by as much
                 tail += delays.backward_s
         tail = max(tail, exposed - ahead)
-        ahead += window * (waits and not split_backwards)  # which end at about the same time
+        ahead += window * (waits and not split_backwards)  # split backwards end at about the same time on all stages
         filling += (last.forward_s + last.transfer_s / 2) * waits
     return delay + tail
 
 
 def _added_up(problem: StageProblem, machine: PlacedMesh) -> float:
-    """Seconds of adding up what the first forward reads of the whole batch; the last of several stages has nothing else
-    to do then."""
+    """Return the exposed seconds of the all-reduce of the totals: sums over the global batch that the first forward
+    reads. 0 with several stages, because only the last stage reads the totals and it is idle at that time."""
     return 0.0 if problem.num_stages > 1 else _totals_seconds(problem, machine)
 
 
@@ -515,6 +559,8 @@ def _totals_seconds(problem: StageProblem, machine: PlacedMesh) -> float:
 def _compute_tied_seconds(
     problem: StageProblem, held: Sequence[Sequence[str]], states: Mapping[str, StateCost], machine: PlacedMesh
 ) -> float:
-    """Seconds of adding up the gradients of tied weights over their stages, ahead of all else: nothing hides it."""
+    """Return the seconds of adding up the gradients of tied weights (weights that several stages read) over these
+    stages. Nothing hides this time, because it precedes all other work after the pipeline. ``held``: for each stage,
+    the names of its states."""
     often = Counter(name for names in held for name in names)
     return sum(tied_seconds(states[name], count, machine) for name, count in often.items() if problem.train)

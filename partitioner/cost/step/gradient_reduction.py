@@ -1,12 +1,12 @@
-"""Seconds of the gradient reduction: algorithms for a group of ranks, and exposed time per stage.
+"""Seconds of the gradient reduction: the algorithms for a group of ranks, and the time of a stage that computation does
+not hide.
 
-A reduction is one collective, hierarchical over several levels, or compressed. ``ways`` lists the algorithms that a
-machine offers, and decides whether hierarchical reduction is among them. GPU libraries already reduce level by level
-over several nodes, in rings and trees over all network cards; there the program has levels of its own only on request.
-Where an all-reduce is one ring (Gloo), levels are used if they are faster.
+A reduction is one collective, hierarchical over several levels of links, or compressed. ``list_reduction_schemes``
+lists the schemes that are available on a machine. GPU libraries already reduce level by level over several nodes, in
+rings and trees over all network cards. There the program uses levels of its own only if the user asks for them. Where
+an all-reduce is one ring (Gloo), levels are used if they are faster.
 
-``GradientReduction`` gives the seconds of reducing the gradients of a stage, and the part that computation does not
-hide.
+``GradientReduction`` has the seconds of reducing the gradients of a stage.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ _EXACT = frozenset({"tp"})  # reductions over these axes alone are not over data
 
 
 def coding_time(compression: Compression, num_bytes: float, device: DeviceType) -> float:
-    """Seconds of compressing ``num_bytes`` of gradients and decompressing as many received bytes."""
+    """Return the seconds of compressing ``num_bytes`` of gradients and of decompressing as many received bytes."""
     return _PASSES[compression] * num_bytes / memory_rate("default", device)
 
 
 class CommunicationTime(NamedTuple):
-    """Seconds of communication, and seconds of compression on the rank itself."""
+    """Time of a collective: ``seconds`` of communication, and ``coding_s`` seconds in which the rank itself compresses
+    and decompresses."""
 
     seconds: float
     coding_s: float = 0.0
@@ -59,9 +60,10 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Reducer:
-    """Cost of reducing the gradients of a stage.
+    """Prices the collectives that reduce the gradients of a stage.
 
-    ``group``: maps axes, in the machine's terms, to a group of ranks. ``itemsize``: bytes of one element of a gradient.
+    ``group``: maps mesh axes to the group of ranks over them. ``how``: the reduction scheme. ``device``: the device
+    type that compresses. ``itemsize``: bytes of one element of a gradient.
     """
 
     group: Callable[[tuple[str, ...]], Group]
@@ -73,12 +75,12 @@ class Reducer:
     )
 
     def all_reduce(self, num_bytes: float, axes: Axes) -> CommunicationTime:
-        """Cost of an all-reduce of ``num_bytes`` of gradients over ``axes``: of a bucket, or of the shards left after
-        scattering."""
+        """Return the time of an all-reduce of ``num_bytes`` of gradients over ``axes``. The gradients are a bucket, or
+        the shards of a bucket that are left after a reduce-scatter over other axes."""
         return self._time_once("all_reduce", num_bytes, axes, lambda: self._find_all_reduce_time(num_bytes, axes))
 
     def all_gather(self, num_bytes: float, axes: Axes) -> CommunicationTime:
-        """Cost of gathering ``num_bytes`` of updated parameters over ``axes``."""
+        """Return the time of gathering ``num_bytes`` of updated parameters over ``axes``."""
         return self._time_once(
             "all_gather",
             num_bytes,
@@ -89,7 +91,7 @@ class Reducer:
     def _time_once(
         self, op: str, num_bytes: float, axes: Axes, find: Callable[[], CommunicationTime]
     ) -> CommunicationTime:
-        """The result of ``find``, which is called once for each operation, size and axes."""
+        """Return ``find()``, which is called only once for each operation, size and axes."""
         key = op, num_bytes, axes
         if key not in self._times:
             self._times[key] = find()
@@ -120,8 +122,9 @@ class Reducer:
         )
 
     def lost(self, axes: tuple[str, ...]) -> float:
-        """Share of a bucket kept as compression residual when it is reduced over ``axes``: of the sent data and of the
-        sums."""
+        """Return the size of the compression residual (the rounding error that is kept for the next step) as a fraction
+        of the bucket, if the bucket is reduced over ``axes``. 0 without such compression. The residual covers the data
+        that the rank sends and the sums that it sends back."""
         kind = self.how.compression
         if kind is None or not CODECS[kind].feedback or not {*axes} - _EXACT or self.group(axes).size == 1:
             return 0.0
@@ -131,9 +134,10 @@ class Reducer:
         return 1 + 1 / self.group(axes).size
 
     def scatter(self, num_bytes: float, axes: Axes, last: bool) -> CommunicationTime:
-        """Cost of a reduce-scatter of a bucket to the ranks that share its states.
+        """Return the time of a reduce-scatter of a bucket of ``num_bytes`` to the ranks over which its states are
+        sharded.
 
-        ``last``: it crosses the outermost links of the reduction, on which gradients may be compressed.
+        ``last``: the collective crosses the outermost links of the reduction, where gradients may be compressed.
         """
         op = "scatter_last" if last else "scatter"
         return self._time_once(op, num_bytes, axes, lambda: self._find_scatter_time(num_bytes, axes, last))
@@ -160,7 +164,8 @@ class Reducer:
 
 
 def reducer_of(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Reducer:
-    """The reducer of a stage of ``machine``, one for all copies of the machine whose groups are the same."""
+    """Return the reducer of ``stage`` under the scheme ``how``. Copies of ``machine`` with the same groups share one
+    object."""
     used = machine.zero, machine.dp_shard, machine.ep, machine.etp, machine.precision
     return machine.compute_once(("reducer", stage, how, *used), lambda: _build_reducer(machine, stage, how))
 
@@ -177,7 +182,8 @@ def _build_reducer(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Red
 
 
 def data_reducers(machines: Sequence[PlacedMesh], zero: int, constraints: Constraints) -> list[Reducer]:
-    """The reducers of one stage on any of ``machines``; ``dp`` stands for all ranks with the same weights there."""
+    """Return the reducers of stage 0 on each of ``machines`` under ZeRO stage ``zero``, one for each reduction scheme.
+    In these reducers the axis ``dp`` means all ranks with the same weights, that is ``dp`` and ``cp``."""
     laid = [replace(machine, zero=zero) for machine in machines]
     return [_over_data(reducer_of(m, 0, how)) for m in laid for how in list_reduction_schemes(m, constraints)]
 
@@ -188,15 +194,15 @@ def _over_data(reducer: Reducer) -> Reducer:
 
 
 def best_reducers(topology: Topology, group: Group, device: DeviceType, constraints: Constraints) -> list[Reducer]:
-    """The reducer over ``group``, which none is better than; none, where a part of it may be in nodes, or what is sent
-    less."""
+    """Return a list with one reducer over ``group``, which no other reduction over these ranks outperforms. The list is
+    empty if there is no such reducer, because gradients may be compressed or reduced hierarchically."""
     if constraints.grad_compression is not None or may_be_hierarchical(topology, constraints):
         return []
     return [Reducer(lambda axes: group, AT_ONCE, device)]
 
 
 def list_reduction_schemes(machine: PlacedMesh, constraints: Constraints) -> list[ReductionScheme]:
-    """The ways of reducing gradients to choose from, the plainest first."""
+    """Return the reduction schemes to choose from, the simplest first."""
     compression = constraints.grad_compression
     inside = 0 if machine.zero or not may_be_hierarchical(machine.topology, constraints) else ranks_inside(machine)
     stepped = [ReductionScheme(inside, compression)] if inside else []
@@ -204,8 +210,9 @@ def list_reduction_schemes(machine: PlacedMesh, constraints: Constraints) -> lis
 
 
 def lost_by(machine: PlacedMesh, constraints: Constraints) -> Callable[[StateCost], float] | None:
-    """What a state has kept of what sending its gradient loses, in the way in which it is most; ``None`` where nothing
-    is kept."""
+    """Return a function that maps the cost of a state to the bytes of its compression residual (the rounding error of
+    sent gradients that is kept for the next step), for the scheme in which the residual is largest. ``None`` if no
+    residual is kept."""
     compression = constraints.grad_compression
     if compression is None or not CODECS[compression].feedback:
         return None
@@ -221,14 +228,15 @@ def lost_by(machine: PlacedMesh, constraints: Constraints) -> Callable[[StateCos
 
 
 def may_be_hierarchical(topology: Topology, constraints: Constraints) -> bool:
-    """Whether levels of the program's own are among the ways."""
+    """Whether the program may reduce gradients hierarchically, with levels of its own."""
     if constraints.hierarchical is None:
         return topology.single_ring and topology.num_nodes > 1
     return constraints.hierarchical
 
 
 def ranks_inside(machine: PlacedMesh) -> int:
-    """The most neighbours along ``dp`` that are on one node, with their ``cp``; 0 where that is one rank, or all."""
+    """Return the largest number of neighbouring ranks along ``dp`` that, with their ``cp`` ranks, are all on one node.
+    0 if that is a single rank or all ranks of ``dp``."""
     sizes = [machine.mesh.get(axis, 1) for axis in AXES]
     nodes = machine.topology.node_of[map_ranks_to_devices(machine.topology, machine.mesh, machine.devices)].reshape(
         sizes
@@ -243,11 +251,14 @@ def ranks_inside(machine: PlacedMesh) -> int:
 
 @dataclass(frozen=True)
 class GradientReduction:
-    """The reduction of a stage's gradients: seconds in all, and of the last bucket, which nothing hides.
+    """Seconds of the reduction of a stage's gradients.
 
-    ``again_s``: of scattering in every further microbatch, under ZeRO 2, which accumulates shards.
-    ``gather_s``: of gathering the updated parameters under ZeRO 1 and 2, behind the forward that follows.
-    ``coding_s``: of compressing what is sent, which nothing is beside; ``coding_again_s``: in every further microbatch.
+    - ``total_s``: all reductions after the last backward. ``last_s``: the last bucket, which no computation hides.
+      ``by_axes``: ``total_s`` by the axes of the collectives.
+    - ``again_s``: the reduce-scatters of each further microbatch under ZeRO-2, which accumulates shards.
+    - ``gather_s``: the gathers of updated parameters under ZeRO-1 and ZeRO-2, which overlap with the next forward.
+    - ``coding_s``: compression and decompression, which overlap with nothing. ``coding_again_s``: the same for each
+      further microbatch under ZeRO-2.
     """
 
     total_s: float = 0.0
@@ -260,16 +271,18 @@ class GradientReduction:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """All but what is by axes, in order."""
+        """All fields except ``by_axes``, in the order of their declaration."""
         return self.total_s, self.last_s, self.gather_s, self.again_s, self.coding_s, self.coding_again_s
 
     def exposed(
         self, window_s: float, slowdown: float, forward_s: float = 0.0, overlap: bool = True, microbatches: int = 1
     ) -> float:
-        """Seconds that it adds to a backward of ``window_s`` that it overlaps with, and to a forward of ``forward_s``;
-        and to the backwards of all ``microbatches`` but the last.
+        """Return the seconds that the reduction adds to a step.
 
-        While both run each takes ``slowdown`` times as long; what does not fit and the last bucket come after.
+        It overlaps with a backward of ``window_s`` seconds, its gathers with a forward of ``forward_s`` seconds, and
+        the reduce-scatters of ZeRO-2 with the backwards of all ``microbatches`` but the last. While a collective and
+        computation run at the same time, each takes ``slowdown`` times as long. What exceeds the window comes after it,
+        and so does the last bucket. Without ``overlap`` everything is added.
         """
         return float(exposed_seconds(self.seconds, window_s, slowdown, forward_s, overlap, microbatches))
 
@@ -280,8 +293,8 @@ Seconds = float | NDArray[np.float64]
 def exposed_seconds(
     works: Sequence[Seconds], window_s: Seconds, slowdown: float, forward_s: Seconds, overlap: bool, microbatches: int
 ) -> Any:
-    """:meth:`GradientReduction.exposed`, of many at a time; ``works``: as
-    :attr:`GradientReduction.seconds`."""
+    """Return the seconds of :meth:`GradientReduction.exposed` for many reductions at once. ``works``: the six values of
+    :attr:`GradientReduction.seconds`, each a number or an array. The result has the shape of the arrays."""
     total, last, gather, again, coding, coding_again = works
     coding = coding + (microbatches - 1) * coding_again
     if not overlap:
@@ -295,26 +308,30 @@ def exposed_seconds(
 
 
 def by_owner(work: GradientReduction, tensors: Mapping[tuple[str, ...], int], reducer: Reducer) -> GradientReduction:
-    """``work``, where each of so many ``tensors``, by the axes that share their states, is on one rank: gradients are
-    added up to their owners and what those have updated goes out in a message for each owner, whose pieces pass through
-    all ranks in turn, as of a ring's (InternEvo, ``hybrid_zero_optim.py``: ``dist.reduce`` and ``dist.broadcast``)."""
+    """Return ``work`` with the additional start-up times if each state is whole on one owner rank under ZeRO-1.
+
+    Gradients are then reduced to their owners, and each owner broadcasts its updated parameters. The bytes are those of
+    a ring, but each owner needs a message of its own (InternEvo, ``hybrid_zero_optim.py``: ``dist.reduce`` and
+    ``dist.broadcast``). ``tensors``: number of states, by the axes over which they are sharded.
+    """
     groups = [(reducer.group(axes), count) for axes, count in tensors.items()]
     starts = sum(min(group.size, count) * group.one_way_start for group, count in groups)
     return replace(work, total_s=work.total_s + starts, gather_s=work.gather_s + starts)
 
 
 Sizes = dict[tuple[str, Axes, int, Axes], float]
-"""Bytes by operation, its axes, the stage of ZeRO, and the axes that gradients were scattered over before."""
+"""Bytes that each collective moves. A key is (operation, its axes, ZeRO stage, axes of an earlier scatter)."""
 
 
 def compute_gradient_reduction(
     costs: Collection[StateCost], reducer: Reducer, overlap: bool = True
 ) -> GradientReduction:
-    """The reduction of the gradients of ``costs``, in buckets by axes.
+    """Return the reduction of the gradients of ``costs``, in buckets of gradients with the same axes.
 
-    Buckets are small for the first to go out behind computation: without ``overlap`` there is one for the same axes.
-    Under ZeRO 1 and 2 it is a reduce-scatter and, in the next step, an all-gather; under 3 both are the calls' own.
-    What a reduce-scatter leaves is added up over other axes (replicas, ``tp``) once.
+    With ``overlap`` the buckets are small, so that the first ones are sent during the backward. Without, each
+    combination of axes has one bucket. Under ZeRO-1 and ZeRO-2 the reduction is a reduce-scatter and, in the next step,
+    an all-gather. Under ZeRO-3 both are part of the calls and not counted here. The shards that a reduce-scatter leaves
+    are all-reduced over the remaining axes (replicas, ``tp``).
     """
     sizes: Sizes = {}
     last_level: dict[tuple[str, ...], bool] = {}
@@ -326,7 +343,8 @@ def compute_gradient_reduction(
 
 
 def reduced_sizes(cost: StateCost) -> Sizes:
-    """What of a state is reduced, and how."""
+    """Return the bytes of one state that each collective of the gradient reduction moves; empty if it has no
+    gradient."""
     sizes: Sizes = {}
     if cost.gradient and cost.scatter_axes and cost.stage < 3:
         sizes["reduce_scatter", cost.scatter_axes, cost.stage, ()] = cost.gradient
@@ -337,7 +355,8 @@ def reduced_sizes(cost: StateCost) -> Sizes:
 
 
 def last_levels(cost: StateCost) -> dict[tuple[str, ...], bool]:
-    """Whether scattering a state's gradient over its axes is the last of its reduction that data takes part in."""
+    """Return, for the axes over which ZeRO scatters a state's gradient, whether no other data-parallel reduction
+    follows. Empty if the gradient is not scattered, or under ZeRO-3."""
     scattered = cost.gradient and cost.scatter_axes and cost.stage < 3
     return {cost.scatter_axes: not any(axis != "tp" for axis in cost.rest_axes)} if scattered else {}
 
@@ -345,7 +364,11 @@ def last_levels(cost: StateCost) -> dict[tuple[str, ...], bool]:
 def reduction_of(
     sizes: Sizes, last_level: Mapping[tuple[str, ...], bool], reducer: Reducer, overlap: bool = True
 ) -> GradientReduction:
-    """The reduction of so many bytes, see :func:`compute_gradient_reduction`."""
+    """Return the reduction of ``sizes`` bytes by collective.
+
+    ``last_level``: for axes of reduce-scatters, whether no other data-parallel reduction follows. ``overlap``:
+    gradients are divided into small buckets, so that most of them are reduced during the backward.
+    """
     by_axes: dict[tuple[str, ...], float] = {}
     last = gathered = again = coding = coding_again = 0.0
     for (op, axes, stage, before), size in sizes.items():

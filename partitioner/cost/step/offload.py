@@ -1,7 +1,8 @@
-"""Cost of offloading to host memory: transfer time, and bytes on the device and in the host.
+"""Cost of offloading to host memory and disk: transfer time, and bytes on the device and in the host.
 
-Transfers run beside computation, each direction on its own; a transfer costs the time that computation does not hide.
-The optimizer's step runs on the host's processors (Ren et al. 2021, ZeRO-Offload), bound by the host's memory.
+Transfers run beside computation, independently in each direction. A transfer costs the time that computation does not
+hide. The optimizer's step runs on the host's processors (Ren et al. 2021, ZeRO-Offload) and is bound by the host's
+memory bandwidth.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ def add_offload_transfers(
     states: Mapping[str, StateCost],
     train: bool,
 ) -> tuple[tuple[StageCall, ...], tuple[Pace, ...]]:
-    """``calls`` and the stages' ``paces`` with the transfers to and from the stages' ``hosts``."""
+    """Return ``calls``, and the costs of the calls on each stage (``paces``), with the time and bytes of transfers to
+    host memory added.
+
+    ``hosts``: the host share of a rank, for each stage. ``offload``: the kinds of data in host memory, such as
+    ``"activations"``. ``states``: cost of each parameter and buffer by name. ``train``: whether there is a backward.
+    """
     made: dict[object, Pace] = {}
     for pace, host in zip(paces, hosts, strict=True):
         if (host, id(pace)) not in made:
@@ -51,8 +57,8 @@ def _hosted_calls(
     states: Mapping[str, StateCost],
     train: bool,
 ) -> list[CallCost]:
-    """``costs``, one for each of ``calls``, on devices that keep the kinds of data named in ``offload`` in ``host``'s
-    memory."""
+    """Return ``costs``, one for each of ``calls``, with the transfers to the memory of ``host`` added. ``offload``: the
+    kinds of data that are in host memory."""
     reads = Counter(name for call in calls for name in set(call.inputs))
     made: dict[tuple[object, ...], CallCost] = {}  # equal calls share one object
     result = []
@@ -73,10 +79,11 @@ def _hosted_calls(
 def _add_call_transfers(
     cost: CallCost, host: HostShare, once: tuple[bool, ...] | None, passing: float, whole: float
 ) -> CallCost:
-    """Cost of a call whose parameters come from the host: ``passing`` bytes, of which the device holds ``whole`` bytes.
+    """Return the cost of a call with its transfers to and from ``host`` added.
 
-    ``once``: for each input, whether no other call reads it; such inputs are offloaded with the saved activations if
-    they are kept. ``None``: no activations are offloaded.
+    ``passing``: bytes of parameters that come from the host for each call. ``whole``: bytes that these occupy on the
+    device while the call runs. ``once``: for each input, whether no other call reads it; such inputs are offloaded with
+    the saved activations if they are kept for the backward. ``None``: no activations are offloaded.
     """
     if once is None:
         kept, inputs = 0.0, cost.saved_inputs
@@ -102,22 +109,22 @@ def _add_call_transfers(
 
 
 def update_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
-    """Seconds of the optimizer's step on the host over the offloaded states in ``costs``; states on disk are read and
-    written meanwhile."""
+    """Return the seconds of the optimizer's step on the host over the offloaded states in ``costs``. States on disk are
+    read and written at the same time."""
     stepped = sum(cost.update for cost in costs if cost.hosted) / host.update_bandwidth
     return max(stepped, disk_seconds(costs, host))
 
 
 def disk_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
-    """Seconds of reading and writing the on-disk states of one optimizer step over ``costs``."""
+    """Return the seconds of reading and writing the states in ``costs`` that are on disk, for one optimizer step."""
     return sum(cost.disk_traffic for cost in costs) / host.disk_bandwidth
 
 
 def exchanged_seconds(costs: Sequence[StateCost], host: HostShare, forward_s: float, backward_s: float) -> float:
-    """Seconds of sending gradients to the host and parameters back that computation does not hide.
+    """Return the seconds of sending gradients to the host and updated parameters back that computation does not hide.
 
-    One microbatch's ``backward_s`` hides gradients, except the last bucket, which is complete only after it;
-    ``forward_s`` hides parameters.
+    The backward of one microbatch (``backward_s``) hides the transfer of gradients, except the last bucket, which is
+    complete only after it. The forward (``forward_s``) hides the transfer of parameters.
     """
     hosted = [cost for cost in costs if cost.hosted and cost.gradient]
     num_bytes = sum(c.gradient / (c.replicas if c.stage else 1) for c in hosted)
@@ -128,7 +135,8 @@ def exchanged_seconds(costs: Sequence[StateCost], host: HostShare, forward_s: fl
 
 
 def check_hosts(topology: Topology, devices: Sequence[int], per_rank: Sequence[float]) -> None:
-    """Raise :class:`CapacityError` where a host's memory does not hold ``per_rank`` bytes of each of its ranks."""
+    """Raise :class:`CapacityError` if the memory of a host is too small for the data of its ranks. ``devices``: the
+    device of each rank. ``per_rank``: bytes that each rank keeps in host memory."""
     for node, sizes in _on_nodes(topology, devices, per_rank).items():
         host = topology.host(node)
         if host is not None:
@@ -136,7 +144,8 @@ def check_hosts(topology: Topology, devices: Sequence[int], per_rank: Sequence[f
 
 
 def check_disks(topology: Topology, devices: Sequence[int], per_rank: Sequence[float]) -> None:
-    """Raise :class:`CapacityError` where a node's disk does not hold ``per_rank`` bytes of each of its ranks."""
+    """Raise :class:`CapacityError` if the disk of a node is too small for the data of its ranks. ``devices``: the
+    device of each rank. ``per_rank``: bytes that each rank keeps on disk."""
     for node, sizes in _on_nodes(topology, devices, per_rank).items():
         disk = getattr(topology.host(node), "disk", 0)
         _check_room(f"the disk of node {node} has {bytes_text(disk)}", disk, sizes)

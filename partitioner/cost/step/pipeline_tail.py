@@ -1,4 +1,5 @@
-"""Lower bounds on the time after the pipeline: gradient reductions and the optimizer's update, for every run of calls.
+"""Lower bounds on the time after the pipeline (gradient reductions and the optimizer's update), for every run of
+consecutive calls that may be a stage.
 
 No bound exceeds the time that :func:`partitioner.cost.step.estimate.estimate_step` counts for stages of these calls.
 With one stage on each rank the bound is close to the estimate, except that it ignores host memory and shared cores.
@@ -40,7 +41,8 @@ _MOST_FOLLOWED = 60  # runs of a stage whose reductions are followed bucket by b
 
 
 def least_update(problem: StageProblem, states: Mapping[str, StateCost], machine: PlacedMesh) -> float:
-    """Seconds of the update at least, wherever calls are cut: as if all ranks had the same share of it."""
+    """Return a lower bound in seconds on the optimizer's update for any cut of the calls into stages. It assumes that
+    all pipeline ranks update equally many bytes."""
     if not problem.train:
         return 0.0
     held = {name for call in problem.calls for name in call.states if name in states}
@@ -56,11 +58,11 @@ def run_tails(
     ranks: Sequence[int],
     within_s: float,
 ) -> list[Table]:
-    """By stage of ``problem``: the seconds after the pipeline at least, if it has the calls from a start (row) to a
-    stop (column). Infinite for runs that alone take a step longer than ``within_s`` or leave others no choice but to,
-    and where there is no such stage.
+    """Return, for each stage of ``problem``, a table of lower bounds on the seconds after the pipeline. The entry
+    ``[start, stop]`` is for a stage with the calls ``start:stop``.
 
-    ``ranks``: of each stage, where several are on one.
+    An entry is infinite if no cut into stages with step time ``within_s`` contains this run of calls on this stage, or
+    if the stage may not have it. ``ranks``: the pipeline rank of each stage if ranks hold several; otherwise empty.
     """
     tables = StageTables(problem)
     stages, m = range(problem.num_stages), problem.num_microbatches
@@ -88,7 +90,8 @@ def run_tails(
 
 
 def tied_seconds(cost: StateCost, count: int, machine: PlacedMesh) -> float:
-    """Seconds of adding up the gradient of a weight that ``count`` ranks of a pipeline hold."""
+    """Return the seconds of adding up the gradient of a tied weight that ``count`` ranks of a pipeline hold. 0 for one
+    rank."""
     if count < 2 or not cost.gradient:
         return 0.0
     whole = machine.group("pp")
@@ -102,8 +105,12 @@ def _least_tied(
     seconds: Sequence[Table],
     ranks: Sequence[int],
 ) -> float:
-    """Lower bound on the seconds of reducing the gradients of tied weights: weights that several calls read, counted
-    only over ranks that cannot be one."""
+    """Return a lower bound in seconds on reducing the gradients of tied weights, which several calls read. It counts
+    only ranks that hold a reader in every allowed cut.
+
+    ``seconds``: for each stage, the table of runs ``[start, stop]``, infinite where a run is not allowed. ``ranks``:
+    the rank of each stage.
+    """
     readers: dict[str, list[int]] = {}
     for place, call in enumerate(problem.calls):
         for name in call.states:
@@ -125,7 +132,8 @@ def _least_tied(
 
 
 def _on_the_way(tables: Sequence[Table]) -> list[Table]:
-    """``tables`` with only those runs that stages before and behind can make whole."""
+    """Return ``tables`` with infinity for every run of calls that is part of no complete cut: the stages before cannot
+    end where it starts, or the stages behind cannot start where it stops."""
     some = [np.isfinite(table) for table in tables]
     ends = np.arange(len(some[0]))
     before, behind = [ends == 0], [ends == ends[-1]]
@@ -146,7 +154,8 @@ def _get_update_seconds(cost: StateCost) -> float:
 
 
 def _compute_backward_windows(tables: StageTables, stage: int, times: Table) -> Table:
-    """Seconds of a backward, with what is computed again for it; infinite where ``times`` are."""
+    """Return the table of the seconds of one backward with recomputation, for every run of calls on ``stage``. Infinite
+    where ``times``, the total seconds of a microbatch, are infinite."""
     forward, _ = tables.seconds(stage)
     before, after = tables.transfers(stage)
     overhead = tables.problem.pace(stage).overhead.forward_total_s
@@ -154,7 +163,7 @@ def _compute_backward_windows(tables: StageTables, stage: int, times: Table) -> 
 
 
 class _ReductionTails:
-    """What the reductions of runs of calls leave to wait for."""
+    """Lower bounds on the exposed time of gradient reductions, for runs of calls on a stage."""
 
     def __init__(
         self,
@@ -177,8 +186,12 @@ class _ReductionTails:
         self._buckets: dict[Any, list[GradientBucket]] = {}
 
     def of_stage(self, stage: int, windows: Table, ahead: NDArray[np.float64]) -> Table:
-        """By run: seconds by which its reductions end after the pipeline, whose stages before take ``ahead`` for a
-        backward, by where the run starts."""
+        """Return, for each run of calls ``[start, stop]`` on ``stage``, the seconds by which its gradient reductions
+        end after the pipeline.
+
+        ``windows``: seconds of the run's backward; infinite for runs that are not allowed. ``ahead``: the most seconds
+        that one backward takes on all stages in front of this one, by the first call of this stage.
+        """
         waits = np.zeros_like(windows)
         start, stop = np.nonzero(np.isfinite(windows) & np.isfinite(ahead)[:, None])
         if not self.keys or not len(start):
@@ -214,7 +227,9 @@ class _ReductionTails:
         return waits
 
     def _compute_reduction_delay(self, stage: int, start: int, stop: int) -> float:
-        """Seconds of a stage's reductions after its last backward, and before its first forward, bucket by bucket."""
+        """Return the seconds that the reductions of the run ``start:stop`` take after the stage's last backward,
+        computed bucket by bucket, under the fastest scheme. On stage 0, add the seconds that gathers of updated
+        parameters delay the first forward."""
         problem, machine = self.tables.problem, self.machine
         plan, halves = stage_plan(self.tables, stage, start, stop), stage > 0 and is_split(problem.schedule)
         slowdown = max(device.overlap_slowdown for device in machine.devices_of(stage))
@@ -233,7 +248,7 @@ class _ReductionTails:
         return self._reducers[stage]
 
     def _buckets_of(self, plan: StagePlan, reducer: Reducer) -> list[GradientBucket]:
-        """The buckets of a run of calls, which are those of any stage whose groups and devices are alike."""
+        """Return the gradient buckets of the calls in ``plan``. Stages with equal groups and devices share one list."""
         groups = tuple(reducer.group(axes) for axes in self._axes)
         known = plan.start, plan.stop, reducer.how, id(reducer.device), groups
         if known not in self._buckets:
@@ -241,7 +256,8 @@ class _ReductionTails:
         return self._buckets[known]
 
     def _bound_call_reductions(self, reducer: Reducer) -> NDArray[np.float64]:
-        """By call, seconds of reducing the gradients of its states at least, which are whole when it has run."""
+        """Return, for each call, a lower bound in seconds on reducing the gradients that are complete once its backward
+        has run."""
         calls = self.tables.problem.calls
         found = np.zeros(len(calls) + 1)
         for place, call in enumerate(calls):
@@ -261,7 +277,8 @@ class _ReductionTails:
         return [name for name in dict.fromkeys(call.states) if name in self._reduced]
 
     def _compute_reduction_seconds(self, sizes: Sequence[float], reducer: Reducer) -> tuple[float, ...]:
-        """See :attr:`partitioner.cost.step.gradient_reduction.GradientReduction.seconds`."""
+        """Return the six values of :attr:`partitioner.cost.step.gradient_reduction.GradientReduction.seconds` for
+        ``sizes``, the bytes of each collective in ``self.keys``."""
         held: Sizes = {key: size for key, size in zip(self.keys, sizes, strict=True) if size}
         groups = tuple(reducer.group(axes) for _, axes, _, _ in self.keys)
         known = *sizes, reducer.how, id(reducer.device), groups

@@ -41,8 +41,8 @@ from partitioner.topology.topology import Topology
 
 Found = TypeVar("Found")
 
-_SCATTERED = {1: 1, 2: 2}  # buckets beside the gradients that stay: under ZeRO 2 one that fills, and one that is sent
-RING = ("cp",)  # along which ranks send to each other in a ring
+_SCATTERED = {1: 1, 2: 2}  # buckets besides the gradients that stay. Under ZeRO-2 one fills and one is sent
+RING = ("cp",)  # axes along which ranks send messages around a ring
 HERE = Link(name="here", bandwidth=1e30, latency=0.0, level=-1)
 
 
@@ -60,7 +60,7 @@ class RankProfile:
     groups: tuple[tuple[str, Group], ...]
 
 
-Seats = tuple[RankProfile, ...]  # the different ones that wait for each other
+Seats = tuple[RankProfile, ...]  # the distinct profiles of ranks that wait for each other
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,9 @@ class PlacedMesh:
     num_experts: int = 0
     profile: ExecutionProfile = OURS
     reserve: int = 0
-    nested: tuple[int, ...] = field(default=(), compare=False)  # steps, where all groups over the same axes are alike
+    nested: tuple[int, ...] = field(
+        default=(), compare=False
+    )  # steps of a nesting in which all groups over the same axes are equal
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)  # shared by copies
 
     def compute_once(self, key: Hashable, find: Callable[[], Found]) -> Found:
@@ -138,14 +140,14 @@ class PlacedMesh:
         alternate with other axes so often that the three inner axes of a mesh cannot express it, the group of all ranks
         of the stage is returned. It contains the group that was asked for.
         """
-        runs: list[tuple[bool, int]] = []  # neighbours that are all among axes, or all not, are one axis
+        runs: list[tuple[bool, int]] = []  # neighbouring axes that are all in axes, or all not, are merged into one
         for axis, size in grid.items():
             if axis != "pp" and size > 1:
                 inside = axis in axes
                 merged = runs.pop()[1] if runs and runs[-1][0] == inside else 1
                 runs.append((inside, merged * size))
         names = AXES[1:]
-        if len(runs) > len(names):  # apart in more places than a mesh has: the group around them
+        if len(runs) > len(names):  # more alternations than a mesh has axes: use the group of the whole stage
             runs = [(True, math.prod(size for _, size in runs))]
         mesh = {"pp": grid.get("pp", 1), **{name: size for name, (_, size) in zip(names, runs, strict=False)}}
         return self._find_slowest_groups(
@@ -326,7 +328,7 @@ class PlacedMesh:
         inside: dict[str, tuple[Mapping[str, int], str]] = {
             axis: (self.mesh, axis) for axis in ("cp", "tp") if self.mesh.get(axis, 1) > 1
         }
-        if self.ep > 1 and expert_mesh["dp"] % dp == 0:  # else experts bring replicas together
+        if self.ep > 1 and expert_mesh["dp"] % dp == 0:  # otherwise an ep group spans several replicas
             inside["ep"] = expert_mesh, "cp"
         of_paces, paces = replica_paces(self.topology, self.mesh, self.devices)
         each = [

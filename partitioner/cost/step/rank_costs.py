@@ -31,7 +31,7 @@ class CallCostCache:
     topology: Topology
     train: bool = True
     again: Again = find_selectively_recomputed
-    works: dict[int, CallWork] = field(default_factory=dict)  # of blocks, by identity, that others may have as well
+    works: dict[int, CallWork] = field(default_factory=dict)  # by id(block); other caches may share them
     _devices: dict[tuple[str, float], DeviceType] = field(default_factory=dict)
     _of_seat: dict[tuple[RankProfile, Spread], Costs] = field(default_factory=dict)
     _of_stage: dict[tuple[tuple[RankProfile, ...], Spread], Costs] = field(default_factory=dict)

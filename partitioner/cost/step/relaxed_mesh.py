@@ -1,8 +1,9 @@
 """Best-case mesh for lower bounds: the best devices, links and groups that any placement of the ranks could have.
 
-A group is described by its number of parts on each storey of links and by the size of its smallest part. All
-combinations that fit the cluster are enumerated with the best links of each storey. Their minimum is again one group,
-of the same form as a measured group, and bounds the collectives of every group of that many devices from below.
+A storey is the set of link levels at the same depth of the cluster, such as the links inside nodes. A group of ranks is
+described by its number of parts on each storey and by the size of its smallest part. All combinations that fit the
+cluster are enumerated with the best links of each storey. The minimum over them is again a group, of the same form as a
+measured one. No collective over a group of that many devices is faster than over this group.
 """
 
 from __future__ import annotations
@@ -28,23 +29,28 @@ from partitioner.topology.topology import Topology
 
 @dataclass(frozen=True)
 class BestCaseMesh:
-    """A machine that no placement of ``mesh`` beats, with the best capacity and links of each stage."""
+    """A mesh with the best memory capacity and the best links that any placement of its ranks has, for lower bounds.
+
+    ``mesh``: size of each axis. ``capacity``: usable bytes of a rank, for each stage. ``links``: the link from each
+    stage to the next.
+    """
 
     mesh: Mapping[str, int]
     capacity: tuple[int, ...]
     links: tuple[Link, ...]
 
     def host(self, stage: int) -> HostShare:
-        """A host without limits, for every stage."""
+        """Return a host without limits, for every stage."""
         return BOUNDLESS
 
     def link(self, stage: int, other: int) -> Link:
-        """The best link between the ranks of two stages; within one stage nothing is sent."""
+        """Return the best link between the ranks of two stages. If both are one stage, nothing is sent, and the result
+        is ``HERE``."""
         return HERE if stage == other else _best_link(self.links)
 
 
 def best_type(types: Sequence[DeviceType]) -> DeviceType:
-    """A device type on which no kernel takes longer than on any of ``types``."""
+    """Return a device type on which no kernel takes longer than on any of ``types``."""
     if all(kind == types[0] for kind in types):
         return types[0]
     precisions = {precision for kind in types for precision in kind.peak}
@@ -72,10 +78,12 @@ def best_type(types: Sequence[DeviceType]) -> DeviceType:
 def build_best_case_mesh(
     topology: Topology, mesh: Mapping[str, int], candidates: Sequence[PlacedMesh] | None
 ) -> BestCaseMesh:
-    """The best capacity of each stage and the best link of each boundary over ``candidates``.
+    """Return the mesh with the best capacity of each stage, and the best link between neighbouring stages, over
+    ``candidates``.
 
-    ``candidates`` is ``None`` if they are not all placements that count. Then the bound covers every placement: no
-    stage has a smallest device larger than the ``n``-th largest device of the cluster, with ``n`` devices per stage.
+    ``candidates``: all placements that the search may choose; ``None`` if they are not enumerated. The result then
+    bounds every placement. With ``n`` devices per stage, the smallest device of a stage has at most the memory of the
+    ``n``-th largest device of the cluster.
     """
     stages = mesh.get("pp", 1)
     if candidates is not None:
@@ -96,7 +104,7 @@ def build_best_case_mesh(
 
 
 def most_share(topology: Topology) -> float:
-    """Greatest share of the bandwidth between nodes that any device has; at least 1."""
+    """Return the largest bandwidth between nodes that any device has, as a fraction of one network card; at least 1."""
     return max(1.0, float(topology.network_share.max()))
 
 
@@ -115,10 +123,11 @@ _Range = tuple[int, int]
 
 
 def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group:
-    """A group in which no collective takes longer than over any ``size`` devices.
+    """Return a group of ``size`` ranks in which no collective takes longer than over any ``size`` devices of the
+    topology.
 
-    ``everywhere``: no longer than over the slowest of the groups that together contain all devices, some of which may
-    have to span two nodes.
+    ``everywhere``: the groups of the mesh axis together contain all devices, and the slowest of them counts. The result
+    is then slower, because some of these groups may have to span two nodes, but still a lower bound.
     """
     if size == 1:
         return Group(1)
@@ -127,7 +136,8 @@ def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group
 
 
 def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]:
-    """The groups of :func:`best_group`, the slowest of which counts in each collective; without hops."""
+    """Return the groups whose slowest one, for each collective, is the result of :func:`best_group`. They have no
+    hops."""
     storeys = topology.storeys
     joins_all = bool(storeys) and len(np.unique(storeys[-1].joined)) == 1
     if topology.own_links or not joins_all:
@@ -148,10 +158,11 @@ def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]
 
 
 def _best_hops(topology: Topology, size: int) -> tuple[Hop, ...]:
-    """Hops no slower than those in any ring of ``size`` devices.
+    """Return the best link of a message to the rank that is 1, 2, ... ``size // 2`` positions further in a ring of
+    ``size`` devices. No ring of that many devices has a faster one.
 
-    A hop of ``d`` places moves along cycles of ``size / gcd(size, d)`` devices each. Where no part of a storey has that
-    many devices, some pair of a cycle communicates over a link beyond that storey, or over a direct link.
+    Messages to the rank ``d`` positions further form cycles of ``size / gcd(size, d)`` devices. If no part of a storey
+    has that many devices, some pair of a cycle communicates over a link outside of that storey, or over a direct link.
     """
     own = [Hop(link.latency, link.bandwidth) for link in topology.own_links.values()]
     patterns = [topology.patterns[name] for name, _ in topology.pattern_kinds]
@@ -176,7 +187,7 @@ def _best_hops(topology: Topology, size: int) -> tuple[Hop, ...]:
 
 
 def no_slower(group: Group, other: Group) -> bool:
-    """Whether no collective and no hop takes longer over ``group`` than over ``other``, up to rounding."""
+    """Whether no collective and no message takes longer over ``group`` than over ``other``, up to rounding."""
     lines = [(own, least) for own in group.every for least in other.every]  # each a start and a slope
     hops = [pair for own, least in lines if own.hops and least.hops for pair in zip(own.hops, least.hops, strict=True)]
     if any(own.time(n) > least.time(n) * (1 + _ROUNDING) for own, least in hops for n in (1.0, _LARGE)):
@@ -190,7 +201,8 @@ def no_slower(group: Group, other: Group) -> bool:
 
 
 def _least_of(groups: Sequence[Group], size: int) -> Group:
-    """A group with the shortest latency and the highest bandwidth of ``groups`` for every collective."""
+    """Return a group of ``size`` ranks that has, for every collective, the shortest latency and the highest bandwidth
+    of any of ``groups``."""
     tables: dict[str, Any] = {}
     for op in COLLECTIVES:
         starts = [collective_time(op, 0.0, group) for group in groups]
@@ -203,12 +215,12 @@ def _least_of(groups: Sequence[Group], size: int) -> Group:
 def _enumerate_groups(
     topology: Topology, storeys: Sequence[Storey], size: int, farthest: float, parted: bool
 ) -> Iterator[Group]:
-    """A group for each way in which ``storeys`` may divide ``size`` devices, with as many devices in each part as
+    """Yield a group for each way in which ``storeys`` may divide ``size`` devices, with as many devices in each part as
     possible.
 
-    At least one device has a network share of at most ``farthest``; the other devices in its part share that bandwidth,
-    so the size of the smallest part matters. ``parted``: the group must also be in at least two parts of a storey if
-    not all groups fit into one.
+    ``farthest``: at least one device has at most this share of the bandwidth between nodes. The other devices in its
+    part share that bandwidth, so the size of the smallest part matters. ``parted``: the group must span at least two
+    parts of each storey in which not all groups fit into one part.
     """
     alone = np.arange(topology.num_devices)
     parts_below = [alone, *(storey.joined for storey in storeys)]
@@ -245,8 +257,9 @@ def _enumerate_groups(
 
 
 def _enumerate_part_sizes(size: int, count: int, largest: int, fine: bool) -> Iterator[_Range]:
-    """Ranges of the size of the smallest of ``count`` parts of ``size`` devices, with at most ``largest`` in each part:
-    one range or, if ``fine``, several whose length grows with the size."""
+    """Yield ranges (least, greatest) of the size of the smallest part, if ``size`` devices are divided into ``count``
+    parts of at most ``largest`` devices. There is one range or, if ``fine``, several, whose length grows with the
+    size."""
     low, most = max(1, size - (count - 1) * largest), size // count
     while low <= most:
         high = min(most, low if low <= _SINGLY else 2 * low) if fine else most
@@ -255,8 +268,12 @@ def _enumerate_part_sizes(size: int, count: int, largest: int, fine: bool) -> It
 
 
 def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: int) -> float:
-    """Greatest share of a level's bandwidth that each of ``devices`` in a part can have: the part with the farthest
-    device shares at most the bandwidth of the storey's part that contains it."""
+    """Return the greatest share of a level's bandwidth that each of ``devices`` devices in a part can have.
+
+    ``shares``: bandwidth share of each device; ``None`` if all have 1. ``parts``: the part of each device. The devices
+    of the part with the slowest device (share of at most ``farthest``) have at most the bandwidth of the whole part
+    together.
+    """
     if shares is None:
         return 1.0
     of_part = np.bincount(parts, weights=shares)
@@ -265,25 +282,26 @@ def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: in
 
 
 def _fewest_parts(storey: Storey, size: int) -> int:
-    """Least number of parts of ``storey`` that ``size`` devices can be in."""
+    """Return the least number of parts of ``storey`` that ``size`` devices can be in."""
     sizes = np.sort(np.unique(storey.joined, return_counts=True)[1])[::-1]
     return int(np.searchsorted(np.cumsum(sizes), size)) + 1
 
 
 def _must_part(storey: Storey, size: int) -> bool:
-    """Whether some groups must span several parts of ``storey`` if groups of ``size`` contain all devices."""
+    """Whether some group must span several parts of ``storey`` if all devices are divided into groups of ``size``."""
     sizes = np.unique(storey.joined, return_counts=True)[1]
     return bool((sizes // size).sum() * size < sizes.sum())
 
 
 def _most_ways(below: Ints, joined: Ints) -> int:
-    """Greatest number of parts of the storey ``below`` that are in one part of the storey ``joined``."""
+    """Return the greatest number of parts of the lower storey in one part of the upper storey. ``below``, ``joined``:
+    the part of each device in the lower and in the upper storey."""
     parts = np.unique(np.stack([joined, below]), axis=1)
     return int(np.unique(parts[0], return_counts=True)[1].max())
 
 
 def _list_storey_links(topology: Topology, storey: Storey) -> list[Level]:
-    """The distinct links that a group may use in ``storey``."""
+    """Return the distinct link levels that a group may use in ``storey``."""
     if storey.levels:
         return list(dict.fromkeys(topology.levels[number] for number in storey.levels))
     # direct links inside nodes: none has more than all of a device's, or than a level inside the node
@@ -294,14 +312,15 @@ def _list_storey_links(topology: Topology, storey: Storey) -> list[Level]:
 
 
 def _list_level_rates(level: Level) -> Iterator[float]:
-    """Bandwidth of a level's links in bytes/s, and the bandwidths measured for collectives."""
+    """Yield the bandwidth of a level's links in bytes/s, and the bandwidths measured for its collectives."""
     yield level.bandwidth
     for op in COLLECTIVES:
         yield from (rate for _, _, rate in getattr(level, op))
 
 
 def _over_all_links(topology: Topology, size: int) -> Group:
-    """A group without latency, in which every device sends and receives over all of its links."""
+    """Return a group of ``size`` ranks without latency, in which every device sends and receives over all of its links
+    at once."""
     every = [level.shared(most_share(topology)) for level in topology.levels]
     rates = [0.0, *(rate for level in every for rate in _list_level_rates(level))]
     inside = 2 * max([*rates, *(float(matrix.sum(axis=1).max()) for _, matrix in topology.pattern_kinds)])

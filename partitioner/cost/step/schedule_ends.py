@@ -1,8 +1,8 @@
 """Time that parameter gathers and gradient reductions add to a schedule with several virtual stages on each rank.
 
-The schedule is followed with a clock for each rank, as :func:`partitioner.runtime.program.simulate.simulate` does it
-with the program. The calls of first forwards and of last backwards are followed one by one, since gathers end and
-reductions begin between them. Idle time of a rank hides the same amount of communication.
+The schedule is simulated with a clock for each rank, as in :func:`partitioner.runtime.program.simulate.simulate`. First
+forwards and last backwards are simulated call by call, since gathers end and reductions begin between their calls. The
+idle time of a rank hides the same amount of communication.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ _FORWARD, _WHOLE, _WEIGHTS = (KINDS.index(kind) for kind in "FBW")
 
 @dataclass(frozen=True)
 class RankEnds:
-    """What a rank gathers and reduces. ``plan``: of its virtual stages; ``slowdown``: of computation and collectives
-    beside each other; ``first_s``: of work ahead of its first forward; ``every_backward``: whether gradients are
-    scattered behind each backward and not only behind the last."""
+    """What a rank gathers at the start of a step and reduces at its end.
+
+    ``plan``: its calls, by virtual stage. ``buckets``: its gradient buckets. ``slowdown``: factor on the time of
+    computation and of a collective while both run. ``first_s``: seconds of work before its first forward.
+    ``every_backward``: gradients are scattered during each backward (ZeRO-2), not only during the last.
+    """
 
     problem: StageProblem
     plan: StagePlan
@@ -42,8 +45,12 @@ class RankEnds:
 def seconds_added(
     schedule: str | ScheduleTable, m: int, chunks: int | None, phases: Sequence[Phases], ranks: Sequence[RankEnds]
 ) -> float:
-    """Seconds by which all gradients are whole later than the pipeline of ``m`` microbatches ends without gathers and
-    reductions. ``phases``: of each virtual stage; ``ranks``: of each rank."""
+    """Return the seconds from the end of the pipeline without gathers and reductions to the time when all gradients are
+    reduced.
+
+    ``m``: number of microbatches. ``chunks``: number of virtual stages of each rank. ``phases``: seconds of forward and
+    backward of each virtual stage. ``ranks``: gathers and reductions of each rank.
+    """
     table, more = shorten_timetable(schedule, len(ranks), m, chunks, _MOST_ACTIONS)
     added = _compute_added_seconds(table, phases, ranks)
     if more is not None and any(rank.every_backward for rank in ranks):
@@ -74,7 +81,7 @@ def _compute_added_seconds(table: Timetable, phases: Sequence[Phases], ranks: Se
 
 
 class _Lane:
-    """A rank, its clock and what is under way beside it."""
+    """The simulation of one rank: its clock, and the collectives that overlap with its computation."""
 
     def __init__(self, ends: RankEnds) -> None:
         self.ends = ends
@@ -108,7 +115,12 @@ class _Lane:
             self.clock.compute(of_call)
 
     def backward(self, run: StagePlan, seconds: float, weights: bool, is_last: bool) -> None:
-        """A backward of ``run``, or its half for ``weights``, from its last call to its first."""
+        """Simulate a backward of the virtual stage ``run``, from its last call to its first. It takes ``seconds``
+        without collectives. Begin the reduction of each bucket once its gradients are complete.
+
+        ``weights``: only the half of the backward that computes gradients of weights. ``is_last``: no backward of this
+        virtual stage follows; otherwise gradients are only scattered.
+        """
         costs, work = self.ends.problem.pace(run.number).costs, {}
         for place in range(run.start, run.stop):
             cost = costs[place]

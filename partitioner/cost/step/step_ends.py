@@ -1,9 +1,9 @@
-"""Time at the ends of a step besides computation, bucket by bucket.
+"""Time of collectives at the start and the end of a step that computation does not hide, computed bucket by bucket.
 
-At the start, updated parameters are gathered before the calls of the first forward. At the end, gradients are reduced
-behind the calls of the last backward. The buckets are those of :func:`partitioner.emit.buckets.plan_buckets`, and the
-time is that of :class:`partitioner.runtime.program.simulate.RankClock`, so that the estimate agrees with the simulation
-of the emitted program.
+At the start, updated parameters are gathered during the first forward. At the end, gradients are reduced during the
+last backward. The buckets are those of :func:`partitioner.emit.buckets.plan_buckets`, and time passes as in
+:class:`partitioner.runtime.program.simulate.RankClock`, so that the estimate agrees with the simulation of the emitted
+program.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ _NOTHING = CommunicationTime(0.0)
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """Gradients that are reduced together once the backward of the call at ``place`` has run, the first that reads
-    any of their parameters. ``scatter``: to shards; ``rest``: adding up what is left; ``gather_s``: of the updated
-    parameters."""
+    """Gradients that are reduced together. They are complete once the backward of the call at index ``place`` has run,
+    the first call that reads one of their parameters.
+
+    ``scatter``: time of the reduce-scatter to shards. ``rest``: time of the all-reduce of the gradients, or of the
+    shards. ``gather_s``: seconds of gathering the updated parameters.
+    """
 
     place: int
     scatter: CommunicationTime = _NOTHING
@@ -42,7 +45,11 @@ def stage_buckets(
     reducer: Reducer,
     last_levels: Mapping[tuple[str, ...], bool],
 ) -> list[GradientBucket]:
-    """The buckets of a stage, in the order in which its backward completes them."""
+    """Return the buckets of a stage in the order in which its backward completes them.
+
+    ``plan``: the calls of the stage. ``states``: cost of each parameter and buffer by name. ``last_levels``: for the
+    axes of a scatter, whether no other data-parallel reduction follows.
+    """
     found = [
         bucket for group in _group_bucket_members(problem, plan, states, reducer) for bucket in _fill_buckets(*group)
     ]
@@ -67,7 +74,8 @@ def stage_buckets(
 def _group_bucket_members(
     problem: StageProblem, plan: StagePlan, states: Mapping[str, StateCost], reducer: Reducer
 ) -> Iterator[tuple[list[tuple[int, StateCost]], float]]:
-    """What may be in one bucket, in the order in which it is complete, and the bytes that fill one."""
+    """Yield, for each kind of gradients that may share a bucket, the pairs (index of the call, cost of the state) in
+    the order in which the backward completes them, and the bytes that fill a bucket."""
     together: dict[object, list[tuple[int, StateCost]]] = {}
     known: set[str] = set()
     first: dict[str, int] = {}
@@ -116,8 +124,11 @@ def gathered_seconds(
     idle_s: float = 0.0,
     first_s: float = 0.0,
 ) -> float:
-    """Seconds by which the first forward of a stage ends later than if it began at once: with ``first_s`` of work ahead
-    of it, and gathers of updated parameters beside that. The stage has nothing else to do for ``idle_s`` seconds."""
+    """Return the seconds by which the first forward of a stage ends later than without other work and without gathers.
+
+    ``first_s``: seconds of work before the forward. The gathers of updated parameters run at the same time, and a call
+    waits for its own. ``idle_s``: seconds in which the stage waits for its first input, which hide gathers.
+    """
     gathers = {b: OverlappedCollective(0.0, b.gather_s) for b in sorted(buckets, key=lambda b: b.place) if b.gather_s}
     if not gathers:
         return first_s
@@ -139,7 +150,7 @@ def gathered_seconds(
 
 
 class Reductions:
-    """The reductions of one rank, beside what its ``clock`` computes."""
+    """Runs the gradient reductions of one rank on its ``clock``, which counts both computation and collectives."""
 
     def __init__(self, clock: RankClock) -> None:
         self.clock = clock
@@ -147,7 +158,8 @@ class Reductions:
         self._left: list[tuple[OverlappedCollective, GradientBucket]] = []  # to add up when these have ended
 
     def begin(self, buckets: Sequence[GradientBucket], *, whole: bool = True) -> None:
-        """Reduce ``buckets``, whose backward has run; not ``whole``: to shards only, since more backwards follow."""
+        """Begin the reduction of ``buckets``, whose backward has run. Without ``whole`` the gradients are only
+        scattered to shards, because more backwards follow."""
         self.settle()
         if any(bucket.scatter is not _NOTHING for bucket in buckets):
             for scatter in self._sent:
@@ -162,7 +174,7 @@ class Reductions:
                 self._begin_collective(bucket.rest)
 
     def settle(self) -> None:
-        """Begin to add up what is left when scatters have ended."""
+        """Wait for the scatters, and begin to all-reduce the shards that they leave."""
         for scatter, bucket in self._left:
             self.clock.wait_for(scatter)
             self._begin_collective(bucket.rest)
@@ -176,10 +188,10 @@ class Reductions:
 
 
 class Delays(NamedTuple):
-    """What reductions beside a stage's last backward add, in seconds.
+    """Seconds that gradient reductions add to a stage's last backward.
 
-    ``backward_s``: by how much later the backward ends than without them. ``whole_s``: the time from the end that it
-    would have had without them until all gradients are whole.
+    ``backward_s``: how much later the backward ends than without reductions. ``whole_s``: seconds from the end of the
+    backward without reductions until all gradients are reduced.
     """
 
     backward_s: float
@@ -194,8 +206,11 @@ def reduction_delays(
     *,
     by_halves: bool = False,
 ) -> Delays:
-    """What reducing the gradients of a stage adds to its last backward; ``by_halves``: of which only the half for
-    weights is left at the end."""
+    """Return the seconds that the gradient reductions of a stage add to its last backward.
+
+    ``slowdown``: factor on the time of computation and of a collective while both run. ``by_halves``: the backward is
+    split and only its half for gradients of weights remains at the end.
+    """
     run = plan.runs[0]  # the virtual stage whose backwards end last
     clock = RankClock(slowdown)
     if by_halves:
@@ -229,7 +244,8 @@ def reduction_delays(
 
 
 def _backward_seconds(problem: StageProblem, plan: StagePlan, run: StagePlan) -> dict[int, float]:
-    """By place, what the last backward of a virtual stage takes, with what is made again for it."""
+    """Return the seconds of the last backward of each call of a virtual stage, with recomputation (index of the call ->
+    seconds)."""
     costs, work = problem.pace(plan.number).costs, {}
     for place in range(run.start, run.stop):
         cost = costs[place]

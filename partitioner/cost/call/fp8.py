@@ -1,4 +1,4 @@
-"""Cost of products with weights in fp8, and the selection of products that the program runs in fp8."""
+"""Cost of matrix products with weights in fp8, and the selection of the products that the program runs in fp8."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ _SHOWN = 3  # products that a note names
 
 
 def products_in_fp8(block: Block, asked: bool, region: ExpertProducts) -> frozenset[fx.Node]:
-    """The products of ``block`` that run in fp8: those already in fp8; if ``asked``, also those that will be converted,
-    and the products of experts, which are planned in fp8 but not executed so."""
+    """Return the matrix products of ``block`` that run in fp8.
+
+    These are the nodes that are fp8 operators already. If ``asked``, they are also the products that will be converted,
+    and the products of experts (``region``), which are planned in fp8 although the runtime does not execute them so.
+    """
     found = {node for node in block.graph.nodes if node.target is ops.linear_fp8.default}
     if asked:
         found |= found_in(block).keys() | (region.products if region.known else set())
@@ -27,8 +30,9 @@ def products_in_fp8(block: Block, asked: bool, region: ExpertProducts) -> frozen
 
 
 def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """The ``products`` that are the first to read their operands; later products reuse the operands' casts. Queries,
-    keys and values, or a gate and its gated projection, count as one product for software that casts once."""
+    """Return those ``products`` that are the first of ``block`` to read their operands. Later products with the same
+    operands reuse the cast to fp8. The projections to queries, keys and values therefore count as one, for software
+    that casts once."""
     states, known, found = set(block.states), set[frozenset[fx.Node]](), set[fx.Node]()
     for node in block.graph.nodes if products else ():
         if node not in products:
@@ -51,14 +55,17 @@ def in_fp8(
     apart: bool = False,
     current: bool = False,
 ) -> tuple[list[Kernel], list[Kernel]]:
-    """Products with a weight as fp8 kernels, and the casts of their operands.
+    """Return the kernels of a product with its weight in fp8, and the kernels that cast its operands to fp8. If the
+    product has no weight or no 16-bit operands, return ``kernels`` and no casts.
 
-    ``fused``: forward, the preceding kernel writes the operand as it is and transposed, one byte per element each, if
-    the product is the ``first`` to read it. ``apart``: a separate kernel reads the operand, too, for example after an
-    exchange. Backward, the gradient is read once and written twice (NVIDIA's Transformer Engine). ``current``: a tensor
-    is scaled by its own largest absolute value, computed before the cast (``Float8CurrentScalingQuantizer``: two more
-    kernels, of which the first reads the tensor unless the preceding kernel computed the maximum). Without ``fused``,
-    each product casts both of its operands.
+    - ``backward``: the kernels are those of the backward. The gradient is then read once and written twice, as it is
+      and transposed (NVIDIA's Transformer Engine).
+    - ``fused``: the kernel in front of the product writes the operand in fp8, as it is and transposed, if the product
+      is the ``first`` to read it. Without ``fused``, each product casts both of its operands.
+    - ``apart``: with ``fused``, a separate kernel casts the operand nevertheless, for example after an exchange.
+    - ``current``: a tensor is scaled by its own largest absolute value, which is computed before the cast
+      (``Float8CurrentScalingQuantizer``). This takes two more kernels; the first one reads the tensor unless the
+      preceding kernel computed the maximum.
     """
     if not any(o.state for o in operands) or not any(k.flops for k in kernels):
         return kernels, []
@@ -81,8 +88,8 @@ def in_fp8(
 
 
 def _in_a_byte(kernel: Kernel, matrices: Sequence[Operand], result: Operand, backward: bool) -> Kernel:
-    """A product of 16-bit numbers as an fp8 kernel: it reads one byte per element and writes results of unchanged
-    width."""
+    """Return ``kernel`` as an fp8 kernel, which reads one byte per element and writes results of unchanged width. A
+    kernel that is no product of 16-bit numbers is returned unchanged."""
     if not kernel.flops or kernel.precision not in ("bf16", "fp16"):
         return kernel
     read = [result, *(o for o in matrices if o.learned != kernel.learned)] if backward else list(matrices)
@@ -97,8 +104,8 @@ def _in_a_byte(kernel: Kernel, matrices: Sequence[Operand], result: Operand, bac
 
 
 def _build_product_casts(product: Kernel, operands: list[Operand], result: Operand, backward: bool) -> Iterator[Kernel]:
-    """Casts of the tensors that ``product`` reads: forward both operands; backward the gradient and, transposed, the
-    other operand (:func:`partitioner.passes.ops.fp8.linear_fp8`)."""
+    """Yield the kernels that cast the tensors which ``product`` reads. Forward these are both operands. Backward they
+    are the gradient and, transposed, the other operand (:func:`partitioner.passes.ops.fp8.linear_fp8`)."""
     if not backward:
         yield from (cast for o in operands for cast in _build_cast_kernels(o, product, False))
         return
@@ -109,8 +116,8 @@ def _build_product_casts(product: Kernel, operands: list[Operand], result: Opera
 
 
 def _build_cast_kernels(operand: Operand, product: Kernel, transposed: bool) -> Iterator[Kernel]:
-    """Kernels of one cast: find the largest absolute value, scale and round every element to a byte, and copy the bytes
-    if they are wanted transposed. The scale itself takes three operators."""
+    """Yield the kernels of one cast to fp8. They find the largest absolute value, scale and round every element to a
+    byte, and copy the bytes if they must be ``transposed``. Computing the scale takes three further operators."""
     whole = float(operand.nbytes)
     bytes_out = operand.numel * (1.0 + 2.0 * transposed)
     for kind, moved, launches in (("reduction", whole, 4), ("pointwise", 3 * whole + bytes_out, 2 + transposed)):
@@ -126,8 +133,9 @@ def least_in_fp8(
     fused: bool = False,
     first: bool = True,
 ) -> list[Kernel]:
-    """Lower bound on a product's kernels: in fp8 or unconverted, whichever is faster. A shard may have sizes that are
-    not multiples of 16."""
+    """Return the faster kernels of a product: those in fp8 with casts, or the unconverted ``kernels``. This is a lower
+    bound, because a shard may have sizes that are not multiples of 16 and cannot run in fp8. The other arguments are
+    those of :func:`in_fp8`."""
     made, casts = in_fp8(kernels, operands, results, backward, fused, first)
     made = [*made, *(replace(cast, launches=0) for cast in casts)]
     return made if _sum_kernel_seconds(made, device) < _sum_kernel_seconds(kernels, device) else kernels
@@ -141,7 +149,8 @@ def _sum_kernel_seconds(kernels: Sequence[Kernel], device: DeviceType) -> float:
 
 
 def notes_on_fp8(model: FoldedModel) -> tuple[str, ...]:
-    """Notes for the user about ``model``, one rank's local model, where some products with weights are not in fp8."""
+    """Return a sentence for the user on how many products with weights are not in fp8, and why. Empty if all are.
+    ``model``: the graphs of one rank."""
     left = {name: list(_left_out(block)) for name, block in model.blocks.items()}
     short = {name: len(products_in_fp8(b, True, expert_region(b))) for name, b in model.blocks.items()}
     others = [(call.states[place], why) for call in model.calls for place, why in left[call.block]]
@@ -160,8 +169,8 @@ def notes_on_fp8(model: FoldedModel) -> tuple[str, ...]:
 
 
 def _left_out(block: Block) -> Iterator[tuple[int, str]]:
-    """The products with weights of ``block`` that are not in fp8: the index of the weight among the block's states, and
-    the reason."""
+    """Yield the products with weights of ``block`` that are not in fp8, as pairs (index of the weight among the block's
+    states, reason)."""
     states, short = list(block.states), products_in_fp8(block, True, expert_region(block))
     for node in block.graph.nodes:
         if node.op != "call_function" or node in short or not is_product(node) or is_attention(node):

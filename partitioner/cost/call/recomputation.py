@@ -1,13 +1,14 @@
-"""Selective recomputation (activation checkpointing by operator): the results of a block that backward recomputes.
+"""Selective recomputation (activation checkpointing by operator): choose the operators of a block that backward runs
+again.
 
-* ``scores`` recomputes attention scores alone (Korthikanti et al. 2022).
-* ``selective`` also recomputes all other results whose bytes are worth the time. Results of products, fused attention,
-  communication, sorting, look-ups and random draws are kept where backward, or a recomputed operator, reads them.
-  Norms, activations and similar operators are recomputed from them in a pass over memory. The kept values are a minimum
-  cut between the values that must be kept and the values that backward reads: a value costs its bytes, a recomputed
-  operator its memory traffic.
-* ``alternate`` also recomputes every second product, which halves the bytes kept for products and adds half of a
-  forward's time (as in torchtitan).
+- ``scores`` recomputes attention scores only (Korthikanti et al. 2022).
+- ``selective`` also recomputes all other results whose bytes are worth the time. Results of products, fused attention,
+  communication, sorting, look-ups and random draws are kept if backward, or a recomputed operator, reads them. Norms,
+  activations and similar operators are recomputed from them in a pass over memory. The values to keep are a minimum cut
+  between the values that must be kept and the values that backward reads. In this cut a value costs its bytes, and a
+  recomputed operator costs its memory traffic.
+- ``alternate`` also recomputes every second product. This halves the bytes kept for products and adds half of the time
+  of a forward (as in torchtitan).
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ _COPIES = frozenset(
 
 
 def find_recomputed_nodes(block: Block, how: Remade, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
-    """The operators of ``block``, a graph in which gradients are marked, that backward runs once more; ``sent``: values
-    that come from other ranks in the form of it that is run."""
+    """Return the operators of ``block`` that backward runs again under the method ``how``. The graph must mark which
+    nodes need gradients. ``sent``: values that come from other ranks when the block is executed; they are never
+    recomputed."""
     scores = find_score_nodes(block)
     if how == "scores":
         return scores
@@ -55,8 +57,12 @@ def _second_products(block: Block) -> frozenset[fx.Node]:
 
 
 class _RecomputeCut:
-    """The least cut. Every operator and input has two places: it is run again if the first is on the side of backward,
-    and asked for if the second is; what is asked for and not run again is kept."""
+    """Minimum cut that decides which operators are run again and which values are kept.
+
+    Each operator and each input has two vertices. The first is on the side of backward if the operator is run again.
+    The second is on the side of backward if its result is needed there. A result that is needed and not computed again
+    is kept, at the cost of its bytes.
+    """
 
     def __init__(
         self, block: Block, scores: frozenset[fx.Node], sent: Collection[fx.Node], products: frozenset[fx.Node]
@@ -116,7 +122,7 @@ class _RecomputeCut:
         return kind_of(node, name) in _KINDS or name in _COPIES
 
     def _find_read_values(self, node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-        """What ``node`` reads when it is run again, but for states."""
+        """Yield the values that ``node`` reads when it is run again, except states."""
         for value in dict.fromkeys(map(value_of, node.all_input_nodes)):
             if value[0].name not in self.states:
                 yield value
@@ -125,7 +131,8 @@ class _RecomputeCut:
         return sum(size_of((node, result)) for result in self.read.get(node, ()))
 
     def _price_recomputation(self, node: fx.Node) -> int:
-        """What running an operator again costs, in bytes kept; one at least: the less is made again the better."""
+        """Return the cost of running an operator again, expressed in bytes kept. It is at least 1, so that no operator
+        is run again needlessly; scores cost 0."""
         kernels = forward_kernels(node, *node_operands(node, self.states, ()))
         traffic = sum(k.num_bytes + k.flops * _BYTES_PER_FLOP for k in kernels)
         if node in self.products:

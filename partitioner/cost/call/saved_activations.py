@@ -1,14 +1,14 @@
-"""Tensors that a block saves from forward for backward, and its memory while it runs.
+"""Tensors that a block saves from forward for backward, and the memory that it needs while it runs.
 
-The gradient of an operator needs some of its operands or its result; the table below lists them by operator family. A
-view keeps its base alive. States are not counted, because a rank holds them anyway. Inputs of the block are listed
-separately, since several calls may keep the same input.
+The gradient of an operator needs some of its operands or its result; the table ``NEEDS`` lists them by operator. A view
+keeps its base alive. States (parameters and buffers) are not counted, because a rank holds them anyway. Inputs of the
+block are listed separately, since several calls may keep the same input.
 
-``carried_bytes`` is the memory that a microbatch holds between the two halves of its backward, after the half for
-inputs has run. The half for weights reads the other operands of products with weights, and the gradients of their
-results. Backward operators that do not depend on an input of the block all belong to the half for weights. One operator
-that makes both gradients (norms, convolutions) belongs to the half for inputs, and so do gradients that are sums over
-much larger tensors (for example of a norm's weight, written out).
+``carried_bytes`` is the memory that a microbatch holds between the two halves of its backward, that is, after the
+gradients of inputs are computed and before those of weights. The half for weights reads the other operand of each
+product with a weight, and the gradient of its result. Backward operators that do not depend on an input of the block
+belong to the half for weights. An operator that computes both gradients at once (norms, convolutions) belongs to the
+half for inputs. So do gradients that are sums over much larger tensors, for example of a norm's weight.
 """
 
 from __future__ import annotations
@@ -83,10 +83,11 @@ _INTO_BUFFERS = frozenset(("linear", "mm", "addmm", "matmul"))
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes of one call of a block. ``inside``: kept tensors that the block makes; ``inputs``: whether each input is.
+    """Bytes of one call of a block.
 
-    ``working``: bytes needed for a moment besides what is kept, forward or backward, whichever is more; ``passing``: of
-    that, besides the outputs as well.
+    ``inside``: tensors that the block computes and keeps for backward. ``inputs``: for each input, whether it is kept.
+    ``working``: largest temporary memory, in forward or backward, in addition to what is kept. ``passing``: the part of
+    ``working`` that is not the block's outputs.
     """
 
     inside: int
@@ -96,11 +97,12 @@ class SavedBytes:
 
 
 def find_score_nodes(block: Block) -> frozenset[fx.Node]:
-    """The operators whose results are scores: a product of two activations that is larger than both, and what follows
-    of its size; and masks that these meet and that come of no activation, as those of dropout, drawn by place.
+    """Return the operators whose results are attention scores. These are products of two activations that are larger
+    than both, and the operators that process results of this size. Masks that are combined with scores are included if
+    they depend on no input and no parameter, such as dropout masks.
 
-    Selective recomputation (Korthikanti et al. 2022) makes these again; a fused attention has none. Nothing is sent
-    again: what comes over a collective is kept.
+    Selective recomputation (Korthikanti et al. 2022) runs these operators again. A fused attention has none.
+    Collectives are never included, because their results are kept.
     """
     states = set(block.states)
     found: dict[fx.Node, int] = {}
@@ -119,7 +121,8 @@ def find_score_nodes(block: Block) -> frozenset[fx.Node]:
 
 
 def _find_input_free_nodes(block: Block, scores: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """What ``scores`` are made of that comes of no input and of no parameter."""
+    """Return the operators that ``scores`` are computed from and that depend on no input of the block and on no
+    parameter."""
     free: set[fx.Node] = set()
     placeholders = {
         n for n in block.placeholders if n.name not in block.inputs and not is_differentiable(n.meta["val"])
@@ -139,7 +142,8 @@ def _find_input_free_nodes(block: Block, scores: Collection[fx.Node]) -> frozens
 
 
 def find_gathered_activations(block: Block) -> frozenset[fx.Node]:
-    """Activations that are gathered over a mesh axis: they can be gathered again instead of kept."""
+    """Return the all-gathers of activations in ``block``. Their results need not be kept, since backward can gather
+    them again."""
     states = set(block.states)
     return frozenset(
         node
@@ -151,7 +155,8 @@ def find_gathered_activations(block: Block) -> frozenset[fx.Node]:
 
 
 def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = frozenset()) -> SavedBytes:
-    """What one call of ``block`` keeps and needs, not keeping results of ``without``. Inference keeps nothing."""
+    """Return the bytes that one call of ``block`` keeps for backward and needs while it runs. Results of the nodes
+    ``without`` are not kept but computed again. Without ``train`` nothing is kept."""
     states = set(block.states)
     saved: dict[Value, int] = {}
     extra = 0
@@ -173,7 +178,8 @@ def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = froz
 
 
 def _read_again(nodes: Sequence[fx.Node], without: frozenset[fx.Node]) -> Iterator[Value]:
-    """What ``nodes``, and those of ``without`` that they are made of, read when they are made again."""
+    """Yield the values that must be kept so that ``nodes`` can be computed again. ``without``: all nodes that are not
+    kept."""
     seen, stack = set(nodes), [*nodes]
     while stack:
         for value in map(value_of, stack.pop().all_input_nodes):
@@ -185,7 +191,8 @@ def _read_again(nodes: Sequence[fx.Node], without: frozenset[fx.Node]) -> Iterat
 
 
 def value_of(node: fx.Node) -> Value:
-    """The tensor that ``node`` looks at: views and picked results traced back to what was computed."""
+    """Return the tensor that ``node`` refers to, as (node that computed it, index of the result). Views and ``getitem``
+    are traced back."""
     while node.op == "call_function":
         if node.target is operator.getitem:
             source, index = node.args
@@ -202,7 +209,7 @@ def value_of(node: fx.Node) -> Value:
 
 
 def find_needed_values(node: fx.Node) -> Iterator[Value]:
-    """The values that the gradient of ``node`` reads."""
+    """Yield the values that the gradient of ``node`` reads."""
     sends = collective_name(node.target) not in (None, *CONTEXT)
     if operator_name(node) in VIEWS or node.target is operator.getitem or sends:
         return
@@ -228,7 +235,8 @@ def find_needed_values(node: fx.Node) -> Iterator[Value]:
 
 
 def _row_statistics(node: fx.Node) -> int:
-    """Bytes of the numbers per row that an operator keeps and does not give as results of their own."""
+    """Return the bytes of the numbers per row (such as a norm's mean) that an operator keeps for backward without
+    returning them as results."""
     need = NEEDS.get(operator_name(node))
     if need not in ("attention", "norm") or len(results_of(node)) > 1:
         return 0
@@ -240,14 +248,14 @@ def _row_statistics(node: fx.Node) -> int:
 
 
 def size_of(value: Value) -> int:
-    """Bytes of a value."""
+    """Return the bytes of a value; 0 if it is not a tensor."""
     tensors = results_of(value[0])
     return int(tensors[value[1]].nbytes) if value[1] < len(tensors) and isinstance(tensors[value[1]], Tensor) else 0
 
 
 def _forward_peak(block: Block, saved: dict[Value, int]) -> tuple[int, int]:
-    """The most bytes over what is kept in the end that are alive at a time while the block runs forward, and those of
-    outputs that are alive after it."""
+    """Return the peak bytes of a forward in addition to the tensors that are ``saved`` at its end, and the bytes of
+    those outputs that are alive after it and not saved."""
     nodes = [n for n in block.graph.nodes if n.op == "call_function"]
     last: dict[Value, int] = {}
     for place, node in enumerate(nodes):
@@ -273,7 +281,8 @@ def _forward_peak(block: Block, saved: dict[Value, int]) -> tuple[int, int]:
 
 
 def _compute_scratch_bytes(node: fx.Node) -> int:
-    """Bytes of what an operator makes of a piece of its operand at a time."""
+    """Return the temporary bytes of an operator that processes its operand piece by piece (cross-entropy); 0 for
+    others."""
     if operator_name(node) not in CROSS_ENTROPY:
         return 0
     logits: Tensor = operands_of(node)[0].meta["val"]
@@ -281,10 +290,10 @@ def _compute_scratch_bytes(node: fx.Node) -> int:
 
 
 def _backward_peak(block: Block) -> int:
-    """The most bytes of gradients that are alive at a time.
+    """Return the largest number of bytes of gradients that are alive at the same time.
 
-    A state's gradient is added to its buffer as soon as it is known, a product's even as it is computed
-    (``runtime/execute/codegen.py``): the others are there for a moment.
+    A state's gradient is added to its buffer as soon as it is computed, and that of a product's weight while it is
+    computed (``runtime/execute/codegen.py``). The gradients of other states exist for a moment.
     """
     states = set(block.states)
     alive = {value_of(n): size_of(value_of(n)) for n in block.outputs if needs_gradient(n)}
@@ -317,7 +326,8 @@ _AT_ONCE = frozenset("convolution conv1d conv2d conv3d".split())
 
 
 def carried_bytes(block: Block) -> int:
-    """Bytes of one call of ``block``, a graph in which gradients are marked, besides its inputs and states."""
+    """Return the bytes that one call of ``block`` holds between the two halves of its backward (gradients of inputs,
+    then gradients of weights), without its inputs and states. The graph must mark which nodes need gradients."""
     through = _depends_on_inputs(block)
     read: set[Value] = set()
     gradients: set[fx.Node] = set()
@@ -338,7 +348,7 @@ def carried_bytes(block: Block) -> int:
 
 
 def _depends_on_inputs(block: Block) -> set[fx.Node]:
-    """The nodes whose gradient goes on to an input of the block."""
+    """Return the nodes whose gradient contributes to the gradient of an input of the block."""
     inputs = set(block.inputs)
     through = {node for node in block.placeholders if node.name in inputs and needs_gradient(node)}
     for node in block.graph.nodes:
@@ -348,18 +358,19 @@ def _depends_on_inputs(block: Block) -> set[fx.Node]:
 
 
 def _is_sum(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether the gradient of ``operand`` is a sum over a much larger tensor: then the first half makes it."""
+    """Whether the gradient of ``operand`` is a sum over a much larger tensor. It is then computed in the half of
+    backward for inputs."""
     return not is_product(node) and is_early(size_of(value_of(operand)), size_of(value_of(node)))
 
 
 def _makes_all_at_once(node: fx.Node) -> bool:
-    """Whether one operator makes the gradients of all operands."""
+    """Whether one backward operator computes the gradients of all operands."""
     name = operator_name(node)
     return NEEDS.get(name) in ("norm", "attention") or name in _AT_ONCE
 
 
 def _needed_for(node: fx.Node, operand: fx.Node) -> Iterator[Value]:
-    """The values that the gradient of one operand reads."""
+    """Yield the values that the gradient of ``operand`` of ``node`` reads."""
     operands, need = operands_of(node), NEEDS.get(operator_name(node), "operands")
     if is_view(node) or need == "nothing":
         return
@@ -374,7 +385,8 @@ def _needed_for(node: fx.Node, operand: fx.Node) -> Iterator[Value]:
 
 
 def _same_gradient(node: fx.Node, outputs: Collection[fx.Node]) -> fx.Node:
-    """The last node whose gradient is that of ``node``: sums, over ranks too, and views pass it on as it is."""
+    """Return the last node whose gradient equals that of ``node``. Views, sums and all-reduces pass a gradient on
+    unchanged."""
     while node not in outputs:
         users = [user for user in node.users if user.op == "call_function" and needs_gradient(user)]
         if len(users) != 1 or not _passes_gradient(users[0]):

@@ -1,8 +1,8 @@
-"""Parameters, gradients and optimizer states: bytes on a rank, the reduction of gradients and the update.
+"""Memory and cost of parameters, gradients and optimizer states: bytes on a rank, and seconds of the update.
 
 Mixed precision with Adam takes 18 bytes per parameter (Megatron-LM's main gradients; Rajbhandari et al. 2020, ZeRO,
-count 16 with short gradients): the parameter, its gradient, two moments, and a copy that the optimizer steps; all but
-the parameter in fp32.
+count 16 with short gradients): the parameter, its gradient, two moments, and the copy that the optimizer updates. All
+except the parameter are in float32.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ OUTER = {"dp": "dp_replicate", "experts": "edp_replicate"}
 
 
 def gradient_bytes(spec: TensorSpec, short: bool) -> int:
-    """Bytes of a parameter's gradient: in float32 if the parameter is shorter, unless gradients may be ``short``,
-    too."""
+    """Return the bytes of a parameter's gradient. It is accumulated in float32 if the parameter has a shorter type,
+    unless ``short`` gradients have the parameter's type."""
     return spec.numel * (spec.dtype if short else accumulated_in(spec.dtype)).itemsize
 
 
 @dataclass(frozen=True)
 class StateCost:
-    """One state on one rank, in bytes. ``grad_axes``: the mesh axes over which its gradient is reduced.
+    """Bytes of one state (parameter or buffer) on one rank, with its gradient and optimizer states.
 
-    ``hosted``: its optimizer states are in host memory, where the step runs; with ``disk`` they are on the node's disk
-    and are read for the step. ``passing``: the parameter itself is in host memory, too. ``master``: the part of
-    ``optimizer`` that is the float32 copy of the parameter. ``lost``: the compression residual kept for its gradient.
-    ``stage``: the stage of ZeRO.
+    - ``grad_axes``: the mesh axes over which its gradient is summed. ``stage``: the ZeRO stage. ``replicas``: the
+      number of ranks that shard it under ZeRO. ``hybrid``: these are only a part of the data-parallel ranks.
+      ``expert``: it belongs to experts.
+    - ``hosted``: its optimizer states are in host memory, and the optimizer runs there. ``disk``: they are on the
+      node's disk and are read for each step. ``passing``: the parameter itself is in host memory, too.
+    - ``master``: the part of ``optimizer`` that is the float32 copy of the parameter. ``lost``: bytes of the
+      compression residual, the rounding error of its sent gradient that is kept for the next step.
     """
 
     parameter: float
@@ -56,13 +59,13 @@ class StateCost:
 
     @cached_property
     def scatter_axes(self) -> tuple[str, ...]:
-        """The axes over which gradients are scattered to their shards; none without ZeRO."""
+        """The axes over which its gradient is reduce-scattered to shards; empty without ZeRO."""
         shared = tuple(a for a in self.grad_axes if a != "tp") if self.stage else ()
         return tuple(INNER[a] for a in shared) if self.hybrid else shared
 
     @cached_property
     def rest_axes(self) -> tuple[str, ...]:
-        """The axes over which the gradients, or the shards left after scattering, are all-reduced."""
+        """The axes over which its gradient, or the shard that a reduce-scatter leaves, is all-reduced."""
         if not self.stage:
             return self.grad_axes
         outer = (OUTER[a] for a in self.grad_axes if self.hybrid and a in OUTER)
@@ -70,13 +73,14 @@ class StateCost:
 
     @cached_property
     def kind(self) -> Hashable:
-        """Everything but the bytes, and whether there is a gradient: states of equal kind can be added up."""
+        """Key that is equal for states that differ only in bytes, so that their costs can be added up."""
         flags = self.stage, self.replicas, self.expert, self.hybrid, self.hosted, self.passing, self.disk
         return self.grad_axes, flags, self.gradient > 0
 
     @cached_property
     def kept(self) -> dict[str, float]:
-        """Bytes that stay on the rank, by kind of data. ZeRO-1 keeps whole gradients and their shards."""
+        """Bytes that stay on the rank, by kind of data (``"parameters"``, ``"gradients"``, ``"optimizer"``,
+        ``"residuals"``). ZeRO-1 keeps both the whole gradient and its shard."""
         sizes = {"parameters": (self.parameter, 3), "gradients": (self.gradient, 2), "optimizer": (self.optimizer, 1)}
         kept = {kind: size / self.replicas if self.stage >= at else size for kind, (size, at) in sizes.items()}
         if self.stage == 1 and self.replicas > 1:
@@ -91,13 +95,14 @@ class StateCost:
 
     @property
     def late(self) -> float:
-        """The part of :attr:`total` that is allocated by the first SCATTER: under ZeRO 2 and 3, a shard of the
-        gradient."""
+        """The part of :attr:`total` that is not allocated before the first reduce-scatter: under ZeRO-2 and ZeRO-3 the
+        shard of the gradient, otherwise 0."""
         return self.gradient_piece if self.stage >= 2 and self.replicas > 1 else 0.0
 
     @property
     def in_host(self) -> float:
-        """Bytes in host memory: optimizer states, their parameter and its gradient."""
+        """Bytes in host memory: offloaded optimizer states with their parameter and its gradient, or an offloaded
+        parameter."""
         share = self.replicas if self.stage else 1
         if self.hosted and self.gradient:
             states = 0.0 if self.disk else self.optimizer
@@ -111,29 +116,30 @@ class StateCost:
 
     @property
     def disk_traffic(self) -> float:
-        """Bytes that a step moves from and to the disk: everything there is read and written, and the copy of the
-        parameter that is sent to the device is read once more."""
+        """Bytes that one step reads from and writes to the disk. Everything there is read and written, and the copy of
+        the parameter that is sent to the device is read once more."""
         share = self.replicas if self.stage else 1
         return (2 * self.optimizer + self.master) / share if self.disk and self.gradient else 0.0
 
     @cached_property
     def total(self) -> float:
-        """Bytes that stay on the rank."""
+        """Bytes that stay on the rank, of all kinds together."""
         return sum(self.kept.values())
 
     @property
     def gradient_piece(self) -> float:
-        """Bytes of the gradient left after scattering; all of it without ZeRO."""
+        """Bytes of the gradient that are left on a rank after the reduce-scatter; the whole gradient without ZeRO."""
         return self.gradient / self.replicas if self.stage else self.gradient
 
     @property
     def update(self) -> float:
-        """Bytes that an optimizer step reads and writes: parameter and states both ways, the gradient once."""
+        """Bytes that an optimizer step reads and writes: the parameter and the optimizer states both ways, the gradient
+        once."""
         whole = 2 * (self.parameter + self.optimizer) + self.gradient if self.gradient else 0.0
         return whole / self.replicas if self.stage else whole
 
     def scaled(self, share: float) -> StateCost:
-        """This state with all bytes multiplied by ``share``."""
+        """Return this state with all bytes multiplied by ``share``."""
         return replace(
             self,
             parameter=self.parameter * share,
@@ -146,8 +152,11 @@ class StateCost:
     def zero(
         self, stage: int, replicas: int, expert: bool = False, by_rows: bool = False, hybrid: bool = False
     ) -> StateCost:
-        """This state under stage ``stage`` of ZeRO over ``replicas`` ranks; ``by_rows``, ``hybrid``: see
-        :class:`Sharded`."""
+        """Return this state under ZeRO stage ``stage``, sharded over ``replicas`` ranks.
+
+        ``expert``: it belongs to experts. ``by_rows``: the ranks of ``tp`` hold different experts. ``hybrid``: only a
+        part of the data-parallel ranks shards it.
+        """
         axes = tuple(a for a in self.grad_axes if a != "tp") if expert and by_rows else self.grad_axes
         axes = tuple("experts" if a in ("dp", "cp") else a for a in axes) if expert else axes
         axes = tuple(dict.fromkeys(axes))
@@ -155,7 +164,7 @@ class StateCost:
 
 
 class StateCosts(dict[str, StateCost]):
-    """Costs of states on a rank, by name. Immutable: figures over all states are computed once."""
+    """Costs of states on a rank, by name. The dict must not be changed, because figures over all states are cached."""
 
     @classmethod
     def of(cls, costs: Mapping[str, StateCost]) -> StateCosts:
@@ -167,27 +176,29 @@ class StateCosts(dict[str, StateCost]):
 
     @cached_property
     def scattered(self) -> dict[str, StateCost]:
-        """The states whose gradients, or more, are sharded among ranks."""
+        """The states that ZeRO shards among several ranks."""
         return {name: cost for name, cost in self.items() if cost.stage and cost.replicas > 1}
 
     @cached_property
     def gradient(self) -> float:
-        """Bytes of all gradients before they are scattered."""
+        """Bytes of all gradients before they are reduce-scattered."""
         return sum(cost.gradient for cost in self.values())
 
     @cached_property
     def late(self) -> dict[str, float]:
-        """Bytes of each state that the first SCATTER allocates, by name; see :attr:`StateCost.late`."""
+        """Bytes of each state that are not allocated before the first reduce-scatter, by name; see
+        :attr:`StateCost.late`."""
         return {name: cost.late for name, cost in self.items() if cost.late}
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """How states are sharded besides ``tp``.
+    """How states are sharded in addition to ``tp``.
 
-    ``zero``: the stage of ZeRO, over ``replicas`` ranks. ``of_experts``: the share of the experts' weights on a rank,
-    replicated on ``expert_replicas`` ranks. ``by_rows``: ranks along ``tp`` have different experts. ``hybrid``: shards
-    are replicated among other ranks with the same states.
+    ``zero``: the ZeRO stage, over ``replicas`` ranks. ``of_experts``: the fraction of the experts' weights that a rank
+    holds. ``expert_replicas``: the number of ranks over which ZeRO shards experts. ``by_rows``: the ranks of ``tp``
+    hold different experts. ``hybrid``: only a part of the data-parallel ranks shards a state, and the parts are
+    replicas.
     """
 
     zero: int = 0
@@ -202,7 +213,7 @@ WHOLE = Sharded()
 
 
 def sum_state_costs(costs: Iterable[StateCost]) -> list[StateCost]:
-    """``costs`` added up, one sum for each kind; states of one kind differ in bytes alone."""
+    """Return the sums of ``costs``, one for each kind. States of one kind differ in bytes alone."""
     kinds: dict[Hashable, tuple[StateCost, list[float]]] = {}
     for cost in costs:
         sums = kinds.setdefault(cost.kind, (cost, [0.0, 0.0, 0.0, 0.0, 0.0]))[1]
@@ -218,9 +229,12 @@ def sum_state_costs(costs: Iterable[StateCost]) -> list[StateCost]:
 
 
 class StateKinds(NamedTuple):
-    """Groups of states with equal costs: the number of each state's kind, and for each kind one of its states, its
-    layout over ``tp``, whether it belongs to experts, whether all ranks of ``cp`` have its gradient whole, and whether
-    ZeRO-3 leaves it whole."""
+    """States grouped by equal cost.
+
+    ``of_state``: for each state, the index of its kind. ``kinds``: for each kind, one of its states, its layout over
+    ``tp``, whether it belongs to experts, whether every rank of ``cp`` computes its whole gradient, and whether ZeRO-3
+    does not shard it.
+    """
 
     of_state: dict[str, int]
     kinds: list[tuple[ModelState, Layout, bool, bool, bool]]
@@ -257,12 +271,14 @@ def state_costs(
     short_gradients: bool = False,
     offload: Collection[str] = (),
 ) -> StateCosts:
-    """Costs of each state on a rank that holds it, under its layout over ``tp`` (absent: whole).
+    """Return the cost of each state (parameter or buffer) on a rank that holds it.
 
-    The gradient of a parameter is reduced over ``dp``, and over ``tp`` if it is read as a partial sum (``R'``). States
-    whose gradient all ranks of ``cp`` have whole are not sharded over ``cp``. ZeRO (Rajbhandari et al. 2020) divides
-    optimizer states (1), also gradients (2), and also parameters (3). ``offload``: the kinds of data kept in host
-    memory. ``short_gradients``: gradients have their parameter's type, even if that is shorter than float32.
+    The gradient of a parameter is summed over ``dp`` and ``cp``, and over ``tp`` if its layout says that each rank
+    computes a partial sum (``R'``). If every rank of ``cp`` computes the whole gradient, ``cp`` is left out. ZeRO
+    (Rajbhandari et al. 2020) shards optimizer states (1), also gradients (2), and also parameters (3).
+
+    ``kinds``: the states, grouped by equal cost. ``offload``: the kinds of data in host memory. ``short_gradients``: a
+    gradient has its parameter's type, even if that is shorter than float32.
     """
 
     def find(state: ModelState, layout: Layout, expert: bool, complete: bool, small: bool) -> StateCost:
@@ -287,7 +303,8 @@ def state_costs(
 
 
 def with_lost(costs: Mapping[str, StateCost], lost: Callable[[StateCost], float] | None) -> Mapping[str, StateCost]:
-    """``costs`` with the compression residual of each gradient; unchanged if ``lost`` is ``None``."""
+    """Return ``costs`` with the bytes of compression residuals added. ``lost``: function from a state's cost to these
+    bytes; ``None``: there are none, and ``costs`` is returned unchanged."""
     if lost is None:
         return costs
     alike = {id(cost): replace(cost, lost=lost(cost)) for cost in costs.values()}
@@ -315,5 +332,6 @@ def _build_state_cost(
 
 
 def update_time(costs: Collection[StateCost], device: DeviceType) -> float:
-    """Seconds of the optimizer's step on the device over ``costs``: bound by memory bandwidth."""
+    """Return the seconds of the optimizer's step over ``costs`` on ``device``, without states in host memory. The step
+    is bound by memory bandwidth."""
     return sum(cost.update for cost in costs if not cost.hosted) / memory_rate("optimizer", device)

@@ -1,7 +1,7 @@
-"""Transient bytes of sharded states on a rank: gathered weights, and gradients before they are scattered.
+"""Bytes of sharded states that a rank holds temporarily: gathered weights, and gradients before they are scattered.
 
-Under ZeRO-3 these are the weights and gradients of one call. Under ZeRO-1 and ZeRO-2 they are gradient buckets; this
-module counts only the excess of a single gradient over the bucket size.
+Under ZeRO-3 these are the weights and gradients of one call. Under ZeRO-1 and ZeRO-2 they are buckets of gradients;
+this module counts only the bytes by which a single gradient exceeds the bucket size.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from partitioner.cost.call.zero3_gathers import GatheredBytes
 
 
 class Scattering(NamedTuple):
-    """``num_bytes`` of gradients in flight to their shards on every rank.
+    """Bytes of gradients that every rank holds while they are sent to the ranks that own their shards (ZeRO-1 and
+    ZeRO-2).
 
-    They travel in buckets of ``bucket`` bytes, unless a single gradient is larger. ``whole``: the receive buffer is as
-    large as the send buffer.
+    ``num_bytes``: all such bytes. ``bucket``: bytes of one bucket; a larger gradient has a bucket of its own.
+    ``whole``: the receive buffer of a reduce-scatter is as large as its send buffer.
     """
 
     num_bytes: float = 0.0
@@ -31,9 +32,12 @@ NOTHING_SENT = Scattering()
 
 
 class AtEnds(NamedTuple):
-    """Bytes of a call's sharded states at the ends of a stage. ``last``: while it runs backward as the last call of a
-    stage, with all other working memory. ``lingering``: of its gradients until then, if it is the first call.
-    ``closing``: when its gradients are sent at the end of a backward, which has freed everything else."""
+    """Temporary bytes of a call's sharded states if the call is the first or the last one of a stage.
+
+    ``last``: during its backward as the last call, with all other working memory. ``lingering``: its gradients that are
+    still being sent then, if it is the first call. ``closing``: when its gradients are sent at the end of a backward,
+    which has freed everything else.
+    """
 
     last: float = 0.0
     lingering: float = 0.0
@@ -46,15 +50,16 @@ NOTHING_MORE = AtEnds()
 def passing_bytes(
     cost: CallCost, names: Collection[str], states: StateCosts, scattering: Scattering, is_last: bool, several: bool
 ) -> tuple[GatheredBytes, AtEnds]:
-    """Bytes of the states ``names`` that are temporarily whole in a call: anywhere in a stage, and at the ends of a
-    stage.
+    """Return the bytes of the states ``names`` that a call holds temporarily: at any position in a stage, and as the
+    first or the last call of a stage.
 
-    ``is_last``: the call may be the model's last. ``several``: the step has several microbatches, so each finds
-    gradients of the previous microbatch in flight.
+    ``scattering``: the gradient buckets of a rank. ``is_last``: the call may be the model's last. ``several``: the step
+    has several microbatches, so gradients of the previous microbatch may still be in flight.
     """
 
     def at(own: GatheredBytes, copied: float = 0.0, lingers: bool = several) -> tuple[GatheredBytes, AtEnds]:
-        """Add the working bytes at the ends of a stage. ``copied``: bytes of the copy from which gradients are sent."""
+        """Return ``own``, and the temporary bytes if the call is at an end of a stage. ``copied``: bytes of the copy
+        from which gradients are sent. ``lingers``: gradients are still being sent during the next microbatch."""
         closing = max(copied, own.sent)
         ends = AtEnds(cost.working_bytes + own.whole, own.sent * lingers, closing and closing + cost.working_bytes)
         return own, ends
@@ -84,11 +89,11 @@ def _get_gradient_bytes(state: StateCost | None) -> float:
 
 
 def gathered_beside(calls: Sequence[GatheredBytes], in_turns: bool) -> list[float]:
-    """Bytes of gathered weights and whole gradients during each of consecutive calls.
+    """Return the bytes of gathered weights and whole gradients that exist during each of consecutive calls.
 
-    A call has its own weights and gradients; forward also the next call's weights; backward also the previous call's
-    weights and the next call's gradients. ``in_turns``: the rank alternates between runs of calls, and the other runs
-    are assumed to be like these.
+    A call needs its own weights and gradients. In forward the next call's weights are there as well. In backward the
+    previous call's weights and the next call's gradients are there. ``in_turns``: the rank alternates between several
+    runs of calls (virtual stages), so the other weights and gradients may be those of any run.
     """
     none = GatheredBytes()
     if not any(map(any, calls)):

@@ -1,4 +1,4 @@
-"""Cost of ZeRO-3 for one call: its weights are gathered before it runs, and its gradients are reduce-scattered."""
+"""Cost of ZeRO-3 for one call. Its weights are gathered before it runs, and its gradients are reduce-scattered."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from partitioner.topology.hardware import DeviceType
 
 
 class GatheredBytes(NamedTuple):
-    """What of a call's weights is not in shards: ``whole`` while it runs, gradients included; ``weights`` while a call
-    beside it runs; ``sent``, gradients on their way to their shards, while the next backward runs."""
+    """Bytes of a call's weights and gradients that are not sharded, under ZeRO-3.
+
+    ``whole``: while the call runs, with its own gradients. ``weights``: gathered weights while a neighbouring call
+    runs. ``sent``: gradients that are still being scattered while the next backward runs.
+    """
 
     whole: float = 0.0
     weights: float = 0.0
@@ -25,14 +28,16 @@ NONE_GATHERED = GatheredBytes()
 
 
 def read_bytes(state: StateRead, spread: Spread) -> tuple[float, float]:
-    """Bytes of a state that the call reads, and of its gradient."""
+    """Return the bytes of a state (parameter or buffer) that the call reads on a rank, and the bytes of its
+    gradient."""
     return state.sizes(spread.profile.short_gradients, spread.of_experts if state.expert else 1.0)
 
 
 def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, float]:
-    """Seconds of gathering a call's weights forward, and of gathering them and scattering gradients backward.
+    """Return the seconds of a call's ZeRO-3 collectives, forward and backward. Forward gathers the weights. Backward
+    gathers them again and reduce-scatters the gradients.
 
-    Small states stay whole, but for software that gathers each parameter by itself.
+    Small states are not sharded, unless the framework gathers each parameter by itself.
     """
     if spread.shards.size == 1:
         return 0.0, 0.0
@@ -51,8 +56,9 @@ def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, 
 
 
 def copy_seconds(states: Iterable[StateRead], spread: Spread, device: DeviceType) -> tuple[float, float, float]:
-    """Seconds in which a device that computes copies a call's weights out of what was gathered, forward and backward,
-    and its gradients into what is scattered: pieces of several tensors that are sent at once lie rank by rank."""
+    """Return three durations in seconds of the copies that ZeRO-3 adds to a call: weights in forward, weights in
+    backward, and gradients. Tensors that one collective moves together lie in its buffer rank by rank, so weights are
+    copied out of it and gradients into it."""
     if spread.shards.size == 1 or spread.profile.gather == "parameter":
         return 0.0, 0.0, 0.0
     weights = gradients = 0.0
@@ -65,10 +71,11 @@ def copy_seconds(states: Iterable[StateRead], spread: Spread, device: DeviceType
 
 
 def gathered_bytes(sizes: Sequence[tuple[float, float]], spread: Spread, saved: float) -> GatheredBytes:
-    """Bytes of weights that are gathered under ZeRO-3, and of gradients; ``sizes``: of each state's both.
+    """Return the bytes of weights and gradients that ZeRO-3 holds unsharded for a call.
 
-    Of a call's own gradients the largest is whole at first, the others while ``saved`` bytes, which are counted
-    elsewhere, go. Those that are sent come with what the shards are of.
+    ``sizes``: for each sharded state, the bytes of its weight and of its gradient. ``saved``: bytes of saved
+    activations, which are counted elsewhere. Backward frees them while it computes gradients, so gradients other than
+    the largest add memory only beyond ``saved``. Gradients that are being scattered need a receive buffer in addition.
     """
     ranks = spread.shards.size
     if ranks == 1 or not sizes:

@@ -1,7 +1,7 @@
-"""Kernels, collectives and states of one block call, extracted from the block's local graph.
+"""Kernels, collectives and states (parameters and buffers) of one call of a block, extracted from its local graph.
 
-A block is a repeated piece of the model, such as a layer. Kernels are columns of arrays, so that all of them are priced
-at once.
+A block is a repeated piece of the model, such as a layer. The local graph is the one that a rank runs after sharding.
+Kernels are columns of arrays, so that all of them are priced at once.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ _IN_PIECES = frozenset(("all_gather", "reduce_scatter"))  # can run behind the p
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One kernel and its role in the block. ``way``: 0 forward, 1 backward. ``product``: its operator is a matrix
-    product or an attention. ``again``: selective recomputation runs it a second time. ``ring``: the index of its
-    attention over a sharded sequence, or -1.
+    """One kernel and its role in the block.
+
+    ``way``: 0 forward, 1 backward. ``product``: its operator is a matrix product or an attention. ``again``: selective
+    recomputation runs it a second time. ``ring``: the index of its attention over a sharded sequence, or -1.
 
     For products of experts: ``widest`` is the smaller side of an expert's matrix; ``rows`` the number of rows of all
     experts in the graph (0: every expert gets all rows); ``held`` the number of experts in the graph; ``each`` whether
@@ -84,8 +85,8 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """Rows as arrays of shape ``[kernels]``. ``kind`` and ``precision`` are indices into ``kinds`` and
-    ``precisions``."""
+    """The fields of :class:`KernelRow` and :class:`Kernel` as arrays of shape ``[kernels]``. ``kind`` and ``precision``
+    are indices into ``kinds`` and ``precisions``."""
 
     kinds: tuple[str, ...]
     precisions: tuple[str, ...]
@@ -141,10 +142,12 @@ class KernelTable:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective over a mesh axis. ``way``: 0 forward, 1 backward. ``nbytes``: size of its operand, which is one
-    rank's part of the tensor if ``from_part``. ``strided``: the dim that it joins or splits is not outermost in memory.
-    ``in_pieces``: it may overlap with matrix products. ``anew``: a gather that backward repeats if its result is not
-    kept."""
+    """A collective of the block over a mesh axis.
+
+    ``way``: 0 forward, 1 backward. ``nbytes``: size of its operand, which is one rank's part of the tensor if
+    ``from_part``. ``strided``: the dim that it joins or splits is not outermost in memory. ``in_pieces``: it may
+    overlap with matrix products. ``anew``: it is a gather that backward repeats if its result is not kept.
+    """
 
     way: int
     op: str
@@ -158,8 +161,11 @@ class Exchange:
 
 @dataclass(frozen=True)
 class StateRead:
-    """A state (parameter or buffer) that the call reads. ``nbytes``: its bytes in the graph. ``gradient_bytes``: the
-    bytes of its accumulated gradient; 0 if it has none. ``small``: ZeRO-3 does not shard it."""
+    """A state (parameter or buffer) that the call reads.
+
+    ``nbytes``: its bytes in the graph. ``gradient_bytes``: the bytes of its accumulated gradient; 0 if it has none.
+    ``expert``: it belongs to experts. ``small``: ZeRO-3 does not shard it.
+    """
 
     name: str
     nbytes: int
@@ -176,12 +182,12 @@ class StateRead:
 
 @dataclass(frozen=True)
 class BlockProfile:
-    """Kernels, collectives and states of one call.
+    """Kernels, collectives and states of one call of a block.
 
-    ``issued``: number of operators that the host issues forward, backward for inputs, and backward for weights.
-    ``issued_each``: number of those issued for each of a rank's experts. ``held``: number of experts in the graph.
-    ``rings``: the attentions over a sharded sequence, and whether each runs backward. ``routing``: number of forward
-    operators between the attention and the experts.
+    ``issued``: number of operators that the host issues in forward, in backward for inputs, and in backward for
+    weights. ``issued_each``: number of those that it issues for each of a rank's experts. ``held``: number of experts
+    in the graph. ``rings``: the attentions over a sharded sequence, and whether each runs backward. ``region``: the
+    products of experts. ``routing``: number of forward operators between the attention and the experts.
     """
 
     kernels: KernelTable
@@ -206,9 +212,10 @@ def asked_by(
 ) -> BlockProfile:
     """Return the kernels, collectives and states of one call of ``block``, a local graph with its collectives.
 
-    ``fp8``: products with weights run in fp8; with ``fused_casts`` the preceding kernels write their operands in fp8.
-    ``again``: the nodes that selective recomputation runs a second time. ``expert_kernels``: ``grouped``, ``each`` (one
-    kernel per expert) or ``fused``. ``current_scaling``: fp8 scales come from the current tensor.
+    ``train``: include the backward. ``fp8``: products with weights run in fp8; with ``fused_casts`` the preceding
+    kernels write their operands in fp8. ``again``: the nodes that selective recomputation runs a second time.
+    ``expert_kernels``: ``grouped``, ``each`` (one kernel per expert) or ``fused``. ``current_scaling``: fp8 scales come
+    from the current tensor.
     """
     return _BlockProfiler(block, train, fp8, again, fused_casts, expert_kernels, current_scaling).read()
 
@@ -307,7 +314,8 @@ class _BlockProfiler:
     def _in_fp8(
         self, way: int, node: fx.Node, kernels: list[Kernel], operands: list[Operand], results: list[Operand]
     ) -> list[Kernel]:
-        """``kernels`` unchanged, or in fp8 with its casts if ``node`` is a product in fp8."""
+        """Return the kernels of ``node`` for fp8, with the casts of its operands, and count the casts as issued
+        operators. If ``node`` is no product in fp8, return ``kernels``. ``way``: 0 forward, 1 backward."""
         if node not in self.short:
             return kernels
         apart = node in self.region.products and self._casts_apart(node)
@@ -321,11 +329,13 @@ class _BlockProfiler:
     def _count_fused_bytes(
         self, node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand], way: int
     ) -> float:
-        """Bytes that products of experts move more because their kernels do the work of ``node``, too.
+        """Return the additional bytes that fused kernels of experts' products move because they also do the work of
+        ``node``.
 
-        Forward (``way`` 0) reads only operands from outside; backward reads the results of products, which forward has
-        kept, and what is from outside. Results are written for products and other readers, and gradients of what
-        backward reads. Everything between two fused operators stays in the kernel.
+        Forward (``way`` 0) reads only operands from outside of the fused kernels. Backward (``way`` 1) reads the
+        results of products, which forward has kept, and operands from outside. Results are written if they have other
+        readers. Backward also writes a gradient of everything that it reads. Everything between two fused operators
+        stays in the kernel.
         """
         sources = [skip_views(o) for o in tensors_of(node)]
         kept = self.fused if way == 1 else self.fused | self.region.products  # in the kernel's own memory
@@ -394,7 +404,8 @@ class _BlockProfiler:
 
 
 def find_nodes_between(products: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """The operators and views on the ways from one of ``products`` to another, without the products."""
+    """Return the operators and views on all paths from one of ``products`` to another, without the products
+    themselves."""
     behind = _reach_nodes(products, lambda node: node.users)
     ahead = _reach_nodes(products, lambda node: node.all_input_nodes)
     return frozenset((behind & ahead).difference(products))
@@ -420,7 +431,8 @@ def _fuse_kernels(kernels: Sequence[Kernel], num_bytes: float) -> list[Kernel]:
 
 
 def _transpose_collective(node: fx.Node) -> str | None:
-    """The collective of a collective's gradient; ``None`` if the gradient passes unchanged."""
+    """Return the name of the collective that the gradient of a collective needs; ``None`` if the gradient passes
+    unchanged."""
     name = collective_name(node.target) or ""
     return _TRANSPOSED.get((name, str(node.args[-1]) if name in ("all_gather", "all_reduce") else ""))
 
@@ -464,7 +476,7 @@ def node_operands(
 
 
 def tensors_of(node: fx.Node) -> list[fx.Node]:
-    """The operands of ``node`` that are single tensors."""
+    """Return the operands of ``node`` that are single tensors, in order."""
     return [o for o in operands_of(node) if isinstance(o.meta["val"], Tensor)]
 
 
@@ -490,12 +502,13 @@ def is_state(node: fx.Node, states: set[str]) -> bool:
 
 
 def gradient_bytes_of(placeholder: fx.Node) -> int:
-    """Bytes of a state's accumulated gradient; 0 if it has none."""
+    """Return the bytes of a state's accumulated gradient; 0 if it has none."""
     return gradient_bytes(TensorSpec.of(placeholder.meta["val"]), False) if needs_gradient(placeholder) else 0
 
 
 def _build_accumulation_kernels(placeholder: fx.Node, states: set[str]) -> list[Kernel]:
-    """The addition of a state's gradient to that of earlier microbatches; empty for other nodes."""
+    """Return the kernel that adds a state's gradient to that of earlier microbatches. Empty if the placeholder is no
+    state, or has no gradient."""
     if placeholder.name not in states or not needs_gradient(placeholder):
         return []
     value = placeholder.meta["val"]

@@ -54,21 +54,23 @@ def find_selectively_recomputed(block: Block, sent: Collection[fx.Node] = ()) ->
 
 @dataclass(frozen=True)
 class CallCost:
-    """Cost of one microbatch through one call on one rank. Fields that end in ``_comm_s`` are seconds of collectives;
-    other ``_s`` fields are seconds without collectives.
+    """Cost of one microbatch through one call of a block on one rank.
 
-    ``weights_s``: the part of ``backward_s`` for gradients of weights, for which no other stage waits. ``flops``,
-    ``backward_flops``: of matrix products, forward and backward. ``saved_bytes``: kept from forward to backward, in
-    addition to the inputs that ``saved_inputs`` marks. ``working_bytes``: needed in addition while the call runs.
-    ``input_bytes``, ``output_bytes``: by position. ``output_grads``: whether each output receives a gradient.
-    ``state_bytes``: of all parameters and buffers that the call reads. ``gathered_bytes``: of states that ZeRO-3
-    gathers for it. ``carried_bytes``: held between the two halves of the backward.
+    Fields that end in ``_comm_s`` are seconds of collectives; other ``_s`` fields are seconds without collectives.
 
-    ``selective_bytes``: the part of ``saved_bytes`` that selective recomputation does not keep. ``selective_inputs``:
-    the inputs kept instead. ``selective_s``: seconds of the recomputation. ``slim``: the cost with selective
-    recomputation, if it cannot be derived from these fields. ``forward_only_s``: the part of the forward that full
-    recomputation does not add to backward, because backward already contains it (selective recomputation, waits for
-    gathered weights). ``host_bytes``: bytes kept in host memory.
+    - ``weights_s``: the part of ``backward_s`` for gradients of weights, for which no other stage waits. ``flops``,
+      ``backward_flops``: FLOPs of matrix products, forward and backward.
+    - ``saved_bytes``: bytes kept from forward to backward, in addition to the inputs that ``saved_inputs`` marks.
+      ``carried_bytes``: bytes held between the two halves of the backward. ``working_bytes``: additional bytes while
+      the call runs. ``host_bytes``: bytes kept in host memory.
+    - ``input_bytes``, ``output_bytes``: bytes of each input and output. ``output_grads``: for each output, whether it
+      receives a gradient. ``state_bytes``: bytes of all parameters and buffers that the call reads. ``gathered_bytes``:
+      bytes of states that ZeRO-3 gathers for it.
+    - ``selective_bytes``: the part of ``saved_bytes`` that selective recomputation does not keep. ``selective_inputs``:
+      the inputs kept instead. ``selective_s``: seconds of the recomputation. ``slim``: the cost with selective
+      recomputation, if it cannot be derived from these fields.
+    - ``forward_only_s``: the part of the forward that full recomputation does not add to backward, because backward
+      already contains it (selective recomputation, waits for gathered weights).
     """
 
     forward_s: float = 0.0
@@ -95,7 +97,7 @@ class CallCost:
     slim: CallCost | None = None
 
     def paced(self, factor: float) -> CallCost:
-        """This call with all seconds multiplied by ``factor``."""
+        """Return this cost with all seconds multiplied by ``factor``."""
         if factor == 1:
             return self
         return replace(
@@ -111,12 +113,13 @@ class CallCost:
         )
 
     def at_least(self, forward_s: float, backward_s: float) -> CallCost:
-        """This call with forward and backward seconds raised to at least ``forward_s`` and ``backward_s``."""
+        """Return this cost with forward and backward seconds raised to at least ``forward_s`` and ``backward_s``."""
         back, inputs = max(self.backward_s, backward_s), max(self.backward_s - self.later_s, backward_s / 2)
         return replace(self, forward_s=max(self.forward_s, forward_s), backward_s=back, weights_s=back - inputs)
 
     def selective(self) -> CallCost:
-        """This call under selective recomputation: backward recomputes the activations that are quick to recompute."""
+        """Return this cost under selective recomputation, in which backward recomputes the activations that are quick
+        to compute."""
         return self.slim if self.slim is not None else self._selective_cost
 
     @cached_property
@@ -168,11 +171,11 @@ def call_costs(
 
 @dataclass(frozen=True)
 class _Computed:
-    """Seconds and FLOPs of a call's kernels on one device type; pairs are (forward, backward).
+    """Seconds and FLOPs of a call's kernels on one device type. Pairs are (forward, backward).
 
-    ``seconds``: of all kernels. ``weights``: of gradients of weights, in backward. ``products``: of matrix products.
-    ``rings``: of each attention over a sharded sequence. ``again``: of selective recomputation. ``flops``: of matrix
-    products. ``experts_s``: of experts' products, forward.
+    ``seconds``: all kernels. ``weights``: kernels that compute gradients of weights, in backward. ``products``: matrix
+    products. ``rings``: each attention over a sharded sequence. ``again``: what selective recomputation runs again.
+    ``flops``: FLOPs of matrix products. ``experts_s``: forward products of experts.
     """
 
     seconds: tuple[float, float]
@@ -185,9 +188,11 @@ class _Computed:
 
 
 class CallWork:
-    """The work of one call of ``block``, which :meth:`cost` prices for any device and groups. ``again``: a function
-    that returns the nodes that selective recomputation runs again. Kernel times are cached by device and group
-    sizes."""
+    """The work of one call of ``block``, which :meth:`cost` prices for any device type and groups.
+
+    ``train``: the call has a backward. ``again``: a function that returns the nodes that selective recomputation runs
+    again. Kernel times are cached by device and group sizes.
+    """
 
     def __init__(self, block: Block, train: bool = True, again: Again = find_selectively_recomputed) -> None:
         self.block, self.train, self._again = block, train, again
@@ -207,7 +212,7 @@ class CallWork:
 
     @cached_property
     def _again_apart(self) -> frozenset[fx.Node]:
-        """The nodes that selective recomputation recomputes if experts are on several ranks."""
+        """The nodes that selective recomputation runs again if experts are distributed over several ranks."""
         entries = self.asked(False).region.entries
         return self._again(self.block, entries) if entries and self.train else self.again
 
@@ -217,7 +222,7 @@ class CallWork:
 
     @cached_property
     def has_experts(self) -> bool:
-        """Whether the cost depends on how experts are spread."""
+        """Whether the block contains experts, so that its cost depends on their distribution over ranks."""
         found = expert_region(self.block)  # the full `asked` may never be needed, and takes long to compute
         return bool(found.entries or found.exits or found.products or found.states & set(self.block.states))
 
@@ -329,10 +334,10 @@ class CallWork:
         return tuple(self.train and needs_gradient(n) for n in self.block.outputs)
 
     def _find_saved_bytes(self, regather: bool, selective: bool, apart: bool) -> SavedBytes:
-        """Bytes and inputs kept from forward to backward.
+        """Return the bytes and inputs that the call keeps from forward to backward.
 
-        ``regather``: gathered activations are gathered again. ``selective``: selective recomputation. ``apart``:
-        experts are on several ranks.
+        ``regather``: activations that were gathered over ``tp`` are gathered again instead of kept. ``selective``: with
+        selective recomputation. ``apart``: experts are distributed over several ranks.
         """
         again = (self._again_apart if apart else self.again) if selective else frozenset()
         if not again:
@@ -344,7 +349,8 @@ class CallWork:
 
 
 def _count_issued_operators(asked: BlockProfile, half: int, spread: Spread) -> float:
-    """Number of operators that the host issues in one half of the call, without those in recorded graphs."""
+    """Return the number of operators that the host issues in one part of the call (0: forward, 1: backward for inputs,
+    2: backward for weights). Operators in recorded CUDA graphs do not count."""
     of_experts, others = _issued_each(asked, half, spread), float(asked.issued[half])
     if half == 0 and spread.profile.expert_kernels == "each" and asked.held:
         others += max(0, _ROUTING[spread.profile.dispatch] - asked.routing)
@@ -352,7 +358,8 @@ def _count_issued_operators(asked: BlockProfile, half: int, spread: Spread) -> f
 
 
 def _issued_each(asked: BlockProfile, half: int, spread: Spread) -> float:
-    """Number of operators that the host issues for each of a rank's experts."""
+    """Return the number of operators that the host issues separately for each expert, for all experts of a rank
+    together. ``half``: the part of the call, as in :func:`_count_issued_operators`."""
     return asked.issued_each[half] * max(1.0, asked.held * spread.of_experts)
 
 
@@ -396,8 +403,9 @@ def _price_kernels(asked: BlockProfile, device: DeviceType, spread: Spread) -> _
 
 
 def _spread_columns(columns: KernelTable, spread: Spread) -> KernelTable:
-    """The kernels as one rank runs them: experts' weights are divided over ``ep``, and each expert on a rank gets the
-    rows of ``ep`` ranks. A divided graph already has this form."""
+    """Return the kernels that one rank runs. The experts' weights are divided over ``ep``, and each expert on a rank
+    gets the rows of ``ep`` ranks. Load imbalance between experts is included. A graph that is ``divided`` has one
+    rank's experts already."""
     ep, experts = spread.ep, columns.expert
     if ep == spread.of_experts == 1 and not experts.any():
         return columns

@@ -1,7 +1,8 @@
-"""Additional cost of a call under expert parallelism, state sharding and host offloading.
+"""Additional cost of a call under expert parallelism, and how expert parallelism and ZeRO-3 distribute a call over
+ranks.
 
-The local graph of a call is for all experts. Over ``ep`` ranks the experts' weights are divided, and tokens are sent to
-them and back by all-to-all. Under ZeRO-3, a call's weights are gathered before it runs.
+The local graph of a call contains all experts. Over ``ep`` ranks the experts' weights are divided, and tokens are sent
+to them and back by all-to-all. Under ZeRO-3, a call's weights are gathered before it runs.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ _ALONE = Group(1)
 @hashed_once
 @dataclass(frozen=True)
 class Spread:
-    """How a call is distributed besides ``tp`` and ``cp``. ``experts``: the group over which experts are distributed
-    (``ep``). ``shards``, ``expert_shards``: the groups over which ZeRO-3 shards weights, and weights of experts.
-    ``expert_tensor``: ratio of ``tp`` to the number of ranks that share one expert (``etp``). ``num_experts``: the
-    number of experts of the layer with the most. ``sharers``: the group of ranks that share one expert.
+    """How a call is distributed over ranks besides ``tp`` and ``cp``.
 
-    ``divided``: the graph already contains only one rank's experts and the token exchanges. ``fp8``: products with
-    weights are in fp8. ``whole_scatter``: a reduce-scatter needs a receive buffer for the whole tensor. ``profile``:
-    how the training framework executes the plan.
+    - ``experts``: the group over which experts are distributed (``ep``). ``sharers``: the group of ranks that share one
+      expert. ``expert_tensor``: ratio of ``tp`` to the number of these ranks (``etp``). ``num_experts``: the number of
+      experts of the layer with the most.
+    - ``shards``, ``expert_shards``: the groups over which ZeRO-3 shards weights, and weights of experts.
+    - ``divided``: the graph already contains only one rank's experts and the token exchanges. ``fp8``: products with
+      weights are in fp8. ``whole_scatter``: a reduce-scatter needs a receive buffer for the whole tensor. ``profile``:
+      how the training framework executes the plan.
     """
 
     experts: Group = _ALONE
@@ -60,7 +62,8 @@ class Spread:
 
     @property
     def without_experts(self) -> Spread:
-        """This distribution for a call without experts."""
+        """This distribution without everything that concerns experts. It is the key under which costs of other blocks
+        are cached."""
         return replace(
             self, experts=_ALONE, expert_shards=_ALONE, expert_tensor=1.0, num_experts=0, sharers=_ALONE, divided=False
         )
@@ -88,9 +91,11 @@ def expected_loads(tokens: NDArray[np.float64], ranks: int) -> NDArray[np.float6
 
 @dataclass(frozen=True)
 class ExpertProducts:
-    """The matrix products of a block's experts. ``entries``: the values sent to the experts. ``exits``: the values that
-    come back. ``states``: the names of the experts' weights. ``known``: the planner can distribute these products over
-    ranks."""
+    """The matrix products of a block's experts.
+
+    ``entries``: the values sent to the experts. ``exits``: the values that come back. ``states``: the names of the
+    experts' weights. ``known``: the planner can distribute these products over ranks.
+    """
 
     entries: tuple[fx.Node, ...] = ()
     exits: tuple[fx.Node, ...] = ()
@@ -113,13 +118,14 @@ class ExpertProducts:
 
     @property
     def copies(self) -> float:
-        """Number of copies of each row that are sent to experts, as far as the graph shows it; 1 if unknown."""
+        """Number of copies of each row that are sent to experts (such as the ``k`` of top-k routing), as far as the
+        graph shows it; 1 if unknown."""
         return max((_count_row_copies(node) for node in self.entries), default=1.0)
 
 
 def expert_region(block: Block) -> ExpertProducts:
-    """Find the products of experts in ``block``, the values that enter the first of them and those that leave the last.
-    Empty if the block has no experts."""
+    """Return the products of experts in ``block``, the values that enter the first of them and those that leave the
+    last. Empty if the block has no experts."""
     found = find_regions(block)
     if found:
         return ExpertProducts(

@@ -157,7 +157,7 @@ def notes_on_fp8(model: FoldedModel) -> tuple[str, ...]:
     if not others:
         return ()
     count = sum(short[call.block] for call in model.calls)
-    first: dict[str, str] = {}  # the first name for each reason
+    first: dict[str, str] = {}  # reason -> name of the first product
     for name, why in others:
         first.setdefault(why, name)
     shown = [f"{name} ({why})" for why, name in first.items()][:_SHOWN]

@@ -1,8 +1,8 @@
 """Work of an operator on a device: floating-point operations, memory traffic and kernel launches.
 
-All figures follow from the shapes of operands and results, so one table serves whole tensors, one rank's shards under a
-strategy, and a finished local graph. Families of operators are rows of tables. An operator that is in no family moves
-its operands and results through memory once, and as much again for each gradient.
+All figures follow from the shapes of operands and results. The same tables therefore serve whole tensors, the shards of
+one rank under a strategy, and a finished local graph. Families of operators are rows of tables. An operator that is in
+no family reads its operands and writes its results once, and moves as many bytes again for each gradient.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that an operator reads or writes. ``state``: a weight, whose size does not depend on the batch.
-    ``learned``: computed from weights alone, so no other stage waits for its gradient. ``repeats``: how many times a
-    view such as ``expand`` repeats each element in memory."""
+    """A tensor that an operator reads or writes.
+
+    ``state``: a weight, whose size does not depend on the batch. ``learned``: computed from weights alone, so no other
+    stage waits for its gradient. ``repeats``: how many times a view such as ``expand`` repeats each element in memory.
+    """
 
     shape: Shape
     dtype: torch.dtype
@@ -157,7 +159,8 @@ def _compute_linear_work(a: Shape, b: Shape, out: Shape) -> _Product:
 
 
 def _compute_grouped_work(a: Shape, b: Shape, out: Shape) -> _Product:
-    """Rows by expert: ``[t, k]`` with ``[e, k, n]``, each matrix with an even share of the rows."""
+    """Return the FLOPs of a product of rows by expert, ``[t, k]`` with ``[e, k, n]``, and the smallest of M, N and K of
+    one expert's product. Each expert gets an even share of the rows."""
     return 2.0 * math.prod(out) * a[-1], min(a[0] / b[0], b[1], b[2])
 
 
@@ -221,7 +224,7 @@ def _only_sends(node: fx.Node) -> bool:
 
 
 def _is_strided_shard(node: fx.Node) -> bool:
-    """Whether a rank copies its part of a whole tensor: one that does not lie together in memory."""
+    """Whether the operator copies a rank's part of a whole tensor, because the part is not contiguous in memory."""
     if collective_name(node.target) not in ("shard_slice", "shard_narrow"):
         return False
     dim = get_node_argument(node, "dim")
@@ -229,7 +232,7 @@ def _is_strided_shard(node: fx.Node) -> bool:
 
 
 def _is_copying_reshape(node: fx.Node) -> bool:
-    """Whether a reshape of a tensor with gaps has to copy."""
+    """Whether a reshape has to copy, because its operand is not contiguous in memory."""
     source = node.args[0]
     if not isinstance(source, fx.Node):
         return False
@@ -274,7 +277,8 @@ def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequenc
 
 
 def _entropy_kernel(kind: str, logits: Operand, as_given: int, as_made: int, launches: int) -> Kernel:
-    """Passes over logits as they are and over what is made of them in the type in which exponents are added up."""
+    """Return the kernel of a cross-entropy: ``as_given`` passes over the logits, and ``as_made`` passes over
+    intermediate results of this size in the type in which exponents are added up."""
     made = replace(logits, dtype=accumulated_in(logits.dtype))
     return _build_kernel(kind, [logits] * as_given + [made] * as_made, launches=launches)
 
@@ -346,7 +350,8 @@ def _pointwise_backward(
 def _product_backward(
     node: fx.Node, name: str, operands: Sequence[Operand], results: Sequence[Operand], needs: Sequence[bool]
 ) -> list[Kernel]:
-    """One product of the same size for each factor; a bias' gradient is summed."""
+    """Return the backward kernels of a product: one product of the same size for each factor that needs a gradient, and
+    a sum for a bias."""
     flops, smallest = _compute_product_work(node, name, operands, results)
     factors = _PRODUCTS[name][:2] if name in _PRODUCTS else range(len(operands))
     precision = _find_precision(operands)
@@ -385,7 +390,8 @@ def _compute_product_work(
 
 
 def _compute_attention_work(node: fx.Node, operands: Sequence[Operand], out: Shape) -> _Product:
-    """Scores and their product with the values; of a causal mask or a window what they leave."""
+    """Return the FLOPs of an attention (scores, and their product with the values) and its number of keys. Pairs that a
+    causal mask or a window excludes are not counted."""
     query, key = operands[0].shape, operands[1].shape
     if "partition" in str(node.target):
         over = collective_name(node.target) is not None
@@ -405,7 +411,8 @@ def attention_product(
 
 
 def _compute_einsum_work(node: fx.Node, operands: Sequence[Operand]) -> _Product:
-    """The product of all loop sizes, from the equation or, where it has an ellipsis, from the factor rule."""
+    """Return the FLOPs of an einsum, twice the product of all loop sizes, and the smallest loop size. The sizes come
+    from the equation or, if it has an ellipsis, from the factor rule of the operator."""
     equation = str(node.args[0]).replace(" ", "")
     if "." in equation:
         factors = factors_of(node)

@@ -29,9 +29,9 @@ from partitioner.passes.rules.strategies import needs_gradient
 
 Remade = Literal["scores", "selective", "alternate"]
 
-_WORTH = 16  # bytes of traffic that a byte kept is worth: an activation takes two or three, numbers drawn by place 284
+_WORTH = 16  # bytes of traffic per byte not kept: activations need two or three, counter-based random numbers 284
 
-_BYTES_PER_FLOP = 1 / 300  # as devices have them
+_BYTES_PER_FLOP = 1 / 300  # typical ratio of bandwidth to FLOP/s of devices
 _ANY = 1 << 50  # more than all bytes of a block
 _KINDS = frozenset(("pointwise", "special", "norm", "softmax", "reduction"))
 _COPIES = frozenset(
@@ -68,11 +68,11 @@ class _RecomputeCut:
         self, block: Block, scores: frozenset[fx.Node], sent: Collection[fx.Node], products: frozenset[fx.Node]
     ) -> None:
         self.block, self.scores, self.sent = block, scores, {value_of(node)[0] for node in sent}
-        self.products = products  # that are run again whatever they take
+        self.products = products  # products that are run again in any case
         self.states = set(block.states)
         self.flow = SimpleMaxFlow()
         self.places: dict[fx.Node, int] = {}
-        self.read: dict[fx.Node, set[int]] = {}  # of each operator the results that are asked for
+        self.read: dict[fx.Node, set[int]] = {}  # for each operator, the indices of the results that are needed
 
     def again(self) -> frozenset[fx.Node]:
         wanted = [

@@ -27,7 +27,7 @@ _LEAST = 1e-9  # of sizes whose logarithm is taken
 
 
 def kernel_time(kernel: Kernel, device: DeviceType) -> float:
-    """Seconds of one kernel with all of its launches."""
+    """Return the seconds of one kernel with all of its launches."""
     rate = memory_rate(kernel.kind, device, kernel.num_bytes / max(1, kernel.launches))
     seconds = kernel.launches * device.launch + kernel.num_bytes / rate
     if kernel.flops:
@@ -64,7 +64,8 @@ def kernel_times(columns: KernelTable, device: DeviceType) -> Column:
 
 
 def _interpolate_column(values: Column, curve: Sequence[tuple[float, float]]) -> Column:
-    """:func:`interpolate_curve`, as at the ends beyond them."""
+    """Interpolate ``curve``, pairs (size, fraction), at each of ``values`` linearly in the logarithm of the size.
+    Beyond the ends of the curve the value at the end is returned."""
     points, shares = zip(*curve, strict=True)
     found: Column = np.interp(np.log(np.maximum(values, _LEAST)), np.log(points), shares)
     return found
@@ -118,7 +119,7 @@ def interpolate_curve(x: float, curve: Sequence[tuple[float, float]]) -> float:
 
 
 def product_rate(kernel: Kernel, device: DeviceType) -> float:
-    """FLOP/s that a matrix product or a fused attention reaches."""
+    """Return the FLOP/s that a matrix product or a fused attention reaches."""
     peak = device.peak_of(kernel.precision) * device.clock
     if kernel.kind == "attention":
         return peak * device.attention_efficiency * attention_factor(kernel, device)

@@ -32,12 +32,12 @@ from partitioner.passes.shard.backward_halves import is_early
 
 Need = Literal["nothing", "operands", "others", "quotient", "result", "both", "indices", "norm", "attention"]
 
-Value = tuple[fx.Node, int]  # a node's result, views traced back
+Value = tuple[fx.Node, int]  # (node, index of its result); views are traced back
 
-# What the gradient of an operator needs; what is not listed needs its operands.
-#   others     for each operand with a gradient the other ones (a product)
-#   quotient   the divisor; for its own gradient the dividend too
-#   indices    what is not differentiable: indices, masks, conditions, and results of that kind
+# What the gradient of an operator reads. Operators that are not listed read their operands.
+#   others     for each operand with a gradient, the other operands (a product)
+#   quotient   the divisor, and for its own gradient the dividend
+#   indices    operands and results that are not differentiable: indices, masks, conditions
 #   norm       operands, and two fp32 numbers per row: mean and reciprocal deviation
 #   attention  operands, result and the logarithm of the sum of exponents, one fp32 number per row
 NEEDS: dict[str, Need] = {
@@ -77,7 +77,7 @@ NEEDS: dict[str, Need] = {
     ),
 }
 
-# Products whose weight's gradient is a plain one, which the runtime adds to its buffer as it computes it.
+# Products whose weight's gradient the runtime adds to its buffer while it computes it.
 _INTO_BUFFERS = frozenset(("linear", "mm", "addmm", "matmul"))
 
 

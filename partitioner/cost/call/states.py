@@ -19,7 +19,7 @@ from partitioner.passes.ir.layouts import REPLICATED, Layout, local_shape
 from partitioner.passes.ir.model import ModelState, TensorSpec
 from partitioner.topology.hardware import DeviceType
 
-# The machine's names of the axes inside a part of dp, and between parts.
+# Names of the axes inside a part of dp, and between its parts, in a placed mesh.
 INNER = {"dp": "dp_shard", "cp": "cp", "experts": "edp_shard"}
 OUTER = {"dp": "dp_replicate", "experts": "edp_replicate"}
 
@@ -106,7 +106,7 @@ class StateCost:
         share = self.replicas if self.stage else 1
         if self.hosted and self.gradient:
             states = 0.0 if self.disk else self.optimizer
-            return (states + self.gradient + self.parameter) / share  # the copy that is stepped, or sent
+            return (states + self.gradient + self.parameter) / share
         return self.parameter / (self.replicas if self.stage == 3 else 1) if self.passing else 0.0
 
     @property

@@ -72,13 +72,13 @@ def passing_bytes(
         return at(cost.gathered_bytes, 2 * cost.gathered_bytes.sent / sent)
     if largest.stage == 1:
         more = max(0.0, largest.gradient - scattering.bucket)
-        # in the last backward, when stages before the last one have freed other microbatches
+        # in the last backward: stages before the last one have freed other microbatches by then
         return at(GatheredBytes(more * sent * is_last), more * sent, lingers=False)
-    # others may be in its bucket that do not fill one
+    # its bucket may contain other gradients that do not fill one
     more = max(0.0, min(largest.gradient, states.gradient - scattering.bucket))
     if not more:
         return at(GatheredBytes())
-    # where a stage has one bucket, that of the microbatch before is under way until this one's is full
+    # if a stage has one bucket, the previous microbatch's is in flight until this one is full
     often = 1 + sent if several else 2
     closing = often * (more + scattering.bucket) - scattering.num_bytes  # less the buckets that always exist
     return at(GatheredBytes(more, 0.0, more * sent), closing)

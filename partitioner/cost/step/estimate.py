@@ -323,9 +323,8 @@ def estimate_step(
     contention = max(0.0, shared - split.pipeline_s - updated)
     step = split.pipeline_s + contention + reduced + updated + exchanged
     communicated = m * _sum_collective_seconds(problem, stage)
-    waited = split.pipeline_s - m * (
-        stage.time_s - stage.transfer_s
-    )  # for other stages; sends may overlap with computation
+    # time in which the stage waits for others; sends may overlap with computation
+    waited = split.pipeline_s - m * (stage.time_s - stage.transfer_s)
     sent = min(m * stage.transfer_s, max(0.0, waited))
     again = m * stage.recompute_s  # negative if recomputation replaces waiting for the host, which forward_s contains
     breakdown = {

@@ -95,7 +95,7 @@ class PlacedMesh:
     reserve: int = 0
     nested: tuple[int, ...] = field(
         default=(), compare=False
-    )  # steps of a nesting in which all groups over the same axes are equal
+    )  # steps of a nesting of equal groups, see topology/groups
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)  # shared by copies
 
     def compute_once(self, key: Hashable, find: Callable[[], Found]) -> Found:

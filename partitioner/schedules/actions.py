@@ -24,9 +24,11 @@ class ScheduleError(PartitionError):
 
 @dataclass(frozen=True)
 class Action:
-    """One step of a rank: it runs one microbatch through one of its chunks. ``kind``: ``F`` forward, ``B`` the whole
-    backward, ``I`` the backward for input gradients, ``W`` the backward for weight gradients. ``chunk``: the index of
-    the virtual stage among those of the rank."""
+    """One step of a rank: it runs one microbatch through one of its virtual stages.
+
+    ``kind``: ``F`` forward, ``B`` the whole backward, ``I`` the backward for input gradients, ``W`` the backward for
+    weight gradients. ``chunk``: the index of the virtual stage among those of the rank.
+    """
 
     kind: ActionKind
     microbatch: int
@@ -41,15 +43,19 @@ Order = tuple[Action, ...]
 
 @dataclass(frozen=True)
 class Timetable:
-    """A complete schedule. ``orders[s]``: the actions of rank ``s`` in the order of execution. ``ranks[k]``: the rank
-    that holds virtual stage ``k``."""
+    """A complete schedule: the order of actions of each rank, and the rank of each virtual stage.
+
+    ``orders[s]``: the actions of rank ``s`` in the order of execution. ``ranks[k]``: the rank that holds virtual stage
+    ``k``.
+    """
 
     orders: tuple[Order, ...]
     ranks: tuple[int, ...]
 
     @cached_property
     def held(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank, the numbers of its virtual stages, indexed by chunk."""
+        """For each rank, the numbers of its virtual stages in increasing order. The index in this tuple is the
+        ``chunk`` of an action."""
         return group_stages_by_rank(self.ranks, len(self.orders))
 
 
@@ -73,8 +79,8 @@ def v_shaped(num_ranks: int, chunks: int) -> tuple[int, ...]:
 
 
 def check_timetable(timetable: Timetable, num_microbatches: int) -> None:
-    """Raise :class:`ScheduleError` unless every rank runs each microbatch once forward and once backward in each chunk,
-    and no rank deadlocks.
+    """Raise :class:`ScheduleError` unless every rank runs each microbatch once forward and once backward through each
+    of its virtual stages, and no rank deadlocks.
 
     Deadlocks are found by simulation. A forward waits for the forward of the preceding virtual stage. A backward waits
     for its own forward and for the backward of the following virtual stage.
@@ -131,15 +137,19 @@ def _is_action_ready(action: Action, virtual: int, last: int, done: set[tuple[st
 
 
 def peak_in_flight(order: Order) -> int:
-    """Return the largest number of (microbatch, chunk) pairs in flight at once: the forward has run and the backward is
-    not complete."""
+    """Return the largest number of microbatches that a rank has in flight at once: the forward has run and the backward
+    is not complete. A microbatch counts once for each virtual stage of the rank in which it is in flight."""
     return max((sum(counts.values()) for counts in in_flight(order)), default=0)
 
 
 def halves_in_flight(order: Order, chunks: int) -> list[tuple[tuple[int, int], ...]]:
-    """Return, for each action, the counts of microbatches in flight after it: a tuple with one pair per chunk. The
-    first number of a pair counts microbatches whose forward has run and whose backward has not begun. The second counts
-    those whose backward has run for inputs but not yet for weights."""
+    """Return, for each action of a rank, the numbers of microbatches in flight after it: a tuple with one pair per
+    virtual stage of the rank.
+
+    The first number of a pair counts microbatches whose forward has run and whose backward has not begun. The second
+    counts those whose backward has run for inputs but not yet for weights. ``chunks``: number of virtual stages of the
+    rank.
+    """
     split = {(a.microbatch, a.chunk) for a in order if a.kind == "W"}
     current = [(0, 0)] * chunks
     seen = []
@@ -158,7 +168,7 @@ def halves_in_flight(order: Order, chunks: int) -> list[tuple[tuple[int, int], .
 
 
 def in_flight(order: Order) -> list[Counter[int]]:
-    """Return, for each action, a counter that maps each chunk to its number of microbatches in flight after the action:
-    the forward has run and the backward is not complete."""
+    """Return, for each action of a rank, the number of microbatches in flight after it, by virtual stage of the rank
+    (chunk -> count). A microbatch is in flight if its forward has run and its backward is not complete."""
     chunks = 1 + max((action.chunk for action in order), default=0)
     return [Counter(dict(enumerate(map(sum, counts)))) for counts in halves_in_flight(order, chunks)]

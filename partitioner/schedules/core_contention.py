@@ -1,8 +1,7 @@
-"""Step time of a pipeline schedule if several ranks compete for the cores of a machine.
+"""Step time of a pipeline schedule if several ranks compete for the processor cores of a node.
 
-All ranks of a node that compute at the same time share its capacity evenly. A rank that waits for a collective, a
-message or another stage uses no capacity. A rank that computes slows the others down, whether or not the step time
-depends on it.
+All ranks of a node that compute at the same time share its cores evenly. A rank that waits for a collective, a message
+or another stage uses no core. A rank that computes slows the others down, even if the step time does not depend on it.
 """
 
 from __future__ import annotations
@@ -22,8 +21,10 @@ _EPSILON = 1e-12  # seconds; work below it has ended
 
 @dataclass(frozen=True)
 class VirtualStageTime:
-    """Seconds that one microbatch takes in a virtual stage, by phase. ``computing``: computation with a core of its
-    own. ``waiting``: communication, which uses no core."""
+    """Seconds that one microbatch takes in a virtual stage, by phase (forward, two halves of the backward).
+
+    ``computing``: computation with a core of its own. ``waiting``: communication, which uses no core.
+    """
 
     computing: Phases
     waiting: Phases
@@ -31,16 +32,18 @@ class VirtualStageTime:
 
 @dataclass(frozen=True)
 class NodeCores:
-    """The ranks and cores of each node. ``ranks[s]``: for each node, the number of ranks of stage ``s`` on it.
-    ``room``: for each node, the number of ranks that can compute at full speed at the same time. A node that is not in
-    ``room`` is never overloaded."""
+    """The ranks and processor cores of each node.
+
+    ``ranks[s]``: number of ranks of stage ``s`` on each node (node -> count). ``room``: number of ranks that can
+    compute at full speed at the same time (node -> count). A node that is not in ``room`` is never overloaded.
+    """
 
     ranks: tuple[Mapping[int, int], ...]
     room: Mapping[int, float]
 
     def speeds(self, stages: Sequence[int]) -> list[float]:
-        """Return the relative speed of each of ``stages`` while all of them compute at the same time. 1 is the speed
-        with a core of its own."""
+        """Return the relative speed of each of ``stages`` while all of them compute at the same time. 1.0 is the speed
+        of a rank with a core of its own."""
         crowd = dict.fromkeys(self.room, 0)
         for stage in stages:
             for node, count in self.ranks[stage].items():
@@ -58,9 +61,11 @@ def seconds_in_turns(
     cores: NodeCores,
     train: bool = True,
 ) -> float:
-    """Return the seconds that the pipeline of one step takes with shared cores. ``m``: number of microbatches. ``v``:
-    chunks of each rank. ``works``: the times of each virtual stage. Long steps are extrapolated from two shorter
-    ones."""
+    """Return the seconds that the pipeline of one step takes if ranks share the processor cores of their node.
+
+    ``m``: number of microbatches. ``v``: virtual stages of each rank. ``works``: the times of each virtual stage. Long
+    steps are extrapolated from two shorter ones.
+    """
     p = len(cores.ranks)
     if p == 1:
         speed = cores.speeds([0])[0]
@@ -80,7 +85,7 @@ def _get_phase_seconds(phases: Phases, train: bool) -> float:
 
 
 class _ContentionSimulation:
-    """Event simulation of the orders of all ranks. It tracks when each rank waits, and how fast it computes given the
+    """Event simulation of the actions of all ranks. It tracks when each rank waits, and how fast it computes given the
     other ranks that compute on its node."""
 
     def __init__(self, table: Timetable, works: Sequence[VirtualStageTime], cores: NodeCores, train: bool) -> None:
@@ -123,7 +128,7 @@ class _ContentionSimulation:
         return clock
 
     def _get_next_seconds(self, rank: int) -> tuple[float, float]:
-        """Return the seconds of waiting and the seconds of computing of the rank's next action."""
+        """Return the seconds of waiting and the seconds of computation of the rank's next action."""
         action = self.table.orders[rank][self.at[rank]]
         return self.work[self.table.held[rank][action.chunk]][action.kind]
 

@@ -51,8 +51,11 @@ class _ScheduleCell(NamedTuple):
 
 
 class ScheduleTable(Data):
-    """A user-defined schedule for one fixed number of ranks and microbatches. The table is validated at its first use,
-    not at construction. Then :class:`ScheduleError` is raised if it is no valid schedule."""
+    """A user-defined pipeline schedule for one fixed number of ranks and microbatches.
+
+    The table is validated when it is first used, not when it is constructed. :class:`ScheduleError` is then raised if
+    it is no valid schedule.
+    """
 
     name: str = Field(description="What reports call it.")
     rows: tuple[tuple[str, ...], ...] = Field(
@@ -70,8 +73,8 @@ class ScheduleTable(Data):
 
     @staticmethod
     def of(schedule: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> ScheduleTable:
-        """Return the table of the named ``schedule`` for the given numbers of ranks, microbatches and chunks per
-        rank."""
+        """Return the built-in ``schedule`` as a table for the given numbers of ranks and microbatches. ``chunks``:
+        number of virtual stages of each rank, if the schedule leaves a choice."""
         from partitioner.schedules.registry import build_timetable
 
         found = build_timetable(schedule, num_ranks, num_microbatches, chunks)
@@ -114,7 +117,7 @@ class ScheduleTable(Data):
 
 def table_of(schedule: str | ScheduleTable) -> ScheduleTable | None:
     """Return the table of ``schedule``: a table unchanged, or the table read from a file if the name ends in ``.csv``.
-    Return ``None`` for a built-in schedule."""
+    ``None`` for the name of a built-in schedule."""
     if isinstance(schedule, ScheduleTable):
         return schedule
     return ScheduleTable.load(schedule) if schedule.endswith(SUFFIX) else None
@@ -138,7 +141,7 @@ def _parse_schedule_table(name: str, content: str) -> ScheduleTable:
 
 
 class _ScheduleTableReader:
-    """Parser and validator of a table's rows. Its errors state the row and the cell."""
+    """Parser and validator of a schedule table. Its errors name the row and the cell."""
 
     def __init__(self, table: ScheduleTable) -> None:
         self.name = table.name
@@ -179,8 +182,8 @@ class _ScheduleTableReader:
         return Timetable(tuple(orders), ranks)
 
     def find_first_actions(self, cells: Sequence[_ScheduleCell]) -> dict[int, _ScheduleCell]:
-        """Return the first cell of each virtual stage, keyed by the number of the stage. Raises :class:`ScheduleError`
-        if the actions of a stage are in several rows, a row is empty, or a stage number is missing."""
+        """Return the first cell of each virtual stage (number of the stage -> cell). Raise :class:`ScheduleError` if
+        the actions of a stage are in several rows, a row is empty, or a stage number is missing."""
         first: dict[int, _ScheduleCell] = {}
         for cell in cells:
             other = first.setdefault(cell.stage, cell)

@@ -24,8 +24,9 @@ Counts = tuple[int, int]  # microbatches: (backward not begun, backward for inpu
 
 
 def _zero_bubble(s: int, p: int, m: int, ahead: int) -> tuple[Counts, ...]:
-    """Return the extreme counts of microbatches that stage ``s`` of ``p`` has in flight under a zero-bubble (ZB)
-    schedule. ``ahead``: forwards that a stage runs before its first backward, for each stage after it."""
+    """Return the extreme numbers of microbatches that stage ``s`` of ``p`` has in flight under a zero-bubble schedule
+    with ``m`` microbatches, as pairs (backward not begun, backward for inputs done). ``ahead``: forwards that a stage
+    runs before its first backward, for each stage after it."""
     most, whole = min(ahead * (p - 1) + 1, m), min(ahead * (p - 1 - s) + 1, m)
     half = min(ahead * s + 1, m) if s else 0
     return tuple({(whole, most - whole): None, (most - half, half): None})
@@ -54,12 +55,12 @@ _MOST_ACTIONS = 30_000  # actions to simulate; longer steps are extrapolated fro
 
 
 def is_formula(schedule: str | ScheduleTable) -> bool:
-    """Whether the step time of ``schedule`` is a closed formula if each rank has one stage."""
+    """Whether a closed formula gives the step time of ``schedule`` if each rank has one stage."""
     return isinstance(schedule, str) and schedule in _FORMULAS
 
 
 def is_plain(schedule: str | ScheduleTable, v: int) -> bool:
-    """Whether each rank has one stage (``v`` is 1) and a closed formula gives the number of microbatches in flight on
+    """Whether each rank has one stage (``v`` is 1), and a closed formula gives the number of microbatches in flight on
     it."""
     return schedule in _IN_FLIGHT and v == 1
 
@@ -67,13 +68,13 @@ def is_plain(schedule: str | ScheduleTable, v: int) -> bool:
 def least_fill(
     schedule: str | ScheduleTable, p: int, m: int, v: int, overlap_steps: bool = False
 ) -> tuple[float, float]:
-    """Return lower bounds on the time to fill and to drain the pipeline: a share of a microbatch's forward, and a share
-    of its backward, through all stages.
+    """Return lower bounds on the time to fill and to drain the pipeline, as two fractions: of a microbatch's forward
+    and of its backward through all stages.
 
     However the model is cut, a step on ``p`` equal devices with ``m`` microbatches takes at least ``m total / p + (1 -
-    1 / p) (share forward + share backward)`` seconds. 1F1B has ``(1, 1)``. ``v``: virtual stages per rank.
-    ``overlap_steps``: a rank begins the next step as soon as its own part of this step has ended. Then schedules with
-    split backwards have ``(0, 0)``.
+    1 / p) (fraction * forward + fraction * backward)`` seconds. 1F1B has the fractions ``(1, 1)``. ``v``: virtual
+    stages of each rank. ``overlap_steps``: a rank begins the next step as soon as its own part of this step has ended.
+    Schedules with split backwards then have ``(0, 0)``.
     """
     if overlap_steps and is_split(schedule):
         return 0.0, 0.0
@@ -89,7 +90,7 @@ def least_fill(
 
 
 def least_alone(schedule: str | ScheduleTable) -> float:
-    """Return a lower bound on the share of a microbatch's backward that other stages must wait for. The backward for
+    """Return a lower bound on the fraction of a microbatch's backward that other stages must wait for. The backward for
     weights may run later, unless the schedule never splits backwards."""
     return 1.0 if is_formula(schedule) or schedule == "interleaved" else 0.5
 
@@ -100,15 +101,16 @@ def is_split(schedule: str | ScheduleTable) -> bool:
 
 
 def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -> tuple[Counts, ...]:
-    """Return the extreme counts of microbatches that stage ``stage`` of ``p`` has in flight, as pairs (backward not
-    begun, backward for inputs done). The schedule must satisfy :func:`is_plain`."""
+    """Return the extreme numbers of microbatches that stage ``stage`` of ``p`` has in flight in a step of ``m``
+    microbatches, as pairs (backward not begun, backward for inputs done). The schedule must be one of ``_IN_FLIGHT``,
+    with one stage per rank."""
     assert schedule in _IN_FLIGHT, schedule
     return _IN_FLIGHT[schedule](stage, p, m)
 
 
 def most_in_flight(schedule: str | ScheduleTable, p: int, m: int) -> int:
-    """Return the largest number of microbatches that any stage has in flight. The schedule must satisfy
-    :func:`is_plain`."""
+    """Return the largest number of microbatches that any of ``p`` stages has in flight in a step of ``m`` microbatches.
+    The schedule must satisfy :func:`is_plain` with one stage per rank."""
     return max(map(sum, stage_in_flight(schedule, 0, p, m)))
 
 
@@ -117,8 +119,8 @@ class InFlightMicrobatches:
     """Numbers of microbatches in flight, as pairs (backward not begun, backward for inputs done).
 
     ``pairs[k]``: the extreme pairs that virtual stage ``k`` reaches. ``together[s]``: the combinations that rank ``s``
-    reaches at one time, each with one pair per chunk. Combinations that another one exceeds in every number are left
-    out.
+    reaches at one time, each with one pair per virtual stage of the rank. Combinations that another one equals or
+    exceeds in every number are left out.
     """
 
     pairs: tuple[tuple[Counts, ...], ...]
@@ -128,7 +130,10 @@ class InFlightMicrobatches:
 @lru_cache(maxsize=64)
 def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> InFlightMicrobatches:
     """Return the numbers of microbatches in flight on each rank and virtual stage, found from the order of actions.
-    ``v``: chunks of each rank. A long step is replaced by a shorter one with the same steady state."""
+
+    ``p``, ``m``, ``v``: numbers of ranks, microbatches, and virtual stages of each rank. A long step is replaced by a
+    shorter one with the same steady state.
+    """
     table = shorten_timetable(schedule, p, m, v)[0]
     pairs: list[tuple[Counts, ...]] = [()] * len(table.ranks)
     together = []
@@ -162,7 +167,7 @@ def _compute_upper_hull(counts: set[Counts]) -> tuple[Counts, ...]:
 
 
 def _is_below_line(a: Counts, b: Counts, c: Counts) -> bool:
-    """Whether ``b`` does not lie beyond the line from ``a`` to ``c``."""
+    """Whether point ``b`` lies on or below the line from ``a`` to ``c``."""
     return (a[0] - b[0]) * (c[1] - b[1]) >= (b[0] - c[0]) * (b[1] - a[1])
 
 
@@ -176,12 +181,12 @@ def pipeline_seconds(
     *,
     overlap_steps: bool = False,
 ) -> float:
-    """Return the seconds that the pipeline of one step takes. Each rank executes its actions in order, each as soon as
-    its inputs are available.
+    """Return the seconds that the pipeline of one step takes if each rank executes its actions in order, each as soon
+    as its inputs are available.
 
-    ``p``, ``m``, ``v``: ranks, microbatches, chunks per rank. ``phases``: the times of each virtual stage and of the
-    messages that it receives. ``overlap_steps``: a rank begins the next step as soon as it has finished its own part of
-    this step.
+    ``p``, ``m``, ``v``: numbers of ranks, microbatches, and virtual stages of each rank. ``phases``: seconds of forward
+    and backward of each virtual stage, and of the messages that it receives. ``overlap_steps``: a rank begins the next
+    step as soon as it has finished its own part of this step.
     """
     whole, more = shorten_timetable(schedule, p, m, v)
     taken = compute_makespan(whole, phases, train, overlap_steps=overlap_steps)
@@ -198,7 +203,8 @@ def shorten_timetable(
     timetables, from which a caller extrapolates to ``m`` microbatches.
 
     The result is then (shorter timetable, (longer timetable, microbatches that the longer one has more, microbatches
-    that the full step has more than the shorter one)). The two differ only in the length of their steady state.
+    that the full step has more than the shorter one)). The two differ only in the length of their steady state. ``p``,
+    ``v``: numbers of ranks, and of virtual stages of each rank.
     """
     per_microbatch = 3 * p * (v or 2)
     fewer = max(4 * p, most // per_microbatch // 2 // p * p) + m % p

@@ -1,4 +1,5 @@
-"""Makespan of a pipeline schedule: each rank executes its actions in order, each as soon as its inputs are available.
+"""Makespan of a pipeline schedule: the time until all ranks have executed their actions, each action as soon as its
+inputs are available.
 
 The makespan is the longest path through the actions. Each action depends on the previous action of its rank, and on at
 most one action of another virtual stage and the message from it. Dependencies are computed once per timetable. One pass
@@ -30,11 +31,11 @@ _AT_ONCE = 1 << 18  # actions of which it is known at a time when they end
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of one microbatch in one virtual stage: forward, backward for input gradients (``inputs``), backward for
-    weight gradients (``weights``).
+    """Seconds of one microbatch in one virtual stage.
 
-    ``values_sent`` and ``gradients_sent``: seconds of the messages that bring the input of the forward and of the
-    backward. The rank may compute during a message.
+    ``inputs``: the half of the backward for input gradients. ``weights``: the half for weight gradients.
+    ``values_sent``, ``gradients_sent``: seconds of the messages that bring the input of the forward and of the
+    backward; the rank may compute during a message.
     """
 
     forward: float = 0.0
@@ -51,9 +52,11 @@ class Phases:
 def compute_makespan(
     table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False
 ) -> float:
-    """Return the seconds until all ranks have finished their orders. With ``overlap_steps``, return the step time in
-    steady state, when a rank begins the next step as soon as it has finished its part of this one. Without ``train``
-    backwards take no time."""
+    """Return the seconds until all ranks have finished their actions. ``phases``: the times of each virtual stage.
+
+    With ``overlap_steps``, return the step time in steady state, if a rank begins the next step as soon as it has
+    finished its part of this one. Without ``train`` backwards take no time.
+    """
     waits, seconds, sent = waits_of(table, train), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:
         return max(_compute_step_times(waits, seconds, sent))
@@ -64,9 +67,11 @@ def compute_makespan(
 def follow_all(
     table: Timetable, phases: NDArray[np.float64], train: bool = True, *, overlap_steps: bool = False
 ) -> NDArray[np.float64]:
-    """Compute the makespan of one timetable for ``n`` sets of phases at once. Return ``[n]`` seconds. ``phases``: shape
-    ``[n, virtual stages, 5]``, with the fields of :class:`Phases` in order. The other arguments are those of
-    :func:`compute_makespan`."""
+    """Return the makespan in seconds for each of ``n`` sets of phases on one timetable, shape ``[n]``.
+
+    ``phases``: shape ``[n, virtual stages, 5]``, with the fields of :class:`Phases` in order. The other arguments are
+    those of :func:`compute_makespan`.
+    """
     waits = waits_of(table, train)
     kinds = [phases[:, :, list(parts)].sum(axis=2) * (train or k == "F") for k, parts in PARTS.items()]
     of_kinds = np.stack(kinds, axis=2).reshape(len(phases), -1).T.copy()  # as the list of :func:`seconds_of`
@@ -141,7 +146,7 @@ class Waits(NamedTuple):
 
 
 class _TimetableByIdentity:
-    """A timetable that is compared by identity, since comparing its content takes long."""
+    """A cache key for a timetable, compared by identity because comparing its content takes long."""
 
     def __init__(self, table: Timetable) -> None:
         self.table = table
@@ -154,8 +159,8 @@ class _TimetableByIdentity:
 
 
 def waits_of(table: Timetable, train: bool = True) -> Waits:
-    """Return the dependencies of all actions of ``table`` in topological order. The result is cached for the same
-    timetable object."""
+    """Return the dependencies of all actions of ``table`` in topological order. The result is cached by the identity of
+    ``table``."""
     return _compute_waits(_TimetableByIdentity(table), train)
 
 

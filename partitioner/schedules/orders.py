@@ -1,9 +1,9 @@
 """Orders of actions of the built-in pipeline schedules, for any number of ranks and microbatches.
 
-Each function takes the numbers of ranks ``p``, microbatches ``m`` and chunks ``v``, and returns one order of actions
-per rank. The literature often requires a multiple or a minimum of microbatches. Here the orders are generalised: rounds
-have nearly equal sizes, or the order for more microbatches is built and the surplus ones are removed. Removal leaves a
-valid order, because an action only waits for actions of its own microbatch.
+Each function takes the numbers of ranks ``p``, microbatches ``m`` and chunks ``v`` (virtual stages of a rank), and
+returns one order of actions per rank. The literature often requires a multiple or a minimum of microbatches. Here the
+orders are generalised: rounds have nearly equal sizes, or the order for more microbatches is built and the surplus ones
+are removed. Removal leaves a valid order, because an action only waits for actions of its own microbatch.
 """
 
 from __future__ import annotations
@@ -27,29 +27,33 @@ def one_forward_one_backward(p: int, m: int, v: int) -> tuple[Order, ...]:
 
 
 def interleaved_1f1b(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the orders of interleaved 1F1B (Narayanan et al. 2021, section 2.2.2). With one chunk per rank this is
-    1F1B."""
+    """Return the orders of interleaved 1F1B (Narayanan et al. 2021, section 2.2.2), with ``v`` virtual stages on each
+    rank. With one this is 1F1B."""
     if v == 1:
         return one_forward_one_backward(p, m, v)
     return tuple(_alternate_forwards_backwards(p, m, v, 2 * (p - s - 1), None) for s in range(p))
 
 
 def zero_bubble_1p(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the orders of ZB-1p (Qi et al. 2023, ZB-H1). Backwards for weights are delayed to fill idle time. The
-    memory is that of 1F1B on its first stage. With several chunks the orders are interleaved."""
+    """Return the orders of ZB-1p (Qi et al. 2023, ZB-H1). Backwards for weights are delayed to fill idle time. Every
+    rank needs the memory of the first stage under 1F1B. With several virtual stages per rank the orders are
+    interleaved."""
     return _joined_first(_alternate_forwards_backwards(p, m, v, p - s - 1, s) for s in range(p))
 
 
 def zero_bubble_2p(p: int, m: int, v: int) -> tuple[Order, ...]:
     """Return the orders of ZB-2p (Qi et al. 2023, ZB-H2). Each rank runs twice as many forwards before its first
-    backward as in ZB-1p. There is no bubble if forward and both halves of the backward take equally long."""
+    backward as in ZB-1p. There is no bubble if the forward and both halves of the backward take equally long."""
     return _joined_first(_alternate_forwards_backwards(p, m, v, 2 * (p - s - 1), 2 * s) for s in range(p))
 
 
 def _alternate_forwards_backwards(p: int, m: int, v: int, ahead: int, behind: int | None) -> Order:
-    """Build the order of one rank: first some warm-up forwards, then forwards and backwards in alternation. The warm-up
-    has all but one chunk of a round, plus ``ahead`` forwards. ``behind``: number of backwards for inputs by which each
-    backward for weights is delayed; ``None``: backwards are not split."""
+    """Return the order of one rank: first some warm-up forwards, then forwards and backwards in alternation.
+
+    The warm-up covers all but one of the rank's ``v`` virtual stages for the first round of microbatches, plus
+    ``ahead`` forwards. ``behind``: number of backwards for inputs by which each backward for weights is delayed;
+    ``None``: backwards are not split.
+    """
     sizes = split_into_rounds(p, m)
     forwards = _by_round(sizes, range(v))
     backwards = _by_round(sizes, range(v)[::-1])
@@ -66,15 +70,15 @@ def _alternate_forwards_backwards(p: int, m: int, v: int, ahead: int, behind: in
 
 
 def split_into_rounds(p: int, m: int) -> list[int]:
-    """Divide ``m`` microbatches into rounds of ``p`` or slightly more. Return the size of each round. A round passes
-    through all chunks of a rank before the next round."""
+    """Return the sizes of the rounds into which ``m`` microbatches are divided, each of ``p`` microbatches or slightly
+    more. With several virtual stages per rank, a round passes through all of them before the next round begins."""
     count = max(1, m // p)
     return [m // count + (r < m % count) for r in range(count)]
 
 
 def _by_round(sizes: Iterable[int], chunks: Iterable[int]) -> list[tuple[int, int]]:
-    """Return (microbatch, chunk) pairs: round by round, within a round chunk by chunk. ``sizes``: microbatches of each
-    round."""
+    """Return (microbatch, chunk) pairs in the order of execution: round by round, and within a round chunk by chunk. A
+    chunk is a virtual stage of the rank. ``sizes``: number of microbatches of each round."""
     pairs, first = [], 0
     order = list(chunks)
     for size in sizes:
@@ -106,9 +110,9 @@ def _zero_bubble_v(p: int, s: int, m: int) -> list[Action]:
 
 
 def dual_pipe_v(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the orders of DualPipe-V (DeepSeek-AI 2024, github.com/deepseek-ai/DualPipe): forwards of one chunk are
-    next to backwards of the other. DualPipe runs these two at the same time; here they are consecutive, with transfers
-    hidden behind them."""
+    """Return the orders of DualPipe-V (DeepSeek-AI 2024, github.com/deepseek-ai/DualPipe), with two virtual stages per
+    rank. Forwards of one are next to backwards of the other. DualPipe runs these two at the same time; here they are
+    consecutive, and computation hides their transfers."""
     return _joined_first(_drop_missing_microbatches(_dual_pipe_v(p, s, max(m, 2 * p)), m) for s in range(p))
 
 
@@ -130,8 +134,8 @@ def _dual_pipe_v(p: int, s: int, m: int) -> list[Action]:
 
 
 class _RankOrderBuilder:
-    """Builder of one rank's order. Each action takes the next microbatch that has not yet had this kind of action in
-    this chunk."""
+    """Builder of one rank's order of actions. Each added action takes the next microbatch that has not yet had this
+    kind of action in this chunk (virtual stage of the rank)."""
 
     def __init__(self) -> None:
         self.order: list[Action] = []
@@ -142,8 +146,8 @@ class _RankOrderBuilder:
         return self.counts.get((kind, chunk), 0)
 
     def add_actions(self, pattern: str, times: int = 1) -> None:
-        """Append the actions of ``pattern`` ``times`` times. ``F0`` is the next forward of chunk 0. ``W`` without a
-        number is the backward for weights that has been pending longest; it is skipped if none is pending."""
+        """Append the actions of ``pattern``, repeated ``times`` times. ``F0`` is the next forward of chunk 0. ``W``
+        without a number is the backward for weights that has been pending longest; it is skipped if none is pending."""
         for word in pattern.split() * times:
             if word == "W":
                 if self.waiting:

@@ -1,10 +1,10 @@
 """Built-in pipeline schedules by name, and the timetable of a schedule.
 
-A schedule is a function from (ranks, microbatches, chunks) to each rank's order of actions, and a placement of the
-virtual stages on ranks. The table :data:`SCHEDULES` lists them by name. A new schedule needs one function and one line
-there. Sends, receives, frees and reductions are derived from the orders in ``partitioner/emit/program.py``, and the
-costs in ``partitioner/schedules/formulas.py``. A user may also write a schedule as a table
-(:class:`partitioner.ScheduleTable`).
+A schedule is a function that returns each rank's order of actions for given numbers of ranks, microbatches and chunks
+(virtual stages of a rank), and a placement of the virtual stages on ranks. The table :data:`SCHEDULES` lists them by
+name. A new schedule needs one function and one line there. Sends, receives, frees and reductions are derived from the
+orders in ``partitioner/emit/program.py``, and the costs in ``partitioner/schedules/formulas.py``. A user may also write
+a schedule as a table (:class:`partitioner.ScheduleTable`).
 """
 
 from __future__ import annotations
@@ -55,9 +55,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Schedule:
-    """Definition of a built-in schedule. ``orders(num_ranks, num_microbatches, chunks)`` returns one order of actions
-    per rank. ``placement(num_ranks, chunks)`` returns the rank of each virtual stage. ``chunks``: virtual stages per
-    rank; ``None``: the user chooses. ``doc``: a short description for the user."""
+    """Definition of a built-in schedule.
+
+    ``orders(num_ranks, num_microbatches, chunks)`` returns one order of actions per rank. ``placement(num_ranks,
+    chunks)`` returns the rank of each virtual stage. ``chunks``: number of virtual stages per rank; ``None``: the user
+    chooses. ``doc``: a short description for the user.
+    """
 
     orders: Callable[[int, int, int], tuple[Order, ...]]
     chunks: int | None = 1
@@ -81,8 +84,9 @@ SCHEDULES: dict[str, Schedule] = {
 def build_timetable(
     schedule: str | ScheduleTable, num_ranks: int, num_microbatches: int, chunks: int | None = None
 ) -> Timetable:
-    """Return the validated timetable of ``schedule``: the rank of each virtual stage and each rank's order of actions.
-    ``chunks``: virtual stages per rank, if the schedule leaves a choice.
+    """Return the timetable of ``schedule``: the rank of each virtual stage and each rank's order of actions. It is
+    checked for completeness and deadlocks. ``chunks``: number of virtual stages per rank, if the schedule leaves a
+    choice.
 
     Raises :class:`ScheduleError` if the schedule does not exist or does not support these numbers.
     """
@@ -126,8 +130,8 @@ def _resolve_chunk_count(schedule: Schedule, name: str, asked: int | None) -> in
 
 def chunks_of(schedule: str | ScheduleTable, chunks: int | None = None) -> int | None:
     """Return the number of virtual stages per rank, or ``None`` if a user-defined table gives the ranks different
-    numbers. ``chunks``: the requested number. Raises :class:`ScheduleError` if the schedule does not exist or does not
-    support ``chunks``."""
+    numbers. ``chunks``: the number that the user requests. Raise :class:`ScheduleError` if the schedule does not exist
+    or does not support this number."""
     table = table_of(schedule)
     if table is None:
         return _resolve_chunk_count(_find_schedule(str(schedule)), str(schedule), chunks)
@@ -136,8 +140,8 @@ def chunks_of(schedule: str | ScheduleTable, chunks: int | None = None) -> int |
 
 
 def ranks_of(schedule: str | ScheduleTable, num_ranks: int, chunks: int | None = None) -> tuple[int, ...]:
-    """Return the rank of each virtual stage. Raises :class:`ScheduleError` if the schedule does not exist or does not
-    support ``chunks`` virtual stages per rank."""
+    """Return the rank of each virtual stage. ``chunks``: number of virtual stages per rank, if the schedule leaves a
+    choice. Raise :class:`ScheduleError` if the schedule does not exist or does not support ``chunks``."""
     table = table_of(schedule)
     if table is not None:
         return table.own.ranks
@@ -153,6 +157,6 @@ def schedule_name(schedule: str | ScheduleTable) -> str:
 def schedule_orders(
     schedule: str | ScheduleTable, num_ranks: int, num_microbatches: int, chunks: int | None = None
 ) -> tuple[Order, ...]:
-    """Return the validated order of actions of each rank. The arguments and errors are those of
-    :func:`build_timetable`."""
+    """Return the order of actions of each rank, checked for completeness and deadlocks. The arguments and errors are
+    those of :func:`build_timetable`."""
     return build_timetable(schedule, num_ranks, num_microbatches, chunks).orders

@@ -1,4 +1,4 @@
-"""Compression of long schedules: the repeated part of an action list is found and stored once.
+"""Compression of long schedules: the part of a list of actions or instructions that repeats is found and stored once.
 
 Between its start and its end a schedule repeats the same actions for successive microbatches. Two lists of one
 schedule, the second with ``unit`` more microbatches, determine the list for any number of further units.
@@ -30,9 +30,12 @@ _OPENING = _FETCHING | {"F", "B", "I", "W", "TOTAL_F", "TOTAL", "REDUCE", "SYNC"
 
 @dataclass(frozen=True)
 class Growth:
-    """A section of the shorter list: ``length`` items from index ``start``, executed ``times`` times, with microbatch
-    numbers raised by ``shift`` at each repetition. With each further unit of microbatches it is repeated ``more`` times
-    more, and its microbatch numbers rise by ``moved``."""
+    """A section of the shorter list, and how often it is repeated in longer lists.
+
+    The section has ``length`` items from index ``start``. They are executed ``times`` times, with microbatch numbers
+    raised by ``shift`` at each repetition. For each further unit of microbatches there are ``more`` additional
+    repetitions, and all microbatch numbers of the section rise by ``moved``.
+    """
 
     start: int
     length: int
@@ -44,7 +47,7 @@ class Growth:
 
 @dataclass(frozen=True)
 class SteadyState:
-    """Numbers of microbatches that describe a long schedule: the lists for ``least`` and for ``least + unit``
+    """Numbers of microbatches that describe a long schedule. The lists for ``least`` and for ``least + unit``
     microbatches determine the full list, which has ``least + steps * unit`` microbatches."""
 
     least: int
@@ -53,8 +56,8 @@ class SteadyState:
 
 
 def find_growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> list[Growth] | None:
-    """Return the sections by whose repetition ``shorter`` becomes ``longer``, which has ``unit`` microbatches more.
-    Return ``None`` if repetition alone does not explain the difference."""
+    """Return the sections by whose repetition ``shorter`` becomes ``longer``, which has ``unit`` more microbatches.
+    ``None`` if repetition alone does not explain the difference."""
     few, many = _find_repeated_parts(shorter, unit), _find_repeated_parts(longer, unit)
     if len(few) != len(many):
         return None
@@ -75,8 +78,8 @@ def find_growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> l
 
 
 def grow_items(items: Sequence[Item], parts: Sequence[Growth], steps: int) -> Iterator[Item]:
-    """Yield the items of the list extended by ``steps`` units. ``items``: the shorter list. ``parts``: the sections
-    from :func:`find_growth`."""
+    """Yield the items of the list for ``steps`` further units of microbatches. ``items``: the shorter list. ``parts``:
+    its sections, from :func:`find_growth`."""
     for part in parts:
         body = items[part.start : part.start + part.length]
         for again in range(part.times + part.more * steps):
@@ -87,8 +90,8 @@ def find_steady_state(
     schedule: str | ScheduleTable, num_stages: int, num_microbatches: int, chunks: int | None = None
 ) -> SteadyState | None:
     """Return small numbers of microbatches from which the orders of ``schedule`` for ``num_microbatches`` can be
-    extrapolated exactly. Return ``None`` if none of the tried numbers is sufficient, the step is short, or the schedule
-    is a user-defined table."""
+    extrapolated exactly. ``None`` if none of the tried numbers is sufficient, the step is short, or the schedule is a
+    user-defined table. ``chunks``: number of virtual stages per rank."""
     if table_of(schedule) is not None:
         return None  # it is for one number of microbatches
 
@@ -117,7 +120,7 @@ def find_steady_state(
 
 def parts_of(shorter: Sequence[Instruction], longer: Sequence[Instruction], unit: int) -> tuple[Part, ...] | None:
     """Return the repeated sections by which the instruction list ``shorter`` grows to ``longer``, which has ``unit``
-    microbatches more. Return ``None`` if repetition alone does not explain the difference."""
+    more microbatches. ``None`` if repetition alone does not explain the difference."""
     pieces = _split_instructions(shorter)
     found = find_growth(
         [_piece_to_item(p) for p in pieces], [_piece_to_item(p) for p in _split_instructions(longer)], unit
@@ -138,8 +141,8 @@ def _actions_to_items(order: Sequence[Action]) -> list[Item]:
 
 
 def _split_instructions(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
-    """Split the list before each computation, or before the loads and receives that precede it. Comparing a few pieces
-    is faster than comparing all instructions."""
+    """Return the list divided into pieces. Each piece starts with a computation, or with the loads and receives that
+    precede it. Comparing a few pieces is faster than comparing all instructions."""
     pieces: list[list[Instruction]] = []
     before = ""
     for instruction in instructions:

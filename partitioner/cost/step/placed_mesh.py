@@ -93,9 +93,7 @@ class PlacedMesh:
     num_experts: int = 0
     profile: ExecutionProfile = OURS
     reserve: int = 0
-    nested: tuple[int, ...] = field(
-        default=(), compare=False
-    )  # steps of a nesting of equal groups, see topology/groups
+    nested: tuple[int, ...] = field(default=(), compare=False)  # steps of a nesting, see topology/groups.py
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)  # shared by copies
 
     def compute_once(self, key: Hashable, find: Callable[[], Found]) -> Found:

@@ -1,11 +1,11 @@
-"""Group gradients into buckets that are reduced together, and plan the reduction steps ("turns") of each bucket.
+"""Group gradients into buckets, each of which is reduced by its own collectives, and plan these collectives.
 
-Buckets are filled in the order in which the last backward completes the gradients (the last calls first). Each
-reduction is thus hidden behind the rest of backward, as in PyTorch's DDP (Li et al. 2020).
+Buckets are filled in the order in which the last backward completes the gradients (the last calls first). Most
+reductions are thus hidden behind the rest of the backward, as in PyTorch's DDP (Li et al. 2020).
 
-Hierarchical and compressed reductions take several turns, each over its own axes. A bucket starts its first turn when
-it is full. Each further turn starts behind the next backward, so that no turn waits for the one before. The remaining
-turns come at the end.
+A hierarchical or compressed reduction takes several collectives, each over its own axes; the code calls them turns. A
+bucket starts its first turn when it is full. Each further turn starts after the next backward instruction, so that no
+turn waits for the one before. The remaining turns come at the end of the step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def bucket_limit(ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of a parameter on one rank of a stage: its size, and the axes and stages over which it is summed."""
+    """The gradient of a parameter on one rank of a stage: its size, and the mesh axes and stages over which it is
+    summed."""
 
     state: str
     dtype: str
@@ -49,13 +50,17 @@ class Gradient:
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """A bucket of gradients (or of sharded parameters), with the place in the schedule where its reduction starts.
+    """A bucket of gradients (or of sharded parameters), and the point of the schedule at which its reduction starts.
 
-    ``ready``: (index of the action in the order, position of the call) after which the gradients are complete on this
-    rank; ``None`` if they wait for SYNC or do not exist. ``each``: for ZeRO 2 and 3, by chunk (virtual stage of the
-    rank), the position of the call after which a microbatch has added its whole part. ``levels``, ``compression``: the
-    sequence of reductions and their compression. ``turns``: the steps that reduce the bucket, or the shards that
-    SCATTER leaves.
+    - ``states``: names of the parameters. ``axes``: the axes over which their gradients are summed. ``sharded``: ZeRO
+      shards the parameters or their gradients.
+    - ``ready``: (index of the action in the rank's order, position of the call) after which the gradients are complete
+      on this rank; ``None`` if they wait for a reduction over stages (SYNC) or do not exist.
+    - ``each``: under ZeRO-2 and ZeRO-3, for each virtual stage of the rank, the position of the call after which a
+      microbatch has added its whole part.
+    - ``levels``: for each level of a hierarchical or compressed reduction, the axes over which the bucket is
+      reduce-scattered and later gathered again. ``compression``: the number format of compressed gradients.
+    - ``turns``: the collectives that reduce the bucket, or the shards that a reduce-scatter leaves, in order.
     """
 
     states: tuple[str, ...]
@@ -68,8 +73,8 @@ class PlannedBucket:
     turns: tuple[Turn, ...] = ()
 
     def done_by(self, index: int, chunk: int) -> int | None:
-        """Return the position of the call of ``chunk`` after whose backward the reduction starts, if it starts in the
-        action ``index`` of the order; otherwise ``None``."""
+        """Return the position of the call of virtual stage ``chunk`` after whose backward the reduction starts, if it
+        starts during the action ``index`` of the rank's order; otherwise ``None``."""
         if self.each:
             return self.each.get(chunk)
         return self.ready[1] if self.ready is not None and self.ready[0] == index else None
@@ -85,9 +90,10 @@ def plan_buckets(
 ) -> list[PlannedBucket]:
     """Group ``gradients`` into buckets and return them in the order in which they are reduced.
 
-    ``stage``, ``order``: the calls of the rank and the order of its actions. ``adds``: for each state, the positions of
-    the calls whose backward adds to its gradient. ``limit``: returns the bytes that fill a bucket, given all axes over
-    which it is reduced. ``zero``: the ZeRO stage; under ZeRO 3 a bucket holds what the same calls read, without limit.
+    ``stage``, ``order``: the calls of the rank and the order of its actions. ``adds``: for each parameter, the
+    positions of the calls whose backward adds to its gradient. ``limit``: returns the bytes that fill a bucket, given
+    all axes over which it is reduced. ``zero``: the ZeRO stage. Under ZeRO-3 a bucket holds the parameters that the
+    same calls read, without a limit.
     """
     last = {a.chunk: i for i, a in enumerate(order) if a.kind in ("B", "W")}
 
@@ -113,8 +119,8 @@ def plan_buckets(
         buckets.append(PlannedBucket(tuple(g.state for g in content), content[0].axes, ready, sharded, each))
 
     def together(gradient: Gradient) -> object:
-        """Return a key that is equal for gradients that may share a bucket. Under ZeRO 2 and 3 the same chunks must add
-        to them."""
+        """Return a key that is equal for gradients that may share a bucket. Under ZeRO-2 and ZeRO-3 the same virtual
+        stages must add to them."""
         chunks = {stage.chunk_of(i) for i in adds.get(gradient.state, ())} if zero >= 2 and gradient.sharded else ()
         return gradient.axes, gradient.dtype, gradient.tied, gradient.sharded, gradient.readers, tuple(sorted(chunks))
 
@@ -156,8 +162,11 @@ AT_ONCE = ReductionScheme()
 def with_levels(
     bucket: PlannedBucket, shared: Sequence[str], sizes: Mapping[str, int], how: ReductionScheme
 ) -> PlannedBucket:
-    """Return ``bucket`` with its reduction levels and turns. ``shared``: the axes over which its states are sharded.
-    ``sizes``: number of ranks by axis. ``how``: the reduction scheme."""
+    """Return ``bucket`` with the levels and the collectives of its reduction.
+
+    ``shared``: the axes over which ZeRO shards its parameters. ``sizes``: number of ranks by axis. ``how``: the
+    reduction scheme.
+    """
     axes = tuple(a for a in ALL_AXES if a in bucket.axes and sizes[a] > 1)
     if not axes:
         return bucket
@@ -173,27 +182,28 @@ def with_levels(
 
 
 def inner_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Return ``axes`` restricted to neighbouring ranks: ``dp`` and ``edp`` become ``dp_shard`` and ``edp_shard``, other
-    axes stay."""
+    """Return ``axes`` with ``dp`` and ``edp`` replaced by their parts of neighbouring ranks, ``dp_shard`` and
+    ``edp_shard``. Other axes stay."""
     return tuple(_INNER.get(axis, axis) for axis in axes)
 
 
 def outer_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Return the parts of ``axes`` between groups of neighbouring ranks: ``dp_replicate`` and ``edp_replicate``. Other
-    axes have none."""
+    """Return the parts of ``axes`` between the groups of neighbouring ranks: ``dp_replicate`` for ``dp`` and
+    ``edp_replicate`` for ``edp``. Other axes are left out."""
     return tuple(_OUTER[axis] for axis in axes if axis in _OUTER)
 
 
 def build_turn_instruction(stage: int, number: int, turn: Turn) -> Instruction:
-    """The instruction for one turn of a bucket's reduction."""
+    """Return the instruction for one collective (``turn``) in the reduction of bucket ``number`` on ``stage``."""
     op, axes = turn
     over: dict[str, Any] = {} if op == "REDUCE" else {"axes": axes}
     return Instruction(op=op, stage=stage, bucket=number, gradients=op == "GATHER", **over)
 
 
 def with_turns(instructions: Sequence[Instruction], buckets: Sequence[PlannedBucket]) -> Iterator[Instruction]:
-    """Yield ``instructions`` with the remaining reduction turns of each bucket inserted. They follow the backwards
-    after its first turn (or its last SCATTER), and the rest precede SYNC or STEP."""
+    """Yield ``instructions`` with the further collectives (turns) of each bucket's reduction inserted. ``buckets``: the
+    buckets of the stage by number. One turn follows each backward after the bucket's first collective. Turns that are
+    left over precede SYNC or STEP, the end of the step."""
     started = {i.bucket: index for index, i in enumerate(instructions) if i.op in ("SCATTER", "REDUCE")}
     waiting: list[deque[Instruction]] = []  # the remaining turns of each bucket
     for index, i in enumerate(instructions):

@@ -1,8 +1,8 @@
 """Plan the receives of each rank before each of its actions, in the order in which the transfers are sent.
 
 The transfers between two ranks in one direction form a first-in, first-out channel. If the sender's order differs from
-the order in which the receiver reads, the receiver fetches earlier transfers too, before the one that it reads. It
-never waits for a transfer that has not been sent by then.
+the order in which the receiver reads, the receiver also receives the earlier transfers, before the one that it reads.
+It never waits for a transfer that has not been sent by then.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Channel = tuple[int, int, Direction]  # source, target
 
 @dataclass(frozen=True)
 class Fetch:
-    """One transfer between the virtual stages ``hop - 1`` and ``hop``, to be received from rank ``peer``. ``direction``
-    is ``F`` for values or ``B`` for their gradients."""
+    """One transfer from rank ``peer``, between the virtual stages ``hop - 1`` and ``hop``. ``direction``: ``F`` for
+    values, from ``hop - 1`` to ``hop``; ``B`` for their gradients, in the opposite direction."""
 
     direction: Direction
     microbatch: int
@@ -31,8 +31,8 @@ class Fetch:
 
 
 def plan_fetches(orders: Sequence[Order], routes: Routes, train: bool) -> list[list[list[Fetch]]]:
-    """Return the transfers that each rank receives before each action, indexed by rank and by the action's index in its
-    order."""
+    """Return the transfers that each rank receives before each of its actions, indexed by rank and by the index of the
+    action in the rank's order. ``train``: gradients are sent, too."""
     own = group_stages_by_rank(routes.ranks, len(orders))
     sent: dict[Channel, list[Fetch]] = {}
     for rank, order in enumerate(orders):
@@ -59,7 +59,8 @@ def plan_fetches(orders: Sequence[Order], routes: Routes, train: bool) -> list[l
 
 
 def _find_sent_fetch(routes: Routes, rank: int, virtual: int, action: Action, train: bool) -> tuple[int, Fetch] | None:
-    """Return the target rank and the transfer that an action of ``rank`` sends; ``None`` if it sends nothing."""
+    """Return the target rank and the transfer that an action of ``rank`` sends; ``None`` if it sends nothing.
+    ``virtual``: the virtual stage of the action."""
     if action.kind == "F":
         hop = virtual + 1
         if hop < len(routes.arriving) and routes.arriving[hop]:
@@ -70,7 +71,8 @@ def _find_sent_fetch(routes: Routes, rank: int, virtual: int, action: Action, tr
 
 
 def _find_wanted_fetch(routes: Routes, rank: int, virtual: int, action: Action, train: bool) -> Fetch | None:
-    """Return the transfer from another rank that an action reads; ``None`` if it reads none."""
+    """Return the transfer from another rank that an action reads; ``None`` if it reads none. ``virtual``: the virtual
+    stage of the action."""
     if action.kind == "F":
         if routes.arriving[virtual]:
             return Fetch("F", action.microbatch, virtual, routes.ranks[virtual - 1])

@@ -1,11 +1,12 @@
 """Insert the transfers to and from host memory into a stage's instructions, for activations, parameters and gradients.
 
-* Activations: the activations that a call keeps are offloaded after its forward. They are fetched one computation ahead
-of its backward. This is done only if at least one other computation lies between. * Optimizer: every step starts with a
-FETCH of the parameters, which the optimizer has changed in host memory, in the order in which they are read. Gradients
-are offloaded behind the last backwards, as soon as they are complete. * Parameters: a FETCH comes one computation ahead
-of every call that reads them. A FREE follows the call, unless the next computation reads them as well. Parameters that
-ranks shard (ZeRO 3) are fetched right before their GATHER.
+- Activations: OFFLOAD moves the activations that a call keeps to host memory after its forward. FETCH brings them back
+  one computation ahead of its backward. This is done only if at least one other computation lies between.
+- Optimizer states: every step starts with a FETCH of each parameter, because the optimizer has changed it in host
+  memory. The order is that in which they are read. OFFLOAD copies gradients to the host after the last backwards, as
+  soon as they are complete.
+- Parameters: a FETCH comes one computation ahead of every call that reads them. A FREE follows the call, unless the
+  next computation reads them as well. Parameters that ranks shard (ZeRO-3) are fetched right before their GATHER.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ _APART = 2  # computations from a forward to its backward with one between them 
 
 
 def select_offloads(offload: Sequence[Offload], train: bool) -> tuple[Offload, ...]:
-    """Return the kinds of ``offload`` that a program uses, in the canonical order. Without training only parameters can
-    be offloaded."""
+    """Return the kinds of data in ``offload`` that a program uses, in the order of ``OFFLOADS``. Without training only
+    parameters can be offloaded."""
     kinds = OFFLOADS if train else ("parameters",)
     return tuple(kind for kind in kinds if kind in offload)
 
 
 def with_parking(instructions: Sequence[Instruction], runs: Sequence[bool]) -> list[Instruction]:
-    """Return ``instructions`` with OFFLOAD and FETCH of the activations that calls keep. Each F instruction must run a
-    single call.
+    """Return ``instructions`` with OFFLOAD after forwards and FETCH before backwards, for the activations that calls
+    keep. Each F instruction must run a single call.
 
     ``runs``: for each call, whether it has a backward.
     """
@@ -61,8 +62,8 @@ def with_parking(instructions: Sequence[Instruction], runs: Sequence[bool]) -> l
 def with_fetches(
     instructions: Sequence[Instruction], calls: Sequence[CallData], hosted: Collection[str]
 ) -> list[Instruction]:
-    """Return ``instructions`` with a FETCH of each state of ``hosted`` (in host memory) at the start, in the order in
-    which they are read.
+    """Return ``instructions`` with a FETCH of each state in ``hosted`` at the start of the step. ``hosted``: names of
+    the parameters whose values are in host memory. They are fetched in the order in which they are read.
 
     Forwards are split before a call that reads a further state, so that they do not wait for all transfers.
     """
@@ -93,11 +94,10 @@ def with_passing(
     hosted: Collection[str],
     buckets: Mapping[int, Sequence[str]],
 ) -> list[Instruction]:
-    """Return ``instructions`` with FETCH and FREE of the states of ``hosted`` (in host memory) around every computation
-    that reads them.
+    """Return ``instructions`` with FETCH and FREE around every computation that reads parameters in host memory.
 
-    ``runs``: for each call, whether it has a backward. ``buckets``: states that ranks shard, by bucket; they are
-    fetched before their GATHER.
+    ``hosted``: names of these parameters. ``runs``: for each call, whether it has a backward. ``buckets``: parameters
+    that ZeRO shards, by bucket; they are fetched before their GATHER.
     """
     shared = {s for states in buckets.values() for s in states}
     places = [index for index, i in enumerate(instructions) if i.op in COMPUTING]
@@ -136,10 +136,11 @@ def with_gradients(
     wanted: Sequence[str],
     tied: Collection[str],
 ) -> list[Instruction]:
-    """Return ``instructions`` with an OFFLOAD of the gradients of the states ``wanted`` to host memory.
+    """Return ``instructions`` with an OFFLOAD of the gradients of the parameters ``wanted`` to host memory.
 
-    The gradients of a bucket are offloaded after the backward that follows its last reduction. Gradients that nothing
-    reduces, or that are ``tied`` to other stages, are offloaded before STEP.
+    The gradients of a bucket are offloaded after the backward instruction that follows the last collective of the
+    bucket. Gradients that no bucket reduces, or of weights ``tied`` to other stages, are offloaded before STEP, the end
+    of the step. ``buckets``: the parameters of each bucket.
     """
     reducing = (
         k for k, i in enumerate(instructions) if i.op in ("SCATTER", "REDUCE") or (i.op == "GATHER" and i.gradients)

@@ -1,15 +1,16 @@
-"""From stages and a schedule to instructions: the program of all ranks.
+"""Emit the program of all ranks: from stages and a schedule to instruction lists.
 
-Requires: a local model (graphs with their collectives, one rank's shapes), a stage for each call, the chosen layouts.
-Provides: a :class:`Program` in which
+Requires: a local model (graphs with their collectives and one rank's shapes), a stage for each call, the chosen
+layouts. Provides: a :class:`Program` in which
 
-* every stage runs the shared calls itself, and computes totals once, before its pipeline starts;
-* a value travels from stage to stage, one hop at a time, up to its last reader, and its gradient travels back;
-* gradients are reduced in buckets as soon as the last backward has made them, behind the rest of it;
-* every value and gradient is freed after its last use.
+- every stage runs the calls that stages share, and computes totals (sums over the global batch) once, before its
+  pipeline starts;
+- a value travels from stage to stage up to its last reader, and its gradient travels back;
+- gradients are reduced in buckets as soon as the last backward has computed them, while the backward continues;
+- every value and gradient is freed after its last use.
 
-Sends and receives never deadlock as long as each (sender, receiver, direction) is a FIFO channel of its own, on which a
-transfer waits only for its receive and for earlier transfers: see
+Sends and receives never deadlock if each (sender, receiver, direction) is a first-in, first-out channel of its own. A
+transfer then waits only for its receive and for earlier transfers. See
 :class:`partitioner.runtime.program.instructions.Instruction`.
 """
 
@@ -58,10 +59,10 @@ from partitioner.schedules.steady_state import SteadyState, find_steady_state, p
 
 @dataclass(frozen=True)
 class Layouts:
-    """Layouts of the model's tensors, by name.
+    """Layouts of the model's tensors over the mesh, by name.
 
-    - ``states``, ``values``: layout over ``tp``; a missing name is replicated. ``context``: layout of values over
-      ``cp``. ``experts``: layout of states over ``ep``.
+    - ``states``, ``values``: layout of parameters and buffers, and of values, over ``tp``; a missing name is
+      replicated. ``context``: layout of values over ``cp``. ``experts``: layout of states over ``ep``.
     - ``grad_axes``: the axes over which a state's gradient is a partial sum after the last backward; a missing name has
       none.
     - ``batch_dims``: the dimension of each model input that is split over microbatches and ``dp``; a missing name or
@@ -87,10 +88,11 @@ class ProgramSpec:
     - ``recompute``: indices of the calls whose activations are recomputed in backward. ``selective``: indices of the
       calls of which only the nodes in ``again`` (names of nodes by block) are recomputed.
     - ``zero``: the ZeRO stage. ``dp_shard``: number of ``dp`` ranks that shard a state (0: all). ``left_whole``: states
-      that ZeRO 3 does not shard.
+      that ZeRO-3 does not shard.
     - ``bucket_bytes``: bytes of gradients that are reduced together. ``reducing``: the scheme of gradient reductions.
-    - ``data_shares``: number of microbatches of each data-parallel rank. ``fused_attention``, ``whole_scatter``,
-      ``offload``: passed on to :class:`Program`.
+    - ``data_shares``: number of microbatches of each data-parallel rank; empty if all have ``num_microbatches``.
+    - ``etp``: number of ranks that share one expert (0: ``tp``). ``fused_attention``, ``whole_scatter``, ``offload``:
+      copied to the fields of :class:`Program`.
     """
 
     mesh: Mapping[str, int]
@@ -115,7 +117,7 @@ class ProgramSpec:
 
 
 def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) -> Program:
-    """Build the program that all ranks run.
+    """Return the program that all ranks run.
 
     ``model``: blocks and ``values`` have one rank's shapes for one microbatch; ``states`` and ``inputs`` have their
     global shapes. ``stage_of_call``: the (virtual) stage of each call of ``model.calls``, non-decreasing. Entries of
@@ -139,7 +141,7 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
     with_gradient = {s for added in flow.states for s in added}
 
     def shared(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the axes whose ranks shard the state ``name``; empty if it is not sharded. Scalars are never
+        """Return the axes over which ZeRO shards the parameter ``name``; empty if it is not sharded. Scalars are never
         sharded."""
         state = model.states[name]
         if state.kind != "parameter" or not state.spec.shape or (zero < 3 and not train):
@@ -158,14 +160,15 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
             tied.setdefault(state.stages, []).append(name)
 
     def limit(axes: tuple[str, ...]) -> int:
-        """Bytes that fill a bucket of gradients that are reduced over ``axes``."""
+        """Return the bytes that fill a bucket of gradients which are reduced over ``axes``."""
         return spec.bucket_bytes or bucket_limit(math.prod(sizes_of_axes[axis] for axis in axes))
 
     calls = [tuple(_build_call_data(model, i) for i in here.calls) for here in routes.stages]
     kept = select_offloads(spec.offload, train)
 
     def lists(num_microbatches: int) -> list[tuple[tuple[Bucket, ...], tuple[Instruction, ...]]]:
-        """Build the buckets and the instructions of each stage for ``num_microbatches`` microbatches."""
+        """Return the gradient buckets and the instructions of each stage for a step of ``num_microbatches``
+        microbatches."""
         orders = build_timetable(schedule, num_stages, num_microbatches, spec.virtual_stages).orders
         fetched = plan_fetches(orders, routes, train)
         result = []
@@ -298,8 +301,11 @@ Lists = Sequence[tuple[tuple[Bucket, ...], Instructions]]  # by stage
 
 
 def _derive_instruction_lists(lists: Callable[[int], Lists], found: SteadyState | None, num_microbatches: int) -> Lists:
-    """Return buckets and instructions of each stage. If the schedule has a steady state (``found``), the lists for many
-    microbatches are derived from those for few."""
+    """Return the gradient buckets and the instructions of each stage for ``num_microbatches``.
+
+    ``lists``: returns them for any number of microbatches. ``found``: the steady state of the schedule. With it, the
+    lists for many microbatches are stored as repetitions of lists for few. ``None``: they are written out.
+    """
     if found is None:
         return lists(num_microbatches)
     result: list[tuple[tuple[Bucket, ...], Instructions]] = []
@@ -340,8 +346,9 @@ def _build_state_data(
     sizes: Mapping[str, int],
     shared: Callable[[str, tuple[str, ...]], tuple[str, ...]],
 ) -> dict[str, StateData]:
-    """Return the data of each state by name, with the stages that read it. A state that no call reads is kept on stage
-    0; constants that no call reads are left out."""
+    """Return the data of each parameter and buffer by name, with the stages that read it. A state that no call reads is
+    kept on stage 0; constants that no call reads are left out. ``shared``: returns the axes over which ZeRO shards a
+    state."""
     read: dict[str, set[int]] = {name: set() for name in model.states}
     for s, here in enumerate(routes.stages):
         for i in here.calls:

@@ -1,7 +1,8 @@
-"""Assign the calls to stages, and route each value and gradient from stage to stage.
+"""Assign the calls to ranks, and route each value and gradient from stage to stage.
 
-The schedule says which rank holds each virtual stage. A value that a call of virtual stage ``k`` computes is forwarded
-to ``k + 1``, ``k + 2``, ... until every rank that reads it has it. Nothing is sent between virtual stages of one rank.
+The schedule determines which rank holds each virtual stage. A value that a call of virtual stage ``k`` computes is
+forwarded to ``k + 1``, ``k + 2``, ... until every rank that reads it has received it. Nothing is sent between virtual
+stages of one rank.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class EmitError(PartitionError):
 
 @dataclass(frozen=True)
 class StageCalls:
-    """Indices of the model's calls on one rank, in the order of ``Stage.calls``: prologue calls, shared calls, then the
-    calls of each chunk (virtual stage of the rank)."""
+    """Indices of the model's calls on one rank. The order is that of ``Stage.calls``: prologue calls, calls that all
+    stages share, then the calls of each virtual stage of the rank (chunk)."""
 
     calls: tuple[int, ...]
     num_prologue: int
@@ -35,19 +36,19 @@ class StageCalls:
         return next(c for c, (start, end) in enumerate(self.chunks) if start <= position < end)
 
     def forward_range(self, chunk: int) -> tuple[int, int]:
-        """Return the range ``[start, end)`` of positions in ``calls`` that the forward of ``chunk`` runs. The first
-        chunk includes the shared calls."""
+        """Return the range ``[start, end)`` of positions in ``calls`` that a forward of virtual stage ``chunk`` runs.
+        The first virtual stage of the rank also runs the shared calls."""
         start, end = self.chunks[chunk]
         return (self.num_prologue, end) if chunk == 0 else (start, end)
 
 
 @dataclass(frozen=True)
 class Routes:
-    """The rank of each virtual stage and the values that are sent between virtual stages.
+    """The rank of each virtual stage, and the values that are sent between virtual stages.
 
-    ``ranks[k]``: the rank of virtual stage ``k``. ``arriving[k]``: names of the values that it receives from ``k - 1``.
-    ``returning[k]``: those of them whose gradients are sent back. ``home``: for each value that is a model output or
-    the new value of a buffer, the rank that provides it.
+    ``ranks[k]``: the rank of virtual stage ``k``. ``stages``: the calls of each rank. ``arriving[k]``: names of the
+    values that virtual stage ``k`` receives from ``k - 1``. ``returning[k]``: those of them whose gradients are sent
+    back. ``home``: for each value that is a model output or the new value of a buffer, the rank that provides it.
     """
 
     ranks: tuple[int, ...]
@@ -60,8 +61,10 @@ class Routes:
 def make_routes(
     model: FoldedModel, stage_of_call: Sequence[int], num_stages: int, ranks: Sequence[int], flow: GradientFlow
 ) -> Routes:
-    """Place the calls on ranks and compute the routes of their values. ``stage_of_call``: virtual stage of each call.
-    ``ranks``: rank of each virtual stage. ``flow``: which values have gradients.
+    """Return the calls of each rank and the routes of their values.
+
+    ``stage_of_call``: virtual stage of each call. ``num_stages``: number of pipeline ranks. ``ranks``: rank of each
+    virtual stage. ``flow``: which values have gradients.
 
     Raises :class:`EmitError` if ``stage_of_call`` does not describe a pipeline.
     """
@@ -104,10 +107,10 @@ def make_routes(
 
 
 def _find_value_hops(start: int, readers: set[int], ranks: Sequence[int]) -> list[int]:
-    """Return the virtual stages that receive a value computed at virtual stage ``start``, sorted. Each rank that reads
-    or forwards it receives it once.
+    """Return the virtual stages that receive a value from the virtual stage before them, sorted. The value is computed
+    at virtual stage ``start`` and read at ``readers``.
 
-    The value is received by the first later virtual stage of that rank, from the virtual stage before.
+    Each rank that reads or forwards the value receives it once, at its first virtual stage after ``start``.
     """
     hops: set[int] = set()
     for reader in sorted(readers):
@@ -152,8 +155,8 @@ def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: i
 
 
 def _stage_calls(model: FoldedModel, chunks: Sequence[Sequence[int]], leaving: Sequence[str]) -> StageCalls:
-    """Collect the calls of one rank: those of its ``chunks``, and the shared and prologue calls that they need.
-    ``leaving``: names of values that this rank provides as outputs of the model."""
+    """Return the calls of one rank: those of its virtual stages (``chunks``), and the shared and prologue calls that
+    they need. ``leaving``: names of values that this rank provides as outputs of the model."""
     producer = {v: i for i, c in enumerate(model.calls) for v in c.outputs}
     inputs = {i.value for i in model.inputs}
     common: set[int] = set()

@@ -1,4 +1,4 @@
-"""Build the instruction list of one stage: its forwards and backwards in order, with transfers, reductions and
+"""Build the instruction list of one pipeline rank: its forwards and backwards in order, with transfers, reductions and
 frees."""
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from partitioner.schedules.actions import Action, Order, group_stages_by_rank
 
 @dataclass(frozen=True)
 class StageFlow:
-    """For each call of a stage, the names of the values whose gradients its backward reads (``takes``) and computes
-    (``gives``), and whether it has a backward."""
+    """Gradients that the backward of each call of a stage reads and computes.
+
+    ``takes``: for each call, the names of the values whose gradients its backward reads. ``gives``: the names of the
+    values whose gradients it computes. ``runs``: whether the call has a backward.
+    """
 
     takes: tuple[tuple[str, ...], ...]
     gives: tuple[tuple[str, ...], ...]
@@ -30,8 +33,8 @@ class StageFlow:
 
 @dataclass(frozen=True)
 class StageJob:
-    """All inputs that determine the instructions of one rank. "Stage" means everything that the rank holds, in one or
-    several virtual stages."""
+    """All inputs that determine the instructions of one pipeline rank. "Stage" means everything that the rank holds, in
+    one or several virtual stages."""
 
     stage: int
     num_stages: int
@@ -54,26 +57,26 @@ class StageJob:
 
     @property
     def by_call(self) -> bool:
-        """Whether each call gets its own instruction, because its parameters are gathered or fetched for it, or its
-        activations are offloaded after it."""
+        """Whether each call gets its own forward and backward instruction. This is so if its parameters are gathered or
+        fetched for it, or if its activations are offloaded after it."""
         if "parameters" in self.offload or (self.train and "activations" in self.offload):
             return True
         return self.zero == 3 and any(bucket.sharded for bucket in self.buckets)
 
     @cached_property
     def held(self) -> tuple[int, ...]:
-        """The numbers of this rank's virtual stages, indexed by chunk."""
+        """The numbers of this rank's virtual stages in increasing order. The index is the ``chunk`` of an action."""
         return group_stages_by_rank(self.routes.ranks, self.num_stages)[self.stage]
 
     def is_sent(self, hops: Sequence[Sequence[str]], virtual: int) -> bool:
-        """Whether virtual stage ``virtual`` exists and receives something from the one before it. ``hops``: names of
-        the received values by virtual stage."""
+        """Whether virtual stage ``virtual`` exists and receives something from the one before it. ``hops``: for each
+        virtual stage, the names of the values that it receives."""
         return virtual < len(hops) and bool(hops[virtual])
 
 
 def updates_of(states: Mapping[str, StateData], stage: int) -> list[tuple[str, ...]]:
-    """Return the names of the buffers of ``stage`` that forward changes, grouped by the set of stages that hold
-    them."""
+    """Return the names of the buffers of ``stage`` that forward changes, in one tuple for each set of stages that hold
+    the same buffers."""
     found: dict[tuple[int, ...], list[str]] = {}
     for name, state in states.items():
         if state.update is not None and stage in state.stages:
@@ -82,7 +85,7 @@ def updates_of(states: Mapping[str, StateData], stage: int) -> list[tuple[str, .
 
 
 def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
-    """Build the instruction list that all ranks of the stage run."""
+    """Return the instruction list that all ranks of the stage run in one step."""
     instructions = list(_emit_prologue(job))
     for index, action in enumerate(job.order):
         if action.kind == "F":
@@ -107,7 +110,7 @@ def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
 
 
 def _emit_prologue(job: StageJob) -> Iterator[Instruction]:
-    """Yield the instructions that compute totals over the whole batch, before anything reads them."""
+    """Yield the instructions that compute the totals (sums over the global batch) before any call reads them."""
     here = job.routes.stages[job.stage]
     if not here.totals:
         return
@@ -173,8 +176,9 @@ def _emit_backward(job: StageJob, action: Action, index: int) -> Iterator[Instru
 
 
 def _split_call_range(start: int, end: int, cuts: Iterable[int], runs: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Yield the pieces of ``[start, end)`` that result from splitting at the positions ``cuts``, last piece first. A
-    leading piece without any backward is not split off."""
+    """Yield the pieces of the range ``[start, end)`` of calls that result from splitting it at the positions ``cuts``,
+    last piece first. A leading piece in which no call has a backward is not split off. ``runs``: for each call, whether
+    it has a backward."""
     here = end
     for cut in sorted((c for c in cuts if any(runs[start:c])), reverse=True):
         yield cut, here
@@ -183,8 +187,8 @@ def _split_call_range(start: int, end: int, cuts: Iterable[int], runs: Sequence[
 
 
 def _emit_step_end(job: StageJob) -> Iterator[Instruction]:
-    """Yield the instructions after the last forward and backward: remaining reductions, buffer updates and the
-    optimizer step."""
+    """Yield the instructions after the last forward and backward: remaining reductions, buffer updates and STEP, which
+    waits for all reductions."""
     if job.train:
         for states in job.syncs:
             yield Instruction(op="SYNC", stage=job.stage, states=states)
@@ -198,7 +202,7 @@ def _emit_step_end(job: StageJob) -> Iterator[Instruction]:
 
 
 def _start_bucket_reduction(job: StageJob, number: int) -> Instruction:
-    """Return the first instruction of the reduction of bucket ``number``."""
+    """Return the first instruction of the reduction of bucket ``number``: SCATTER if ZeRO shards its parameters."""
     bucket = job.buckets[number]
     if bucket.sharded:
         return Instruction(op="SCATTER", stage=job.stage, bucket=number)
@@ -211,10 +215,11 @@ Key = tuple[str, int | None, bool]  # value, microbatch, whether its gradient
 def insert_frees(
     instructions: Sequence[Instruction], calls: Sequence[CallData], flow: StageFlow, new_values: Mapping[str, str]
 ) -> tuple[Instruction, ...]:
-    """Return ``instructions`` with a FREE after the last use of each value and gradient. An input that is loaded again
-    is freed in between.
+    """Return ``instructions`` with a FREE after the last use of each value and gradient. A model input that is loaded
+    several times is freed before it is loaded again.
 
-    ``new_values``: for each buffer, the value that UPDATE reads for it.
+    ``flow``: the gradients that each call's backward reads and computes. ``new_values``: for each buffer that forward
+    changes, the name of the value that becomes its content.
     """
     totals = {v for i in instructions if i.op == "TOTAL" for v in i.values}
     last: dict[Key, int] = {}
@@ -249,7 +254,8 @@ def _list_accessed_values(
     totals: set[str],
     new_values: Mapping[str, str],
 ) -> tuple[list[Key], list[Key]]:
-    """Return the values and gradients that an instruction computes (or adds to), and those that it reads."""
+    """Return the values and gradients that an instruction computes or adds to, and those that it reads. An entry is
+    (name, microbatch, whether it is the gradient)."""
     microbatch = instruction.microbatch
     named = [(v, microbatch, instruction.op.endswith("_B")) for v in instruction.values]
     match instruction.op:

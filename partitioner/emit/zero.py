@@ -1,9 +1,9 @@
 """Insert the instructions that gather and free sharded parameters (ZeRO) into a stage's instructions.
 
-* ZeRO 1 and 2: a GATHER of every bucket starts the step, in the order in which the buckets are read, because the
-optimizer has changed the shards since the last step. The forward hides the gathers. Nothing is freed. * ZeRO 3: the
-parameters of a call are gathered one computation ahead and freed after it, in forward and in backward, unless the next
-computation reads them as well.
+- ZeRO-1 and ZeRO-2: the step starts with a GATHER of every bucket, in the order in which the buckets are read, because
+  the optimizer has changed the shards since the last step. The forward hides the gathers. Nothing is freed.
+- ZeRO-3: the parameters of a call are gathered one computation ahead and freed after it, in forward and in backward,
+  unless the next computation reads them as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Needs = Sequence[frozenset[int]]  # for each call of the stage the buckets of wh
 
 
 def zero_axes(grad_axes: Sequence[str], trained: bool, *, zero: int, expert: bool, hybrid: bool) -> tuple[str, ...]:
-    """Return the mesh axes whose ranks shard a parameter; empty if it is not sharded.
+    """Return the mesh axes over which ZeRO shards a parameter; empty if it is not sharded.
 
     ``grad_axes``: the axes over which its gradient is summed. A trained parameter is sharded only over these.
     ``trained``: whether it has a gradient. ``expert``: whether it belongs to an expert. ``hybrid``: whether only a part
@@ -38,7 +38,7 @@ def zero_axes(grad_axes: Sequence[str], trained: bool, *, zero: int, expert: boo
 
 
 def small_states(sizes: Mapping[str, int]) -> frozenset[str]:
-    """Return the names of the states that ZeRO 3 does not shard because they are small, such as the weights of a norm.
+    """Return the names of the states that ZeRO-3 does not shard because they are small, such as the weights of a norm.
     ``sizes``: bytes of the states of one call, by name.
 
     Gathering them in a separate collective would cost its latency and save next to no memory (compare DeepSpeed's
@@ -49,8 +49,8 @@ def small_states(sizes: Mapping[str, int]) -> frozenset[str]:
 
 
 def states_left_whole(model: FoldedModel) -> frozenset[str]:
-    """Return the names of the states of ``model`` that are small in every call that reads them, so that ZeRO 3 does not
-    shard them. ``model`` has the shapes of one rank before ZeRO."""
+    """Return the names of the states (parameters and buffers) of ``model`` that ZeRO-3 does not shard, because they are
+    small in every call that reads them. ``model`` has the shapes of one rank before ZeRO."""
     small: set[str] = set()
     large: set[str] = set()
     of_block: dict[str, frozenset[str]] = {}
@@ -64,8 +64,8 @@ def states_left_whole(model: FoldedModel) -> frozenset[str]:
 
 
 def bucket_needs(calls: Sequence[CallData], buckets: Mapping[int, Sequence[str]]) -> Needs:
-    """Return for each of ``calls`` the numbers of the sharded buckets whose parameters it reads. ``buckets``: names of
-    states by bucket number."""
+    """Return, for each of ``calls``, the numbers of the sharded buckets whose parameters it reads. ``buckets``: names
+    of parameters by bucket number."""
     home = {state: number for number, states in buckets.items() for state in states}
     return [frozenset(home[s] for s in call.states if s in home) for call in calls]
 
@@ -77,8 +77,11 @@ def with_sharding(
     buckets: Mapping[int, Sequence[str]],
     zero: int,
 ) -> list[Instruction]:
-    """Return ``instructions`` with GATHER and FREE instructions for the sharded ``buckets`` (names of states by bucket
-    number). ``runs``: for each call, whether it has a backward. ``zero``: the ZeRO stage."""
+    """Return ``instructions`` with GATHER and FREE instructions for the sharded parameters.
+
+    ``buckets``: names of the parameters by bucket number. ``runs``: for each call, whether it has a backward. ``zero``:
+    the ZeRO stage.
+    """
     if not buckets:
         return [*instructions]
     needs = bucket_needs(calls, buckets)
@@ -124,8 +127,8 @@ def _gathered_by_call(
 
 
 def _gathered_once(instructions: Sequence[Instruction], needs: Needs, prologue: Sequence[int]) -> list[Instruction]:
-    """Return ``instructions`` with one GATHER per bucket at the start. Forwards are split before a call that reads a
-    further bucket, so that they do not wait for all gathers."""
+    """Return ``instructions`` with one GATHER of each bucket at the start (ZeRO-1 and ZeRO-2). Forwards are split
+    before a call that reads a further bucket, so that they do not wait for all gathers."""
     known: dict[int, None] = {}
     result: list[Instruction] = []
     for instruction in instructions:

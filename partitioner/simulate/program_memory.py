@@ -1,7 +1,7 @@
-"""Peak memory of every rank of a plan, from its program followed step by step.
+"""Peak memory of every rank of a plan, found by following its program instruction by instruction.
 
-The search bounds the memory of stages by tables. They are faster, and slightly higher, because they add up the maxima
-of all kinds of memory, which need not occur at one time.
+The search bounds the memory of stages by tables. They are faster to compute and slightly higher, because they add up
+the maxima of all kinds of memory, which need not occur at the same time.
 """
 
 from __future__ import annotations
@@ -46,17 +46,15 @@ def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
 
 
 def moving_sizes(moment: MemoryMoment, working: int) -> Sizes:
-    """Return the bytes of temporary data at one moment of a step, by kind. ``working``: bytes of working memory of the
-    call that runs at this moment.
-    """
+    """Return the bytes of temporary data at one moment of a step, by kind of data. ``working``: bytes of working memory
+    of the call that runs at this moment."""
     moving = {"saved": moment.saved, "flowing": moment.gradients, "recomputed": moment.recomputed, "working": working}
     return {**moving, "gathered": moment.gathered}
 
 
 def compute_peak_sizes(facts: ProgramFacts, stage: int, optimizer: str, working: Mapping[str, int]) -> Sizes:
-    """Compute the bytes by kind that a rank of ``stage`` holds at the moment of its peak memory. ``working``: bytes of
-    working memory of a call, by block.
-    """
+    """Return the bytes that a rank of ``stage`` holds at the moment of its peak memory, by kind of data. ``working``:
+    bytes of working memory of a call, by block name."""
     here = facts.program.stages[stage]
     needs = [working.get(call.block, 0) for call in here.calls]
     most = _find_fullest_moment(facts, stage, here.instructions, needs)
@@ -69,8 +67,8 @@ def _find_fullest_moment(
     """Return the moment of peak memory, and the working bytes of the call that runs then. ``needs``: working bytes of
     each call of the stage.
 
-    If the instructions repeat, one and two repetitions are followed. The whole list is followed only if the second
-    repetition has a higher peak.
+    If the instructions contain repeated sections, one and two repetitions are followed first. The whole list is
+    followed only if the second repetition has a higher peak.
     """
     if isinstance(instructions, Listing) and instructions.steps > 2:
         first, second = (
@@ -90,8 +88,7 @@ def replace_estimated_memory(
     estimate: Estimate, facts: ProgramFacts, optimizer: str, working: Mapping[str, int]
 ) -> Estimate:
     """Return ``estimate`` with the peak memory of every rank computed from its program. ``working``: bytes of working
-    memory of a call, by block.
-    """
+    memory of a call, by block name."""
     sizes = [compute_peak_sizes(facts, stage, optimizer, working) for stage in range(len(facts.program.stages))]
     memory, stages = list(estimate.memory), list(estimate.stages)
     for number, (ranks, found) in enumerate(zip(stage_ranks(facts.program.mesh), sizes, strict=True)):

@@ -1,4 +1,4 @@
-"""Timeline of a plan: simulate its program with the durations of the cost model that chose it."""
+"""Timeline of a plan: its program is simulated with the durations of the cost model that chose the plan."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _EXPERT_AXES = {"edp": "experts", "etp": "tp"}  # what the machine calls axes of
 
 
 class HasProgram(Protocol):
-    """A program and the devices that it runs on, as a :class:`Plan` has them."""
+    """Interface of objects with a program and the devices that it runs on, such as a :class:`Plan`."""
 
     @property
     def program(self) -> Program: ...
@@ -63,7 +63,7 @@ class HasProgram(Protocol):
 
 @dataclass(frozen=True)
 class ProgramOnDevices:
-    """A program and the devices it runs on, without a complete plan."""
+    """A program and the devices that it runs on, without a complete plan."""
 
     program: Program
     topology: Topology
@@ -75,8 +75,10 @@ class ProgramOnDevices:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Simulation of one step of the slowest pipeline. ``facts``: analysis of the program for the microbatches of this
-    pipeline. ``places``: indices along the data-parallel axis of the pipelines that it stands for.
+    """Simulation of one step of the slowest pipeline, that is, of the data-parallel rank that takes longest.
+
+    ``durations``: the durations of its instructions. ``facts``: analysis of the program for the number of microbatches
+    of this pipeline. ``places``: indices along the data-parallel axis of all pipelines that are equal to it.
     """
 
     timeline: Timeline
@@ -86,7 +88,8 @@ class SimulatedStep:
 
 
 def simulate_plan(plan: HasProgram, facts: ProgramFacts | None = None) -> SimulatedStep:
-    """Simulate one step of ``plan``, including the optimizer update. Returns the simulation of the slowest pipeline."""
+    """Simulate one step of ``plan``, including the optimizer update. Return the simulation of the slowest pipeline.
+    ``facts``: the analysis of the plan's program, if it exists already."""
     overlap = steps_overlap(plan)
     found = [
         SimulatedStep(simulate(own.program, durations, facts=own, overlap_steps=overlap), durations, own, places)
@@ -96,9 +99,8 @@ def simulate_plan(plan: HasProgram, facts: ProgramFacts | None = None) -> Simula
 
 
 def simulate_plan_seconds(plan: HasProgram, facts: ProgramFacts | None = None) -> float:
-    """Return the seconds of one step of ``plan``. This equals the step time of :func:`simulate_plan` and is faster to
-    compute.
-    """
+    """Return the seconds of one step of ``plan``. This is the step time that :func:`simulate_plan` finds, but it is
+    faster to compute."""
     overlap = steps_overlap(plan)
     pipelines = _list_pipelines(plan, facts or ProgramFacts(plan.program))
     return max(simulate_step_time(own, durations, overlap_steps=overlap) for durations, own, _ in pipelines)
@@ -107,9 +109,8 @@ def simulate_plan_seconds(plan: HasProgram, facts: ProgramFacts | None = None) -
 def _list_pipelines(
     plan: HasProgram, facts: ProgramFacts
 ) -> Iterator[tuple[PlanDurations, ProgramFacts, tuple[int, ...]]]:
-    """Yield each distinct pipeline of ``plan``: its durations, its program analysis, and the indices along the
-    data-parallel axis that have it.
-    """
+    """Yield each distinct pipeline of ``plan``: the durations of its instructions, the analysis of its program, and the
+    indices along the data-parallel axis of the pipelines that are equal to it."""
     if not plan.program.data_shares:
         yield PlanDurations(plan, facts=facts), facts, tuple(range(plan.program.size("dp")))
         return
@@ -135,14 +136,15 @@ def plan_timeline(plan: Plan) -> Timeline:
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Computation time of a stage in one step, in seconds. ``backward`` includes recomputation."""
+    """Seconds in which a stage computes in one step. ``backward`` includes recomputation."""
 
     forward: float
     backward: float
 
 
 def stage_seconds(plan: Plan) -> tuple[StageSeconds, ...]:
-    """Return the computation time of each stage in one step, without waiting and communication."""
+    """Return the seconds in which each stage computes in one step, without waiting and without communication between
+    stages."""
     durations = simulate_plan(plan).durations if plan.data_shares else PlanDurations(plan)
     train = plan.program.objective == "train"
     result = []
@@ -156,8 +158,10 @@ def stage_seconds(plan: Plan) -> tuple[StageSeconds, ...]:
 
 
 class PlanDurations:
-    """Durations of the instructions of a plan in seconds, for the simulator. ``seats``: device, speed and groups of the
-    simulated ranks, by stage (``None``: the slowest ranks of each stage).
+    """Durations of the instructions of a plan in seconds, as the simulator needs them.
+
+    ``seats``: for each stage, the device types, speeds and groups of the ranks to simulate; ``None``: the slowest ranks
+    of each stage. ``facts``: the analysis of the plan's program, if it exists already.
     """
 
     def __init__(
@@ -186,9 +190,8 @@ class PlanDurations:
         return seconds[part]
 
     def _compute_copy_seconds(self, stage: int, call: int) -> tuple[float, float]:
-        """Return the seconds in which a call copies its weights out of gathered buffers, and its gradients into buffers
-        to be scattered. Both are 0 below ZeRO-3.
-        """
+        """Return the seconds in which a call copies its weights out of gathered buffers, and the seconds in which it
+        copies its gradients into buffers to be scattered. Both are 0 below ZeRO-3."""
         program = self.plan.program
         if program.zero < 3:
             return 0.0, 0.0
@@ -253,9 +256,8 @@ class PlanDurations:
         return 0.0  # a device computes on while its host starts what comes next
 
     def _find_axis_groups(self, axes: tuple[str, ...]) -> tuple[Group, ...]:
-        """Return the communication group of ``axes`` for each stage. The axes may be of the mesh or of the experts'
-        mesh, or parts of the data-parallel axis under hybrid sharding.
-        """
+        """Return, for each stage, the slowest communication group over ``axes``. The axes may be of the mesh or of the
+        experts' mesh, or parts of the data-parallel axis under hybrid sharding."""
         if any(axis in HYBRID_AXES for axis in axes):
             return self.machine.grid_groups(self.plan.program.grid(axes), axes)
         return self.machine.stage_groups(*(_EXPERT_AXES.get(axis, axis) for axis in axes))
@@ -270,7 +272,7 @@ class PlanDurations:
 
     @cached_property
     def costs(self) -> tuple[dict[str, CallCost], ...]:
-        """Costs of one call of each block, by stage and block name."""
+        """For each stage, the cost of one call of each block (block name -> cost)."""
         program = self.plan.program
         costs = CallCostCache(
             self.blocks, self.topology, program.objective == "train", partial(_find_recomputed_nodes, program)
@@ -279,7 +281,8 @@ class PlanDurations:
 
     @property
     def _expert_spread(self) -> Spread:
-        """Distribution of the experts: the group of ranks that share a layer's experts, and the number of experts."""
+        """How experts are distributed over ranks: the group over which they are distributed, and the number of experts
+        of the layer with the most."""
         program = self.plan.program
         regions = {name: expert_region(block).states for name, block in self.blocks.items()}
         num_experts = 0
@@ -294,15 +297,14 @@ class PlanDurations:
 
     @cached_property
     def passing(self) -> dict[str, int]:
-        """Bytes of temporary memory that the operators of each block need, by block name."""
+        """Bytes of temporary memory that a call of each block needs besides its outputs (block name -> bytes)."""
         train = self.plan.program.objective == "train"
         return {name: kept_by(block, train).passing for name, block in self.blocks.items()}
 
     @cached_property
     def blocks(self) -> dict[str, Block]:
-        """Graphs of the program's blocks by name. A placeholder needs a gradient if it needs one in any call of the
-        block.
-        """
+        """The graphs of the program's blocks (block name -> block). A placeholder is marked as needing a gradient if it
+        needs one in any call of the block."""
         program = self.plan.program
         train = program.objective == "train"
         needing: dict[str, set[str]] = {name: set() for name in program.blocks}

@@ -1,4 +1,4 @@
-"""The precision of most of a program's weights."""
+"""The number format that most of a program's weights have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float6
 
 
 def common_precision(program: Program) -> str:
-    """Return the precision of most of the weights' elements, such as ``"bf16"``; ``"fp32"`` without weights."""
+    """Return the number format that most elements of the weights have, such as ``"bf16"``; ``"fp32"`` without
+    weights."""
     weights: Counter[str] = Counter()
     for state in program.states.values():
         if state.kind == "parameter":

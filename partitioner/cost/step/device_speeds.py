@@ -28,10 +28,10 @@ _STEPS = 64  # ends of microbatches that are followed; fewer give a weaker bound
 
 @dataclass(frozen=True)
 class PipelineSpeeds:
-    """Kinds of pipelines, where all pipelines of a kind have the same stage speeds.
+    """Speeds of the stages of several pipelines. Pipelines with the same stage speeds are one kind.
 
-    ``speeds``: shape ``[kinds, stages]``, fastest stage first. ``counts``: number of pipelines of each kind, shape
-    ``[kinds]``.
+    ``speeds``: relative speed of each stage, shape ``[kinds, stages]``, fastest stage first. ``counts``: number of
+    pipelines of each kind, shape ``[kinds]``.
     """
 
     speeds: Matrix
@@ -63,8 +63,8 @@ class PipelineSpeeds:
 
 @dataclass(frozen=True)
 class GroupSpeeds:
-    """Groups of ranks of different speeds, one group for each stage of ``pipelines`` pipelines of equal length. Which
-    groups form a pipeline is open.
+    """Speeds of the groups of ranks that form ``pipelines`` pipelines of equal length, with one group for each stage.
+    It is open which groups form a pipeline together.
 
     ``speeds``: the distinct speeds, fastest first; a group is as fast as its slowest device. ``counts``: number of
     groups of each speed.
@@ -130,11 +130,12 @@ def pool_of(speeds: Vector, counts: Counts, size: int, pipelines: int) -> GroupS
 
 
 def work_and_speeds(seconds: Matrix, often: Sequence[int]) -> tuple[float, Vector]:
-    """Return the seconds of all calls on a device of speed 1, and the speed of each device type relative to the
-    fastest, shape ``[kinds]``. Any set of calls takes at least its work divided by the type's speed.
+    """Return the seconds of all block calls on a device of speed 1, and the speed of each device type relative to the
+    fastest, shape ``[kinds]``. On each type, any set of calls takes at least its seconds at speed 1, divided by the
+    type's speed.
 
-    ``seconds``: seconds of a call of each block on each device type, shape ``[kinds, blocks]``. ``often``: number of
-    calls of each block.
+    ``seconds``: seconds of a call of each block (such as a layer) on each device type, shape ``[kinds, blocks]``.
+    ``often``: number of calls of each block.
 
     A speed is an average over all blocks. If a type runs some block relatively faster than its average, that block's
     work is reduced until the statement above holds for it. (The speeds are a feasible dual solution of the linear

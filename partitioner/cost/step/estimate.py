@@ -48,8 +48,8 @@ from partitioner.topology.hosts import BOUNDLESS
 def stage_estimates(
     problem: StageProblem, split: StageSplit, names: Sequence[Sequence[str]], held: Sequence[Sequence[StateCost]]
 ) -> tuple[StageEstimate, ...]:
-    """Return one :class:`StageEstimate` for each stage of ``split``: its calls, its seconds in a step, and its peak
-    memory in bytes by component. The components add up to the peak of one rank.
+    """Return one :class:`StageEstimate` for each stage of ``split``: its block calls, its seconds in a step, and its
+    peak memory in bytes by component. The components add up to the peak of one rank.
 
     ``names``: for each stage, the names of the parameters and buffers that it reads. ``held``: for each stage, the
     costs of these states, added up by kind.
@@ -93,11 +93,12 @@ def _estimate_peak_memory(
     held: Sequence[StateCost],
     coming: float,
 ) -> dict[str, int]:
-    """Return the peak memory of one rank of a stage in bytes by component. The components are the sums of
-    ``StageTables.memory``; what remains of the peak is the component ``"buffers"`` (communication buffers).
+    """Return the peak memory of one rank of a stage in bytes, by component such as ``"parameters"`` or ``"saved"``. The
+    components are computed as in ``StageTables.memory``. The remainder of the peak is the component ``"buffers"``
+    (communication buffers).
 
-    ``number``: index of the stage. ``calls``: its calls. ``held``: the costs of its states. ``coming``: bytes of
-    gradients that are not allocated before their first reduction.
+    ``number``: index of the stage. ``calls``: its block calls. ``held``: the costs of its parameters and buffers.
+    ``coming``: bytes of gradients that are not allocated before their first reduction.
     """
     parts = {kind: sum(cost.kept[kind] for cost in held) for kind in ("parameters", "gradients", "optimizer")}
     parts["residuals"] = sum(cost.lost for cost in held)
@@ -150,8 +151,8 @@ def stage_problem(
     costs_by_stage: Sequence[Mapping[str, CallCost]] = (),
     scattering: Scattering = NOTHING_SENT,
 ) -> StageProblem:
-    """Return the problem of cutting the calls of ``model`` into pipeline stages, with their costs, memory limits and
-    links.
+    """Return the problem of cutting the block calls (such as layers) of ``model`` into pipeline stages, with their
+    costs, memory limits and links.
 
     - ``costs``: cost of a call by block name. ``states``: cost of each parameter and buffer by name. ``machine``: the
       devices, capacities and links of the stages.
@@ -160,8 +161,8 @@ def stage_problem(
       virtual stages. Empty: each rank holds one stage.
     - ``scattering``: bytes of gradient buckets that a rank holds temporarily under ZeRO-1 and ZeRO-2.
 
-    Calls that all stages share and calls of the prologue run on every stage that reads their results. The problem
-    charges them to every stage.
+    Calls that all stages share, and calls of the prologue (which runs before the pipeline starts), run on every stage
+    that reads their results. The problem charges them to every stage.
     """
     constraints = constraints or Constraints()
     # with sequence parallelism values are sharded over tp in any case
@@ -220,8 +221,8 @@ def stage_problem(
 
 def _in_part(asked: Asked | None) -> Recompute | None:
     """Return the recomputation that the stage problem requires, for the user's constraint ``asked``. ``"scores"`` and
-    ``"alternate"`` become ``"selective"``: they differ only in the operators that are run again, and the costs of the
-    calls contain that already."""
+    ``"alternate"`` become ``"selective"``. They differ only in the operators that are run again, and the costs of the
+    block calls contain this choice already."""
     return "selective" if asked == "scores" or asked == "alternate" else asked
 
 
@@ -240,10 +241,11 @@ def _find_stage_links(machine: PlacedMesh | BestCaseMesh, ranks: Sequence[int], 
 def _build_stage_paces(
     by_stage: Sequence[Mapping[str, CallCost]], placed: Sequence[str], everywhere: Sequence[str]
 ) -> tuple[Pace, ...]:
-    """Return the costs of all calls on each stage's devices.
+    """Return, for each stage, the costs of all block calls on its devices.
 
-    ``by_stage``: for each stage, the cost of a call by block name. ``placed``: the block of each call to be placed.
-    ``everywhere``: the blocks of the calls that every stage runs. Stages with the same cost dict get one object.
+    ``by_stage``: for each stage, the cost of a call by block name. ``placed``: the block of each call that is placed on
+    a stage. ``everywhere``: the blocks of the calls that every stage runs. Stages with the same cost dict get one
+    object.
     """
     made: dict[int, Pace] = {}
     for costs in by_stage:
@@ -253,8 +255,9 @@ def _build_stage_paces(
 
 
 def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...]:
-    """Return ``paces`` (the costs of the calls for each virtual stage) changed so that only the first virtual stage of
-    each rank is charged for the calls that every stage runs. ``ranks``: the rank of each virtual stage."""
+    """Return ``paces`` with the overhead of all virtual stages but the first of each rank set to zero. The overhead is
+    the cost of the block calls that every rank runs once. ``paces``: for each virtual stage, the costs of all calls.
+    ``ranks``: the rank of each virtual stage."""
     without = {id(pace): replace(pace, overhead=CallCost()) for pace in paces}
     first = {rank: k for k, rank in reversed([*enumerate(ranks)])}
     every = enumerate(zip(paces, ranks, strict=True))
@@ -262,7 +265,8 @@ def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...
 
 
 def _sum_call_costs(costs: Sequence[CallCost]) -> CallCost:
-    """Return the cost of running calls one after the other: the sums of their seconds, FLOPs and working bytes."""
+    """Return the cost of running block calls one after the other: the sums of their seconds, FLOPs and working
+    bytes."""
     return CallCost(
         forward_s=sum(c.forward_s for c in costs),
         forward_comm_s=sum(c.forward_comm_s for c in costs),
@@ -416,7 +420,7 @@ def _compute_virtual_stage_time(problem: StageProblem, stage: int, plan: StagePl
 
 
 def _sum_collective_seconds(problem: StageProblem, stage: StagePlan) -> float:
-    """Return the seconds of collectives inside the calls of a stage for one microbatch, forward and backward."""
+    """Return the seconds of collectives inside a stage's block calls for one microbatch, forward and backward."""
     pace = problem.pace(stage.number)
     costs = [pace.costs[place] for place in stage.places]
     seconds = sum(c.forward_comm_s + (c.backward_comm_s if problem.train else 0.0) for c in costs)
@@ -456,8 +460,8 @@ def how_reduced(
 
 
 def _count_shared_states(names: Sequence[str], states: Mapping[str, StateCost]) -> Counter[tuple[str, ...]]:
-    """Count the stage's states that have a gradient and are sharded by ZeRO, by the axes over which they are sharded.
-    ``names``: the states of the stage."""
+    """Return the number of the stage's parameters that ZeRO shards, by the axes over which they are sharded. Parameters
+    without a gradient are not counted. ``names``: the parameters and buffers of the stage."""
     return Counter(states[n].scatter_axes for n in names if states[n].gradient and states[n].scatter_axes)
 
 
@@ -471,9 +475,12 @@ def _followed_tail(
     schedule: str | ScheduleTable,
     chunks: int | None,
 ) -> float:
-    """Return the seconds that gathers and reductions add to a schedule with several virtual stages on each rank. The
-    schedule is followed action by action. ``held``: for each stage, the costs of its states. ``how``: the way of
-    reducing gradients."""
+    """Return the seconds that gathers of updated parameters and gradient reductions add to a schedule with several
+    virtual stages on each rank. The schedule is simulated action by action.
+
+    ``held``: for each stage, the costs of its parameters and buffers. ``how``: the reduction scheme. ``chunks``: number
+    of virtual stages of each rank.
+    """
     phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.virtual)]
     ranks = []
     for s, (stage, costs) in enumerate(zip(split.stages, held, strict=True)):
@@ -499,8 +506,9 @@ def _reduction_tail(
     """Return the seconds by which gathers of updated parameters delay the pipeline, plus the seconds by which the
     gradient reductions end after it.
 
-    ``held``: for each stage, the costs of its states. ``owned``: for each stage, the number of its states by the axes
-    over which ZeRO shards them, if each state is whole on one owner rank; empty otherwise.
+    ``held``: for each stage, the costs of its parameters and buffers. ``how``: the reduction scheme. ``owned``: for
+    each stage, the number of its parameters by the axes over which ZeRO shards them, if each parameter is whole on one
+    owner rank; empty otherwise.
 
     The last backward of a stage ends before those of the stages in front of it. In the time between, its reductions are
     hidden. With ``overlap_steps`` they are not, because the stage begins the next step in this time.
@@ -544,8 +552,9 @@ def _reduction_tail(
 
 
 def _added_up(problem: StageProblem, machine: PlacedMesh) -> float:
-    """Return the exposed seconds of the all-reduce of the totals: sums over the global batch that the first forward
-    reads. 0 with several stages, because only the last stage reads the totals and it is idle at that time."""
+    """Return the exposed seconds of the all-reduce of the totals. These are sums over the global batch that the first
+    forward reads, such as the number of targets. 0 with several stages, because only the last stage reads the totals
+    and it is idle at that time."""
     return 0.0 if problem.num_stages > 1 else _totals_seconds(problem, machine)
 
 

@@ -60,10 +60,10 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Reducer:
-    """Prices the collectives that reduce the gradients of a stage.
+    """Computes the seconds of the collectives that reduce the gradients of a stage.
 
-    ``group``: maps mesh axes to the group of ranks over them. ``how``: the reduction scheme. ``device``: the device
-    type that compresses. ``itemsize``: bytes of one element of a gradient.
+    ``group``: function from mesh axes to the group of ranks over them. ``how``: the reduction scheme. ``device``: the
+    device type that compresses. ``itemsize``: bytes of one element of a gradient.
     """
 
     group: Callable[[tuple[str, ...]], Group]
@@ -164,8 +164,8 @@ class Reducer:
 
 
 def reducer_of(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Reducer:
-    """Return the reducer of ``stage`` under the scheme ``how``. Copies of ``machine`` with the same groups share one
-    object."""
+    """Return the :class:`Reducer` of ``stage`` under the reduction scheme ``how``. It computes the seconds of gradient
+    collectives. Copies of ``machine`` with the same groups share one object."""
     used = machine.zero, machine.dp_shard, machine.ep, machine.etp, machine.precision
     return machine.compute_once(("reducer", stage, how, *used), lambda: _build_reducer(machine, stage, how))
 
@@ -194,15 +194,16 @@ def _over_data(reducer: Reducer) -> Reducer:
 
 
 def best_reducers(topology: Topology, group: Group, device: DeviceType, constraints: Constraints) -> list[Reducer]:
-    """Return a list with one reducer over ``group``, which no other reduction over these ranks outperforms. The list is
-    empty if there is no such reducer, because gradients may be compressed or reduced hierarchically."""
+    """Return a list with one :class:`Reducer` over ``group``. No other reduction of gradients over ranks with these
+    links is faster. The list is empty if compression or a hierarchical reduction might be faster."""
     if constraints.grad_compression is not None or may_be_hierarchical(topology, constraints):
         return []
     return [Reducer(lambda axes: group, AT_ONCE, device)]
 
 
 def list_reduction_schemes(machine: PlacedMesh, constraints: Constraints) -> list[ReductionScheme]:
-    """Return the reduction schemes to choose from, the simplest first."""
+    """Return the reduction schemes to choose from, the simplest first. A scheme is one collective or a hierarchical
+    reduction, with or without compression."""
     compression = constraints.grad_compression
     inside = 0 if machine.zero or not may_be_hierarchical(machine.topology, constraints) else ranks_inside(machine)
     stepped = [ReductionScheme(inside, compression)] if inside else []
@@ -210,9 +211,9 @@ def list_reduction_schemes(machine: PlacedMesh, constraints: Constraints) -> lis
 
 
 def lost_by(machine: PlacedMesh, constraints: Constraints) -> Callable[[StateCost], float] | None:
-    """Return a function that maps the cost of a state to the bytes of its compression residual (the rounding error of
-    sent gradients that is kept for the next step), for the scheme in which the residual is largest. ``None`` if no
-    residual is kept."""
+    """Return a function from the cost of a parameter to the bytes of its compression residual. This is the rounding
+    error of sent gradients, which is kept for the next step. Of the possible reduction schemes, the one with the
+    largest residual counts. ``None`` if no residual is kept."""
     compression = constraints.grad_compression
     if compression is None or not CODECS[compression].feedback:
         return None
@@ -228,7 +229,7 @@ def lost_by(machine: PlacedMesh, constraints: Constraints) -> Callable[[StateCos
 
 
 def may_be_hierarchical(topology: Topology, constraints: Constraints) -> bool:
-    """Whether the program may reduce gradients hierarchically, with levels of its own."""
+    """Whether the program may reduce gradients hierarchically, by separate collectives inside and between nodes."""
     if constraints.hierarchical is None:
         return topology.single_ring and topology.num_nodes > 1
     return constraints.hierarchical
@@ -308,11 +309,12 @@ def exposed_seconds(
 
 
 def by_owner(work: GradientReduction, tensors: Mapping[tuple[str, ...], int], reducer: Reducer) -> GradientReduction:
-    """Return ``work`` with the additional start-up times if each state is whole on one owner rank under ZeRO-1.
+    """Return ``work``, a stage's gradient reduction, with the additional start-up times that arise if each parameter is
+    whole on one owner rank under ZeRO-1.
 
     Gradients are then reduced to their owners, and each owner broadcasts its updated parameters. The bytes are those of
     a ring, but each owner needs a message of its own (InternEvo, ``hybrid_zero_optim.py``: ``dist.reduce`` and
-    ``dist.broadcast``). ``tensors``: number of states, by the axes over which they are sharded.
+    ``dist.broadcast``). ``tensors``: number of parameters, by the axes over which they are sharded.
     """
     groups = [(reducer.group(axes), count) for axes, count in tensors.items()]
     starts = sum(min(group.size, count) * group.one_way_start for group, count in groups)
@@ -326,12 +328,13 @@ Sizes = dict[tuple[str, Axes, int, Axes], float]
 def compute_gradient_reduction(
     costs: Collection[StateCost], reducer: Reducer, overlap: bool = True
 ) -> GradientReduction:
-    """Return the reduction of the gradients of ``costs``, in buckets of gradients with the same axes.
+    """Return the seconds of reducing the gradients of parameters with the given ``costs``. Gradients with the same axes
+    are reduced in buckets.
 
     With ``overlap`` the buckets are small, so that the first ones are sent during the backward. Without, each
     combination of axes has one bucket. Under ZeRO-1 and ZeRO-2 the reduction is a reduce-scatter and, in the next step,
-    an all-gather. Under ZeRO-3 both are part of the calls and not counted here. The shards that a reduce-scatter leaves
-    are all-reduced over the remaining axes (replicas, ``tp``).
+    an all-gather. Under ZeRO-3 both are part of the block calls and not counted here. The shards that a reduce-scatter
+    leaves are all-reduced over the remaining axes (replicas, ``tp``).
     """
     sizes: Sizes = {}
     last_level: dict[tuple[str, ...], bool] = {}
@@ -343,8 +346,8 @@ def compute_gradient_reduction(
 
 
 def reduced_sizes(cost: StateCost) -> Sizes:
-    """Return the bytes of one state that each collective of the gradient reduction moves; empty if it has no
-    gradient."""
+    """Return the bytes that each collective of the gradient reduction moves for one parameter or buffer. A key is
+    (operation, its axes, ZeRO stage, axes of an earlier scatter). Empty if there is no gradient."""
     sizes: Sizes = {}
     if cost.gradient and cost.scatter_axes and cost.stage < 3:
         sizes["reduce_scatter", cost.scatter_axes, cost.stage, ()] = cost.gradient
@@ -355,8 +358,8 @@ def reduced_sizes(cost: StateCost) -> Sizes:
 
 
 def last_levels(cost: StateCost) -> dict[tuple[str, ...], bool]:
-    """Return, for the axes over which ZeRO scatters a state's gradient, whether no other data-parallel reduction
-    follows. Empty if the gradient is not scattered, or under ZeRO-3."""
+    """Return a dict with one entry: the axes over which ZeRO scatters the gradient of a parameter, and whether no other
+    data-parallel reduction follows. Empty if the gradient is not scattered, or under ZeRO-3."""
     scattered = cost.gradient and cost.scatter_axes and cost.stage < 3
     return {cost.scatter_axes: not any(axis != "tp" for axis in cost.rest_axes)} if scattered else {}
 
@@ -364,9 +367,9 @@ def last_levels(cost: StateCost) -> dict[tuple[str, ...], bool]:
 def reduction_of(
     sizes: Sizes, last_level: Mapping[tuple[str, ...], bool], reducer: Reducer, overlap: bool = True
 ) -> GradientReduction:
-    """Return the reduction of ``sizes`` bytes by collective.
+    """Return the seconds of reducing gradients, given the bytes that each collective moves (``sizes``).
 
-    ``last_level``: for axes of reduce-scatters, whether no other data-parallel reduction follows. ``overlap``:
+    ``last_level``: for the axes of each reduce-scatter, whether no other data-parallel reduction follows. ``overlap``:
     gradients are divided into small buckets, so that most of them are reduced during the backward.
     """
     by_axes: dict[tuple[str, ...], float] = {}

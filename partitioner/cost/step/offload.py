@@ -32,8 +32,8 @@ def add_offload_transfers(
     states: Mapping[str, StateCost],
     train: bool,
 ) -> tuple[tuple[StageCall, ...], tuple[Pace, ...]]:
-    """Return ``calls``, and the costs of the calls on each stage (``paces``), with the time and bytes of transfers to
-    host memory added.
+    """Return ``calls`` (block calls, such as layers) and ``paces`` (their costs on each stage) with the time and bytes
+    of transfers to and from host memory added.
 
     ``hosts``: the host share of a rank, for each stage. ``offload``: the kinds of data in host memory, such as
     ``"activations"``. ``states``: cost of each parameter and buffer by name. ``train``: whether there is a backward.
@@ -57,8 +57,9 @@ def _hosted_calls(
     states: Mapping[str, StateCost],
     train: bool,
 ) -> list[CallCost]:
-    """Return ``costs``, one for each of ``calls``, with the transfers to the memory of ``host`` added. ``offload``: the
-    kinds of data that are in host memory."""
+    """Return ``costs``, one for each of the block calls ``calls``, with the transfers to and from the memory of
+    ``host`` added. ``offload``: the kinds of data in host memory. ``states``: cost of each parameter and buffer by
+    name."""
     reads = Counter(name for call in calls for name in set(call.inputs))
     made: dict[tuple[object, ...], CallCost] = {}  # equal calls share one object
     result = []
@@ -79,7 +80,7 @@ def _hosted_calls(
 def _add_call_transfers(
     cost: CallCost, host: HostShare, once: tuple[bool, ...] | None, passing: float, whole: float
 ) -> CallCost:
-    """Return the cost of a call with its transfers to and from ``host`` added.
+    """Return the cost of a block call with its transfers to and from ``host`` added.
 
     ``passing``: bytes of parameters that come from the host for each call. ``whole``: bytes that these occupy on the
     device while the call runs. ``once``: for each input, whether no other call reads it; such inputs are offloaded with

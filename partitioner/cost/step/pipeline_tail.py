@@ -1,5 +1,5 @@
 """Lower bounds on the time after the pipeline (gradient reductions and the optimizer's update), for every run of
-consecutive calls that may be a stage.
+consecutive block calls (such as layers) that may be a stage.
 
 No bound exceeds the time that :func:`partitioner.cost.step.estimate.estimate_step` counts for stages of these calls.
 With one stage on each rank the bound is close to the estimate, except that it ignores host memory and shared cores.
@@ -41,8 +41,8 @@ _MOST_FOLLOWED = 60  # runs of a stage whose reductions are followed bucket by b
 
 
 def least_update(problem: StageProblem, states: Mapping[str, StateCost], machine: PlacedMesh) -> float:
-    """Return a lower bound in seconds on the optimizer's update for any cut of the calls into stages. It assumes that
-    all pipeline ranks update equally many bytes."""
+    """Return a lower bound in seconds on the optimizer's update, however the model is cut into stages. It assumes that
+    all pipeline ranks update equally many bytes on the fastest device."""
     if not problem.train:
         return 0.0
     held = {name for call in problem.calls for name in call.states if name in states}
@@ -58,11 +58,11 @@ def run_tails(
     ranks: Sequence[int],
     within_s: float,
 ) -> list[Table]:
-    """Return, for each stage of ``problem``, a table of lower bounds on the seconds after the pipeline. The entry
-    ``[start, stop]`` is for a stage with the calls ``start:stop``.
+    """Return, for each stage of ``problem``, a table of lower bounds on the seconds from the end of the pipeline to the
+    end of the step. The entry ``[start, stop]`` is for a stage that consists of the block calls ``start:stop``.
 
-    An entry is infinite if no cut into stages with step time ``within_s`` contains this run of calls on this stage, or
-    if the stage may not have it. ``ranks``: the pipeline rank of each stage if ranks hold several; otherwise empty.
+    An entry is infinite if the stage cannot consist of these calls in any division of the model whose step takes at
+    most ``within_s`` seconds. ``ranks``: the pipeline rank of each stage if ranks hold several; otherwise empty.
     """
     tables = StageTables(problem)
     stages, m = range(problem.num_stages), problem.num_microbatches
@@ -105,11 +105,11 @@ def _least_tied(
     seconds: Sequence[Table],
     ranks: Sequence[int],
 ) -> float:
-    """Return a lower bound in seconds on reducing the gradients of tied weights, which several calls read. It counts
-    only ranks that hold a reader in every allowed cut.
+    """Return a lower bound in seconds on adding up the gradients of tied weights, which several block calls read. A
+    weight is counted on as many ranks as must hold one of its readers, whatever division is chosen.
 
-    ``seconds``: for each stage, the table of runs ``[start, stop]``, infinite where a run is not allowed. ``ranks``:
-    the rank of each stage.
+    ``seconds``: for each stage, a table over runs of calls ``[start, stop]``, infinite where the stage may not consist
+    of this run. ``ranks``: the rank of each stage.
     """
     readers: dict[str, list[int]] = {}
     for place, call in enumerate(problem.calls):
@@ -132,8 +132,9 @@ def _least_tied(
 
 
 def _on_the_way(tables: Sequence[Table]) -> list[Table]:
-    """Return ``tables`` with infinity for every run of calls that is part of no complete cut: the stages before cannot
-    end where it starts, or the stages behind cannot start where it stops."""
+    """Return ``tables`` with more entries set to infinity. An entry ``[start, stop]`` is infinite if the stages in
+    front cannot hold exactly the block calls before ``start``, or the stages behind cannot hold exactly those from
+    ``stop`` on."""
     some = [np.isfinite(table) for table in tables]
     ends = np.arange(len(some[0]))
     before, behind = [ends == 0], [ends == ends[-1]]
@@ -154,8 +155,8 @@ def _get_update_seconds(cost: StateCost) -> float:
 
 
 def _compute_backward_windows(tables: StageTables, stage: int, times: Table) -> Table:
-    """Return the table of the seconds of one backward with recomputation, for every run of calls on ``stage``. Infinite
-    where ``times``, the total seconds of a microbatch, are infinite."""
+    """Return, for every run of block calls ``[start, stop]`` on ``stage``, the seconds of one backward with
+    recomputation. ``times``: the total seconds of a microbatch; where they are infinite, the result is infinite."""
     forward, _ = tables.seconds(stage)
     before, after = tables.transfers(stage)
     overhead = tables.problem.pace(stage).overhead.forward_total_s
@@ -163,7 +164,8 @@ def _compute_backward_windows(tables: StageTables, stage: int, times: Table) -> 
 
 
 class _ReductionTails:
-    """Lower bounds on the exposed time of gradient reductions, for runs of calls on a stage."""
+    """Lower bounds on the time of gradient reductions that computation does not hide, for runs of block calls on a
+    stage."""
 
     def __init__(
         self,
@@ -186,11 +188,11 @@ class _ReductionTails:
         self._buckets: dict[Any, list[GradientBucket]] = {}
 
     def of_stage(self, stage: int, windows: Table, ahead: NDArray[np.float64]) -> Table:
-        """Return, for each run of calls ``[start, stop]`` on ``stage``, the seconds by which its gradient reductions
-        end after the pipeline.
+        """Return, for each run of block calls ``[start, stop]`` on ``stage``, the seconds by which its gradient
+        reductions end after the pipeline. Negative values mean that they end before.
 
-        ``windows``: seconds of the run's backward; infinite for runs that are not allowed. ``ahead``: the most seconds
-        that one backward takes on all stages in front of this one, by the first call of this stage.
+        ``windows``: seconds of the run's backward; infinite for runs that are not allowed. ``ahead``: for each first
+        call of this stage, the most seconds that one backward takes on all stages in front of it.
         """
         waits = np.zeros_like(windows)
         start, stop = np.nonzero(np.isfinite(windows) & np.isfinite(ahead)[:, None])
@@ -227,9 +229,9 @@ class _ReductionTails:
         return waits
 
     def _compute_reduction_delay(self, stage: int, start: int, stop: int) -> float:
-        """Return the seconds that the reductions of the run ``start:stop`` take after the stage's last backward,
-        computed bucket by bucket, under the fastest scheme. On stage 0, add the seconds that gathers of updated
-        parameters delay the first forward."""
+        """Return the seconds that the gradient reductions of the block calls ``start:stop`` take after the stage's last
+        backward, under the fastest reduction scheme. They are computed bucket by bucket. On stage 0, add the seconds by
+        which gathers of updated parameters delay the first forward."""
         problem, machine = self.tables.problem, self.machine
         plan, halves = stage_plan(self.tables, stage, start, stop), stage > 0 and is_split(problem.schedule)
         slowdown = max(device.overlap_slowdown for device in machine.devices_of(stage))
@@ -248,7 +250,8 @@ class _ReductionTails:
         return self._reducers[stage]
 
     def _buckets_of(self, plan: StagePlan, reducer: Reducer) -> list[GradientBucket]:
-        """Return the gradient buckets of the calls in ``plan``. Stages with equal groups and devices share one list."""
+        """Return the gradient buckets of the block calls in ``plan``. Stages with equal groups and devices share one
+        list."""
         groups = tuple(reducer.group(axes) for axes in self._axes)
         known = plan.start, plan.stop, reducer.how, id(reducer.device), groups
         if known not in self._buckets:
@@ -256,8 +259,8 @@ class _ReductionTails:
         return self._buckets[known]
 
     def _bound_call_reductions(self, reducer: Reducer) -> NDArray[np.float64]:
-        """Return, for each call, a lower bound in seconds on reducing the gradients that are complete once its backward
-        has run."""
+        """Return, for each block call, a lower bound in seconds on reducing the gradients that are complete once its
+        backward has run."""
         calls = self.tables.problem.calls
         found = np.zeros(len(calls) + 1)
         for place, call in enumerate(calls):
@@ -277,8 +280,9 @@ class _ReductionTails:
         return [name for name in dict.fromkeys(call.states) if name in self._reduced]
 
     def _compute_reduction_seconds(self, sizes: Sequence[float], reducer: Reducer) -> tuple[float, ...]:
-        """Return the six values of :attr:`partitioner.cost.step.gradient_reduction.GradientReduction.seconds` for
-        ``sizes``, the bytes of each collective in ``self.keys``."""
+        """Return the seconds of a gradient reduction as the tuple
+        :attr:`partitioner.cost.step.gradient_reduction.GradientReduction.seconds`. ``sizes``: the bytes that each
+        collective in ``self.keys`` moves."""
         held: Sizes = {key: size for key, size in zip(self.keys, sizes, strict=True) if size}
         groups = tuple(reducer.group(axes) for _, axes, _, _ in self.keys)
         known = *sizes, reducer.how, id(reducer.device), groups

@@ -49,7 +49,7 @@ HERE = Link(name="here", bandwidth=1e30, latency=0.0, level=-1)
 @hashed_once
 @dataclass(frozen=True)
 class RankProfile:
-    """The facts that decide how long a call takes on a rank.
+    """The facts that decide how long a block, such as a layer, takes on a rank.
 
     ``kind``: name of the device type. ``speed``: factor on the type's compute rates and memory bandwidth. ``groups``:
     pairs of a mesh axis and the communication group of the rank along that axis.
@@ -65,7 +65,8 @@ Seats = tuple[RankProfile, ...]  # the distinct profiles of ranks that wait for 
 
 @dataclass(frozen=True)
 class PlacedMesh:
-    """A topology with a device mesh laid over it. Code and docstrings also call it the machine.
+    """A topology with a device mesh laid over it: the devices and links that a program runs on. Variables of this type
+    are named ``machine``.
 
     - ``mesh``: size of each axis. The sizes, without ``ep``, multiply to the number of ranks. ``devices``: the device
       index of every rank; ``None``: rank ``i`` runs on device ``i``.
@@ -73,12 +74,12 @@ class PlacedMesh:
     - ``ep``: number of ranks over which the experts are distributed. They are taken from the ``dp``, ``cp`` and ``tp``
       ranks. ``etp``: number of ranks that share one expert; 0 means ``tp``. ``num_experts``: number of experts of the
       layer with the most experts.
-    - ``zero``: the ZeRO stage. ``dp_shard``: number of ``dp`` ranks that share a state under ZeRO; 0 means all of them.
+    - ``zero``: the ZeRO stage. ``dp_shard``: number of ``dp`` ranks that shard a parameter under ZeRO; 0 means all of
+      them.
     - ``gradient_bytes``: bytes of all gradients of the unsharded model.
     - ``profile``: how the framework that runs the plan executes it. ``reserve``: bytes that stay free on every rank.
 
-    Properties are tuples with one entry per pipeline stage, except ``device``, ``group``, ``groups``, ``spread`` and
-    what their own docstrings describe otherwise.
+    A property that is a tuple has one entry per pipeline stage, unless its docstring says otherwise.
     """
 
     topology: Topology
@@ -97,9 +98,9 @@ class PlacedMesh:
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)  # shared by copies
 
     def compute_once(self, key: Hashable, find: Callable[[], Found]) -> Found:
-        """Return ``find()``, which is called once for each ``key``. The results are shared by all copies that
-        ``replace`` makes of this object, so ``key`` must contain the fields that differ between copies and that the
-        result depends on."""
+        """Return ``find()``, which is called once for each ``key``. All copies that ``dataclasses.replace`` makes of
+        this object share the results. The ``key`` must therefore contain every field that the result depends on and
+        that copies may change."""
         if key not in self.memo:
             self.memo[key] = find()
         found: Found = self.memo[key]
@@ -196,7 +197,8 @@ class PlacedMesh:
 
     @property
     def hybrid(self) -> bool:
-        """Whether ZeRO shards states over a part of the ``dp`` ranks, and the parts are replicas of each other."""
+        """Whether ZeRO shards parameters, gradients and optimizer states over a part of the ``dp`` ranks (hybrid
+        sharding). The parts are then replicas of each other."""
         return self.zero > 0 and self.dp_shard not in (0, self.mesh.get("dp", 1))
 
     @property
@@ -212,13 +214,13 @@ class PlacedMesh:
 
     @property
     def replicas(self) -> int:
-        """Number of ranks among which ZeRO shards a state that does not belong to experts."""
+        """Number of ranks among which ZeRO shards a parameter that does not belong to experts."""
         return (self.dp_shard or self.mesh.get("dp", 1)) * self.mesh.get("cp", 1)
 
     @property
     def spread(self) -> Spread:
-        """How calls are distributed over ranks by expert parallelism and ZeRO-3, with the slowest groups of any
-        stage."""
+        """How block calls are distributed over ranks by expert parallelism and ZeRO-3. The groups are the slowest of
+        any stage."""
         used = (
             self.ep,
             self.etp,
@@ -257,7 +259,7 @@ class PlacedMesh:
 
     def scattering(self, num_microbatches: int) -> Scattering:
         """Return the bytes of gradient buckets that a rank holds temporarily under ZeRO-1 and ZeRO-2, while they are
-        scattered to the ranks that share the states. ``num_microbatches``: number of microbatches of a step."""
+        scattered to the ranks that own the shards. ``num_microbatches``: number of microbatches of a step."""
         all_of_them = self.gradient_bytes / (self.mesh.get("tp", 1) * self.mesh.get("pp", 1))
         ranks = self.mesh.get("dp", 1) * self.mesh.get("cp", 1)
         bucket = min(float(bucket_limit(ranks)), all_of_them)
@@ -296,8 +298,8 @@ class PlacedMesh:
 
     @property
     def seats(self) -> tuple[Seats, ...]:
-        """For each stage, the distinct profiles of its ranks (device type, speed, groups). The groups are the slowest
-        ones of the stage. Equal tuples are one object."""
+        """For each stage, the distinct profiles of its ranks: device type, speed factor and communication groups. The
+        groups are the slowest ones of the stage. Equal tuples are one object."""
         return self.compute_once(("seats", self.ep, self.expert_tp), self._build_rank_profiles)
 
     def _build_rank_profiles(self) -> tuple[Seats, ...]:
@@ -315,8 +317,9 @@ class PlacedMesh:
 
     @property
     def pipelines(self) -> tuple[tuple[Seats, ...], ...]:
-        """For each rank of ``dp``, the rank profiles of each stage of that replica. Replicas do not wait for each other
-        inside the pipeline, so each has its own devices and groups. Equal tuples are one object."""
+        """For each rank of ``dp``, a tuple with one entry per stage: the distinct profiles (device type, speed factor,
+        groups) of the ranks of this replica on this stage. Replicas do not wait for each other inside the pipeline, so
+        each has its own groups. Equal tuples are one object."""
         return self.compute_once(("pipelines", self.ep, self.expert_tp), self._build_pipeline_profiles)
 
     def _build_pipeline_profiles(self) -> tuple[tuple[Seats, ...], ...]:
@@ -352,8 +355,8 @@ class PlacedMesh:
         return [self.topology.paced_type(seat.kind, seat.speed) for seat in self.seats[stage]]
 
     def host(self, stage: int) -> HostShare | None:
-        """Return the least share of a host that a rank of ``stage`` has: bandwidths, memory and latency, each the worst
-        of the stage. ``None`` if the topology does not describe one of the hosts."""
+        """Return a lower bound on the share of a host that each rank of ``stage`` has: the least bandwidths and memory,
+        and the longest latency. ``None`` if the topology does not describe one of the hosts."""
 
         def find() -> tuple[HostShare | None, ...]:
             shares = self.topology.host_shares

@@ -1,4 +1,5 @@
-"""Costs of block calls on each kind of rank. A kind is a device type, a speed factor and the communication groups."""
+"""Costs of calls of a block, such as a layer, on each kind of rank. A kind is a device type, a speed factor and the
+communication groups."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ Costs = dict[str, CallCost]  # by block
 
 @dataclass
 class CallCostCache:
-    """Cache of the costs of the local graphs ``blocks`` (name -> block), computed once for each kind of rank.
+    """Cache of the costs of one call of each block on each kind of rank. ``blocks``: local graphs by name.
 
     ``train``: whether calls have a backward. ``again``: the function that selects the nodes which selective
-    recomputation runs again. ``works``: the unpriced work of blocks by ``id(block)``; several caches may share this
-    dict.
+    recomputation runs again. ``works``: for each block, by ``id(block)``, the work from which costs are computed;
+    several caches may share this dict.
     """
 
     blocks: Mapping[str, Block]
@@ -99,8 +100,8 @@ class CallCostCache:
 
 
 def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:
-    """Return, for each block, the least seconds of any of ``costs``, as a lower bound. Seconds of collectives are added
-    to those of computation."""
+    """Return, for each block, the least seconds of one call over all of ``costs``, as a lower bound. Seconds of
+    collectives are added to those of computation."""
     return {
         name: replace(
             cost,
@@ -116,8 +117,8 @@ def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:
 
 
 def combine_slowest_costs(costs: Sequence[Costs]) -> Costs:
-    """Return, for each block, the most seconds of any of ``costs``, field by field. This is the cost on ranks that wait
-    for each other in each collective."""
+    """Return, for each block, the most seconds of one call over all of ``costs``, field by field. This is the cost on
+    ranks that wait for each other in each collective."""
     if len(costs) == 1:
         return costs[0]
     return {
@@ -135,8 +136,9 @@ def combine_slowest_costs(costs: Sequence[Costs]) -> Costs:
 
 
 def combine_longest_costs(costs: Sequence[Costs]) -> Costs:
-    """Return, for each block, the longest forward and the longest backward of any of ``costs``. Computation and
-    collectives of a direction are those of one rank. This is the cost of ranks that do not wait for each other."""
+    """Return, for each block, the longest forward and the longest backward of one call over all of ``costs``. The
+    computation and the collectives of a forward, or of a backward, are those of one rank. This is the cost for ranks
+    that do not wait for each other."""
     if len(costs) == 1:
         return costs[0]
     found: Costs = {}
@@ -156,6 +158,6 @@ def combine_longest_costs(costs: Sequence[Costs]) -> Costs:
 
 
 def _least_weights(costs: Sequence[CallCost]) -> float:
-    """Return the seconds of the least backward minus the least seconds of its part for gradients of inputs. The rest is
-    the part for gradients of weights."""
+    """Return the least seconds of a backward in ``costs`` minus the least seconds of its part for gradients of inputs.
+    The rest is the part for gradients of weights."""
     return min(c.backward_total_s for c in costs) - min(c.backward_total_s - c.later_s for c in costs)

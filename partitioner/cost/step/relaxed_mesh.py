@@ -136,8 +136,8 @@ def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group
 
 
 def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]:
-    """Return the groups whose slowest one, for each collective, is the result of :func:`best_group`. They have no
-    hops."""
+    """Return groups of ``size`` ranks. For each collective, the slowest of them gives the bound of :func:`best_group`.
+    The groups do not describe messages between single ranks (hops)."""
     storeys = topology.storeys
     joins_all = bool(storeys) and len(np.unique(storeys[-1].joined)) == 1
     if topology.own_links or not joins_all:
@@ -215,8 +215,8 @@ def _least_of(groups: Sequence[Group], size: int) -> Group:
 def _enumerate_groups(
     topology: Topology, storeys: Sequence[Storey], size: int, farthest: float, parted: bool
 ) -> Iterator[Group]:
-    """Yield a group for each way in which ``storeys`` may divide ``size`` devices, with as many devices in each part as
-    possible.
+    """Yield a group for each way in which the storeys (levels of links, innermost first) may divide ``size`` devices.
+    Parts have as many devices as possible.
 
     ``farthest``: at least one device has at most this share of the bandwidth between nodes. The other devices in its
     part share that bandwidth, so the size of the smallest part matters. ``parted``: the group must span at least two
@@ -282,13 +282,14 @@ def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: in
 
 
 def _fewest_parts(storey: Storey, size: int) -> int:
-    """Return the least number of parts of ``storey`` that ``size`` devices can be in."""
+    """Return the least number of parts of ``storey`` (such as nodes) that ``size`` devices can be in."""
     sizes = np.sort(np.unique(storey.joined, return_counts=True)[1])[::-1]
     return int(np.searchsorted(np.cumsum(sizes), size)) + 1
 
 
 def _must_part(storey: Storey, size: int) -> bool:
-    """Whether some group must span several parts of ``storey`` if all devices are divided into groups of ``size``."""
+    """Whether some group must span several parts of ``storey`` (such as nodes) if all devices are divided into groups
+    of ``size``."""
     sizes = np.unique(storey.joined, return_counts=True)[1]
     return bool((sizes // size).sum() * size < sizes.sum())
 

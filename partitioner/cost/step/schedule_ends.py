@@ -29,7 +29,7 @@ _FORWARD, _WHOLE, _WEIGHTS = (KINDS.index(kind) for kind in "FBW")
 class RankEnds:
     """What a rank gathers at the start of a step and reduces at its end.
 
-    ``plan``: its calls, by virtual stage. ``buckets``: its gradient buckets. ``slowdown``: factor on the time of
+    ``plan``: its block calls, by virtual stage. ``buckets``: its gradient buckets. ``slowdown``: factor on the time of
     computation and of a collective while both run. ``first_s``: seconds of work before its first forward.
     ``every_backward``: gradients are scattered during each backward (ZeRO-2), not only during the last.
     """
@@ -45,8 +45,8 @@ class RankEnds:
 def seconds_added(
     schedule: str | ScheduleTable, m: int, chunks: int | None, phases: Sequence[Phases], ranks: Sequence[RankEnds]
 ) -> float:
-    """Return the seconds from the end of the pipeline without gathers and reductions to the time when all gradients are
-    reduced.
+    """Return the seconds that gathers of updated parameters and gradient reductions add to the pipeline of a step: the
+    time at which all gradients are reduced, minus the end of the pipeline without these collectives.
 
     ``m``: number of microbatches. ``chunks``: number of virtual stages of each rank. ``phases``: seconds of forward and
     backward of each virtual stage. ``ranks``: gathers and reductions of each rank.
@@ -115,7 +115,7 @@ class _Lane:
             self.clock.compute(of_call)
 
     def backward(self, run: StagePlan, seconds: float, weights: bool, is_last: bool) -> None:
-        """Simulate a backward of the virtual stage ``run``, from its last call to its first. It takes ``seconds``
+        """Simulate a backward of the virtual stage ``run``, from its last block call to its first. It takes ``seconds``
         without collectives. Begin the reduction of each bucket once its gradients are complete.
 
         ``weights``: only the half of the backward that computes gradients of weights. ``is_last``: no backward of this

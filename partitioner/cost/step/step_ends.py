@@ -25,11 +25,11 @@ _NOTHING = CommunicationTime(0.0)
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """Gradients that are reduced together. They are complete once the backward of the call at index ``place`` has run,
-    the first call that reads one of their parameters.
+    """Gradients that are reduced together, and the time of their collectives.
 
-    ``scatter``: time of the reduce-scatter to shards. ``rest``: time of the all-reduce of the gradients, or of the
-    shards. ``gather_s``: seconds of gathering the updated parameters.
+    ``place``: index of the first block call that reads one of their parameters; the gradients are complete once its
+    backward has run. ``scatter``: time of the reduce-scatter to shards. ``rest``: time of the all-reduce of the
+    gradients, or of the shards. ``gather_s``: seconds of gathering the updated parameters.
     """
 
     place: int
@@ -45,10 +45,11 @@ def stage_buckets(
     reducer: Reducer,
     last_levels: Mapping[tuple[str, ...], bool],
 ) -> list[GradientBucket]:
-    """Return the buckets of a stage in the order in which its backward completes them.
+    """Return the gradient buckets of a stage in the order in which its backward completes them.
 
-    ``plan``: the calls of the stage. ``states``: cost of each parameter and buffer by name. ``last_levels``: for the
-    axes of a scatter, whether no other data-parallel reduction follows.
+    ``plan``: the block calls of the stage. ``states``: cost of each parameter and buffer by name. ``reducer``: computes
+    the seconds of collectives. ``last_levels``: for the axes of a scatter, whether no other data-parallel reduction
+    follows.
     """
     found = [
         bucket for group in _group_bucket_members(problem, plan, states, reducer) for bucket in _fill_buckets(*group)
@@ -74,8 +75,9 @@ def stage_buckets(
 def _group_bucket_members(
     problem: StageProblem, plan: StagePlan, states: Mapping[str, StateCost], reducer: Reducer
 ) -> Iterator[tuple[list[tuple[int, StateCost]], float]]:
-    """Yield, for each kind of gradients that may share a bucket, the pairs (index of the call, cost of the state) in
-    the order in which the backward completes them, and the bytes that fill a bucket."""
+    """Yield, for each kind of gradients that may share a bucket, the gradients and the bytes that fill a bucket.
+    Gradients are pairs (index of the first block call that reads the parameter, cost of the parameter), in the order in
+    which the backward completes them."""
     together: dict[object, list[tuple[int, StateCost]]] = {}
     known: set[str] = set()
     first: dict[str, int] = {}
@@ -124,10 +126,10 @@ def gathered_seconds(
     idle_s: float = 0.0,
     first_s: float = 0.0,
 ) -> float:
-    """Return the seconds by which the first forward of a stage ends later than without other work and without gathers.
+    """Return the seconds by which the first forward of a stage ends later than if nothing preceded it.
 
-    ``first_s``: seconds of work before the forward. The gathers of updated parameters run at the same time, and a call
-    waits for its own. ``idle_s``: seconds in which the stage waits for its first input, which hide gathers.
+    ``first_s`` seconds of other work precede it. The gathers of updated parameters run at the same time, and each block
+    call waits for its own. ``idle_s``: seconds in which the stage waits for its first input, which hide gathers.
     """
     gathers = {b: OverlappedCollective(0.0, b.gather_s) for b in sorted(buckets, key=lambda b: b.place) if b.gather_s}
     if not gathers:
@@ -150,7 +152,7 @@ def gathered_seconds(
 
 
 class Reductions:
-    """Runs the gradient reductions of one rank on its ``clock``, which counts both computation and collectives."""
+    """Simulates the gradient reductions of one rank on its ``clock``, which counts both computation and collectives."""
 
     def __init__(self, clock: RankClock) -> None:
         self.clock = clock
@@ -158,8 +160,8 @@ class Reductions:
         self._left: list[tuple[OverlappedCollective, GradientBucket]] = []  # to add up when these have ended
 
     def begin(self, buckets: Sequence[GradientBucket], *, whole: bool = True) -> None:
-        """Begin the reduction of ``buckets``, whose backward has run. Without ``whole`` the gradients are only
-        scattered to shards, because more backwards follow."""
+        """Begin to reduce ``buckets``, whose backward has run. Without ``whole`` the gradients are only scattered to
+        shards, because more backwards follow."""
         self.settle()
         if any(bucket.scatter is not _NOTHING for bucket in buckets):
             for scatter in self._sent:
@@ -244,8 +246,8 @@ def reduction_delays(
 
 
 def _backward_seconds(problem: StageProblem, plan: StagePlan, run: StagePlan) -> dict[int, float]:
-    """Return the seconds of the last backward of each call of a virtual stage, with recomputation (index of the call ->
-    seconds)."""
+    """Return the seconds of the last backward of each block call of a virtual stage, with recomputation (index of the
+    call -> seconds). ``run``: the virtual stage."""
     costs, work = problem.pace(plan.number).costs, {}
     for place in range(run.start, run.stop):
         cost = costs[place]

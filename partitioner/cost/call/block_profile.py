@@ -61,7 +61,7 @@ _IN_PIECES = frozenset(("all_gather", "reduce_scatter"))  # can run behind the p
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One kernel and its role in the block.
+    """One kernel of a block, and its role in the block.
 
     ``way``: 0 forward, 1 backward. ``product``: its operator is a matrix product or an attention. ``again``: selective
     recomputation runs it a second time. ``ring``: the index of its attention over a sharded sequence, or -1.
@@ -174,7 +174,7 @@ class StateRead:
     small: bool = False
 
     def sizes(self, short_gradients: bool, share: float = 1.0) -> tuple[float, float]:
-        """Return the bytes of a ``share`` of the state and the bytes of the same share of its gradient.
+        """Return the bytes of a ``share`` (fraction) of the state, and the bytes of the same share of its gradient.
         ``short_gradients``: the gradient is no larger than the state."""
         gradient = min(self.nbytes, self.gradient_bytes) if short_gradients else self.gradient_bytes
         return self.nbytes * share, gradient * share
@@ -182,12 +182,13 @@ class StateRead:
 
 @dataclass(frozen=True)
 class BlockProfile:
-    """Kernels, collectives and states of one call of a block.
+    """Kernels, collectives, parameters and buffers of one call of a block.
 
     ``issued``: number of operators that the host issues in forward, in backward for inputs, and in backward for
     weights. ``issued_each``: number of those that it issues for each of a rank's experts. ``held``: number of experts
-    in the graph. ``rings``: the attentions over a sharded sequence, and whether each runs backward. ``region``: the
-    products of experts. ``routing``: number of forward operators between the attention and the experts.
+    in the graph. ``rings``: the attentions over a sharded sequence, and whether each runs backward. ``states``: the
+    parameters and buffers that the call reads. ``region``: the products of experts. ``routing``: number of forward
+    operators between the attention and the experts.
     """
 
     kernels: KernelTable
@@ -210,7 +211,8 @@ def asked_by(
     expert_kernels: str = "grouped",
     current_scaling: bool = False,
 ) -> BlockProfile:
-    """Return the kernels, collectives and states of one call of ``block``, a local graph with its collectives.
+    """Return the kernels and collectives of one call of ``block``, and the parameters and buffers that it reads.
+    ``block`` is a local graph, which contains the collectives of one rank.
 
     ``train``: include the backward. ``fp8``: products with weights run in fp8; with ``fused_casts`` the preceding
     kernels write their operands in fp8. ``again``: the nodes that selective recomputation runs a second time.
@@ -438,8 +440,8 @@ def _transpose_collective(node: fx.Node) -> str | None:
 
 
 def module_operators(block: Block, region: ExpertProducts) -> dict[fx.Node, float]:
-    """Return the extra host work of Transformer Engine's linear layers, in number of operators besides the products,
-    keyed by the first product of each layer.
+    """Return the extra host work of Transformer Engine's linear layers, by the first matrix product of each layer. Its
+    unit is the work of issuing one operator, and the products themselves are not counted.
 
     One forward takes 2.7 times the host time of torch's linear layer (100 us over 37 on GB200, 91 over 33 on GH200:
     NVIDIA/TransformerEngine issue 2053). Products that read the same value are one layer.
@@ -455,7 +457,7 @@ def module_operators(block: Block, region: ExpertProducts) -> dict[fx.Node, floa
 
 
 def learned_nodes(block: Block) -> set[fx.Node]:
-    """Return the states of ``block`` and all nodes that are computed from states alone."""
+    """Return the parameters and buffers of ``block``, and all nodes that are computed from these alone."""
     states = set(block.states)
     found = {node for node in block.placeholders if node.name in states}
     for node in block.graph.nodes:
@@ -467,8 +469,11 @@ def learned_nodes(block: Block) -> set[fx.Node]:
 def node_operands(
     node: fx.Node, states: set[str], learned: Container[fx.Node], copied: bool = False
 ) -> tuple[list[Operand], list[Operand]]:
-    """Return the tensors that ``node`` reads and the tensors that it computes. ``learned``: nodes computed from states
-    alone. ``copied``: expanded operands count as repeated even behind a reshape that copies."""
+    """Return the tensors that ``node`` reads and the tensors that it computes.
+
+    ``states``: names of the block's parameters and buffers. ``learned``: nodes computed from these alone. ``copied``:
+    expanded operands count as repeated even behind a reshape that copies.
+    """
     read = [(o.meta["val"], is_state(o, states), o in learned, repeats_of(o, copied)) for o in tensors_of(node)]
     operands = [Operand(tuple(v.shape), v.dtype, state, made, repeats) for v, state, made, repeats in read]
     results = [Operand(tuple(r.shape), r.dtype) for r in results_of(node) if isinstance(r, Tensor)]
@@ -486,7 +491,8 @@ def operand_needs(node: fx.Node) -> list[bool]:
 
 
 def fan_out(node: fx.Node) -> list[Kernel]:
-    """Return the kernels that add up the gradients of a value with several readers."""
+    """Return the kernels that add up the gradients of the value of ``node``: one less than it has readers with a
+    gradient."""
     value = node.meta["val"]
     if not isinstance(value, Tensor) or not is_differentiable(value):
         return []
@@ -495,20 +501,20 @@ def fan_out(node: fx.Node) -> list[Kernel]:
 
 
 def is_state(node: fx.Node, states: set[str]) -> bool:
-    """Whether ``node`` is a state, or a view of one."""
+    """Whether ``node`` is a parameter or buffer (one of ``states``), or a view of one."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1 and is_view(node):
         node = node.all_input_nodes[0]
     return node.op == "placeholder" and node.name in states
 
 
 def gradient_bytes_of(placeholder: fx.Node) -> int:
-    """Return the bytes of a state's accumulated gradient; 0 if it has none."""
+    """Return the bytes of the accumulated gradient of a parameter, given its placeholder; 0 if it has no gradient."""
     return gradient_bytes(TensorSpec.of(placeholder.meta["val"]), False) if needs_gradient(placeholder) else 0
 
 
 def _build_accumulation_kernels(placeholder: fx.Node, states: set[str]) -> list[Kernel]:
-    """Return the kernel that adds a state's gradient to that of earlier microbatches. Empty if the placeholder is no
-    state, or has no gradient."""
+    """Return the kernel that adds a parameter's gradient to that of earlier microbatches, as a list. Empty if the
+    placeholder is no parameter or has no gradient. ``states``: names of the block's parameters and buffers."""
     if placeholder.name not in states or not needs_gradient(placeholder):
         return []
     value = placeholder.meta["val"]

@@ -1,4 +1,5 @@
-"""Cost of one call of a block on one rank, computed from the block's local graph with its collectives."""
+"""Cost of one call of a block, such as a layer, on one rank: seconds and bytes, computed from the block's local graph
+with its collectives."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ class CallCost:
     slim: CallCost | None = None
 
     def paced(self, factor: float) -> CallCost:
-        """Return this cost with all seconds multiplied by ``factor``."""
+        """Return this cost with all seconds multiplied by ``factor``; bytes and FLOPs stay."""
         if factor == 1:
             return self
         return replace(
@@ -161,10 +162,11 @@ def call_costs(
     train: bool = True,
     spread: Spread = NO_SPREAD,
 ) -> CallCost:
-    """Return the cost of one call of ``block``, a local graph whose collectives run over ``groups`` by mesh axis.
+    """Return the cost of one call of ``block``, a local graph whose collectives run over ``groups`` (mesh axis ->
+    group).
 
-    An axis that is not in ``groups`` costs nothing. Without ``train`` there is no backward and nothing is saved.
-    ``spread``: how the call is distributed by expert parallelism and ZeRO-3.
+    A collective over an axis that is not in ``groups`` costs nothing. Without ``train`` there is no backward and
+    nothing is saved. ``spread``: how the call is distributed by expert parallelism and ZeRO-3.
     """
     return CallWork(block, train).cost(device, groups, spread)
 
@@ -227,8 +229,8 @@ class CallWork:
         return bool(found.entries or found.exits or found.products or found.states & set(self.block.states))
 
     def cost(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread = NO_SPREAD) -> CallCost:
-        """Return the cost of one call on one rank with device type ``device`` and the collective ``groups`` by mesh
-        axis."""
+        """Return the cost of one call on a rank with device type ``device``, whose collectives run over ``groups``
+        (mesh axis -> group). ``spread``: how the call is distributed by expert parallelism and ZeRO-3."""
         profile, train = spread.profile, self.train
         asked = self.asked(spread.fp8, profile)
         slowdown = device.overlap_slowdown
@@ -430,8 +432,8 @@ def _spread_columns(columns: KernelTable, spread: Spread) -> KernelTable:
 
 
 def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType, strided: bool) -> float:
-    """Return the seconds of a collective, including the copy that joins or splits a dim that is not outermost in
-    memory."""
+    """Return the seconds of the collective ``op`` on ``whole_bytes``, the size of the whole tensor. If ``strided``,
+    they include the copy that joins or splits a dim that is not outermost in memory."""
     seconds = collective_time(op, whole_bytes, group)
     if strided and op not in ("all_reduce", "all_reduce_max"):
         seconds += device.launch + 2 * whole_bytes / device.memory_bandwidth

@@ -79,9 +79,10 @@ def message_time(num_bytes: float, link: Link) -> float:
 
 
 def link_of_parts(link: Link, size: int, gathering: Group | None) -> Link:
-    """Return an equivalent link for a message that ``size`` ranks hold in common. Each rank sends a part of it to its
-    peer, and the peers all-gather the parts (Narayanan et al. 2021, section 4.1). ``gathering``: the group of the
-    peers; ``None``: the all-gather takes no time."""
+    """Return an equivalent link for a message that ``size`` ranks hold in common. Each rank sends a part of it over
+    ``link`` to its peer, and the peers all-gather the parts (Narayanan et al. 2021, section 4.1). A message over the
+    equivalent link takes as long as all of this. ``gathering``: the group of the peers; ``None``: the all-gather takes
+    no time."""
     latency, per_byte = link.latency, 1 / (size * link.bandwidth)
     if gathering is not None:
         latency += max(group.one_way_start for group in gathering.every)
@@ -97,8 +98,12 @@ _WIDE_BYTES = 4  # gradients of narrow types travel in float32
 def exchange_seconds(
     query: Operand, key: Operand, value: Operand, seen: Band, algorithm: str, zigzag: bool, group: Group
 ) -> Seconds:
-    """Return the forward and backward seconds of communication of one attention over a sharded sequence. The operands
-    have the shapes on one rank. Steps of a ring are sequential; each takes as long as its slowest pair of ranks."""
+    """Return the forward and backward seconds of communication of one attention over a sharded sequence.
+
+    The operands have the shapes on one rank. ``seen``: which keys each query attends to. ``algorithm``: ``"ring"``, or
+    one that gathers keys and values. ``zigzag``: each rank has two distant parts of the sequence, which balances a
+    causal mask. Steps of a ring are sequential; each takes as long as its slowest pair of ranks.
+    """
     if group.others:
         each = (exchange_seconds(query, key, value, seen, algorithm, zigzag, one) for one in group.every)
         forward, backward = zip(*each, strict=True)

@@ -62,8 +62,8 @@ class Spread:
 
     @property
     def without_experts(self) -> Spread:
-        """This distribution without everything that concerns experts. It is the key under which costs of other blocks
-        are cached."""
+        """This distribution with all fields for experts reset to their defaults, as it applies to a block without
+        experts."""
         return replace(
             self, experts=_ALONE, expert_shards=_ALONE, expert_tensor=1.0, num_experts=0, sharers=_ALONE, divided=False
         )
@@ -175,7 +175,8 @@ def _count_row_copies(node: fx.Node) -> float:
 
 
 def expert_exchanges(region: ExpertProducts, spread: Spread) -> float:
-    """Return the seconds of sending tokens to their experts and back, for one pass (forward or backward)."""
+    """Return the seconds of sending tokens to their experts and back, for one pass (forward or backward). ``region``:
+    the products of the block's experts."""
     if spread.ep == 1 or spread.divided:
         return 0.0
     if spread.profile.dispatch == "rows":

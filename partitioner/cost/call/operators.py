@@ -63,9 +63,9 @@ class Operand:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel with its memory traffic and FLOPs. ``num_bytes``: bytes read and written, of which ``state_bytes``
-    belong to weights. ``launches``: number of launches.
+    """One kernel with its memory traffic and FLOPs.
 
+    ``num_bytes``: bytes read and written, of which ``state_bytes`` belong to weights. ``launches``: number of launches.
     ``kind``: the key in the device's table of memory efficiencies. ``smallest``: the smallest of M, N and K of a
     product, or the number of keys of an attention. ``width``: the smallest head width of an attention. ``aligned``:
     every row of a product's 16-bit matrices is a multiple of 16 bytes, which matrix units need for full speed.
@@ -180,8 +180,8 @@ _PRODUCTS: dict[str, tuple[int, int, Callable[[Shape, Shape, Shape], _Product]]]
 
 
 def operator_name(node: fx.Node) -> str:
-    """Return the name without namespace and overload, such as ``mm`` for ``aten.mm.default``; empty if the node is no
-    torch operator."""
+    """Return the operator's name without namespace and overload, such as ``mm`` for ``aten.mm.default``. Empty if the
+    node calls no torch operator."""
     target = node.target
     return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
 

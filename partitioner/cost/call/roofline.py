@@ -83,18 +83,19 @@ _ALIKE = {
 
 
 def memory_rate(kind: str, device: DeviceType, num_bytes: float | None = None) -> float:
-    """Return the bytes/s that kernels of ``kind`` reach if they move ``num_bytes`` each; ``None``: at the best size."""
+    """Return the memory traffic in bytes/s that kernels of ``kind`` reach if each moves ``num_bytes``; ``None``: at the
+    best size."""
     return device.memory_bandwidth * min(memory_efficiency(kind, device), _largest_factor(num_bytes, device))
 
 
 def copied_s(nbytes: float, device: DeviceType) -> float:
-    """Return the seconds of a kernel that reads and writes ``nbytes``."""
+    """Return the seconds of a kernel that copies ``nbytes``, that is, reads and writes them."""
     return device.launch + 2 * nbytes / memory_rate("pointwise", device, 2 * nbytes) if nbytes else 0.0
 
 
 def memory_efficiency(kind: str, device: DeviceType) -> float:
-    """Return the fraction of memory bandwidth that kernels of ``kind`` reach. A similar kind stands in for one that the
-    device does not list."""
+    """Return the fraction of memory bandwidth that kernels of ``kind`` reach. If the device does not list the kind, the
+    value of a similar kind is returned."""
     table = device.memory_efficiency
     return table.get(kind, table.get(_ALIKE.get(kind, "default"), table.get("default", 1.0)))
 
@@ -127,8 +128,8 @@ def product_rate(kernel: Kernel, device: DeviceType) -> float:
 
 
 def attention_factor(kernel: Kernel, device: DeviceType) -> float:
-    """Return the fraction of its best efficiency that a fused attention reaches with this number of keys and head
-    width."""
+    """Return the fraction of its best efficiency that a fused attention reaches with the number of keys and the head
+    width of ``kernel``."""
     return _evaluate_curve(device.attention_lengths, kernel.smallest) * _evaluate_curve(
         device.attention_widths, kernel.width
     )

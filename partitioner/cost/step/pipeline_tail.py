@@ -61,8 +61,8 @@ def run_tails(
     """Return, for each stage of ``problem``, a table of lower bounds on the seconds from the end of the pipeline to the
     end of the step. The entry ``[start, stop]`` is for a stage that consists of the block calls ``start:stop``.
 
-    An entry is infinite if the stage cannot consist of these calls in any division of the model whose step takes at
-    most ``within_s`` seconds. ``ranks``: the pipeline rank of each stage if ranks hold several; otherwise empty.
+    An infinite entry means that the stage cannot consist of these calls in any division of the model whose step takes
+    at most ``within_s`` seconds. ``ranks``: the pipeline rank of each stage if ranks hold several; otherwise empty.
     """
     tables = StageTables(problem)
     stages, m = range(problem.num_stages), problem.num_microbatches

@@ -161,7 +161,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class StateRead:
-    """A state (parameter or buffer) that the call reads.
+    """A parameter or buffer (state) that a block reads.
 
     ``nbytes``: its bytes in the graph. ``gradient_bytes``: the bytes of its accumulated gradient; 0 if it has none.
     ``expert``: it belongs to experts. ``small``: ZeRO-3 does not shard it.
@@ -174,8 +174,8 @@ class StateRead:
     small: bool = False
 
     def sizes(self, short_gradients: bool, share: float = 1.0) -> tuple[float, float]:
-        """Return the bytes of a ``share`` (fraction) of the state, and the bytes of the same share of its gradient.
-        ``short_gradients``: the gradient is no larger than the state."""
+        """Return the bytes of a ``share`` (fraction) of the parameter, and the bytes of the same share of its gradient.
+        ``short_gradients``: the gradient is no larger than the parameter."""
         gradient = min(self.nbytes, self.gradient_bytes) if short_gradients else self.gradient_bytes
         return self.nbytes * share, gradient * share
 

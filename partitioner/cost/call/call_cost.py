@@ -146,7 +146,7 @@ class CallCost:
 
     @cached_property
     def recompute_s(self) -> float:
-        """Seconds that recomputation of the whole call adds to backward."""
+        """Seconds that recomputation of the whole block adds to backward."""
         return self.forward_total_s - self.forward_only_s
 
     @cached_property
@@ -173,7 +173,7 @@ def call_costs(
 
 @dataclass(frozen=True)
 class _Computed:
-    """Seconds and FLOPs of a call's kernels on one device type. Pairs are (forward, backward).
+    """Seconds and FLOPs of the kernels of one block call on one device type. Pairs are (forward, backward).
 
     ``seconds``: all kernels. ``weights``: kernels that compute gradients of weights, in backward. ``products``: matrix
     products. ``rings``: each attention over a sharded sequence. ``again``: what selective recomputation runs again.
@@ -229,8 +229,8 @@ class CallWork:
         return bool(found.entries or found.exits or found.products or found.states & set(self.block.states))
 
     def cost(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread = NO_SPREAD) -> CallCost:
-        """Return the cost of one call on a rank with device type ``device``, whose collectives run over ``groups``
-        (mesh axis -> group). ``spread``: how the call is distributed by expert parallelism and ZeRO-3."""
+        """Return the cost of one call of the block on a rank with device type ``device``, whose collectives run over
+        ``groups`` (mesh axis -> group). ``spread``: how the call is distributed by expert parallelism and ZeRO-3."""
         profile, train = spread.profile, self.train
         asked = self.asked(spread.fp8, profile)
         slowdown = device.overlap_slowdown
@@ -336,7 +336,7 @@ class CallWork:
         return tuple(self.train and needs_gradient(n) for n in self.block.outputs)
 
     def _find_saved_bytes(self, regather: bool, selective: bool, apart: bool) -> SavedBytes:
-        """Return the bytes and inputs that the call keeps from forward to backward.
+        """Return the bytes and inputs that one call of the block keeps from forward to backward.
 
         ``regather``: activations that were gathered over ``tp`` are gathered again instead of kept. ``selective``: with
         selective recomputation. ``apart``: experts are distributed over several ranks.
@@ -351,8 +351,8 @@ class CallWork:
 
 
 def _count_issued_operators(asked: BlockProfile, half: int, spread: Spread) -> float:
-    """Return the number of operators that the host issues in one part of the call (0: forward, 1: backward for inputs,
-    2: backward for weights). Operators in recorded CUDA graphs do not count."""
+    """Return the number of operators that the host issues in one part of a block call (``half`` 0: forward, 1: backward
+    for inputs, 2: backward for weights). Operators in recorded CUDA graphs do not count."""
     of_experts, others = _issued_each(asked, half, spread), float(asked.issued[half])
     if half == 0 and spread.profile.expert_kernels == "each" and asked.held:
         others += max(0, _ROUTING[spread.profile.dispatch] - asked.routing)
@@ -360,8 +360,8 @@ def _count_issued_operators(asked: BlockProfile, half: int, spread: Spread) -> f
 
 
 def _issued_each(asked: BlockProfile, half: int, spread: Spread) -> float:
-    """Return the number of operators that the host issues separately for each expert, for all experts of a rank
-    together. ``half``: the part of the call, as in :func:`_count_issued_operators`."""
+    """Return the number of operators that the host issues separately for each expert, added up over the experts of a
+    rank. ``half``: the part of a block call (0: forward, 1: backward for inputs, 2: backward for weights)."""
     return asked.issued_each[half] * max(1.0, asked.held * spread.of_experts)
 
 

@@ -169,8 +169,8 @@ def notes_on_fp8(model: FoldedModel) -> tuple[str, ...]:
 
 
 def _left_out(block: Block) -> Iterator[tuple[int, str]]:
-    """Yield the products with weights of ``block`` that are not in fp8, as pairs (index of the weight among the block's
-    states, reason)."""
+    """Yield the matrix products with weights of ``block`` that are not in fp8, as pairs (index of the weight among the
+    block's parameters and buffers, reason)."""
     states, short = list(block.states), products_in_fp8(block, True, expert_region(block))
     for node in block.graph.nodes:
         if node.op != "call_function" or node in short or not is_product(node) or is_attention(node):

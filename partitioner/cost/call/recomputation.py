@@ -122,7 +122,7 @@ class _RecomputeCut:
         return kind_of(node, name) in _KINDS or name in _COPIES
 
     def _find_read_values(self, node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-        """Yield the values that ``node`` reads when it is run again, except states."""
+        """Yield the values that ``node`` reads when it is run again, except parameters and buffers."""
         for value in dict.fromkeys(map(value_of, node.all_input_nodes)):
             if value[0].name not in self.states:
                 yield value

@@ -290,10 +290,11 @@ def _compute_scratch_bytes(node: fx.Node) -> int:
 
 
 def _backward_peak(block: Block) -> int:
-    """Return the largest number of bytes of gradients that are alive at the same time.
+    """Return the largest number of bytes of gradients that exist at the same time in a backward of ``block``.
 
-    A state's gradient is added to its buffer as soon as it is computed, and that of a product's weight while it is
-    computed (``runtime/execute/codegen.py``). The gradients of other states exist for a moment.
+    A parameter's gradient is added to its buffer as soon as it is computed. That of a product's weight is added while
+    it is computed (``runtime/execute/codegen.py``), so it takes no memory of its own. Gradients of other parameters
+    exist for a moment.
     """
     states = set(block.states)
     alive = {value_of(n): size_of(value_of(n)) for n in block.outputs if needs_gradient(n)}
@@ -327,7 +328,8 @@ _AT_ONCE = frozenset("convolution conv1d conv2d conv3d".split())
 
 def carried_bytes(block: Block) -> int:
     """Return the bytes that one call of ``block`` holds between the two halves of its backward (gradients of inputs,
-    then gradients of weights), without its inputs and states. The graph must mark which nodes need gradients."""
+    then gradients of weights), without its inputs, parameters and buffers. The graph must mark which nodes need
+    gradients."""
     through = _depends_on_inputs(block)
     read: set[Value] = set()
     gradients: set[fx.Node] = set()

@@ -73,7 +73,8 @@ class StateCost:
 
     @cached_property
     def kind(self) -> Hashable:
-        """Key that is equal for states that differ only in bytes, so that their costs can be added up."""
+        """Key that is equal for parameters and buffers whose costs differ only in bytes, so that they can be added
+        up."""
         flags = self.stage, self.replicas, self.expert, self.hybrid, self.hosted, self.passing, self.disk
         return self.grad_axes, flags, self.gradient > 0
 
@@ -139,7 +140,7 @@ class StateCost:
         return whole / self.replicas if self.stage else whole
 
     def scaled(self, share: float) -> StateCost:
-        """Return this state with all bytes multiplied by ``share``."""
+        """Return this cost with all bytes multiplied by ``share``."""
         return replace(
             self,
             parameter=self.parameter * share,
@@ -152,7 +153,7 @@ class StateCost:
     def zero(
         self, stage: int, replicas: int, expert: bool = False, by_rows: bool = False, hybrid: bool = False
     ) -> StateCost:
-        """Return this state under ZeRO stage ``stage``, sharded over ``replicas`` ranks.
+        """Return the cost of this parameter under ZeRO stage ``stage``, sharded over ``replicas`` ranks.
 
         ``expert``: it belongs to experts. ``by_rows``: the ranks of ``tp`` hold different experts. ``hybrid``: only a
         part of the data-parallel ranks shards it.
@@ -164,7 +165,8 @@ class StateCost:
 
 
 class StateCosts(dict[str, StateCost]):
-    """Costs of states on a rank, by name. The dict must not be changed, because figures over all states are cached."""
+    """Costs of parameters and buffers on a rank, by name. The dict must not be changed, because sums over it are
+    cached."""
 
     @classmethod
     def of(cls, costs: Mapping[str, StateCost]) -> StateCosts:
@@ -176,7 +178,7 @@ class StateCosts(dict[str, StateCost]):
 
     @cached_property
     def scattered(self) -> dict[str, StateCost]:
-        """The states that ZeRO shards among several ranks."""
+        """The costs of the parameters that ZeRO shards among several ranks, by name."""
         return {name: cost for name, cost in self.items() if cost.stage and cost.replicas > 1}
 
     @cached_property
@@ -186,18 +188,18 @@ class StateCosts(dict[str, StateCost]):
 
     @cached_property
     def late(self) -> dict[str, float]:
-        """Bytes of each state that are not allocated before the first reduce-scatter, by name; see
-        :attr:`StateCost.late`."""
+        """Bytes of each parameter that are not allocated before its gradient is first reduce-scattered, by name. Under
+        ZeRO-2 and ZeRO-3 this is the shard of the gradient."""
         return {name: cost.late for name, cost in self.items() if cost.late}
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """How states are sharded in addition to ``tp``.
+    """How parameters, gradients and optimizer states are sharded in addition to ``tp``.
 
     ``zero``: the ZeRO stage, over ``replicas`` ranks. ``of_experts``: the fraction of the experts' weights that a rank
     holds. ``expert_replicas``: the number of ranks over which ZeRO shards experts. ``by_rows``: the ranks of ``tp``
-    hold different experts. ``hybrid``: only a part of the data-parallel ranks shards a state, and the parts are
+    hold different experts. ``hybrid``: only a part of the data-parallel ranks shards a parameter, and the parts are
     replicas.
     """
 
@@ -213,7 +215,8 @@ WHOLE = Sharded()
 
 
 def sum_state_costs(costs: Iterable[StateCost]) -> list[StateCost]:
-    """Return the sums of ``costs``, one for each kind. States of one kind differ in bytes alone."""
+    """Return the sums of ``costs`` of parameters and buffers, one sum for each kind. Costs of one kind differ in bytes
+    alone."""
     kinds: dict[Hashable, tuple[StateCost, list[float]]] = {}
     for cost in costs:
         sums = kinds.setdefault(cost.kind, (cost, [0.0, 0.0, 0.0, 0.0, 0.0]))[1]
@@ -229,9 +232,9 @@ def sum_state_costs(costs: Iterable[StateCost]) -> list[StateCost]:
 
 
 class StateKinds(NamedTuple):
-    """States grouped by equal cost.
+    """Parameters and buffers (states) grouped by equal cost.
 
-    ``of_state``: for each state, the index of its kind. ``kinds``: for each kind, one of its states, its layout over
+    ``of_state``: for each name, the index of its kind. ``kinds``: for each kind, one of its states, its layout over
     ``tp``, whether it belongs to experts, whether every rank of ``cp`` computes its whole gradient, and whether ZeRO-3
     does not shard it.
     """
@@ -303,8 +306,9 @@ def state_costs(
 
 
 def with_lost(costs: Mapping[str, StateCost], lost: Callable[[StateCost], float] | None) -> Mapping[str, StateCost]:
-    """Return ``costs`` with the bytes of compression residuals added. ``lost``: function from a state's cost to these
-    bytes; ``None``: there are none, and ``costs`` is returned unchanged."""
+    """Return ``costs`` of parameters with the bytes of compression residuals (rounding errors that are kept for the
+    next step) added. ``lost``: function from a parameter's cost to these bytes; ``None``: there are none, and ``costs``
+    is returned unchanged."""
     if lost is None:
         return costs
     alike = {id(cost): replace(cost, lost=lost(cost)) for cost in costs.values()}
@@ -332,6 +336,6 @@ def _build_state_cost(
 
 
 def update_time(costs: Collection[StateCost], device: DeviceType) -> float:
-    """Return the seconds of the optimizer's step over ``costs`` on ``device``, without states in host memory. The step
-    is bound by memory bandwidth."""
+    """Return the seconds of the optimizer's step over the parameters with these ``costs`` on ``device``. Parameters
+    whose optimizer states are in host memory do not count. The step is bound by memory bandwidth."""
     return sum(cost.update for cost in costs if not cost.hosted) / memory_rate("optimizer", device)

@@ -32,7 +32,7 @@ NOTHING_SENT = Scattering()
 
 
 class AtEnds(NamedTuple):
-    """Temporary bytes of a call's sharded states if the call is the first or the last one of a stage.
+    """Temporary bytes of gathered weights and gradients of a block call that is the first or the last one of a stage.
 
     ``last``: during its backward as the last call, with all other working memory. ``lingering``: its gradients that are
     still being sent then, if it is the first call. ``closing``: when its gradients are sent at the end of a backward,
@@ -50,16 +50,16 @@ NOTHING_MORE = AtEnds()
 def passing_bytes(
     cost: CallCost, names: Collection[str], states: StateCosts, scattering: Scattering, is_last: bool, several: bool
 ) -> tuple[GatheredBytes, AtEnds]:
-    """Return the bytes of the states ``names`` that a call holds temporarily: at any position in a stage, and as the
-    first or the last call of a stage.
+    """Return the bytes that a block call holds temporarily because ZeRO shards the parameters ``names`` that it reads.
+    The first result is for any position in a stage. The second is for the first and the last call of a stage.
 
     ``scattering``: the gradient buckets of a rank. ``is_last``: the call may be the model's last. ``several``: the step
     has several microbatches, so gradients of the previous microbatch may still be in flight.
     """
 
     def at(own: GatheredBytes, copied: float = 0.0, lingers: bool = several) -> tuple[GatheredBytes, AtEnds]:
-        """Return ``own``, and the temporary bytes if the call is at an end of a stage. ``copied``: bytes of the copy
-        from which gradients are sent. ``lingers``: gradients are still being sent during the next microbatch."""
+        """Return ``own``, and the temporary bytes if the block call is at an end of a stage. ``copied``: bytes of the
+        copy from which gradients are sent. ``lingers``: gradients are still being sent during the next microbatch."""
         closing = max(copied, own.sent)
         ends = AtEnds(cost.working_bytes + own.whole, own.sent * lingers, closing and closing + cost.working_bytes)
         return own, ends
@@ -89,7 +89,8 @@ def _get_gradient_bytes(state: StateCost | None) -> float:
 
 
 def gathered_beside(calls: Sequence[GatheredBytes], in_turns: bool) -> list[float]:
-    """Return the bytes of gathered weights and whole gradients that exist during each of consecutive calls.
+    """Return the bytes of gathered weights and whole gradients that exist while each of several consecutive block calls
+    runs.
 
     A call needs its own weights and gradients. In forward the next call's weights are there as well. In backward the
     previous call's weights and the next call's gradients are there. ``in_turns``: the rank alternates between several

@@ -1,4 +1,5 @@
-"""Cost of ZeRO-3 for one call. Its weights are gathered before it runs, and its gradients are reduce-scattered."""
+"""Cost of ZeRO-3 for one call of a block, such as a layer. Its weights are gathered before it runs, and its gradients
+are reduce-scattered."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from partitioner.topology.hardware import DeviceType
 
 
 class GatheredBytes(NamedTuple):
-    """Bytes of a call's weights and gradients that are not sharded, under ZeRO-3.
+    """Bytes of the weights and gradients of a block call that are not sharded, under ZeRO-3.
 
     ``whole``: while the call runs, with its own gradients. ``weights``: gathered weights while a neighbouring call
     runs. ``sent``: gradients that are still being scattered while the next backward runs.
@@ -28,16 +29,15 @@ NONE_GATHERED = GatheredBytes()
 
 
 def read_bytes(state: StateRead, spread: Spread) -> tuple[float, float]:
-    """Return the bytes of a state (parameter or buffer) that the call reads on a rank, and the bytes of its
-    gradient."""
+    """Return the bytes of a parameter or buffer that a block reads on a rank, and the bytes of its gradient."""
     return state.sizes(spread.profile.short_gradients, spread.of_experts if state.expert else 1.0)
 
 
 def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, float]:
-    """Return the seconds of a call's ZeRO-3 collectives, forward and backward. Forward gathers the weights. Backward
-    gathers them again and reduce-scatters the gradients.
+    """Return the seconds of the ZeRO-3 collectives of a block call, forward and backward. Forward gathers the weights.
+    Backward gathers them again and reduce-scatters the gradients.
 
-    Small states are not sharded, unless the framework gathers each parameter by itself.
+    Small parameters are not sharded, unless the framework gathers each parameter by itself.
     """
     if spread.shards.size == 1:
         return 0.0, 0.0
@@ -58,7 +58,7 @@ def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, 
 
 
 def copy_seconds(states: Iterable[StateRead], spread: Spread, device: DeviceType) -> tuple[float, float, float]:
-    """Return three durations in seconds of the copies that ZeRO-3 adds to a call: weights in forward, weights in
+    """Return three durations in seconds of the copies that ZeRO-3 adds to a block call: weights in forward, weights in
     backward, and gradients. Tensors that one collective moves together lie in its buffer rank by rank, so weights are
     copied out of it and gradients into it."""
     if spread.shards.size == 1 or spread.profile.gather == "parameter":
@@ -73,9 +73,9 @@ def copy_seconds(states: Iterable[StateRead], spread: Spread, device: DeviceType
 
 
 def gathered_bytes(sizes: Sequence[tuple[float, float]], spread: Spread, saved: float) -> GatheredBytes:
-    """Return the bytes of weights and gradients that ZeRO-3 holds unsharded for a call.
+    """Return the bytes of weights and gradients that ZeRO-3 holds unsharded for a block call.
 
-    ``sizes``: for each sharded state, the bytes of its weight and of its gradient. ``saved``: bytes of saved
+    ``sizes``: for each sharded parameter, its bytes and the bytes of its gradient. ``saved``: bytes of saved
     activations, which are counted elsewhere. Backward frees them while it computes gradients, so gradients other than
     the largest add memory only beyond ``saved``. Gradients that are being scattered need a receive buffer in addition.
     """

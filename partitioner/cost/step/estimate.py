@@ -428,7 +428,7 @@ def _sum_collective_seconds(problem: StageProblem, stage: StagePlan) -> float:
 
 
 def _list_stage_states(problem: StageProblem, stage: StagePlan, states: Mapping[str, StateCost]) -> list[str]:
-    """Return the names of the distinct parameters and buffers that a stage's calls read, restricted to ``states``."""
+    """Return the names of the distinct parameters and buffers that a stage reads, restricted to ``states``."""
     read = dict.fromkeys(name for place in stage.places for name in problem.calls[place].states)
     return [name for name in read if name in states]
 
@@ -569,6 +569,6 @@ def _compute_tied_seconds(
 ) -> float:
     """Return the seconds of adding up the gradients of tied weights (weights that several stages read) over these
     stages. Nothing hides this time, because it precedes all other work after the pipeline. ``held``: for each stage,
-    the names of its states."""
+    the names of its parameters and buffers."""
     often = Counter(name for names in held for name in names)
     return sum(tied_seconds(states[name], count, machine) for name, count in often.items() if problem.train)

@@ -134,8 +134,8 @@ class Reducer:
         return 1 + 1 / self.group(axes).size
 
     def scatter(self, num_bytes: float, axes: Axes, last: bool) -> CommunicationTime:
-        """Return the time of a reduce-scatter of a bucket of ``num_bytes`` to the ranks over which its states are
-        sharded.
+        """Return the time of a reduce-scatter of a bucket of ``num_bytes`` to the ranks over which ZeRO shards its
+        parameters.
 
         ``last``: the collective crosses the outermost links of the reduction, where gradients may be compressed.
         """

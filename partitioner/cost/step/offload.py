@@ -110,14 +110,15 @@ def _add_call_transfers(
 
 
 def update_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
-    """Return the seconds of the optimizer's step on the host over the offloaded states in ``costs``. States on disk are
-    read and written at the same time."""
+    """Return the seconds of the optimizer's step on the host over the parameters in ``costs`` whose optimizer states
+    are offloaded. Optimizer states on disk are read and written at the same time."""
     stepped = sum(cost.update for cost in costs if cost.hosted) / host.update_bandwidth
     return max(stepped, disk_seconds(costs, host))
 
 
 def disk_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
-    """Return the seconds of reading and writing the states in ``costs`` that are on disk, for one optimizer step."""
+    """Return the seconds of reading and writing the optimizer states in ``costs`` that are on disk, for one optimizer
+    step."""
     return sum(cost.disk_traffic for cost in costs) / host.disk_bandwidth
 
 

@@ -137,7 +137,7 @@ class PlacedMesh:
 
         ``grid``: axis names and sizes, outermost first, whose sizes multiply to the number of ranks. If ``axes``
         alternate with other axes so often that the three inner axes of a mesh cannot express it, the group of all ranks
-        of the stage is returned. It contains the group that was asked for.
+        of the stage is returned instead, which contains the group over ``axes``.
         """
         runs: list[tuple[bool, int]] = []  # neighbouring axes that are all in axes, or all not, are merged into one
         for axis, size in grid.items():

@@ -54,10 +54,11 @@ class PlannedBucket:
 
     - ``states``: names of the parameters. ``axes``: the axes over which their gradients are summed. ``sharded``: ZeRO
       shards the parameters or their gradients.
-    - ``ready``: (index of the action in the rank's order, position of the call) after which the gradients are complete
-      on this rank; ``None`` if they wait for a reduction over stages (SYNC) or do not exist.
-    - ``each``: under ZeRO-2 and ZeRO-3, for each virtual stage of the rank, the position of the call after which a
-      microbatch has added its whole part.
+    - ``ready``: (index of the action in the rank's order, position of the block call in the stage) after which the
+      gradients are complete on this rank. ``None`` if they do not exist, or are first summed over the stages that share
+      the parameters.
+    - ``each``: under ZeRO-2 and ZeRO-3, for each virtual stage of the rank, the position of the block call after which
+      a microbatch has added its whole part.
     - ``levels``: for each level of a hierarchical or compressed reduction, the axes over which the bucket is
       reduce-scattered and later gathered again. ``compression``: the number format of compressed gradients.
     - ``turns``: the collectives that reduce the bucket, or the shards that a reduce-scatter leaves, in order.
@@ -73,8 +74,9 @@ class PlannedBucket:
     turns: tuple[Turn, ...] = ()
 
     def done_by(self, index: int, chunk: int) -> int | None:
-        """Return the position of the call of virtual stage ``chunk`` after whose backward the reduction starts, if it
-        starts during the action ``index`` of the rank's order; otherwise ``None``."""
+        """Return the position of the block call after whose backward the reduction of this bucket starts, or ``None``
+        if it does not start in this action. ``index``: index of the action in the rank's order. ``chunk``: the virtual
+        stage of the rank that the action runs."""
         if self.each:
             return self.each.get(chunk)
         return self.ready[1] if self.ready is not None and self.ready[0] == index else None
@@ -90,7 +92,7 @@ def plan_buckets(
 ) -> list[PlannedBucket]:
     """Group ``gradients`` into buckets and return them in the order in which they are reduced.
 
-    ``stage``, ``order``: the calls of the rank and the order of its actions. ``adds``: for each parameter, the
+    ``stage``, ``order``: the block calls of the rank and the order of its actions. ``adds``: for each parameter, the
     positions of the calls whose backward adds to its gradient. ``limit``: returns the bytes that fill a bucket, given
     all axes over which it is reduced. ``zero``: the ZeRO stage. Under ZeRO-3 a bucket holds the parameters that the
     same calls read, without a limit.
@@ -98,8 +100,8 @@ def plan_buckets(
     last = {a.chunk: i for i, a in enumerate(order) if a.kind in ("B", "W")}
 
     def done(gradient: Gradient) -> tuple[int, int]:
-        """Return a sort key for the time at which the gradient is complete: (index of the action, minus the call's
-        position)."""
+        """Return a sort key for the time at which a gradient is complete: (index of the action, minus the position of
+        the block call that completes it)."""
         times = [(last[stage.chunk_of(i)], -i) for i in adds.get(gradient.state, ())]
         return max(times, default=(0, 0))
 
@@ -201,9 +203,10 @@ def build_turn_instruction(stage: int, number: int, turn: Turn) -> Instruction:
 
 
 def with_turns(instructions: Sequence[Instruction], buckets: Sequence[PlannedBucket]) -> Iterator[Instruction]:
-    """Yield ``instructions`` with the further collectives (turns) of each bucket's reduction inserted. ``buckets``: the
-    buckets of the stage by number. One turn follows each backward after the bucket's first collective. Turns that are
-    left over precede SYNC or STEP, the end of the step."""
+    """Yield ``instructions`` with the further collectives of each bucket's reduction inserted. A bucket may take
+    several collectives (turns), and the first is there already. One more follows each backward instruction after it.
+    The rest follow before the end of the step (the instruction SYNC or STEP). ``buckets``: the buckets of the stage by
+    number."""
     started = {i.bucket: index for index, i in enumerate(instructions) if i.op in ("SCATTER", "REDUCE")}
     waiting: list[deque[Instruction]] = []  # the remaining turns of each bucket
     for index, i in enumerate(instructions):

@@ -1,12 +1,13 @@
-"""Insert the transfers to and from host memory into a stage's instructions, for activations, parameters and gradients.
+"""Insert the transfers to and from host memory into a stage's instructions. The instruction OFFLOAD starts a copy to
+host memory, FETCH starts a copy back, and FREE frees device memory.
 
-- Activations: OFFLOAD moves the activations that a call keeps to host memory after its forward. FETCH brings them back
-  one computation ahead of its backward. This is done only if at least one other computation lies between.
+- Activations: OFFLOAD moves the activations that a block call keeps to host memory after its forward. FETCH brings them
+  back one computation ahead of its backward. This is done only if at least one other computation lies between.
 - Optimizer states: every step starts with a FETCH of each parameter, because the optimizer has changed it in host
   memory. The order is that in which they are read. OFFLOAD copies gradients to the host after the last backwards, as
   soon as they are complete.
-- Parameters: a FETCH comes one computation ahead of every call that reads them. A FREE follows the call, unless the
-  next computation reads them as well. Parameters that ranks shard (ZeRO-3) are fetched right before their GATHER.
+- Parameters: a FETCH comes one computation ahead of every block call that reads them. A FREE follows the call, unless
+  the next computation reads them as well. Parameters that ZeRO-3 shards are fetched right before they are gathered.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ def select_offloads(offload: Sequence[Offload], train: bool) -> tuple[Offload, .
 
 
 def with_parking(instructions: Sequence[Instruction], runs: Sequence[bool]) -> list[Instruction]:
-    """Return ``instructions`` with OFFLOAD after forwards and FETCH before backwards, for the activations that calls
-    keep. Each F instruction must run a single call.
+    """Return ``instructions`` with instructions that offload activations: OFFLOAD (copy to host memory) after a
+    forward, and FETCH (copy back) before its backward. Each forward instruction must run a single block call.
 
-    ``runs``: for each call, whether it has a backward.
+    ``runs``: for each block call, whether it has a backward.
     """
     places = [index for index, i in enumerate(instructions) if i.op in COMPUTING]
     number = {index: k for k, index in enumerate(places)}
@@ -62,10 +63,11 @@ def with_parking(instructions: Sequence[Instruction], runs: Sequence[bool]) -> l
 def with_fetches(
     instructions: Sequence[Instruction], calls: Sequence[CallData], hosted: Collection[str]
 ) -> list[Instruction]:
-    """Return ``instructions`` with a FETCH of each state in ``hosted`` at the start of the step. ``hosted``: names of
-    the parameters whose values are in host memory. They are fetched in the order in which they are read.
+    """Return ``instructions`` with one FETCH (copy from host memory) of each parameter in ``hosted`` at the start of
+    the step, in the order in which they are read. ``hosted``: names of the parameters whose values are in host memory.
 
-    Forwards are split before a call that reads a further state, so that they do not wait for all transfers.
+    Forwards are split before a block call that reads a further parameter, so that they do not wait for all transfers.
+    ``calls``: the block calls of the stage.
     """
     seen: set[str] = set()
     fetches: list[Instruction] = []
@@ -94,10 +96,11 @@ def with_passing(
     hosted: Collection[str],
     buckets: Mapping[int, Sequence[str]],
 ) -> list[Instruction]:
-    """Return ``instructions`` with FETCH and FREE around every computation that reads parameters in host memory.
+    """Return ``instructions`` with FETCH (copy from host memory) and FREE around every computation that reads
+    parameters in host memory.
 
-    ``hosted``: names of these parameters. ``runs``: for each call, whether it has a backward. ``buckets``: parameters
-    that ZeRO shards, by bucket; they are fetched before their GATHER.
+    ``hosted``: names of these parameters. ``calls``: the block calls of the stage. ``runs``: for each of them, whether
+    it has a backward. ``buckets``: parameters that ZeRO shards, by bucket; they are fetched before they are gathered.
     """
     shared = {s for states in buckets.values() for s in states}
     places = [index for index, i in enumerate(instructions) if i.op in COMPUTING]
@@ -136,7 +139,7 @@ def with_gradients(
     wanted: Sequence[str],
     tied: Collection[str],
 ) -> list[Instruction]:
-    """Return ``instructions`` with an OFFLOAD of the gradients of the parameters ``wanted`` to host memory.
+    """Return ``instructions`` with an OFFLOAD (copy to host memory) of the gradients of the parameters ``wanted``.
 
     The gradients of a bucket are offloaded after the backward instruction that follows the last collective of the
     bucket. Gradients that no bucket reduces, or of weights ``tied`` to other stages, are offloaded before STEP, the end

@@ -85,10 +85,10 @@ class ProgramSpec:
     """The choices for which a program is emitted: the mesh, the schedule, the layouts and the techniques.
 
     - ``virtual_stages``: number of virtual stages on each rank, if the schedule leaves it open.
-    - ``recompute``: indices of the calls whose activations are recomputed in backward. ``selective``: indices of the
-      calls of which only the nodes in ``again`` (names of nodes by block) are recomputed.
-    - ``zero``: the ZeRO stage. ``dp_shard``: number of ``dp`` ranks that shard a state (0: all). ``left_whole``: states
-      that ZeRO-3 does not shard.
+    - ``recompute``: indices of the model's block calls (such as layers) whose activations are recomputed in backward.
+      ``selective``: indices of the calls of which only the nodes in ``again`` (names of nodes by block) are recomputed.
+    - ``zero``: the ZeRO stage. ``dp_shard``: number of ``dp`` ranks that shard a parameter (0: all). ``left_whole``:
+      names of the parameters that ZeRO-3 does not shard.
     - ``bucket_bytes``: bytes of gradients that are reduced together. ``reducing``: the scheme of gradient reductions.
     - ``data_shares``: number of microbatches of each data-parallel rank; empty if all have ``num_microbatches``.
     - ``etp``: number of ranks that share one expert (0: ``tp``). ``fused_attention``, ``whole_scatter``, ``offload``:
@@ -117,11 +117,12 @@ class ProgramSpec:
 
 
 def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) -> Program:
-    """Return the program that all ranks run.
+    """Return the program that all ranks run: instructions, blocks, values and states (parameters and buffers).
 
     ``model``: blocks and ``values`` have one rank's shapes for one microbatch; ``states`` and ``inputs`` have their
-    global shapes. ``stage_of_call``: the (virtual) stage of each call of ``model.calls``, non-decreasing. Entries of
-    shared and prologue calls are ignored, because these run on every rank that reads their results.
+    global shapes. ``stage_of_call``: the (virtual) stage of each of ``model.calls``, the uses of blocks such as layers.
+    Stages must not decrease. Entries of calls that all stages share, or that run before the pipeline starts, are
+    ignored: these run on every rank that reads their results.
 
     Raises :class:`EmitError` if the stages do not form a pipeline, and ``ScheduleError`` if the schedule cannot run.
     """
@@ -346,9 +347,9 @@ def _build_state_data(
     sizes: Mapping[str, int],
     shared: Callable[[str, tuple[str, ...]], tuple[str, ...]],
 ) -> dict[str, StateData]:
-    """Return the data of each parameter and buffer by name, with the stages that read it. A state that no call reads is
-    kept on stage 0; constants that no call reads are left out. ``shared``: returns the axes over which ZeRO shards a
-    state."""
+    """Return the data of each parameter and buffer by name, with the stages that read it. A parameter or buffer that no
+    block reads is kept on stage 0; constants that no block reads are left out. ``shared``: returns the axes over which
+    ZeRO shards a parameter."""
     read: dict[str, set[int]] = {name: set() for name in model.states}
     for s, here in enumerate(routes.stages):
         for i in here.calls:

@@ -1,4 +1,4 @@
-"""Assign the calls to ranks, and route each value and gradient from stage to stage.
+"""Assign the block calls (such as layers) to ranks, and route each value and gradient from stage to stage.
 
 The schedule determines which rank holds each virtual stage. A value that a call of virtual stage ``k`` computes is
 forwarded to ``k + 1``, ``k + 2``, ... until every rank that reads it has received it. Nothing is sent between virtual
@@ -22,8 +22,9 @@ class EmitError(PartitionError):
 
 @dataclass(frozen=True)
 class StageCalls:
-    """Indices of the model's calls on one rank. The order is that of ``Stage.calls``: prologue calls, calls that all
-    stages share, then the calls of each virtual stage of the rank (chunk)."""
+    """Indices of the model's block calls (such as layers) that one rank runs. First come calls that run before the
+    pipeline starts (prologue), then calls that all stages share, then the calls of each virtual stage of the rank
+    (chunk)."""
 
     calls: tuple[int, ...]
     num_prologue: int
@@ -37,7 +38,7 @@ class StageCalls:
 
     def forward_range(self, chunk: int) -> tuple[int, int]:
         """Return the range ``[start, end)`` of positions in ``calls`` that a forward of virtual stage ``chunk`` runs.
-        The first virtual stage of the rank also runs the shared calls."""
+        The first virtual stage of the rank also runs the calls that all stages share."""
         start, end = self.chunks[chunk]
         return (self.num_prologue, end) if chunk == 0 else (start, end)
 
@@ -46,9 +47,9 @@ class StageCalls:
 class Routes:
     """The rank of each virtual stage, and the values that are sent between virtual stages.
 
-    ``ranks[k]``: the rank of virtual stage ``k``. ``stages``: the calls of each rank. ``arriving[k]``: names of the
-    values that virtual stage ``k`` receives from ``k - 1``. ``returning[k]``: those of them whose gradients are sent
-    back. ``home``: for each value that is a model output or the new value of a buffer, the rank that provides it.
+    ``ranks[k]``: the rank of virtual stage ``k``. ``stages``: the block calls of each rank. ``arriving[k]``: names of
+    the values that virtual stage ``k`` receives from ``k - 1``. ``returning[k]``: those of them whose gradients are
+    sent back. ``home``: for each value that is a model output or the new value of a buffer, the rank that provides it.
     """
 
     ranks: tuple[int, ...]
@@ -61,7 +62,7 @@ class Routes:
 def make_routes(
     model: FoldedModel, stage_of_call: Sequence[int], num_stages: int, ranks: Sequence[int], flow: GradientFlow
 ) -> Routes:
-    """Return the calls of each rank and the routes of their values.
+    """Return the block calls (such as layers) that each rank runs, and the values that are sent between virtual stages.
 
     ``stage_of_call``: virtual stage of each call. ``num_stages``: number of pipeline ranks. ``ranks``: rank of each
     virtual stage. ``flow``: which values have gradients.
@@ -135,7 +136,8 @@ def _find_reached_ranks(hop: int, hops: Sequence[int], ranks: Sequence[int]) -> 
 
 
 def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: int) -> None:
-    """Raise :class:`EmitError` unless ``stage_of_call`` has one valid stage per call and the stages never decrease."""
+    """Raise :class:`EmitError` unless ``stage_of_call`` has one valid stage for each block call of ``model`` and the
+    stages never decrease. Calls that every stage may run are not checked."""
     if len(stage_of_call) != len(model.calls):
         raise EmitError(
             f"stage_of_call has {len(stage_of_call)} entries for {len(model.calls)} calls; give one for each"
@@ -155,8 +157,8 @@ def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: i
 
 
 def _stage_calls(model: FoldedModel, chunks: Sequence[Sequence[int]], leaving: Sequence[str]) -> StageCalls:
-    """Return the calls of one rank: those of its virtual stages (``chunks``), and the shared and prologue calls that
-    they need. ``leaving``: names of values that this rank provides as outputs of the model."""
+    """Return the block calls that one rank runs: those of its virtual stages (``chunks``), and the calls shared by all
+    stages that they need. ``leaving``: names of values that this rank provides as outputs of the model."""
     producer = {v: i for i, c in enumerate(model.calls) for v in c.outputs}
     inputs = {i.value for i in model.inputs}
     common: set[int] = set()

@@ -20,7 +20,7 @@ from partitioner.schedules.actions import Action, Order, group_stages_by_rank
 
 @dataclass(frozen=True)
 class StageFlow:
-    """Gradients that the backward of each call of a stage reads and computes.
+    """Gradients that the backward of each block call of a stage reads and computes.
 
     ``takes``: for each call, the names of the values whose gradients its backward reads. ``gives``: the names of the
     values whose gradients it computes. ``runs``: whether the call has a backward.
@@ -57,8 +57,8 @@ class StageJob:
 
     @property
     def by_call(self) -> bool:
-        """Whether each call gets its own forward and backward instruction. This is so if its parameters are gathered or
-        fetched for it, or if its activations are offloaded after it."""
+        """Whether each block call gets its own forward and backward instruction. This is so if its parameters are
+        gathered or fetched for it, or if its activations are offloaded after it."""
         if "parameters" in self.offload or (self.train and "activations" in self.offload):
             return True
         return self.zero == 3 and any(bucket.sharded for bucket in self.buckets)
@@ -110,7 +110,8 @@ def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
 
 
 def _emit_prologue(job: StageJob) -> Iterator[Instruction]:
-    """Yield the instructions that compute the totals (sums over the global batch) before any call reads them."""
+    """Yield the instructions that compute the totals (sums over the global batch), at the start of the step. Empty if
+    the stage reads no totals."""
     here = job.routes.stages[job.stage]
     if not here.totals:
         return
@@ -176,9 +177,9 @@ def _emit_backward(job: StageJob, action: Action, index: int) -> Iterator[Instru
 
 
 def _split_call_range(start: int, end: int, cuts: Iterable[int], runs: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Yield the pieces of the range ``[start, end)`` of calls that result from splitting it at the positions ``cuts``,
-    last piece first. A leading piece in which no call has a backward is not split off. ``runs``: for each call, whether
-    it has a backward."""
+    """Yield the pieces of the range ``[start, end)`` of block calls that result from splitting it at the positions
+    ``cuts``, last piece first. A leading piece in which no call has a backward is not split off. ``runs``: for each
+    call, whether it has a backward."""
     here = end
     for cut in sorted((c for c in cuts if any(runs[start:c])), reverse=True):
         yield cut, here
@@ -202,7 +203,8 @@ def _emit_step_end(job: StageJob) -> Iterator[Instruction]:
 
 
 def _start_bucket_reduction(job: StageJob, number: int) -> Instruction:
-    """Return the first instruction of the reduction of bucket ``number``: SCATTER if ZeRO shards its parameters."""
+    """Return the first instruction of the reduction of bucket ``number``. It is SCATTER (reduce-scatter to shards) if
+    ZeRO shards the parameters, otherwise the first collective (turn) of the bucket."""
     bucket = job.buckets[number]
     if bucket.sharded:
         return Instruction(op="SCATTER", stage=job.stage, bucket=number)
@@ -215,11 +217,11 @@ Key = tuple[str, int | None, bool]  # value, microbatch, whether its gradient
 def insert_frees(
     instructions: Sequence[Instruction], calls: Sequence[CallData], flow: StageFlow, new_values: Mapping[str, str]
 ) -> tuple[Instruction, ...]:
-    """Return ``instructions`` with a FREE after the last use of each value and gradient. A model input that is loaded
-    several times is freed before it is loaded again.
+    """Return ``instructions`` with an instruction FREE after the last use of each value and gradient. A model input
+    that is loaded several times is freed before it is loaded again.
 
-    ``flow``: the gradients that each call's backward reads and computes. ``new_values``: for each buffer that forward
-    changes, the name of the value that becomes its content.
+    ``flow``: the gradients that the backward of each block call reads and computes. ``new_values``: for each buffer
+    that forward changes, the name of the value that becomes its content.
     """
     totals = {v for i in instructions if i.op == "TOTAL" for v in i.values}
     last: dict[Key, int] = {}

@@ -1,9 +1,10 @@
-"""Insert the instructions that gather and free sharded parameters (ZeRO) into a stage's instructions.
+"""Insert the instructions that gather (GATHER) and free (FREE) sharded parameters under ZeRO into a stage's
+instructions.
 
 - ZeRO-1 and ZeRO-2: the step starts with a GATHER of every bucket, in the order in which the buckets are read, because
   the optimizer has changed the shards since the last step. The forward hides the gathers. Nothing is freed.
-- ZeRO-3: the parameters of a call are gathered one computation ahead and freed after it, in forward and in backward,
-  unless the next computation reads them as well.
+- ZeRO-3: the parameters of a block call are gathered one computation ahead and freed after it, in forward and in
+  backward, unless the next computation reads them as well.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def zero_axes(grad_axes: Sequence[str], trained: bool, *, zero: int, expert: boo
 
 
 def small_states(sizes: Mapping[str, int]) -> frozenset[str]:
-    """Return the names of the states that ZeRO-3 does not shard because they are small, such as the weights of a norm.
-    ``sizes``: bytes of the states of one call, by name.
+    """Return the names of the parameters that ZeRO-3 does not shard because they are small, such as the weights of a
+    norm. ``sizes``: bytes of the parameters and buffers of one block, by name.
 
     Gathering them in a separate collective would cost its latency and save next to no memory (compare DeepSpeed's
     persistent parameters).
@@ -49,8 +50,8 @@ def small_states(sizes: Mapping[str, int]) -> frozenset[str]:
 
 
 def states_left_whole(model: FoldedModel) -> frozenset[str]:
-    """Return the names of the states (parameters and buffers) of ``model`` that ZeRO-3 does not shard, because they are
-    small in every call that reads them. ``model`` has the shapes of one rank before ZeRO."""
+    """Return the names of the parameters and buffers of ``model`` that ZeRO-3 does not shard, because they are small in
+    every block that reads them. ``model`` has the shapes of one rank before ZeRO."""
     small: set[str] = set()
     large: set[str] = set()
     of_block: dict[str, frozenset[str]] = {}
@@ -64,8 +65,8 @@ def states_left_whole(model: FoldedModel) -> frozenset[str]:
 
 
 def bucket_needs(calls: Sequence[CallData], buckets: Mapping[int, Sequence[str]]) -> Needs:
-    """Return, for each of ``calls``, the numbers of the sharded buckets whose parameters it reads. ``buckets``: names
-    of parameters by bucket number."""
+    """Return, for each of the block calls ``calls``, the numbers of the sharded buckets whose parameters it reads.
+    ``buckets``: names of parameters by bucket number."""
     home = {state: number for number, states in buckets.items() for state in states}
     return [frozenset(home[s] for s in call.states if s in home) for call in calls]
 
@@ -77,10 +78,11 @@ def with_sharding(
     buckets: Mapping[int, Sequence[str]],
     zero: int,
 ) -> list[Instruction]:
-    """Return ``instructions`` with GATHER and FREE instructions for the sharded parameters.
+    """Return ``instructions`` with the instructions that gather sharded parameters before they are read and free them
+    afterwards (GATHER and FREE).
 
-    ``buckets``: names of the parameters by bucket number. ``runs``: for each call, whether it has a backward. ``zero``:
-    the ZeRO stage.
+    ``calls``: the block calls of the stage. ``runs``: for each of them, whether it has a backward. ``buckets``: names
+    of the sharded parameters by bucket number. ``zero``: the ZeRO stage.
     """
     if not buckets:
         return [*instructions]
@@ -127,8 +129,9 @@ def _gathered_by_call(
 
 
 def _gathered_once(instructions: Sequence[Instruction], needs: Needs, prologue: Sequence[int]) -> list[Instruction]:
-    """Return ``instructions`` with one GATHER of each bucket at the start (ZeRO-1 and ZeRO-2). Forwards are split
-    before a call that reads a further bucket, so that they do not wait for all gathers."""
+    """Return ``instructions`` with one GATHER of the parameters of each bucket at the start of the step (ZeRO-1 and
+    ZeRO-2). Forwards are split before a block call that reads a further bucket, so that they do not wait for all
+    gathers."""
     known: dict[int, None] = {}
     result: list[Instruction] = []
     for instruction in instructions:

@@ -66,8 +66,8 @@ def group_stages_by_rank(ranks: Sequence[int], num_ranks: int) -> tuple[tuple[in
 
 
 def build_looped_placement(num_ranks: int, chunks: int) -> tuple[int, ...]:
-    """Return the rank of each virtual stage if the stages are dealt out in turn: rank ``s`` of ``p`` holds the virtual
-    stages ``s, s + p, s + 2p, ...``"""
+    """Return the rank of each virtual stage if the stages are assigned to ranks cyclically: rank ``s`` of ``p`` holds
+    the virtual stages ``s, s + p, s + 2p, ...``"""
     return tuple(range(num_ranks)) * chunks
 
 

@@ -64,7 +64,8 @@ class ScheduleTable(Data):
 
     @staticmethod
     def load(path: str | Path) -> ScheduleTable:
-        """Read a CSV file. Raises :class:`ScheduleError` with row and cell if it cannot be read or is no schedule."""
+        """Read a schedule from a CSV file. Raise :class:`ScheduleError`, with row and cell, if the file cannot be read
+        or is no schedule."""
         try:
             content = Path(path).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:

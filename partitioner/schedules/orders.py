@@ -14,36 +14,37 @@ from partitioner.schedules.actions import Action, ActionKind, Order
 
 
 def gpipe(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the GPipe orders: all forwards, then all backwards (Huang et al. 2019). All microbatches are in flight at
-    once."""
+    """Return the order of actions of each of ``p`` ranks under GPipe (Huang et al. 2019): all forwards, then all
+    backwards of ``m`` microbatches. All microbatches are in flight at once."""
     order = tuple(Action(kind, i) for kind in ("F", "B") for i in range(m))
     return (order,) * p
 
 
 def one_forward_one_backward(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the 1F1B orders (Narayanan et al. 2019, 2021). Stage ``s`` has at most ``min(p - s, m)`` microbatches in
-    flight."""
+    """Return the order of actions of each of ``p`` ranks under 1F1B (Narayanan et al. 2019, 2021) for ``m``
+    microbatches. Rank ``s`` has at most ``min(p - s, m)`` microbatches in flight."""
     return tuple(_alternate_forwards_backwards(p, m, 1, p - s - 1, None) for s in range(p))
 
 
 def interleaved_1f1b(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the orders of interleaved 1F1B (Narayanan et al. 2021, section 2.2.2), with ``v`` virtual stages on each
-    rank. With one this is 1F1B."""
+    """Return the order of actions of each of ``p`` ranks under interleaved 1F1B (Narayanan et al. 2021, section 2.2.2),
+    with ``m`` microbatches and ``v`` virtual stages on each rank. If ``v`` is 1, this is 1F1B."""
     if v == 1:
         return one_forward_one_backward(p, m, v)
     return tuple(_alternate_forwards_backwards(p, m, v, 2 * (p - s - 1), None) for s in range(p))
 
 
 def zero_bubble_1p(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the orders of ZB-1p (Qi et al. 2023, ZB-H1). Backwards for weights are delayed to fill idle time. Every
-    rank needs the memory of the first stage under 1F1B. With several virtual stages per rank the orders are
-    interleaved."""
+    """Return the order of actions of each of ``p`` ranks under ZB-1p (Qi et al. 2023, ZB-H1), with ``m`` microbatches.
+    Backwards for weights are delayed to fill idle time. Every rank needs the memory of the first stage under 1F1B. With
+    several virtual stages ``v`` per rank the orders are interleaved."""
     return _joined_first(_alternate_forwards_backwards(p, m, v, p - s - 1, s) for s in range(p))
 
 
 def zero_bubble_2p(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the orders of ZB-2p (Qi et al. 2023, ZB-H2). Each rank runs twice as many forwards before its first
-    backward as in ZB-1p. There is no bubble if the forward and both halves of the backward take equally long."""
+    """Return the order of actions of each of ``p`` ranks under ZB-2p (Qi et al. 2023, ZB-H2), with ``m`` microbatches.
+    Each rank runs twice as many forwards before its first backward as in ZB-1p. There is no bubble if the forward and
+    both halves of the backward take equally long."""
     return _joined_first(_alternate_forwards_backwards(p, m, v, 2 * (p - s - 1), 2 * s) for s in range(p))
 
 
@@ -88,8 +89,9 @@ def _by_round(sizes: Iterable[int], chunks: Iterable[int]) -> list[tuple[int, in
 
 
 def zero_bubble_v(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the orders of ZB-V (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"). Every rank needs as
-    much memory as the first stage under 1F1B."""
+    """Return the order of actions of each of ``p`` ranks under ZB-V (Qi et al. 2024, "Pipeline Parallelism with
+    Controllable Memory"), with ``m`` microbatches and two virtual stages per rank. Every rank needs as much memory as
+    the first stage under 1F1B."""
     return _joined_first(_drop_missing_microbatches(_zero_bubble_v(p, s, max(m, 2 * p - 1)), m) for s in range(p))
 
 
@@ -110,9 +112,10 @@ def _zero_bubble_v(p: int, s: int, m: int) -> list[Action]:
 
 
 def dual_pipe_v(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the orders of DualPipe-V (DeepSeek-AI 2024, github.com/deepseek-ai/DualPipe), with two virtual stages per
-    rank. Forwards of one are next to backwards of the other. DualPipe runs these two at the same time; here they are
-    consecutive, and computation hides their transfers."""
+    """Return the order of actions of each of ``p`` ranks under DualPipe-V (DeepSeek-AI 2024,
+    github.com/deepseek-ai/DualPipe), with ``m`` microbatches and two virtual stages per rank. Forwards of one are next
+    to backwards of the other. DualPipe runs these two at the same time; here they are consecutive, and computation
+    hides their transfers."""
     return _joined_first(_drop_missing_microbatches(_dual_pipe_v(p, s, max(m, 2 * p)), m) for s in range(p))
 
 
@@ -146,8 +149,9 @@ class _RankOrderBuilder:
         return self.counts.get((kind, chunk), 0)
 
     def add_actions(self, pattern: str, times: int = 1) -> None:
-        """Append the actions of ``pattern``, repeated ``times`` times. ``F0`` is the next forward of chunk 0. ``W``
-        without a number is the backward for weights that has been pending longest; it is skipped if none is pending."""
+        """Append the actions of ``pattern``, repeated ``times`` times. ``F0`` is the next forward of the rank's virtual
+        stage 0. ``W`` without a number is the backward for weights that has been pending longest; it is skipped if none
+        is pending."""
         for word in pattern.split() * times:
             if word == "W":
                 if self.waiting:
@@ -184,14 +188,14 @@ def _drop_missing_microbatches(order: Iterable[Action], m: int) -> Order:
 def _joined_first(orders: Iterable[Order]) -> tuple[Order, ...]:
     """Return ``orders`` with adjacent halves of a backward of the first virtual stage merged into one, because no stage
     waits for its input gradients. On other stages the halves stay separate, so that the preceding stage can continue
-    during the second half."""
+    during the second half. ``orders``: the order of actions of each rank."""
     first, *others = orders
     return merge_backward_halves(first, 0), *others
 
 
 def merge_backward_halves(order: Iterable[Action], chunk: int) -> Order:
-    """Return ``order`` with each pair of adjacent backward halves (``I`` then ``W`` of one microbatch) in ``chunk``
-    replaced by one whole backward ``B``."""
+    """Return the rank's ``order`` of actions with whole backwards in place of adjacent halves. In virtual stage
+    ``chunk`` of the rank, each pair of ``I`` and ``W`` of one microbatch becomes one ``B``."""
     result: list[Action] = []
     for action in order:
         before = result[-1] if result else None

@@ -56,8 +56,9 @@ class SteadyState:
 
 
 def find_growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> list[Growth] | None:
-    """Return the sections by whose repetition ``shorter`` becomes ``longer``, which has ``unit`` more microbatches.
-    ``None`` if repetition alone does not explain the difference."""
+    """Return the sections by whose repetition the list ``shorter`` becomes ``longer``, which has ``unit`` more
+    microbatches. An item is (what is done, microbatch or ``None``). The result is ``None`` if repetition alone does not
+    explain the difference."""
     few, many = _find_repeated_parts(shorter, unit), _find_repeated_parts(longer, unit)
     if len(few) != len(many):
         return None
@@ -178,8 +179,8 @@ def _compute_microbatch_offset(instruction: Instruction, first: int | None) -> i
 
 
 def _find_repeated_parts(items: Sequence[Item], unit: int) -> list[Growth]:
-    """Divide ``items`` into repeated sections and single items, in order. At each position the section that reaches
-    furthest is chosen."""
+    """Divide ``items`` into repeated sections and single items, and return them in order. At each position the section
+    that reaches furthest is chosen. Repetitions are equal except that microbatch numbers rise by 1 or by ``unit``."""
     numbers: dict[Hashable, int] = {}
     kinds = np.array([numbers.setdefault(key, len(numbers)) for key, _ in items], np.int64)
     times = np.array([_NONE if m is None else m for _, m in items], np.int64)

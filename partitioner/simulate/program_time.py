@@ -190,8 +190,9 @@ class PlanDurations:
         return seconds[part]
 
     def _compute_copy_seconds(self, stage: int, call: int) -> tuple[float, float]:
-        """Return the seconds in which a call copies its weights out of gathered buffers, and the seconds in which it
-        copies its gradients into buffers to be scattered. Both are 0 below ZeRO-3."""
+        """Return the seconds in which a block call copies its weights out of gathered buffers, and the seconds in which
+        it copies its gradients into buffers to be scattered. Both are 0 below ZeRO-3. ``call``: position of the call in
+        the stage."""
         program = self.plan.program
         if program.zero < 3:
             return 0.0, 0.0

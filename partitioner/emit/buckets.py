@@ -42,10 +42,10 @@ class Gradient:
     state: str
     dtype: str
     nbytes: int
-    axes: tuple[str, ...]  # those with more than one rank over which it is to be added up
-    tied: tuple[int, ...]  # the stages that share it, where they are several
-    sharded: tuple[str, ...] = ()  # the axes that share the state
-    readers: tuple[int, ...] = ()  # under ZeRO 3 the positions of the stage's calls that read it
+    axes: tuple[str, ...]  # mesh axes with more than one rank over which it is summed
+    tied: tuple[int, ...]  # the stages that share the parameter; empty if only one has it
+    sharded: tuple[str, ...] = ()  # the axes over which ZeRO shards the parameter
+    readers: tuple[int, ...] = ()  # under ZeRO-3, positions of the stage's calls that read the parameter
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,8 @@ AT_ONCE = ReductionScheme()
 def with_levels(
     bucket: PlannedBucket, shared: Sequence[str], sizes: Mapping[str, int], how: ReductionScheme
 ) -> PlannedBucket:
-    """Return ``bucket`` with the levels and the collectives of its reduction.
+    """Return ``bucket`` with the levels and the collectives (turns) of its reduction. At each level the bucket is
+    reduce-scattered over some axes and later gathered again over them.
 
     ``shared``: the axes over which ZeRO shards its parameters. ``sizes``: number of ranks by axis. ``how``: the
     reduction scheme.
@@ -196,7 +197,8 @@ def outer_axes(axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def build_turn_instruction(stage: int, number: int, turn: Turn) -> Instruction:
-    """Return the instruction for one collective (``turn``) in the reduction of bucket ``number`` on ``stage``."""
+    """Return the instruction for one collective (``turn``: operation and axes) in the reduction of bucket ``number`` on
+    ``stage``."""
     op, axes = turn
     over: dict[str, Any] = {} if op == "REDUCE" else {"axes": axes}
     return Instruction(op=op, stage=stage, bucket=number, gradients=op == "GATHER", **over)

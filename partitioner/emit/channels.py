@@ -52,7 +52,7 @@ def plan_fetches(orders: Sequence[Order], routes: Routes, train: bool) -> list[l
             if wanted is not None:
                 channel: Channel = wanted.peer, rank, wanted.direction
                 stop = place[channel][wanted] + 1
-                before[-1] = sent[channel][taken[channel] : stop]  # none: it has come with what was wanted before
+                before[-1] = sent[channel][taken[channel] : stop]  # empty if it was received with an earlier transfer
                 taken[channel] = max(taken[channel], stop)
         result.append(before)
     return result

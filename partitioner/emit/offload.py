@@ -21,7 +21,7 @@ from partitioner.runtime.program.sharded_buckets import COMPUTING, reads_of
 
 _BACKWARD = frozenset({"B", "I", "W"})
 
-_APART = 2  # computations from a forward to its backward with one between them that is not waiting for the FETCH
+_APART = 2  # activations are offloaded only if forward and backward are further apart, in computations
 
 
 def select_offloads(offload: Sequence[Offload], train: bool) -> tuple[Offload, ...]:

@@ -210,7 +210,8 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
         return result
 
     def chosen(s: int, calls: set[int]) -> tuple[int, ...]:
-        """Return the positions on stage ``s`` of those ``calls`` that have a backward."""
+        """Return the positions on stage ``s`` of those block calls in ``calls`` (indices in the model) that have a
+        backward."""
         return tuple(p for p, i in enumerate(routes.stages[s].calls) if i in calls and flow.has_backward(i))
 
     whole, slim = set(spec.recompute), set(spec.selective) - set(spec.recompute)

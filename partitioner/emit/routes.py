@@ -28,8 +28,8 @@ class StageCalls:
 
     calls: tuple[int, ...]
     num_prologue: int
-    chunks: tuple[tuple[int, int], ...]  # positions in ``calls``: [start, end) of each chunk's own
-    loads: tuple[tuple[str, ...], ...]  # the model inputs that each chunk is the first to read
+    chunks: tuple[tuple[int, int], ...]  # for each virtual stage, its range [start, end) of ``calls``
+    loads: tuple[tuple[str, ...], ...]  # for each virtual stage, the model inputs that it is the first to read
     prologue_loads: tuple[str, ...]
     totals: tuple[str, ...]
 

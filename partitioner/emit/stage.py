@@ -46,14 +46,15 @@ class StageJob:
     order: Order
     fetches: Sequence[Sequence[Fetch]]  # what is received before each action of the order
     buckets: Sequence[PlannedBucket]
-    syncs: Sequence[tuple[str, ...]]  # tied states, those that share their stages together
+    syncs: Sequence[tuple[str, ...]]  # tied parameters, grouped by the stages that share them
     total_axes: tuple[str, ...]
     zero: int = 0
     offload: tuple[str, ...] = ()
-    hosted: frozenset[str] = frozenset()  # states that are in host memory
-    trained: tuple[str, ...] = ()  # states of the stage with a gradient
-    updates: Sequence[tuple[str, ...]] = ()  # buffers that forward changes, those that share their stages together
-    new_values: Mapping[str, str] = field(default_factory=dict)  # of those whose new values this stage makes
+    hosted: frozenset[str] = frozenset()  # names of parameters in host memory
+    trained: tuple[str, ...] = ()  # names of the stage's parameters with a gradient
+    updates: Sequence[tuple[str, ...]] = ()  # buffers that forward changes, grouped by their stages
+    # buffer -> value, for new values that this stage computes
+    new_values: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def by_call(self) -> bool:
@@ -143,7 +144,7 @@ def _emit_forward(job: StageJob, action: Action, index: int) -> Iterator[Instruc
         yield Instruction(op="LOAD", values=here.loads[action.chunk], **at)
     yield from _emit_fetches(job, index)
     start, end = here.forward_range(action.chunk)
-    # In training a value between two calls is kept for backward anyway; without, it can go as soon as it is read.
+    # In training, a value between two calls is kept for backward. Without, it can be freed as soon as it is read.
     steps = [(start, end)] if job.train and not job.by_call else [(i, i + 1) for i in range(start, end)]
     for span in steps:
         if span[0] < span[1]:
@@ -168,7 +169,7 @@ def _emit_backward(job: StageJob, action: Action, index: int) -> Iterator[Instru
     for span in _split_call_range(start, end, cuts, job.flow.runs):
         if any(job.flow.runs[span[0] : span[1]]):
             yield Instruction(op=action.kind, calls=span, **at)
-        # what others wait for goes out before what only has to be done by the end
+        # send what other stages wait for before starting reductions
         if span[0] == start and action.kind != "W" and routes.returning[virtual]:
             yield Instruction(op="SEND_B", values=routes.returning[virtual], peer=routes.ranks[virtual - 1], **at)
         for position in sorted((c for c in reduced if span[0] <= c < span[1]), reverse=True):

@@ -19,9 +19,9 @@ _COMPUTING = frozenset({"F", "B", "I", "W", "TOTAL_F"})
 
 _BACKWARD = frozenset({"B", "I", "W"})
 
-SMALL = 2**-12  # of the bytes of the states that a call reads
+SMALL = 2**-12  # fraction of the bytes of the parameters and buffers that a call reads
 
-Needs = Sequence[frozenset[int]]  # for each call of the stage the buckets of which it reads
+Needs = Sequence[frozenset[int]]  # for each call of the stage, the numbers of the buckets that it reads
 
 
 def zero_axes(grad_axes: Sequence[str], trained: bool, *, zero: int, expert: bool, hybrid: bool) -> tuple[str, ...]:

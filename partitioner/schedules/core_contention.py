@@ -92,9 +92,9 @@ class _ContentionSimulation:
         self.table, self.cores, self.train = table, cores, train
         self.last = len(table.ranks) - 1
         self.at = [0] * len(table.orders)
-        self.waiting: dict[int, float] = {}  # by rank, seconds left before it computes
-        self.computing: dict[int, float] = {}  # by rank, seconds left on a core of its own
-        self.done: set[tuple[str, int, int]] = set()  # where a microbatch has left a virtual stage
+        self.waiting: dict[int, float] = {}  # rank -> seconds left before it computes
+        self.computing: dict[int, float] = {}  # rank -> seconds left on a core of its own
+        self.done: set[tuple[str, int, int]] = set()  # (kind, microbatch, virtual stage) of completed passes
         self.work = [
             {
                 kind: (self._sum_phase_parts(work.waiting, kind), self._sum_phase_parts(work.computing, kind))

@@ -32,7 +32,7 @@ def _zero_bubble(s: int, p: int, m: int, ahead: int) -> tuple[Counts, ...]:
     return tuple({(whole, most - whole): None, (most - half, half): None})
 
 
-# Extreme counts of microbatches that stage ``s`` of ``p`` holds at a time, of ``m`` in all; one stage on each rank.
+# Extreme counts of microbatches in flight on stage ``s`` of ``p``, of ``m`` in all; one stage on each rank.
 _IN_FLIGHT: dict[str | ScheduleTable, Callable[[int, int, int], tuple[Counts, ...]]] = {
     "gpipe": lambda s, p, m: ((m, 0),),
     "1f1b": lambda s, p, m: ((min(p - s, m), 0),),

@@ -26,7 +26,7 @@ PARTS = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}  # indices into a phase's
 KINDS = tuple(PARTS)
 _PHASES = "forward", "inputs", "weights", "values_sent", "gradients_sent"
 _MOST_STEPS, _SAME_PACE = 8, 1e-9  # steps until all ranks take equally long, and the tolerance
-_AT_ONCE = 1 << 18  # actions of which it is known at a time when they end
+_AT_ONCE = 1 << 18  # most end times that are computed at once
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def follow_all(
     """
     waits = waits_of(table, train)
     kinds = [phases[:, :, list(parts)].sum(axis=2) * (train or k == "F") for k, parts in PARTS.items()]
-    of_kinds = np.stack(kinds, axis=2).reshape(len(phases), -1).T.copy()  # as the list of :func:`seconds_of`
+    of_kinds = np.stack(kinds, axis=2).reshape(len(phases), -1).T.copy()  # in the order of :func:`seconds_of`
     sent = phases[:, :, len(_PHASES) - 2 :].reshape(len(phases), -1).T
     sent = np.concatenate([sent, np.zeros((1, len(phases)))]) if sent.any() else sent[:0]
     most = max(1, _AT_ONCE // len(waits.before))
@@ -170,7 +170,8 @@ def _compute_waits(same: _TimetableByIdentity, train: bool) -> Waits:
     starts = range(len(table.orders))
     nothing = 2 * len(table.ranks)
     found = Waits([*starts], [*starts], [0 for _ in starts], [nothing for _ in starts], [*starts], [*starts])
-    place: dict[tuple[str, int, int], int] = {}  # where a microbatch leaves a virtual stage
+    # (kind, microbatch, virtual stage) -> index of the action that completes it
+    place: dict[tuple[str, int, int], int] = {}
     at = [0] * len(table.orders)
     moved = True
     while moved:

@@ -128,7 +128,7 @@ def _dual_pipe_v(p: int, s: int, m: int) -> list[Action]:
     lane.add_actions("F0 B1 F1 B0", m - 2 * p + s + 1)
     lane.add_actions("B1 F1 B0", last)
     half = (s + 1) // 2
-    for pair in range(s + 1):  # from the middle one on, backwards for weights wait
+    for pair in range(s + 1):  # from the middle on, backwards for weights are delayed
         lane.add_actions("B1" if pair < half + (s % 2 == 0) else "I1")
         lane.add_actions("B0" if pair < half else "I0")
     lane.add_actions("W I0", last)
@@ -142,7 +142,7 @@ class _RankOrderBuilder:
 
     def __init__(self) -> None:
         self.order: list[Action] = []
-        self.waiting: list[tuple[int, int]] = []  # (chunk, microbatch) whose backward for weights is to come
+        self.waiting: list[tuple[int, int]] = []  # (chunk, microbatch) whose backward for weights is pending
         self.counts: dict[tuple[str, int], int] = {}
 
     def count_actions(self, kind: str, chunk: int) -> int:

@@ -21,9 +21,9 @@ Item = tuple[Hashable, int | None]  # what is done, and on which microbatch
 
 Ints = NDArray[np.int64]
 
-_NONE = -(1 << 40)  # the microbatch of what has none
+_NONE = -(1 << 40)  # microbatch number of items without one
 
-_LEAST_STEPS = 4  # fewer are written out
+_LEAST_STEPS = 4  # lists with fewer steps are written out
 _FETCHING = frozenset({"LOAD", "RECV_F", "RECV_B"})
 _OPENING = _FETCHING | {"F", "B", "I", "W", "TOTAL_F", "TOTAL", "REDUCE", "SYNC", "UPDATE", "STEP"}
 
@@ -94,7 +94,7 @@ def find_steady_state(
     extrapolated exactly. ``None`` if none of the tried numbers is sufficient, the step is short, or the schedule is a
     user-defined table. ``chunks``: number of virtual stages per rank."""
     if table_of(schedule) is not None:
-        return None  # it is for one number of microbatches
+        return None  # a table is for one number of microbatches
 
     def orders(p: int, m: int) -> tuple[Order, ...]:
         return schedule_orders(schedule, p, m, chunks)

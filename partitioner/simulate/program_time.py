@@ -41,7 +41,7 @@ from partitioner.topology.hosts import BOUNDLESS
 from partitioner.topology.topology import Topology
 from partitioner.validate import rate_cluster
 
-_EXPERT_AXES = {"edp": "experts", "etp": "tp"}  # what the machine calls axes of the experts' mesh
+_EXPERT_AXES = {"edp": "experts", "etp": "tp"}  # axis of the experts' mesh -> its name in PlacedMesh
 
 
 class HasProgram(Protocol):
@@ -116,7 +116,7 @@ def _list_pipelines(
         return
     alike: dict[tuple[int, tuple[Seats, ...]], list[int]] = {}
     machine = PlanDurations(plan).machine
-    apart = plan.program.zero < 2  # else all wait for the slowest in every microbatch
+    apart = plan.program.zero < 2  # under ZeRO 2 and 3 replicas wait for the slowest in every microbatch
     for place, seats in enumerate(machine.pipelines):
         alike.setdefault((plan.program.data_shares[place], seats if apart else machine.seats), []).append(place)
     for (share, seats), places_of in alike.items():
@@ -136,15 +136,16 @@ def plan_timeline(plan: Plan) -> Timeline:
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds in which a stage computes in one step. ``backward`` includes recomputation."""
+    """Seconds in which a stage runs its blocks in one step, with the collectives inside blocks. ``backward`` includes
+    recomputation."""
 
     forward: float
     backward: float
 
 
 def stage_seconds(plan: Plan) -> tuple[StageSeconds, ...]:
-    """Return the seconds in which each stage computes in one step, without waiting and without communication between
-    stages."""
+    """Return the seconds in which each stage runs its blocks in one step, without waiting and without communication
+    between stages."""
     durations = simulate_plan(plan).durations if plan.data_shares else PlanDurations(plan)
     train = plan.program.objective == "train"
     result = []
@@ -254,7 +255,7 @@ class PlanDurations:
         return max(coding_time(compression, nbytes, device) for device in self.machine.devices_of(stage))
 
     def posting(self, stage: int, op: str) -> float:
-        return 0.0  # a device computes on while its host starts what comes next
+        return 0.0  # the device computes while its host issues the next collective
 
     def _find_axis_groups(self, axes: tuple[str, ...]) -> tuple[Group, ...]:
         """Return, for each stage, the slowest communication group over ``axes``. The axes may be of the mesh or of the

@@ -42,7 +42,7 @@ Column = NDArray[np.float64]
 Marks = NDArray[np.bool_]
 Places = NDArray[np.int64]
 
-# The collective that a collective's gradient takes; see the table in passes/ir/collectives.py.
+# The collective that the gradient of a collective needs; see the table in passes/ir/collectives.py.
 _TRANSPOSED = {
     ("all_gather", "reduce"): "reduce_scatter",
     ("shard_slice", ""): "all_gather",
@@ -55,8 +55,8 @@ _TRANSPOSED = {
 }
 # Collectives whose operand is one rank's part, so that the whole is ``size`` times as large.
 _FROM_PART = frozenset(("all_gather", "all_to_all")) | ROUTED
-_OF_A_MODULE = 2.7  # operators as which the host sees one of Transformer Engine's linear layers
-_IN_PIECES = frozenset(("all_gather", "reduce_scatter"))  # can run behind the products beside them
+_OF_A_MODULE = 2.7  # host work of one Transformer Engine linear layer, in operators
+_IN_PIECES = frozenset(("all_gather", "reduce_scatter"))  # can overlap with the products next to them
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ class _BlockProfiler:
         self._add_exchanges(node, backward)
         name = collective_name(node.target)
         issued = self.each if self._runs_each(node) else self.issued
-        issued[0] += name != "copy" and self._is_issued(node)  # a copy does nothing on its way forward
+        issued[0] += name != "copy" and self._is_issued(node)  # a copy does nothing in forward
         if not self.among_experts:
             self.among_experts = node in self.region.products
             self.routing = 0 if is_attention(node) else self.routing + (name is None and not is_view(node))

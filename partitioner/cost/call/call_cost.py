@@ -42,7 +42,7 @@ from partitioner.topology.hardware import DeviceType
 # Kernels of Megatron-Core's fused router and of what it prepares for the exchange, forward, by how rows travel
 # (Megatron-LM, deepseek-v3-gb200-optimization, sections 2.1.4 and 2.2.1; recipes of Megatron-Bridge fuse it).
 _ROUTING = {"rows": 31, "parts": 31, "once": 17}
-_STREAMS = 4  # on which kernels of single experts run beside each other (Transformer Engine, util/multi_stream.cpp)
+_STREAMS = 4  # streams for kernels of single experts (Transformer Engine, util/multi_stream.cpp)
 
 Again = Callable[[Block, Collection[fx.Node]], frozenset[fx.Node]]
 
@@ -244,19 +244,19 @@ class CallWork:
             took = _compute_exchange_seconds(exchange, groups, device)
             apart = profile.overlap_tensor and exchange.in_pieces
             (pieces if apart else comm)[exchange.way] += took
-            if exchange.anew and profile.regather:  # behind the products of the backward
+            if exchange.anew and profile.regather:  # overlaps with the products of the backward
                 pieces[1] += took
         exchanged = expert_exchanges(asked.region, spread)
         put_in_order = sorting_seconds(asked.region, asked.held, spread, device)
         for way in range(1 + train):
             seconds[way] += put_in_order
             comm[way] += in_pieces(computed.products[way], pieces[way], spread.tp, slowdown)
-            behind = profile.overlap_experts  # another microbatch, which computes as long
+            behind = profile.overlap_experts  # overlaps with another microbatch, which computes as long
             comm[way] += compute_exposed_seconds(seconds[way], exchanged, slowdown, behind)
         halves = [seconds[0], seconds[1] - computed.weights, computed.weights]
         sent_s = 0.0 if profile.overlap_experts else exchanged / 2  # to the experts, without the way back
         late_s = _issued_late(asked, computed.experts_s + sent_s, spread, device)
-        for half, others in enumerate((comm[0], comm[1], 0.0)):  # the host is the slower one for each by itself
+        for half, others in enumerate((comm[0], comm[1], 0.0)):  # in each part, host or device may be the slower one
             issued, waited = (
                 _count_issued_operators(asked, half, spread) * device.dispatch,
                 late_s if half == 0 else 0.0,
@@ -273,7 +273,7 @@ class CallWork:
         ]
         comm = [sent + waited for sent, waited in zip(comm, (*exposed, 0.0), strict=False)]
         forward_only_s = 0.0
-        if train and profile.gather != "parameter":  # by parameter they are gathered for recomputation, and again
+        if train and profile.gather != "parameter":  # otherwise weights are gathered for recomputation, and again
             # recomputation waits for no gather of its own, and hides some of those of backward
             hidden = compute_exposed_seconds(sum(windows), gathers[1], slowdown, profile.overlap)
             forward_only_s = exposed[0] + exposed[1] - hidden
@@ -282,7 +282,7 @@ class CallWork:
     def _get_kernel_prices(self, device: DeviceType, asked: BlockProfile, spread: Spread) -> _Computed:
         even = spread.profile.even_experts
         key = id(device), id(asked), spread.ep, spread.of_experts, spread.num_experts, spread.divided, even
-        if key not in self._computed:  # the device is kept: its identity stays its own
+        if key not in self._computed:  # the device is kept, so that its id is not reused
             self._computed[key] = device, _price_kernels(asked, device, spread)
         return self._computed[key][1]
 

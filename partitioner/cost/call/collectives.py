@@ -66,7 +66,7 @@ def dispatch_time(num_bytes: float, group: Group, copies: float) -> float:
     seconds, reached = 0.0, 1
     for tier in group.tiers:
         parts = group.size / reached
-        hit = parts * (1 - (1 - 1 / parts) ** copies)  # of the parts that this level joins, by each row
+        hit = parts * (1 - (1 - 1 / parts) ** copies)  # expected number of parts of this level that a row reaches
         rate = min(group.cap, tier.level.bandwidth * tier.level.efficiency)
         seconds = max(seconds, own * hit * (1 - 1 / tier.ways) / rate)
         reached *= tier.ways
@@ -116,8 +116,9 @@ def exchange_seconds(
     wide = here * max(1.0, _WIDE_BYTES / key.dtype.itemsize)
     counts = Counter(after - before for before, after in pairwise(steps))
     forward_s = sum(count * group.hop(places).time(here) for places, count in counts.items())
-    behind = sum(count * group.hop(places).time(wide) for places, count in counts.items())  # gradients, backward
-    home = group.hop(-steps[-1]).time(wide)  # their way back to where keys and values are from
+    # gradients of keys and values, backward
+    behind = sum(count * group.hop(places).time(wide) for places, count in counts.items())
+    home = group.hop(-steps[-1]).time(wide)  # their way back to the rank that owns the keys and values
     return forward_s, forward_s + behind + home
 
 

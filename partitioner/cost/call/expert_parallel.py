@@ -24,7 +24,8 @@ from partitioner.passes.ir.model import Block
 from partitioner.topology.group import Group
 from partitioner.topology.hardware import DeviceType
 
-_REPEATS = frozenset(("index", "index_select", "expand", "reshape", "clone", "_to_copy"))  # of rows
+# operators that select or repeat rows
+_REPEATS = frozenset(("index", "index_select", "expand", "reshape", "clone", "_to_copy"))
 
 EXPERT_PRODUCTS = frozenset(("_grouped_mm", "expert_mm"))
 _ALONE = Group(1)
@@ -138,7 +139,7 @@ def expert_region(block: Block) -> ExpertProducts:
     products = [n for n in block.graph.nodes if operator_name(n) in EXPERT_PRODUCTS]
     if not products:
         return ExpertProducts()
-    after: set[fx.Node] = set()  # behind some product
+    after: set[fx.Node] = set()  # nodes after some product
     for node in block.graph.nodes:
         if any(o in after or o in products for o in node.all_input_nodes):
             after.add(node)

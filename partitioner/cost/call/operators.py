@@ -99,8 +99,8 @@ VIEWS = frozenset(
     split_with_sizes chunk tensor_split unbind diagonal alias detach as_strided movedim moveaxis flatten unflatten
     swapaxes swapdims view_as expand_as numpy_T mT mH adjoint lift_fresh real imag contiguous""".split()
 )
-_SUMMED_BACK = frozenset(("expand", "expand_as"))  # the gradient of a view that repeats is summed
-_FILLED_BACK = frozenset(  # the gradient of a view of a part is filled up with zeros, or joined
+_SUMMED_BACK = frozenset(("expand", "expand_as"))  # views that repeat elements: the gradient is summed
+_FILLED_BACK = frozenset(  # views of a part: the gradient is padded with zeros, or joined
     "slice select narrow diagonal split split_with_sizes chunk tensor_split unbind as_strided".split()
 )
 _MAYBE_COPIES = frozenset(("reshape", "contiguous", "flatten"))
@@ -109,7 +109,7 @@ _LOOKUPS = frozenset(
     """embedding index_select gather index take_along_dim scatter scatter_add scatter_reduce index_put index_add
     index_copy masked_select _unsafe_index _unsafe_masked_index take""".split()
 )
-_WRITTEN_OVER = ("scatter", "index_put", "index_add", "index_copy")  # look-ups that give the table with other rows
+_WRITTEN_OVER = ("scatter", "index_put", "index_add", "index_copy")  # look-ups that return the table with changed rows
 _SORTS = frozenset("sort argsort topk kthvalue median mode histc bincount unique _unique2 searchsorted".split())
 _NORMS = frozenset(
     """native_layer_norm layer_norm native_group_norm group_norm rms_norm _fused_rms_norm native_batch_norm batch_norm
@@ -119,27 +119,28 @@ _REDUCTIONS = frozenset(
     """sum mean amax amin max min prod var std var_mean std_mean logsumexp softmax _softmax log_softmax _log_softmax
     norm linalg_vector_norm any all argmax argmin cumsum cumprod nll_loss_forward cross_entropy_loss""".split()
 )
-# Bound by exponentials rather than by memory on devices that are slow at them: kinds of their own.
+# Bound by exponentials rather than by memory on some devices, so they have kinds of their own.
 _SOFTMAXES = frozenset("softmax _softmax log_softmax _log_softmax logsumexp cross_entropy_loss".split())
 _NAMED = {"sort": _SORTS, "reduction": _REDUCTIONS, "softmax": _SOFTMAXES, "norm": _NORMS}  # the last of two counts
 _KINDS = {name: kind for kind, names in _NAMED.items() for name in names}
-# ``passes/ops/cross_entropy.py``: a piece of the logits is read twice, what is made of it written and read, twice where
-# they are short and widened first; backward it is read and its gradient written, what is made in between written and
-# read twice.
+# See ``passes/ops/cross_entropy.py``. Forward, a piece of the logits is read twice, and an intermediate result is
+# written and read; for short types this happens twice, because they are widened first. Backward, the piece is read and
+# its gradient is written; intermediate results are written and read twice.
 CROSS_ENTROPY = frozenset(("cross_entropy", "target_and_logsumexp"))
 _SPECIAL = frozenset(
     "silu gelu exp expm1 log log1p sigmoid tanh softplus mish elu erf sin cos pow silu_backward gelu_backward".split()
 )
-_SUMS = frozenset(("sum", "cat", "stack", "clone", "concat"))  # the gradient is a view of the result's
+_SUMS = frozenset(("sum", "cat", "stack", "clone", "concat"))  # their gradient is a view of the result's gradient
 _ADDITIONS = frozenset(("add", "sub", "rsub"))
-_ADDED_TO = frozenset(("addcmul", "addcdiv"))  # the first operand, by what is made of the two others
-_LINEAR = frozenset(("to", "_to_copy", "mul", "div", "neg"))  # in one tensor: the gradient does not read it
+_ADDED_TO = frozenset(("addcmul", "addcdiv"))  # add the product or quotient of two operands to the first
+# linear in a single tensor operand, which the gradient does not read
+_LINEAR = frozenset(("to", "_to_copy", "mul", "div", "neg"))
 _ATTENTION = frozenset(
     """scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
     _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu band_attention
     context_attention""".split()
 )
-# Products in a fused attention's backward over those forward: five of one size over two (Dao et al. 2022).
+# FLOPs of a fused attention's backward relative to its forward: five products to two (Dao et al. 2022).
 _ATTENTION_BACKWARD = 2.5
 
 _ALIGNMENT = 16  # bytes (NVIDIA, Matrix Multiplication Background: with whole 16 bytes cuBLAS takes tensor cores best)
@@ -321,7 +322,7 @@ def backward_kernels(
     if is_product(node):
         return _product_backward(node, name, operands, results, needs)
     if name in _LOOKUPS:
-        fills = [_gradient_kernel("pointwise", o, []) for o in wanted]  # with zeros, then scattered into
+        fills = [_gradient_kernel("pointwise", o, []) for o in wanted]  # filled with zeros, then scattered into
         return fills + [replace(_build_kernel("lookup", [result, result]), learned=o.learned) for o in wanted]
     if name in _SUMS or name in CROSS_ENTROPY:
         return [_entropy_kernel("pointwise", operands[0], 2, 4, 5)] if name in CROSS_ENTROPY else []
@@ -330,7 +331,7 @@ def backward_kernels(
         return [_gradient_kernel(kind, wanted[0], [result])]
     if kind in ("pointwise", "special"):
         return [k for o in wanted for k in _pointwise_backward(kind, name, o, operands, result)]
-    if kind == "norm":  # one operator makes all gradients
+    if kind == "norm":  # one operator computes all gradients
         return [_build_kernel(kind, [o, o.gradient, result]) for o in wanted]
     return [_gradient_kernel(kind, o, [o, result]) for o in wanted]
 
@@ -340,7 +341,7 @@ def _pointwise_backward(
 ) -> list[Kernel]:
     broadcast = [_gradient_kernel("reduction", wanted, [result])] if wanted.numel < result.numel else []
     if name in _ADDITIONS or (name in _ADDED_TO and wanted is operands[0]):
-        return broadcast  # the gradient itself
+        return broadcast  # the gradient passes unchanged
     factors = operands[1:] if name in _ADDED_TO else operands
     others = [o for o in factors if o is not wanted] or [wanted]
     later = wanted.learned and not is_early(wanted.numel, result.numel)
@@ -448,7 +449,7 @@ def _build_kernel(
     launches: int = 1,
 ) -> Kernel:
     if kind == "pointwise" and len({o.shape for o in traffic if o.numel > 1}) > 1:
-        kind = "broadcast"  # found by index, not by place
+        kind = "broadcast"  # elements are addressed by index
     rows = [o.shape[-1] * o.dtype.itemsize for o in traffic if flops and len(o.shape) > 1 and o.dtype.itemsize == 2]
     return Kernel(
         kind,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Column = NDArray[np.float64]
 
-_LEAST = 1e-9  # of sizes whose logarithm is taken
+_LEAST = 1e-9  # least size of which a logarithm is taken
 
 
 def kernel_time(kernel: Kernel, device: DeviceType) -> float:
@@ -75,7 +75,7 @@ def kernels_time(kernels: Iterable[Kernel], device: DeviceType) -> float:
     return sum(kernel_time(kernel, device) for kernel in kernels)
 
 
-# The kind that stands in for one that a device does not list, before ``default``.
+# Kind -> similar kind, which is used if a device does not list the first; then ``default``.
 _ALIKE = {
     **dict.fromkeys(("optimizer", "special", "broadcast", "quantize"), "pointwise"),
     "softmax": "reduction",

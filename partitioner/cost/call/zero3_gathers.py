@@ -42,9 +42,8 @@ def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, 
     if spread.shards.size == 1:
         return 0.0, 0.0
     apart = spread.profile.gather == "parameter"
-    sizes: dict[
-        tuple[bool, str], list[float]
-    ] = {}  # (belongs to experts, name) -> bytes of weights, bytes of gradients
+    # (belongs to experts, name) -> bytes of weights, bytes of gradients
+    sizes: dict[tuple[bool, str], list[float]] = {}
     for state in (state for state in states if apart or not state.small):
         known = sizes.setdefault((state.expert, state.name if apart else ""), [0.0, 0.0])
         for kind, nbytes in enumerate(read_bytes(state, spread)):

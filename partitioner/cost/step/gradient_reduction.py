@@ -221,7 +221,7 @@ def lost_by(machine: PlacedMesh, constraints: Constraints) -> Callable[[StateCos
 
     def lost(cost: StateCost) -> float:
         part = max(reducer.lost(cost.rest_axes) for reducer in reducers)
-        if not part and cost.scatter_axes:  # what is scattered to shards is sent once
+        if not part and cost.scatter_axes:  # a gradient that is only scattered is sent once
             return cost.gradient
         return part * cost.gradient_piece
 
@@ -376,10 +376,11 @@ def reduction_of(
     last = gathered = again = coding = coding_again = 0.0
     for (op, axes, stage, before), size in sizes.items():
         group = reducer.group(axes)
-        filled_by = reducer.group(before).size if before else 1  # a bucket of shards is one of what was scattered
+        # a bucket of shards has the shards of one scattered bucket
+        filled_by = reducer.group(before).size if before else 1
         limit = bucket_limit(filled_by * group.size)
         count = math.ceil(size * filled_by / limit) if overlap else 1
-        if op == "all_gather":  # of the parameters, in the next step
+        if op == "all_gather":  # gathers of the parameters, in the next step
             gathered += count * collective_time(op, size / count, group)
             continue
         sent = reducer.all_reduce(size / count, axes) if op == "all_reduce" else None

@@ -37,7 +37,7 @@ from partitioner.solve.stages.problem import StageCall, StageProblem
 from partitioner.solve.stages.split import StagePlan, stage_plan
 from partitioner.solve.stages.tables import StageTables, Table, min_max
 
-_MOST_FOLLOWED = 60  # runs of a stage whose reductions are followed bucket by bucket
+_MOST_FOLLOWED = 60  # with more runs of calls, reductions are not simulated bucket by bucket
 
 
 def least_update(problem: StageProblem, states: Mapping[str, StateCost], machine: PlacedMesh) -> float:
@@ -72,7 +72,7 @@ def run_tails(
         return tails
     if problem.num_stages == _num_ranks(machine):
         waits = _ReductionTails(tables, states, machine, constraints)
-        ahead = np.where(np.arange(len(problem.calls) + 1) == 0, 0.0, -np.inf)  # of the stages before, at most
+        ahead = np.where(np.arange(len(problem.calls) + 1) == 0, 0.0, -np.inf)  # most seconds of the stages in front
         for stage, times in zip(stages, seconds, strict=True):
             windows = _compute_backward_windows(tables, stage, times)
             tails[stage] = np.maximum(tails[stage], waits.of_stage(stage, windows, ahead))
@@ -84,7 +84,7 @@ def run_tails(
     for rank, tail in zip(ranks or stages, tails, strict=True):
         rate = min(memory_rate("optimizer", device) for device in machine.devices_of(rank))
         updates.append(np.where(np.isfinite(tail), stepped / rate, np.inf))
-    longest = min_max(updates)[0]  # of a cut's updates at least, which is waited for on all ranks
+    longest = min_max(updates)[0]  # all ranks wait for the longest update; this is its least value over all cuts
     tied = _least_tied(problem, states, machine, seconds, ranks or stages)
     return [tail + np.maximum(update, longest) + tied for tail, update in zip(tails, updates, strict=True)]
 
@@ -118,11 +118,11 @@ def _least_tied(
     tied = {name: places for name, places in readers.items() if len(places) > 1 and name in states}
     if not tied:
         return 0.0
-    # by stage, the calls that it may have: those inside of some run that is left
+    # for each stage, the calls that it may have: those in a run that is still allowed
     inside = [np.isfinite(table) for table in seconds]
     least = 0.0
     for name, places in tied.items():
-        apart: list[set[int]] = []  # ranks that may have a reader, no two of which have one in common
+        apart: list[set[int]] = []  # disjoint sets of ranks, each of which must have a reader
         for place in places:
             at = {rank for rank, runs in zip(ranks, inside, strict=True) if runs[: place + 1, place + 1 :].any()}
             if all(at.isdisjoint(other) for other in apart):
@@ -287,7 +287,7 @@ class _ReductionTails:
         groups = tuple(reducer.group(axes) for _, axes, _, _ in self.keys)
         known = *sizes, reducer.how, id(reducer.device), groups
         if known not in self._known:
-            found = reduction_of(held, self.last_levels, reducer, overlap=False)  # one bucket starts the least often
+            found = reduction_of(held, self.last_levels, reducer, overlap=False)  # one bucket has the fewest start-ups
             self._known[known] = found.seconds
         return self._known[known]
 

@@ -16,7 +16,7 @@ from partitioner.passes.ir.model import Block
 from partitioner.topology.hardware import DeviceType
 from partitioner.topology.topology import Topology
 
-Costs = dict[str, CallCost]  # by block
+Costs = dict[str, CallCost]  # cost of one call by block name
 
 
 @dataclass

@@ -117,8 +117,8 @@ _LARGE = 1e15  # bytes, to measure the slope of a collective's time
 
 _ROUNDING = 1e-9
 _MOST_FORMS = 2000  # forms of a group to enumerate; beyond that a bound from all links is used
-_SINGLY = 8  # devices in the smallest part of a group, up to which every number is a range of its own
-_FEW = 100  # numbers of parts up to which ranges are that fine
+_SINGLY = 8  # sizes of the smallest part of a group up to which every number is a range of its own
+_FEW = 100  # numbers of parts up to which several ranges are enumerated
 _Range = tuple[int, int]
 
 
@@ -144,7 +144,7 @@ def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]
         return [_over_all_links(topology, size)]
     shares = np.sort(topology.network_share)
     asked = [(float(shares[0 if everywhere else -size]), False)]
-    if everywhere:  # which may be two groups: that of the farthest device, and one that is in more parts than it need
+    if everywhere:  # the slowest is the group of the slowest device, or one in more parts than necessary
         asked += [(float(shares[-size]), True)] * any(_must_part(storey, size) for storey in storeys)
     found: list[Group] = []
     for farthest, parted in asked:
@@ -181,14 +181,15 @@ def _best_hops(topology: Topology, size: int) -> tuple[Hop, ...]:
             numbers = {n for storey in fits for n in storey.levels}
             within = any(not storey.levels for storey in fits) or not topology.storeys
             found = own + (direct if within else []) + [levels[n] for n in sorted(numbers)]
-            found = found or own + direct + levels  # over other devices, as fast as the slowest of several links
+            found = found or own + direct + levels  # routed over other devices: no faster than the best link
             by_cycle[cycle] = Hop(min(hop.latency for hop in found), max(hop.bandwidth for hop in found))
     return tuple(by_cycle[size // math.gcd(size, places)] for places in range(1, size // 2 + 1))
 
 
 def no_slower(group: Group, other: Group) -> bool:
     """Whether no collective and no message takes longer over ``group`` than over ``other``, up to rounding."""
-    lines = [(own, least) for own in group.every for least in other.every]  # each a start and a slope
+    # pairs of groups; a collective time is a start plus a slope
+    lines = [(own, least) for own in group.every for least in other.every]
     hops = [pair for own, least in lines if own.hops and least.hops for pair in zip(own.hops, least.hops, strict=True)]
     if any(own.time(n) > least.time(n) * (1 + _ROUNDING) for own, least in hops for n in (1.0, _LARGE)):
         return False
@@ -305,7 +306,7 @@ def _list_storey_links(topology: Topology, storey: Storey) -> list[Level]:
     """Return the distinct link levels that a group may use in ``storey``."""
     if storey.levels:
         return list(dict.fromkeys(topology.levels[number] for number in storey.levels))
-    # direct links inside nodes: none has more than all of a device's, or than a level inside the node
+    # direct links inside nodes: at most the bandwidth of all links of a device, or of a level inside the node
     rates = [float(matrix.sum(axis=1).max()) for _, matrix in topology.pattern_kinds]
     inside = [level for level in topology.levels if not spans_nodes(level)]
     rates += [rate for level in inside for rate in _list_level_rates(level)]

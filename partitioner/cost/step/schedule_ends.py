@@ -20,7 +20,7 @@ from partitioner.schedules.makespan import KINDS, Phases, compute_makespan, seco
 from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.split import StagePlan
 
-_MOST_ACTIONS = 3000  # that are followed: gathers and reductions are at the ends of a step
+_MOST_ACTIONS = 3000  # actions to simulate; gathers and reductions are at the ends of a step
 
 _FORWARD, _WHOLE, _WEIGHTS = (KINDS.index(kind) for kind in "FBW")
 
@@ -87,7 +87,7 @@ class _Lane:
         self.ends = ends
         self.clock = RankClock(ends.slowdown)
         self.reductions = Reductions(self.clock)
-        self.gathers: dict[int, list[OverlappedCollective]] = {}  # by the call that reads first what they gather
+        self.gathers: dict[int, list[OverlappedCollective]] = {}  # by the first call that reads the parameters
         for bucket in sorted(ends.buckets, key=lambda bucket: bucket.place):
             if bucket.gather_s:
                 gather = OverlappedCollective(0.0, bucket.gather_s)

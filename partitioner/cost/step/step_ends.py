@@ -156,8 +156,9 @@ class Reductions:
 
     def __init__(self, clock: RankClock) -> None:
         self.clock = clock
-        self._sent: list[OverlappedCollective] = []  # scatters of the backward before
-        self._left: list[tuple[OverlappedCollective, GradientBucket]] = []  # to add up when these have ended
+        self._sent: list[OverlappedCollective] = []  # scatters of the previous backward
+        # buckets to all-reduce when these scatters have ended
+        self._left: list[tuple[OverlappedCollective, GradientBucket]] = []
 
     def begin(self, buckets: Sequence[GradientBucket], *, whole: bool = True) -> None:
         """Begin to reduce ``buckets``, whose backward has run. Without ``whole`` the gradients are only scattered to

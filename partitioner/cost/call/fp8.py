@@ -58,10 +58,10 @@ def in_fp8(
     """Return the kernels of a product with its weight in fp8, and the kernels that cast its operands to fp8. If the
     product has no weight or no 16-bit operands, return ``kernels`` and no casts.
 
-    - ``backward``: the kernels are those of the backward. The gradient is then read once and written twice, as it is
-      and transposed (NVIDIA's Transformer Engine).
-    - ``fused``: the kernel in front of the product writes the operand in fp8, as it is and transposed, if the product
-      is the ``first`` to read it. Without ``fused``, each product casts both of its operands.
+    - ``backward``: the kernels are those of the backward.
+    - ``fused``: forward, the kernel in front of the product writes the operand in fp8, as it is and transposed, if the
+      product is the ``first`` to read it. Backward, one kernel reads the gradient once and writes it twice (NVIDIA's
+      Transformer Engine). Without ``fused``, each product casts the tensors that it reads by itself.
     - ``apart``: with ``fused``, a separate kernel casts the operand nevertheless, for example after an exchange.
     - ``current``: a tensor is scaled by its own largest absolute value, which is computed before the cast
       (``Float8CurrentScalingQuantizer``). This takes two more kernels; the first one reads the tensor unless the

@@ -31,7 +31,7 @@ from partitioner.topology.hardware import COLLECTIVES
 _SENT = (0.0, 1e5, 1e8)  # bytes, by which groups are told apart
 
 _LEAST_ROUNDS = 2
-_WORTH_S = 0.05  # of sharding, after which another process helps
+_WORTH_S = 1.0  # of sharding, after which another process helps: it also does what nobody will ask for
 
 # tp, cp, parts of the batch, whether one microbatch is all, whether experts are spread, and what of them is over tp
 LocalKey = tuple[int, int, int, bool, bool, Split]

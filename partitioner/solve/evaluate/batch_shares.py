@@ -32,9 +32,9 @@ def share_out(parts: int, seconds: Sequence[float], fill: float = 0.0) -> tuple[
     ends (Fox 1966).
 
     >>> share_out(8, [1.0, 3.0])
-        (6, 2)
-        >>> share_out(8, [1.0, 1.0, 1.0])
-        (3, 3, 2)
+    (6, 2)
+    >>> share_out(8, [1.0, 1.0, 1.0])
+    (3, 3, 2)
     """
     assert len(seconds) <= parts, "a replica without a microbatch"
     each, more = divmod(parts, len(seconds))

@@ -140,8 +140,8 @@ class BoundCascade:
         return max(self.bounds.refine(candidate), even, stages, self._own_staged(candidate, np.inf), alike)
 
     def shortage(self, candidate: MeshCandidate) -> CapacityError | None:
-        """Return the :class:`CapacityError` that says which stage lacks memory, if the candidate cannot fit even in the
-        relaxed problem; otherwise ``None``."""
+        """Return the memory shortage and the stage that lacks it, for a candidate that cannot fit by its lower bounds
+        on memory; otherwise ``None``."""
         try:
             self.bounds.refine(candidate)
         except CapacityError as error:
@@ -183,8 +183,8 @@ class BoundCascade:
         return self.bounds.staged(candidates, found)
 
     def _own_even(self, candidates: Sequence[MeshCandidate], _: float) -> float:
-        """Return a lower bound in seconds from an even division into stages, by the family's own sharding. ZeRO is left
-        out, which is never slower."""
+        """Return a lower bound in seconds that holds for the whole family, from an even division into stages, by the
+        sharding of the family's candidate without ZeRO. That candidate is never slower than the others."""
         if self._says_most(candidates[0]):
             return 0.0  # an earlier bound included it
         floor = self.evaluator.floor(self.family(candidates[0]), candidates[0].microbatch_size)
@@ -259,7 +259,7 @@ class BoundCascade:
         known = float(np.min(shared(shared=True)))  # without the largest call's pace: not a sum
 
         def of_steps(limit_s: float) -> float:
-            """Lower bound on the steps that take at most ``limit_s`` seconds."""
+            """Return a lower bound in seconds that holds for the steps that take at most ``limit_s`` seconds."""
             again = needs.seconds_again(ranks, job.constraints.recompute, limit_s / least * speed)
             return known + m / speeds * again
 

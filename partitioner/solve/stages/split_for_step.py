@@ -1,9 +1,9 @@
 """Cut calls into stages for the shortest training step, of which the pipeline is only a part.
 
 A stage solver minimises the pipeline time. The gradient reductions and the optimizer's update after the pipeline depend
-on the cuts too, so cuts with a longer pipeline may give a shorter step. The search therefore repeats the solver. Each
-time it bars the runs of calls that have at least as much work after the pipeline as the last cuts. It stops if the
-pipeline and the least work after it take as long as the best step.
+on the cuts too, so cuts with a longer pipeline may give a shorter step. The search therefore calls the solver
+repeatedly. Each time it forbids the stages that have at least as much work after the pipeline as the last cuts. It
+stops when the least pipeline time plus the least work after it reaches the best step time.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Priced = TypeVar("Priced")
 
 @dataclass(frozen=True)
 class PricedSplit(Generic[Priced]):
-    """A split, the seconds of its step, and the additional result of the function that computed these seconds
+    """A cut into stages, the seconds of its step, and the additional result of the function that computed these seconds
     (``priced``).
 
-    ``lower_bound_s``: lower bound on the step over all splits; at most ``step_s`` and the cutoff of the search.
+    ``lower_bound_s``: lower bound on the step over all cuts; at most ``step_s`` and the cutoff of the search.
     """
 
     split: StageSplit
@@ -100,7 +100,8 @@ def cut_for_step(
 
 
 def _list_stage_tails(tails: Sequence[Table], split: StageSplit) -> list[float]:
-    """Return a lower bound on the seconds after the pipeline for each stage of ``split``."""
+    """Return, for each stage of ``split``, a lower bound on the seconds that it works after the pipeline (gradient
+    reduction and update)."""
     stages = split.virtual or split.stages
     return [float(tail[stage.start, stage.stop]) for tail, stage in zip(tails, stages, strict=True)]
 

@@ -47,7 +47,8 @@ Number = TypeVar("Number", float, Vector)
 
 @dataclass(frozen=True)
 class BlockCallTime:
-    """A lower bound on the seconds of one call of a block for the whole batch on one device, in parts.
+    """A lower bound on the seconds of one call of a block (such as a decoder layer) for the whole batch on one device,
+    in parts.
 
     ``launches``: seconds of kernel launches. ``batch``: seconds that grow with the batch. ``weights``: seconds of
     reading and writing weights. ``flops``: FLOPs of matrix products. ``spared``: seconds (launches, part that grows
@@ -73,7 +74,7 @@ class BlockCallTime:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """The work of one call of a block for the whole batch on one device.
+    """The work of one call of a block (such as a decoder layer) for the whole batch on one device.
 
     ``forward``, ``backward``: seconds in parts. ``inputs``: the part of the backward that computes gradients of inputs.
     ``kept``: the least bytes that are saved for the backward. ``carried``: bytes held between the two halves of a split
@@ -117,8 +118,8 @@ class BlockWork:
 
 @dataclass
 class Works:
-    """The work of all blocks of a model, on the best device type and on each device type of the topology. It is
-    computed when first needed.
+    """The work of all blocks of a model (such as a decoder layer), on the best device type and on each device type of
+    the topology. It is computed when first needed.
 
     ``device``: the best device type. ``types``: all device types at their speeds, or empty if there is only one.
     ``how``: the kind of selective recomputation, or ``None``.
@@ -153,8 +154,9 @@ def block_work(
     how: Remade | None = None,
     fused_casts: bool = False,
 ) -> BlockWork:
-    """Return the work of ``block``, a graph for the whole batch, on ``device``. ``how``: the kind of selective
-    recomputation; what it recomputes costs no time and no memory here. ``None``: nothing is recomputed."""
+    """Return lower bounds on the seconds and bytes of one call of ``block``, a graph for the whole batch, on
+    ``device``. ``how``: the kind of selective recomputation; what it recomputes costs no time and no memory here.
+    ``None``: nothing is recomputed."""
     found = _block_work(_copy_block_graph(block), device, train, fp8, how, fused_casts)
     once = _copy_block_graph(block)
     if not read_heads_once(once):
@@ -262,7 +264,8 @@ _TINY_S = 1e-15
 
 @dataclass(frozen=True)
 class DeviceKinds:
-    """Computes the time of blocks on each device type of a topology, for many candidates at once.
+    """Computes lower bounds on the time of blocks (such as a decoder layer) on each device type of a topology, for many
+    candidates at once.
 
     ``often``: the number of calls of each block. ``samples``: the number of samples of a batch in the block graphs.
     ``counts``: the number of devices of each type.

@@ -65,8 +65,8 @@ def by_all(candidate: MeshCandidate) -> MeshCandidate:
 def map_by_candidate_key(
     candidates: Sequence[MeshCandidate], key: Key, find: Callable[[MeshCandidate], float]
 ) -> NDArray[np.float64]:
-    """Return ``find(candidate)`` for each of ``candidates``, shape ``[candidates]``. The function is called once for
-    each distinct ``key(candidate)``; its result must depend on the key only."""
+    """Return ``find(candidate)`` for each of ``candidates``, shape ``[candidates]``. The function is called only once
+    for each distinct ``key(candidate)``, so its result must depend on the key only."""
     keys = list(map(key, candidates))
     known = {which: find(candidate) for which, candidate in dict(zip(keys, candidates, strict=True)).items()}
     return np.array([known[which] for which in keys], dtype=np.float64)
@@ -148,7 +148,8 @@ class ModelBounds:
 
     @property
     def blocks(self) -> dict[str, BlockWork]:
-        """Return the work of each block on the best device type, by name."""
+        """Return the work (seconds and bytes) of each block on the best device type, by name of the block. A block is a
+        piece of the model that may be called several times, such as a decoder layer."""
         return self._kinds.works.best
 
     @cached_property
@@ -164,18 +165,20 @@ class ModelBounds:
 
     @cached_property
     def num_calls(self) -> int:
-        """Return the number of calls that can be distributed over stages. Prologue calls, and calls that every stage
-        runs itself, do not count."""
+        """Return the number of calls that can be distributed over stages. A call is one execution of a block, such as
+        a decoder layer. Calls that run before the pipeline starts, and those that every stage runs itself, do not
+        count."""
         return len(self._cuttable_blocks)
 
     @cached_property
     def _cuttable_blocks(self) -> list[str]:
-        """Return the block of each call that can be distributed over stages, in order."""
+        """Return the name of the block of each call that can be distributed over stages, in order."""
         return [c.block for c in self.model.calls if not c.shared and not c.prologue]
 
     @cached_property
     def _calls_by_block(self) -> Counter[str]:
-        """Return how often each block is called, without prologue calls and calls that every stage runs itself."""
+        """Return how often each block is called, without the calls that run before the pipeline starts and those that
+        every stage runs itself."""
         return Counter(self._cuttable_blocks)
 
     def times(self, candidates: Sequence[MeshCandidate], *, shared: bool = False) -> Vector:
@@ -312,8 +315,8 @@ class ModelBounds:
         return self._reduced.seconds(candidate, lambda: (c for n, c in states(candidate).items() if n not in experts))
 
     def share_of_states(self, candidate: MeshCandidate) -> StateCosts:
-        """Return a lower bound on the bytes of each parameter and buffer on one rank, by name, if they are sharded
-        evenly."""
+        """Return a lower bound on the bytes of each parameter and buffer on one rank, by name. It is assumed that they
+        are sharded evenly."""
         key = candidate.states_kind
         if key not in self._shares:
             experts = self.job.experts
@@ -367,12 +370,12 @@ class ModelBounds:
         return self._machines[key]
 
     def refine(self, candidate: MeshCandidate, floor: BlockLowerBound | None = None) -> float:
-        """Return a tighter lower bound in seconds on the step time than :meth:`times`, which takes account of memory
-        and of the cut into stages. ``floor``: known lower bounds on each block's seconds, such as those of an actual
-        sharding.
+        """Return a lower bound in seconds on the step time that is at least :meth:`times`, because it also takes
+        account of memory and of the cut into stages. ``floor``: known lower bounds on each block's seconds, such as
+        those of an actual sharding.
 
-        Raises :class:`CapacityError` or :class:`PlanError` if even the relaxation has no solution; then the candidate
-        has no plan.
+        Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist, since even a problem without
+        collectives has no solution.
         """
         bound = float(self.times([candidate])[0])
         if not is_plain(candidate.schedule, candidate.virtual_stages):  # a rank's calls are not consecutive
@@ -386,7 +389,8 @@ class ModelBounds:
         speed: float | None = None,
         **how: Unpack[BoundOptions],
     ) -> LeastTime:
-        """Return lower bounds on the stage times in the relaxation. Arguments and errors are those of :meth:`refine`.
+        """Return lower bounds on the stage times, if ``tp`` divides all work and tensors evenly and without
+        collectives. Arguments and errors are those of :meth:`refine`.
 
         ``speed``: the relative speed of the fastest stage; by default computed for the candidate. ``how``: options of
         :func:`partitioner.solve.stages.lower_bound.least_time`.
@@ -398,7 +402,8 @@ class ModelBounds:
         return self.least(candidate, self.model, calls, self.share_of_states(candidate), **how)
 
     def calls(self, candidate: MeshCandidate) -> dict[str, CallCost]:
-        """Return a lower bound on the cost of one microbatch in each block, by name, on the best device type."""
+        """Return, for each block by name, a lower bound on the cost of one call with one microbatch on the best device
+        type."""
         key = (candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep)
         if key not in self._calls:
             share, several = candidate.microbatch_size / self.samples / candidate.cp, candidate.microbatch_size > 1
@@ -413,7 +418,8 @@ class ModelBounds:
         check_room(f"one layer of one microbatch takes {bytes_text(needed)}", needed, self.capacity(candidate))
 
     def layer_bytes(self, candidate: MeshCandidate) -> float:
-        """Return a lower bound on the bytes that a rank needs for one microbatch in the call that needs most."""
+        """Return a lower bound on the bytes that a rank needs while one microbatch runs through the call that needs
+        most."""
         kept = "activations" not in (self.job.constraints.offload or ())
         key = (kept, candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep)
         if key not in self._layer_bytes:
@@ -469,8 +475,8 @@ class ModelBounds:
         ) * _ROUNDING
 
     def followed(self, candidate: MeshCandidate, pipeline_s: float) -> float:
-        """Return a lower bound in seconds on a step of ``candidate``, given a lower bound ``pipeline_s`` on its
-        pipeline."""
+        """Return a lower bound in seconds on a step of ``candidate``, if its pipeline takes at least ``pipeline_s``
+        seconds. The optimizer's update is added."""
         return (
             pipeline_s + float(self._bound_seconds_after_pipeline([candidate], np.array([math.inf]))[0])
         ) * _ROUNDING

@@ -82,9 +82,9 @@ class MicrobatchMemory:
 class RankCapacity:
     """The memory of the ranks of a pipeline.
 
-    ``capacity``: bytes of each rank. ``states``: bytes of parameters, gradients and optimizer states on all ranks
-    together. ``shares``: for each rank, the bytes of one microbatch that it can take per byte of free memory; it is
-    small if the rank holds many microbatches at a time.
+    ``capacity``: usable bytes of each rank. ``states``: bytes of parameters, gradients and optimizer states on all
+    ranks together. ``shares``: for each rank, how many bytes of one microbatch's activations it can take per byte of
+    free memory; this is small if the rank holds many microbatches at a time.
     """
 
     shares: NDArray[np.float64]
@@ -102,8 +102,8 @@ class RankCapacity:
 
 
 def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> MicrobatchMemory:
-    """Return lower bounds on the activation bytes of one microbatch through ``calls``, each given with its least cost.
-    A value that several calls read is counted once. ``split``: the schedule splits the backward into two halves,
+    """Return lower bounds on the activation bytes of one microbatch through ``calls``, pairs of a call and its least
+    cost. A value that several calls read is counted once. ``split``: the schedule splits the backward into two halves,
     between which fewer bytes may be held."""
     seen: set[str] = set()
     kept_before: set[str] = set()
@@ -124,12 +124,12 @@ def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> Mic
 
 @lru_cache(maxsize=1024)
 def most_held(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> NDArray[np.float64]:
-    """Return, for each rank, the most bytes of one microbatch that it can take per byte of its memory. ``p``: ranks,
-    ``m``: microbatches, ``v``: virtual stages of a rank.
+    """Return, for each rank, the greatest number of activation bytes of one microbatch that it can take, per byte of
+    its memory. ``p``: ranks, ``m``: microbatches, ``v``: virtual stages of a rank.
 
-    At each moment, a rank holds ``sum c_k x_k`` bytes, if its virtual stage ``k`` takes ``x_k`` bytes of one microbatch
-    and holds ``c_k`` microbatches. This fits at all moments, so it also fits for every mean of the counts. Therefore
-    ``sum x_k min_k (mean c)_k`` is at most the rank's memory.
+    If virtual stage ``k`` of a rank takes ``x_k`` bytes of one microbatch, the rank holds ``sum c_k x_k`` bytes at a
+    moment when it has ``c_k`` microbatches of stage ``k`` in flight. This fits at all moments, so it also fits for
+    every mean of the counts. Therefore ``sum x_k min_k (mean c)_k`` is at most the rank's memory.
     """
     together = held_microbatches(schedule, p, m, v).together
     return np.array([1 / _least_mean([tuple(map(sum, counts)) for counts in of_rank]) for of_rank in together])

@@ -40,8 +40,9 @@ _TINY = 1e-12
 
 @dataclass(frozen=True)
 class BlockLowerBound:
-    """Lower bounds on the seconds of each block, on any placement. ``seconds``: forward and backward seconds of one
-    microbatch, by block. ``of_kind``: the same on each device type; empty if the topology has only one."""
+    """Lower bounds on the seconds of each block (such as a decoder layer), on any placement. ``seconds``: forward and
+    backward seconds of one microbatch, by block. ``of_kind``: the same on each device type; empty if the topology has
+    only one."""
 
     seconds: Seconds
     of_kind: tuple[Seconds, ...] = ()
@@ -61,8 +62,8 @@ class _WeightReads:
 
 
 class Gathers:
-    """Lower bounds on the gathers of weights and scatters of gradients of a job's blocks under ZeRO. ``device``: the
-    best device type of the topology."""
+    """Lower bounds on the time of gathering weights and scattering gradients under ZeRO, for each block of a job.
+    ``device``: the best device type of the topology."""
 
     def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
@@ -216,8 +217,8 @@ def _read_block_weights(model: FoldedModel, name: str, experts: Collection[str],
 
 
 class LeastReduced:
-    """Lower bounds in seconds on the gradient reduction of candidates, cached. ``device``: the best device type of the
-    topology."""
+    """Computes lower bounds in seconds on the gradient reduction of candidates and caches them. ``device``: the best
+    device type of the topology."""
 
     def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self._job, self._placements, self._device = job, placements, device

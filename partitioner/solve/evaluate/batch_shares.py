@@ -58,11 +58,11 @@ Shares = tuple[int, ...]  # the number of microbatches of each rank of dp; empty
 
 @dataclass
 class BatchSharing:
-    """Choose how many microbatches (the share) each rank of ``dp`` computes under ``candidate``. ``local``: the graphs
-    of one rank. ``costs``: the costs of its calls by device.
+    """Chooses how many microbatches (the share) each rank of ``dp`` computes under ``candidate``. ``local``: the graphs
+    of one rank. ``costs``: the costs of their calls by device.
 
-    Arguments ``machine`` are topologies with the mesh laid over them and the settings of the candidate
-    (:meth:`Job.dressed`). Results are cached by the identity of the machine.
+    Arguments ``machine`` are placements: topologies with the mesh laid over them and the settings of the candidate.
+    Results are cached by the identity of the machine.
     """
 
     job: Job
@@ -73,25 +73,25 @@ class BatchSharing:
     _least: dict[int, tuple[PlacedMesh, float]] = field(default_factory=dict)
 
     def is_free(self, machine: PlacedMesh) -> bool:
-        """Whether pipelines differ in speed and the shares are neither fixed by a constraint nor required to be equal.
-        Then shares other than those of :meth:`first` may be better."""
+        """Whether the ranks of ``dp`` may have unequal numbers of microbatches on this placement and it makes a
+        difference: their pipelines differ in speed, and neither a constraint nor the candidate fixes the numbers."""
         free = self.job.constraints.data_shares is None and self.job.goes_apart(self.candidate)
         return free and len(set(machine.pipelines)) > 1
 
     def first(self, machine: PlacedMesh) -> Sequence[Shares]:
-        """Return the shares to try first, each as the number of microbatches of every rank of ``dp``.
+        """Return the divisions of the batch to try first, each as the number of microbatches of every rank of ``dp``.
 
-        If shares are free, these are shares for pipelines whose stages are cut in proportion to their speeds, shares
-        for pipelines whose equal stages wait for the slowest, and equal shares. Otherwise there is one: the share that
-        a constraint fixes, or an even division.
+        If the division is free (:meth:`is_free`), there are three: for pipelines whose stages are cut in proportion to
+        their speeds, for pipelines whose equal stages wait for the slowest, and an even one. Otherwise there is one,
+        which a constraint fixes or which is even.
         """
         if id(machine) not in self._first:
             self._first[id(machine)] = machine, self._found_first(machine)
         return self._first[id(machine)][1]
 
     def of_stages(self, calls: Sequence[Sequence[int]], machine: PlacedMesh) -> Shares:
-        """Return shares in proportion to the speeds of the pipelines, given the cut into stages. ``calls``: for each
-        stage, the indices of its calls in the local model."""
+        """Return the number of microbatches of each rank of ``dp``, in proportion to the speeds of the pipelines with a
+        given cut into stages. ``calls``: for each stage, the indices of its calls in the local model."""
         blocks = [[self.local.model.calls[number].block for number in of_stage] for of_stage in calls]
         paces: dict[tuple[Seats, ...], float] = {}
         for seats in dict.fromkeys(machine.pipelines):
@@ -104,7 +104,7 @@ class BatchSharing:
         return self._share_out_batch([paces[seats] for seats in machine.pipelines])
 
     def by_stage(self, machine: PlacedMesh, shares: Shares) -> Sequence[Costs]:
-        """Return the costs of the calls on each stage, by block.
+        """Return, for each stage, the cost of a call of each block.
 
         If pipelines have different speeds, the costs of each pipeline are scaled as if it had as many microbatches as
         the pipeline with the most and took the same time in total. The longest scaled costs of all pipelines are
@@ -126,8 +126,8 @@ class BatchSharing:
         return [combine_longest_costs(of_stage) for of_stage in paced]
 
     def least(self, machine: PlacedMesh) -> float:
-        """Return a lower bound in seconds on the step of every plan on ``machine``, for any shares of the batch and any
-        cut into stages."""
+        """Return a lower bound in seconds on the step of every plan on ``machine``, for any division of the batch among
+        pipelines and any cut into stages."""
         if id(machine) not in self._least:
             self._least[id(machine)] = machine, self._found_least(machine)
         return self._least[id(machine)][1]
@@ -145,8 +145,8 @@ class BatchSharing:
         return list(dict.fromkeys(shared if candidate.pp == 1 else [*shared, alike]))
 
     def _share_out_batch(self, seconds: Sequence[float]) -> Shares:
-        """Return the number of microbatches of each pipeline. ``seconds``: the time of one microbatch on the slowest
-        stage of each pipeline."""
+        """Return the number of microbatches of each pipeline. ``seconds``: for each pipeline, the time of one
+        microbatch on its slowest stage."""
         return share_out(self.candidate.parts(self.job.global_batch), seconds, float(self.candidate.pp - 1))
 
     def _found_least(self, machine: PlacedMesh) -> float:
@@ -194,7 +194,8 @@ class BatchSharing:
 
     @cached_property
     def _calls_by_block(self) -> Counter[str]:
-        """Return how often each block is called, without prologue calls and those that every stage runs itself."""
+        """Return how often a microbatch in the pipeline calls each block, without the calls that run before the
+        pipeline starts and those that every stage runs itself."""
         return Counter(c.block for c in self.local.model.calls if not c.shared and not c.prologue)
 
     @property

@@ -37,8 +37,9 @@ _POOR, _SEEN = 1.03, 2  # shares are poor if slower than the best by this factor
 
 
 class PlacementResult(NamedTuple):
-    """The plan on one placement: the stage problem, its solution (the cut into stages), and the estimate of the step.
-    ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all ranks have equally many."""
+    """The plan on one placement: the problem of cutting calls into stages, its solution (``split``), and the estimate
+    of the step. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all ranks have equally
+    many."""
 
     problem: StageProblem
     split: StageSplit
@@ -78,8 +79,8 @@ def split_of(
 
 @dataclass
 class ShareRecord:
-    """The history of which divisions of the batch among the ranks of ``dp`` were good on the placements of one mesh.
-    Divisions with equal sorted numbers of microbatches count as one."""
+    """Records which divisions of the batch among the ranks of ``dp`` were fast on the placements of one mesh. Divisions
+    with equal sorted numbers of microbatches count as one."""
 
     _ratios: dict[Shares, list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -99,14 +100,15 @@ class ShareRecord:
 
 @dataclass
 class PlacementEvaluator:
-    """Find the best plan of ``candidate`` on a placement and its step time.
+    """Finds the best plan of ``candidate`` on a placement and its step time.
 
-    - ``local``: the graphs of one rank. ``costs``: the costs of its calls. ``states``: the costs of its parameters and
-      buffers.
+    - ``local``: the graphs of one rank. ``costs``: the costs of their calls by device. ``states``: the costs of its
+      parameters and buffers.
     - ``reference``: the rank profile (device, speed and groups) that the sharding was optimized for.
     - ``check``: raises :class:`CapacityError` if hosts lack memory for offloaded data.
-    - ``proven``, ``improved``, ``cutoff_s``: see :meth:`partitioner.solve.evaluate.evaluator.CandidateEvaluator.solve`.
-    - ``record``: the history of divisions of the batch, for candidates with the same pipelines.
+    - ``proven``: also compute tight lower bounds. ``improved``: also search cuts that fill the pipeline better.
+      ``cutoff_s``: plans that take at least this many seconds per step are of no interest.
+    - ``record``: which divisions of the batch were fast, for candidates with the same pipelines.
     - ``lower_bounds``: for each evaluated placement that has a plan, a lower bound in seconds on all of its plans.
     - ``asked``: the ``id`` of each placement that was evaluated.
     """
@@ -169,8 +171,8 @@ class PlacementEvaluator:
         return step, best
 
     def _by_least(self, machine: PlacedMesh) -> list[tuple[float, Shares]]:
-        """Return the divisions of the batch to try first, each after a quick lower bound in seconds, in increasing
-        order of the bounds. A bound of 0 means that none was computed."""
+        """Return the divisions of the batch to try first, as pairs of a quick lower bound in seconds and the numbers of
+        microbatches, in increasing order of the bounds. A bound of 0 means that none was computed."""
         shares = self._batch_sharing.first(machine)
         if len(shares) == 1 or not self._has_floor:
             return [(0.0, each) for each in shares]
@@ -185,8 +187,8 @@ class PlacementEvaluator:
         )
 
     def _evaluate_with_shares(self, machine: PlacedMesh, shares: Shares) -> tuple[float, PlacementResult, float]:
-        """Return the step time in seconds of the best plan with ``shares`` of the batch, the plan, and a lower bound in
-        seconds on all such plans."""
+        """Return the step time in seconds of the best plan in which the ranks of ``dp`` have ``shares`` microbatches,
+        the plan, and a lower bound in seconds on all such plans."""
         job, candidate = self.job, self.candidate
         problem, held, shares = self._build_stage_problem(machine, shares)
         ranks = virtual_ranks(candidate)
@@ -256,9 +258,9 @@ class PlacementEvaluator:
         )
 
     def expected(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
-        """Return a probable lower bound in seconds on the step on ``machine``, which is at least :meth:`least`. It
-        assumes that no division of the batch is faster by more than a fixed fraction than those that are tried
-        first."""
+        """Return a probable lower bound in seconds on the step on ``machine``. It is at least :meth:`least`, but not
+        proven: it assumes that no division of the batch is faster by more than a fixed fraction than those that are
+        tried first."""
         machine = self.dressed(machine)
         quick = self._batch_sharing.least(machine)
         if quick >= cutoff_s or not self._has_floor:

@@ -67,8 +67,8 @@ class SolvedCandidate:
 
 @dataclass
 class CandidateEvaluator:
-    """Solve candidates of a job and compute lower bounds on them. Results that candidates share, such as shardings, are
-    computed once and cached."""
+    """Finds the best plan of single candidates of a job, and computes lower bounds on them. Results that candidates
+    share, such as shardings, are computed once and cached."""
 
     job: Job
     host_lacks: bool = False  # whether a host's memory was too small for what a candidate offloads
@@ -201,8 +201,8 @@ class CandidateEvaluator:
         )
 
     def floor(self, candidate: MeshCandidate, size: int) -> BlockLowerBound | None:
-        """Return a lower bound on the forward and backward seconds of each block for one microbatch of ``candidate``,
-        on any placement. ``None`` means that there is no bound.
+        """Return a lower bound on the forward and backward seconds of each block (such as a decoder layer) for one
+        microbatch of ``candidate``, on any placement. ``None`` means that there is no bound.
 
         The bound is computed for a microbatch of ``size`` samples and scaled to the candidate's microbatch size. This
         is valid because a smaller microbatch takes at least as long per sample: each cost is a start-up time plus a
@@ -221,8 +221,9 @@ class CandidateEvaluator:
     def expect(
         self, floors: Iterable[tuple[MeshCandidate, int]], shardings: Iterable[tuple[MeshCandidate, int]]
     ) -> None:
-        """Announce calls of :meth:`floor` and solutions of shardings that will be needed, so that a second process can
-        compute them ahead. Both are pairs of a candidate and a microbatch size, approximately in order of use."""
+        """Announce calls of :meth:`floor` and solutions of sharding problems that will be needed, so that a second
+        process can compute them ahead. Both are pairs of a candidate and a microbatch size, approximately in order of
+        use."""
         wanted = (self._wanted(p, size, self._is_whole(p, size)) for p, size in shardings)
         self.locals.expect(wanted, self._readings(floors))
 
@@ -265,8 +266,8 @@ class CandidateEvaluator:
         return model, costs, self.own(candidate)[2]
 
     def own(self, candidate: MeshCandidate) -> tuple[LocalModel, CallCostCache, dict[str, StateCost]]:
-        """Return the graphs of one rank under the candidate's sharding, the cache of the costs of their calls, and the
-        costs of the parameters and buffers of a rank, by name."""
+        """Return the graphs of one rank under the candidate's own sharding, a cache of the costs of their calls by
+        device, and the costs of a rank's parameters and buffers by name."""
         key, local = self._find_local_model(candidate)
         return local, self._seat_costs(key, local), self._compute_state_costs(candidate, key, local)
 
@@ -294,8 +295,9 @@ class CandidateEvaluator:
         return self.locals.split(candidate, candidate.parts(self.job.global_batch), num_microbatches == 1)
 
     def _list_stage_costs(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
-        """Return the distinct costs of calls (by block) on the stages of all placements. If the known placements are
-        not all, return the costs on every device type with the best groups that any placement could have."""
+        """Return the distinct costs of calls (by block) that occur on the stages of the placements that are tried. If
+        these are not all placements, return the costs on every device type with the best groups that any placement
+        could have."""
         if not self.placements.complete(candidate.grid):
             return self._at_best(candidate, costs)
         machines = [self.job.dressed(machine, candidate) for machine in self.placements.candidates(candidate.grid)]
@@ -343,8 +345,8 @@ class CandidateEvaluator:
         return BlockLowerBound(best, tuple(self._bound_block_seconds(local, of_kind) for of_kind in kinds))
 
     def _bound_block_seconds(self, local: LocalModel, costs: Costs) -> Seconds:
-        """Return the least forward and backward seconds of each block of the whole model, from the ``costs`` of the
-        calls of the local model. Calls are matched by module path, because the local model may have other blocks."""
+        """Return the least forward and backward seconds of each block of the whole model. ``costs``: the costs of the
+        blocks of the local model. Calls are matched by module path, because the local model may have other blocks."""
         least = {name: (cost.forward_total_s, cost.backward_total_s) for name, cost in costs.items()}
         of_path = {call.path: least[call.block] for call in local.model.calls if not call.prologue}
         found: dict[str, tuple[float, float]] = {}
@@ -358,8 +360,8 @@ class CandidateEvaluator:
         return whole and self.locals.coupled
 
     def _wanted(self, candidate: MeshCandidate, size: int, whole: bool) -> Wanted:
-        """Return the key of the local model from which a floor is computed, and the number of microbatches of a
-        rank."""
+        """Return the cache key of the local model (the sharded graphs of one rank) from which :meth:`floor` is computed
+        for microbatches of ``size`` samples, and the number of microbatches of a rank."""
         parts = self.job.global_batch // size
         dp = candidate.dp if whole or (parts % candidate.dp == 0 and parts > candidate.dp) else 1
         return self.locals.key(candidate, parts, whole or parts == 1), parts // dp

@@ -24,10 +24,10 @@ from partitioner.topology import Topology
 class Job:
     """Everything that a plan is searched for: the model, the batch, the cluster and the constraints.
 
-    - ``model``: the folded model for the whole batch, or for one group of samples if samples interact within groups.
-      Its graphs are marked with the gradients that they need.
+    - ``model``: the model as calls of blocks (equal layers share one block). Its graphs are for the whole batch, or for
+      one group of samples if samples interact within groups. They are marked with the gradients that they need.
     - ``batch``: the layouts that split the batch into microbatches and data-parallel parts.
-    - ``profile``: how the plan is executed (which framework, which kernels).
+    - ``profile``: how the plan is executed, such as the framework and its kernels.
     - ``reserve``: bytes of every rank's memory that stay free. ``reserves``: further reserved bytes for single
       candidates.
     - ``refused``: candidates whose emitted programs are known not to fit, with the error to raise.
@@ -66,8 +66,9 @@ class Job:
 
     @property
     def remade(self) -> Remade:
-        """Return which operators selective recomputation runs again in the backward: ``"scores"``, ``"alternate"`` or
-        ``"selective"``. See :func:`partitioner.cost.call.recomputation.find_recomputed_nodes`."""
+        """Return the kind of operators that selective recomputation runs again in the backward: ``"scores"`` (attention
+        scores), ``"alternate"`` or ``"selective"``. See
+        :func:`partitioner.cost.call.recomputation.find_recomputed_nodes`."""
         asked = self.constraints.recompute
         return asked if asked in ("scores", "alternate") else "selective"
 

@@ -87,8 +87,9 @@ class LocalModels:
         return self._locals[key]
 
     def expect(self, wanted: Iterable[Wanted], readings: Iterable[Reading] = ()) -> None:
-        """Announce local models that will be needed, and results that will be computed from them, each approximately in
-        order of use. If sharding takes long, a second process computes them ahead."""
+        """Announce local models that will be needed (``wanted``), and results that will be computed from them
+        (``readings``), each approximately in order of use. If sharding takes long, a second process computes them
+        ahead."""
         for each in wanted:
             self._expected.setdefault(each[0][:5], {}).setdefault(each[0], each)
         self._readings.append(readings)
@@ -103,8 +104,8 @@ class LocalModels:
                 self._aside.wish(problem)
 
     def read_ahead(self, name: Hashable) -> Any | None:
-        """Return the result of the reading called ``name`` (see :meth:`expect`) if the second process has computed it.
-        ``None`` means that the caller has to compute it."""
+        """Return the result called ``name`` that was announced with :meth:`expect`, if the second process has computed
+        it. ``None`` means that the caller has to compute it."""
         return None if self._aside is None else self._aside.take(name)
 
     def end(self) -> None:
@@ -147,8 +148,8 @@ class LocalModels:
         return build_local_model(model, solution, context, self._blocks)
 
     def _done_ahead(self, key: LocalKey) -> Solutions | None:
-        """Return the sharding solutions of ``key`` if the second process has found them, or else ``None``. If that
-        process is working on them, this process meanwhile solves other expected problems."""
+        """Return the sharding solutions of the local model ``key`` if the second process has found them, or else
+        ``None``. If that process is working on them, this process meanwhile solves other expected problems."""
         if key in self._known:
             return self._known[key]
         if self._aside is None and self._expected and self._spent_s > _WORTH_S and can_help():
@@ -167,8 +168,8 @@ class LocalModels:
         return self._known.get(key)
 
     def _list_pending_work(self) -> dict[Hashable, Callable[[], Any]]:
-        """Return the expected tasks that are not done, by name and in order: each sharding problem comes before the
-        readings of its local models."""
+        """Return the announced tasks that are not done, by name and in order. Each sharding problem comes before the
+        results that are computed from its local models."""
         left = [of for of, keys in self._expected.items() if not keys.keys() <= self._locals.keys()]
         solve = {problem: partial(self._all_of, problem) for problem in left}
         works: dict[Hashable, Callable[[], Any]] = {}
@@ -221,8 +222,8 @@ class LocalModels:
         return self.job.expert_batch if key[4] else self.job.batch
 
     def _find_sharding_problem(self, model: FoldedModel, key: LocalKey) -> ShardingProblem:
-        """Return the sharding problem over ``tp``. All ways of distributing experts share it; they only differ in the
-        strategies that they allow."""
+        """Return the problem of sharding ``model`` over ``tp``. Variants that distribute experts differently share one
+        problem, because they only differ in the strategies that they allow."""
         if key[:5] not in self._problems:
             problem = sharding_problem(model, "tp", key[0], self._build_tensor_costs(model, "tp", key))
             if not self.job.experts:
@@ -247,9 +248,9 @@ class LocalModels:
         return self._contexts[key[:5]]
 
     def _rounds(self, key: LocalKey) -> int:
-        """Return the number of microbatches over which the price of a sharding spreads costs that occur once per step.
+        """Return the number of microbatches among which the price of a sharding divides costs that occur once per step.
 
-        This is the least number that any candidate of ``key`` may have, so the sharding does not depend on which
+        This is the least number that any candidate with this ``key`` may have, so the sharding does not depend on which
         candidate is solved first. It is at least two: a gradient that is reduced once per step can be reduced in a
         bucket and to shards, one that is reduced inside a graph cannot.
         """
@@ -270,8 +271,8 @@ class LocalModels:
 
 
 def _rank_group_slowness(group: Group) -> tuple[float, ...]:
-    """Return a sort key that is greater for slower groups: first by bandwidth, then by the start-up of an all-reduce,
-    then by the seconds of all collectives and hops."""
+    """Return a sort key that is greater for slower groups: first by bandwidth, then by the start-up time of an
+    all-reduce, then by the seconds of all collectives and of messages between the ranks."""
     times = [collective_time(op, num_bytes, group) for op in COLLECTIVES for num_bytes in _SENT]
     hops = [
         max(each.hops[k].time(num_bytes) for each in group.every) for k in range(len(group.hops)) for num_bytes in _SENT

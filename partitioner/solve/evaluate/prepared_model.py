@@ -65,7 +65,8 @@ class PreparedModel:
     _known: dict[tuple[int | None, int | None, str], Work] = field(default_factory=dict, repr=False)
 
     def at(self, global_batch: int | None, constraints: Constraints | None = None, device: str = "cpu") -> Work:
-        """Return the folded model, the layouts that split its batch, and the global batch size. For contributors.
+        """Return the model as calls of blocks (equal layers share one), the layouts that split its batch, and the
+        global batch size. For contributors.
 
         ``global_batch``: the number of samples; ``None``: that of the given inputs. If ``constraints`` say that samples
         interact within groups, the graphs are for one group, and the inputs are those of all groups. ``device``: the
@@ -91,8 +92,8 @@ class PreparedModel:
         return self._known[key]
 
     def captured_as(self, global_batch: int | None, folded: FoldedModel) -> PreparedModel:
-        """Store ``folded`` as the result of capture at ``global_batch`` on every device type, and return this object.
-        ``folded`` must be marked with its gradients."""
+        """Store ``folded`` as the result of capturing the model at ``global_batch`` on every device type, and return
+        this object. ``folded`` must be marked with its gradients."""
         batch = batch_size(folded, global_batch)
         work = folded, shard_batch(folded, batch), batch
         self._known |= {(global_batch, None, device): work for device in DEVICES}

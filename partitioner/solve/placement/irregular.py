@@ -38,8 +38,9 @@ MOST = 200  # candidates
 
 
 def list_arrangements(topology: Topology, mesh: Mapping[str, int]) -> list[Ints]:
-    """Return distinct candidate placements, at most ``MOST``. Each is an array ``[ranks]`` with the device of every
-    rank. The first one puts rank ``i`` on device ``i``. With at most four devices, all permutations are returned."""
+    """Return distinct candidate placements of the mesh on the topology's devices, at most ``MOST``. Each is an array
+    ``[ranks]`` with the device of every rank. The first one puts rank ``i`` on device ``i``. With at most four devices,
+    all permutations are returned."""
     num = topology.num_devices
     plain = np.arange(num)
     if num <= _EVERY:
@@ -65,9 +66,9 @@ def has_all_arrangements(topology: Topology) -> bool:
 
 
 def _list_straddling_nestings(topology: Topology, mesh: Mapping[str, int], size: int) -> Iterator[Ints]:
-    """Yield a placement ``[ranks]`` for every assignment of mesh axes to the levels "inside a node" and "between
-    nodes". Yield nothing if nodes have different numbers of devices, or if groups of ``size`` devices fill nodes
-    evenly."""
+    """Yield one placement ``[ranks]`` for every way to divide the sizes of the mesh axes between "inside a node" and
+    "between nodes". Yield nothing if nodes have different numbers of devices, or if groups of ``size`` devices fill
+    nodes evenly."""
     per_node = {group.devices for group in topology.nodes}
     if len(per_node) == 1 and (devices := min(per_node)) % size:
         levels = [n for n in (devices, topology.num_devices) if n > 1]
@@ -108,8 +109,8 @@ def _list_packed_placements(topology: Topology, mesh: Mapping[str, int]) -> Iter
 
 def _list_group_nestings(topology: Topology, mesh: Mapping[str, int], order: Ints, size: int) -> Iterator[Ints]:
     """Yield placements ``[ranks]`` over the devices in this ``order``. Each run of ``size`` devices stays together as
-    one group. If there are few groups, there is one placement for every order of them; otherwise one for each
-    assignment of ``pp`` and ``dp`` to the levels of links."""
+    one group. If there are few groups, there is one placement for every order of them; otherwise there is one for every
+    way to divide ``pp`` and ``dp`` between "inside a node" and "between nodes"."""
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
     groups = order.reshape(-1, size)
     if len(groups) <= _FEW:
@@ -150,9 +151,9 @@ def _list_device_orders(topology: Topology, size: int) -> Iterator[Ints]:
 
 
 def _measure_device_features(topology: Topology) -> NDArray[np.float64]:
-    """Return the peak speed (FLOP/s), usable memory (bytes) and outward bandwidth of every device, shape
-    ``[num_devices, 3]``. The outward bandwidth is only for comparison: a fraction of a network card, plus bytes/s of
-    direct links to other nodes."""
+    """Return the features by which devices are compared, shape ``[num_devices, 3]``; more is better. They are the peak
+    speed (FLOP/s), the usable memory (bytes) and the outward bandwidth. The last is a fraction of a network card, plus
+    the bytes/s of direct links to other nodes."""
     paces, of_device = topology.paces
     speed = np.array([max(topology.types[kind].peak.values()) * speed for kind, speed in paces])[of_device]
     outward = topology.network_share.copy()
@@ -190,8 +191,8 @@ def _cut_node_into_groups(
 
 
 def _has_alike_devices(topology: Topology, devices: Ints, own: NDArray[np.float64]) -> bool:
-    """Whether all devices of a node have equal features (``own``) and no direct links of their own. Then every division
-    of the node into groups is equally good."""
+    """Whether all devices of a node have equal speed, memory and outward bandwidth (``own``), and no direct links to
+    each other. Then every division of the node into groups is equally good."""
     direct = topology.pattern_of[devices[0]] >= 0 or topology.own_links
     return not direct and len(np.unique(own, axis=0)) == 1
 

@@ -93,10 +93,11 @@ class BestPlacement(Generic[Result]):
 
 @dataclass
 class Placements:
-    """The placements of meshes on one topology. The candidates of each mesh are computed once and cached.
+    """Finds placements (the device of each rank) of meshes on one topology. The candidates of each mesh are computed
+    once and cached.
 
-    ``precision``: the number type of most of the work. ``in_order``: consider only the placement of rank ``i`` on
-    device ``i``.
+    ``precision``: the number type of most of the work, such as ``"bf16"``. ``in_order``: consider only the placement of
+    rank ``i`` on device ``i``.
     """
 
     topology: Topology
@@ -112,18 +113,19 @@ class Placements:
         self._levels = equal_levels(self.topology)
 
     def nested(self, mesh: Mapping[str, int]) -> bool:
-        """Whether all devices are equal, all links of each level are equal, and no axis of ``mesh`` straddles a level.
-        Then placements differ only in the assignment of axes to levels."""
+        """Whether all devices are equal, all links at one distance are equal, and no axis of ``mesh`` straddles a level
+        of links, as an axis of 2 ranks would in nodes of 3 devices. Then placements differ only in which part of each
+        axis lies inside a node, between nodes, and so on."""
         return self._levels is not None and is_regular_nesting(mesh, self._levels)
 
     def complete(self, mesh: Mapping[str, int]) -> bool:
-        """Whether :meth:`candidates` covers all possible placements of ``mesh``. This is so if it has all assignments
-        of axes to levels, or all permutations of devices, or if ``in_order`` allows one placement only."""
+        """Whether :meth:`candidates` covers all possible placements of ``mesh``, so that no other placement can be
+        better."""
         return self.in_order or self.nested(mesh) or has_all_arrangements(self.topology)
 
     def candidates(self, mesh: Mapping[str, int]) -> list[PlacedMesh]:
-        """Return the placements of ``mesh`` that :meth:`best` tries. Of several placements with equal cost, only one is
-        in the list."""
+        """Return the placements of ``mesh`` that :meth:`best` tries, as topologies with the mesh laid over them. Of
+        several placements with equal cost, only one is in the list."""
         key = _mesh_to_key(mesh)
         if key not in self._candidates:
             if self.in_order:
@@ -147,9 +149,9 @@ class Placements:
         return bool(self.topology.own_links or self.topology.pattern_kinds)
 
     def best_group(self, size: int, everywhere: bool = False) -> Group:
-        """Return an optimistic group: no collective over any ``size`` devices of the topology is faster than over it.
-        ``everywhere``: the topology is divided into groups of ``size`` devices that run at the same time, and the
-        slowest of them counts; no collective over that one is faster."""
+        """Return an optimistic group of ``size`` devices: no collective over any real group of this size is faster.
+        ``everywhere``: all devices belong to groups of ``size`` that run at the same time and wait for the slowest;
+        then no collective over that slowest group is faster than over the returned one."""
         if (size, everywhere) not in self._best_groups:
             self._best_groups[size, everywhere] = best_group(self.topology, size, everywhere)
         return self._best_groups[size, everywhere]
@@ -267,9 +269,10 @@ class Placements:
         enough: float,
         left: int,
     ) -> BestPlacement[Result]:
-        """Exchange stages, groups or single devices as long as the cost decreases, and return the best placement.
-        ``left``: the maximum number of placements that are evaluated. Placements whose lower bound ``least`` reaches
-        the best cost or ``enough`` are not evaluated. Errors of the evaluator are appended to ``errors``."""
+        """Exchange stages, groups or single devices between positions of the mesh as long as the cost decreases, and
+        return the best placement. ``left``: the maximum number of placements that are evaluated. Placements whose lower
+        bound ``least`` reaches the best cost or ``enough`` are not evaluated. Errors of the evaluator are appended to
+        ``errors``."""
         mesh = best.machine.mesh
         seen = {self._identify_placement(machine) for machine in self.candidates(mesh)}
         looks = _LOOKS
@@ -295,22 +298,22 @@ class Placements:
         return best
 
     def _is_better(self, found: BestPlacement[Result], best: BestPlacement[Result]) -> bool:
-        """Whether ``found`` costs less than ``best``. If both cost the same and pairs of devices have links of their
-        own, the placement whose groups communicate faster in total is better: this is progress if several groups are
-        equally slow."""
+        """Whether ``found`` costs less than ``best``. If both cost the same and single pairs of devices have links of
+        their own, ``found`` is also better if its groups communicate faster in total. This helps if several groups are
+        equally slow, so that making one faster does not change the cost yet."""
         if found.cost < best.cost * (1 - _BETTER):
             return True
         alike = self._differ_inside and found.cost <= best.cost * (1 + _BETTER)
         return alike and _in_groups(found.machine) < _in_groups(best.machine) * (1 - _BETTER)
 
     def _identify_placement(self, machine: PlacedMesh) -> Hashable:
-        """Return a key that is equal for placements of which only one needs to be tried."""
+        """Return a key of a placement. Of placements with equal keys only one needs to be tried."""
         return identify_equal_cost(machine), _in_groups(machine) if self._differ_inside else 0.0
 
 
 def identify_equal_cost(machine: PlacedMesh) -> Hashable:
-    """Return a key that is equal for placements with the same cost: the same devices, groups, memory and links of all
-    stages."""
+    """Return a key of a placement. Placements with equal keys have the same cost, because their stages have equal
+    devices, groups, memory and links. ``machine``: the topology with the mesh laid over it."""
     wide = [axis for axis in AXES if axis != "pp" and machine.mesh.get(axis, 1) > 1]
     together = [machine.stage_groups(*axes) for axes in combinations(wide, 2)]
     across = machine.group("pp") if machine.mesh.get("pp", 1) > 1 else None

@@ -33,8 +33,8 @@ _SIZES = (1.0, 1e15)  # bytes: costs are linear in the size, so both ends decide
 
 
 def equal_levels(topology: Topology) -> tuple[int, ...] | None:
-    """Return the number of devices that one group of each level contains, from the innermost level to the outermost,
-    such as ``(8, 64)``. Return ``None`` if devices differ, or if the links of a level differ."""
+    """Return, for each level of links (such as inside a node, between nodes), how many devices its links join, from the
+    inside out, such as ``(8, 64)``. Return ``None`` if devices differ, or if the links of a level differ."""
     paces, _ = topology.paces
     alike = len(paces) == 1 and len(np.unique(topology.usable)) == 1 and not topology.own_links
     if not alike or len(np.unique(topology.network_share)) > 1:
@@ -60,8 +60,8 @@ def equal_levels(topology: Topology) -> tuple[int, ...] | None:
 
 
 def is_regular_nesting(mesh: Mapping[str, int], levels: Sequence[int]) -> bool:
-    """Whether the placement of rank ``i`` on device ``i`` is a nesting: no axis straddles a level, as an axis of 2
-    ranks would in nodes of 3 devices. ``levels``: see :func:`equal_levels`."""
+    """Whether no mesh axis straddles a level of links if rank ``i`` runs on device ``i``. An axis of 2 ranks straddles
+    nodes of 3 devices, for example. ``levels``: the number of devices that the links of each level join."""
     product = 1
     for axis in reversed(AXES):
         product *= mesh.get(axis, 1)
@@ -71,12 +71,13 @@ def is_regular_nesting(mesh: Mapping[str, int], levels: Sequence[int]) -> bool:
 
 
 def list_best_nestings(topology: Topology, mesh: Mapping[str, int], levels: Sequence[int]) -> list[tuple[Ints, Steps]]:
-    """Return the nestings of ``mesh`` that no other nesting beats, each as a pair (devices, steps).
+    """Return the best placements of ``mesh`` on equal devices, each as a pair (devices, steps).
 
-    The devices are an array ``[ranks]`` with the device of every rank. The steps are the ascending numbers of
-    consecutive ranks after which a factor of an axis ends; groups between these steps are all alike. ``levels``: the
-    number of devices in one group of each level, see :func:`equal_levels`. The placement of rank ``i`` on device ``i``
-    is first unless another nesting beats it.
+    A placement divides the size of each axis into factors, one for each level of links (inside a node, between nodes,
+    ...). All such divisions are considered, except those that another one beats for every collective. ``devices`` is an
+    array ``[ranks]`` with the device of every rank. ``steps`` are the ascending numbers of consecutive ranks after
+    which a factor ends. ``levels``: the number of devices that the links of each level join. The placement of rank
+    ``i`` on device ``i`` is first unless another one beats it.
     """
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
     made = [
@@ -94,20 +95,21 @@ def list_best_nestings(topology: Topology, mesh: Mapping[str, int], levels: Sequ
 
 
 def all_nestings(sizes: tuple[int, ...], levels: Sequence[int]) -> list[Ints]:
-    """Return one placement ``[ranks]`` for every way to split the axes' ``sizes`` into factors by level. ``levels``:
-    the number of devices in one group of each level, from the inside out."""
+    """Return one placement ``[ranks]`` for every way to divide the axes' ``sizes`` into factors, one for each level of
+    links. ``levels``: the number of devices that the links of each level join, from the inside out."""
     return [_factors_to_devices(factors) for factors in _list_axis_factors(sizes, _count_parts_per_level(levels))]
 
 
 def _count_parts_per_level(levels: Sequence[int]) -> tuple[int, ...]:
-    """Return, for each level, how many groups of the next inner level one of its groups contains. ``levels``: the
-    number of devices in one group of each level, from the inside out."""
+    """Return, for each level of links, how many groups of the next inner level it joins. ``levels``: the number of
+    devices that the links of each level join, from the inside out."""
     return tuple(size // below for size, below in zip(levels, (1, *levels), strict=False))
 
 
 def _list_axis_factors(sizes: tuple[int, ...], ways: tuple[int, ...]) -> Iterator[Factors]:
-    """Yield every way to split the axes' ``sizes`` into factors by level, such that the factors of each level multiply
-    to its number of parts in ``ways``. Both go from the innermost level outwards."""
+    """Yield every way to divide the axes' ``sizes`` into factors, one for each level of links. The factors of a
+    level multiply to the number in ``ways``. Levels are ordered from the inside out; a result is indexed
+    ``[level][axis]``."""
     if not ways:
         if all(size == 1 for size in sizes):
             yield ()
@@ -130,8 +132,9 @@ def _list_factorings(sizes: tuple[int, ...], product: int) -> tuple[tuple[int, .
 
 
 def _factors_to_devices(factors: Factors) -> Ints:
-    """Return the device of every rank, shape ``[ranks]``. A device's number has one digit for each level and axis; a
-    rank's number has the same digits, sorted by axis first and then by level."""
+    """Return the device of every rank, shape ``[ranks]``, for given ``factors`` ``[level][axis]`` of the axes. A
+    device's number has one digit for each level and axis; a rank's number has the same digits, sorted by axis first and
+    then by level."""
     outward = factors[::-1]
     grid = np.arange(math.prod(chain.from_iterable(factors))).reshape([f for level in outward for f in level])
     num = len(AXES)

@@ -32,12 +32,12 @@ _SECONDS = 5.0  # limit of the solver's deterministic time, far above what these
 
 
 def linked_groups(topology: Topology, devices: Sequence[int], size: int, classes: Sequence[int]) -> list[list[int]]:
-    """Return ``devices`` in groups of ``size``.
+    """Divide ``devices`` into groups of ``size`` and return them.
 
     There are three goals, in this order of priority: few different ``classes`` inside a group, the greatest bandwidth
     of the slowest group, and the greatest sum of bandwidths inside groups. ``classes``: a number for each device, equal
-    for devices with equal features. If all divisions are equal, or if there are more than ``MOST_GROUPS`` possible
-    groups, consecutive devices form the groups.
+    for devices with equal features. If all divisions are equally good, or if there are more than ``MOST_GROUPS``
+    possible groups, consecutive devices form the groups.
     """
     n = len(devices)
     plain = [list(devices[i : i + size]) for i in range(0, n, size)]
@@ -126,8 +126,8 @@ def _solve_set_partition(
 
 
 def match_widest_links(bandwidth: Floats) -> list[int]:
-    """Return a different column for each row of ``bandwidth`` (a square matrix). The least bandwidth of the chosen
-    entries is as great as possible, and then the bandwidths of the others."""
+    """Assign a different column to each row of ``bandwidth``, a square matrix, and return the column of each row. The
+    least of the chosen bandwidths is as great as possible, then the next ones."""
     levels = np.unique(bandwidth)[::-1]
     rank = np.searchsorted(-levels, -bandwidth)
     costs = (len(bandwidth) + 1) ** np.minimum(rank, 12)  # one narrower link outweighs all wider ones

@@ -205,8 +205,8 @@ def _list_leaner_candidates(
 
 
 def is_known(standard: StandardLayout, rows: Sequence[Candidate]) -> bool:
-    """Whether the rows of the search already contain the layout (the best of its family), so that nothing has to be
-    planned."""
+    """Whether the search has already planned this layout (or the best of its family), so that nothing has to be planned
+    for the report. ``rows``: the outcomes of the search."""
     if standard.family is not None:
         best = _best_row(standard, rows)
         return best is not None and best.status == "chosen"
@@ -230,8 +230,8 @@ def compare_standard_layouts(
     search, otherwise a plan made now. If a layout does not fit, smaller microbatches and more stages are tried. For a
     layout with a family, the best member that is found until the time ``until`` (monotonic clock) is shown.
 
-    ``rows``: the rows of the search. ``evaluate``: plans a candidate, given the seconds to beat. ``offload``: the kinds
-    of data kept in host memory.
+    ``rows``: the outcomes of the search, one row for each candidate. ``evaluate``: plans a candidate, given the seconds
+    to beat. ``offload``: the kinds of data kept in host memory.
     """
     made = []
     for standard in found:
@@ -256,8 +256,8 @@ def compare_standard_layouts(
 
 
 def _best_row(standard: StandardLayout, rows: Sequence[Candidate]) -> Candidate | None:
-    """Return the fastest row of the search that belongs to the layout's family, interleaved schedules included;
-    ``None`` if there is none."""
+    """Return the fastest row of the search's outcomes that belongs to the layout's family, interleaved schedules
+    included; ``None`` if there is none."""
     family = standard.family
     if family is None:
         return None
@@ -369,7 +369,8 @@ def _read_step_seconds(row: Candidate | None) -> float:
 
 
 def _identify_layout(row: Candidate) -> tuple[object, ...]:
-    """Return a key that is equal for rows of the same layout."""
+    """Return a key of an outcome's layout: mesh, microbatch size, schedule and ZeRO. Outcomes with equal keys have the
+    same layout."""
     others = row.microbatch_size, row.schedule, row.zero, row.dp_shard, row.virtual_stages, row.etp
     return tuple(row.mesh.values()), *others
 
@@ -379,7 +380,8 @@ def _row_like(row: Candidate, rows: Sequence[Candidate]) -> Candidate | None:
 
 
 def no_candidates(found: Sequence[StandardLayout], names: Collection[str]) -> list[StandardLayout]:
-    """Return the standard layouts called ``names``, marked as excluded from the search by the constraints."""
+    """Return those of the standard layouts ``found`` that are called ``names``, marked as excluded from the search by
+    the constraints."""
     return [replace(standard, excluded=standard.excluded or _EXCLUDED) for standard in found if standard.name in names]
 
 

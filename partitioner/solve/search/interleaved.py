@@ -1,4 +1,4 @@
-"""Schedules with several virtual stages on a rank, for the best plans that the search has found.
+"""Try schedules with several virtual stages on a rank for the best plans that the search has found.
 
 The search and its bounds use schedules with one stage on each rank. For other schedules the bounds are loose where
 memory is short, because the memory of a rank depends on the order of its actions. After the search, these schedules are
@@ -189,7 +189,8 @@ def best_schedule(
     better: EvaluatedCandidate | None = None
 
     def tried(candidate: MeshCandidate, cutoff_s: float) -> EvaluatedCandidate | None:
-        """``None`` where it is no better, by its bounds."""
+        """Return the plan of ``candidate``; ``None`` if it has none, or if its bounds show that it takes at least
+        ``cutoff_s`` seconds. Append a row for the report if it was planned or has no plan."""
         least = float(bounds.times([candidate])[0])
         if least >= cutoff_s:
             return None
@@ -287,7 +288,7 @@ def _at_least(row: Candidate, seconds: float) -> Candidate:
 
 
 def _is_same_candidate(row: Candidate, other: Candidate) -> bool:
-    """Whether two rows are of one candidate."""
+    """Whether two rows of a report are about the same candidate."""
     names = "mesh", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard", "etp"
     return all(getattr(row, name) == getattr(other, name) for name in names)
 

@@ -210,9 +210,10 @@ class _SearchRequest:
 
 @dataclass
 class _CandidateAttempts:
-    """Plans the candidates of one search (:class:`partitioner.solve.search.best_first.CandidatePlanner`).
+    """Plans and bounds the candidates of one search, see :class:`partitioner.solve.search.best_first.CandidatePlanner`.
 
-    ``best_s``: seconds of the best plan so far, or the cutoff: the evaluator drops what takes longer.
+    ``best_s``: step time in seconds of the best plan so far, or the cutoff. The evaluator drops candidates that take
+    longer.
     """
 
     evaluator: CandidateEvaluator
@@ -225,7 +226,8 @@ class _CandidateAttempts:
     def evaluate(
         self, candidate: MeshCandidate, *, proven: bool = True, devices: tuple[int, ...] | None = None
     ) -> EvaluatedCandidate:
-        """The best plan of a candidate; ``proven`` and ``devices``: see :meth:`CandidateEvaluator.solve`."""
+        """Return the best plan of a candidate. ``proven``: whether to compute a tight lower bound on its plans.
+        ``devices``: the device of each rank; if ``None``, the placement is searched."""
         is_complete = self.evaluator.placements.complete(candidate.grid)
         solve = partial(self.evaluator.solve, devices=devices, proven=proven and is_complete, cutoff_s=self.best_s)
         try:
@@ -299,7 +301,8 @@ def _search_candidates(
         devices = {mesh_of(e.payload.candidate): e.payload.devices for e in sorted(known.values(), key=_slowest_first)}
 
         def attempt(candidate: MeshCandidate) -> EvaluatedCandidate:
-            """Without a bound, and on the devices of a plan of the same mesh where all placements would be tried."""
+            """Plan a candidate without a lower bound. If all placements would be tried, use the devices of a known plan
+            with the same mesh instead."""
             same = devices.get(mesh_of(candidate)) if evaluator.placements.complete(candidate.grid) else None
             found = attempts.evaluate(candidate, proven=False, devices=same)
             return found if same is None else replace(found, least=0.0)

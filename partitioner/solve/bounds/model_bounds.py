@@ -502,7 +502,7 @@ class ModelBounds:
         of_point = [np.array([seconds]) for seconds in (ahead, back, 0.0 if shared else largest)]
         least = min(candidates, key=self.rounds)
         bound = after + float(self._bound_pipeline_seconds([least], *of_point)[0])
-        if floor.of_kind:  # the slowest type may hide most
+        if floor.of_kind:  # the slowest device type may hide most of the reduction
             both = np.array([[sum(of[block][: 1 + self.train]) for block in often] for of in floor.of_kind])
             apart = list({self.may_differ(candidate): candidate for candidate in candidates}.values())
             hides = float((both @ np.array(list(often.values()))).max())

@@ -112,7 +112,7 @@ def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> Mic
         sizes = list(zip(call.inputs, cost.input_bytes, cost.saved_inputs, strict=True))
         inputs.append(sum({n: size for n, size, _ in sizes if n not in seen}.values()))
         kept = {n: size for n, size, is_kept in sizes if is_kept and n not in kept_before}
-        saved = cost.saved_bytes - cost.selective_bytes  # the rest may be recomputed alone at almost no cost
+        saved = cost.saved_bytes - cost.selective_bytes  # these bytes may be recomputed selectively at almost no cost
         saved = min(saved, cost.carried_bytes) if split else saved
         whole.append(saved + sum(kept.values()))
         again += [(min(cost.forward_s, cost.recompute_s) / cost.saved_bytes, saved)] if saved > 0 else []

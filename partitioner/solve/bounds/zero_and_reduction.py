@@ -143,7 +143,7 @@ class Gathers:
         """
         again, idle = self._bound_scatter_seconds(candidate) / candidate.pp, forward_s / candidate.pp
         hides, ahead = (2 - self.slowdown) * self.overlap * (m - 1), candidate.pp - 1
-        # windows where all is hidden, and where no wait is left: the minimum is at one of them, or at the first window
+        # windows in which all scatters are hidden, or no wait is left: the minimum is there or at the first window
         windows = [again, again * (m - 1) / max(hides + ahead, _TINY)]
         windows += [again * (m - 1) * (self.slowdown - 1) / ahead] if ahead else []
 
@@ -230,7 +230,7 @@ class LeastReduced:
         one replica, under ZeRO-3 and under hybrid sharding."""
         if (
             candidate.replicas == 1 or candidate.zero == 3 or candidate.dp_shard
-        ):  # within nodes it may take next to nothing
+        ):  # a reduction within nodes may take next to no time
             return 0.0
         single = candidate.pp == 1
         key = (candidate.dp, candidate.cp, candidate.tp, min(candidate.zero, 1), candidate.ep > 1, single)
@@ -243,7 +243,7 @@ class LeastReduced:
                 reducers = best_reducers(self._job.topology, group, self._device, constraints)
             sizes, last_level = _over_data(states())
             totals = (reduction_of(sizes, last_level, r, overlap=False).total_s for r in reducers)
-            self._known[key] = min(totals, default=0.0)  # one bucket starts the least often
+            self._known[key] = min(totals, default=0.0)  # with one bucket the start-up is paid once
         return self._known[key]
 
 

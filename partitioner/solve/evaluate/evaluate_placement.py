@@ -142,7 +142,7 @@ class PlacementEvaluator:
         asked = self._by_least(machine)
         tried = {shares for _, shares in asked}
         steps: dict[Shares, float] = {}
-        asked.sort(key=lambda pair: self.record.is_poor(pair[1]))  # the others first
+        asked.sort(key=lambda pair: self.record.is_poor(pair[1]))  # poor ones last
         while asked:
             floor, shares = asked.pop(0)
             if best is not None and (floor >= min(step, self.cutoff_s) or self.record.is_poor(shares)):
@@ -284,7 +284,7 @@ class PlacementEvaluator:
     def dressed(self, machine: PlacedMesh) -> PlacedMesh:
         """Return ``machine`` with the settings of the candidate and the job. The same object is returned for the same
         machine."""
-        if id(machine) not in self._dressed:  # the machine keeps its identity valid
+        if id(machine) not in self._dressed:  # keeping the machine keeps its id valid
             self._dressed[id(machine)] = machine, self.job.dressed(machine, self.candidate)
         return self._dressed[id(machine)][1]
 

@@ -60,7 +60,7 @@ class SolvedCandidate:
     selective: tuple[int, ...] = ()  # calls that recompute selectively
     offload: tuple[Offload, ...] = ()  # data kept in host memory
     context_model: FoldedModel | None = None  # one microbatch, before its sequence is shared over cp
-    reducing: ReductionScheme = AT_ONCE  # how gradients are added up
+    reducing: ReductionScheme = AT_ONCE  # how gradients are reduced
     data_shares: tuple[int, ...] = ()  # the microbatches of each rank of dp; empty: all ranks have equally many
     lower_bound_s: float = 0.0
 
@@ -243,7 +243,7 @@ class CandidateEvaluator:
         """Return a key that is equal for candidates with equal results of :meth:`floor`, and the arguments for
         computing the result."""
         whole = self._is_whole(candidate, size)
-        if candidate.zero < 3:  # equal times, except for waits between ranks
+        if candidate.zero < 3:  # candidates with these ZeRO stages take equally long, except for waits between ranks
             candidate = replace(
                 candidate, zero=candidate.zero if self._has_mixed_speeds and candidate.zero == 2 else 0, dp_shard=0
             )
@@ -337,7 +337,7 @@ class CandidateEvaluator:
         wanted = self._wanted(candidate, size, whole)
         try:
             local = self.locals.at(*wanted)
-        except UnsupportedError:  # samples that are coupled need not be so in smaller batches
+        except UnsupportedError:  # samples that interact in one batch need not do so in a smaller one
             return None
         costs = self._seat_costs(wanted[0], local)
         best = self._bound_block_seconds(local, combine_fastest_costs(self._list_stage_costs(candidate, costs)))

@@ -60,7 +60,7 @@ class LocalModels:
     _readings: list[Iterable[Reading]] = field(default_factory=list)
     _wishes: dict[ProblemKey, None] = field(default_factory=dict)  # in order
     _aside: BackgroundWorker[Hashable, Any] | None = None
-    _known: dict[LocalKey, Solutions] = field(default_factory=dict)  # what was done ahead
+    _known: dict[LocalKey, Solutions] = field(default_factory=dict)  # solutions that were computed ahead
     _spent_s: float = 0.0
 
     def key(self, candidate: MeshCandidate, parts: int, whole: bool) -> LocalKey:
@@ -124,7 +124,7 @@ class LocalModels:
         """Whether samples of the batch interact, so that the graphs depend on whether all samples of a rank are one
         microbatch."""
         if self.job.constraints.group_size is not None:
-            return False  # a microbatch is a group, whatever the rank has besides
+            return False  # a microbatch is one group, however many the rank has
         batch, samples = self.job.batch, self.job.global_batch
         return couples_samples(split_batch(self.job.model, batch.blocks, batch.values, samples, 1))
 
@@ -184,7 +184,7 @@ class LocalModels:
         cannot be sharded are left out."""
         found = {}
         for key, wanted in self._expected[problem].items():
-            with suppress(PartitionError):  # raised when it is asked for
+            with suppress(PartitionError):  # the error is raised when the model is requested
                 if key not in self._locals:
                     found[key] = self._solve_local_sharding(*wanted)[1:]
         self._known |= found

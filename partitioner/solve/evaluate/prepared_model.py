@@ -43,7 +43,7 @@ from partitioner.validate import OBJECTIVES, check_callback, check_work, type_of
 
 Objective = Literal["train", "infer"]
 
-_SHOWN = 3  # kinds of modules that a note lists
+_SHOWN = 3  # greatest number of module classes that a note lists
 Work = tuple[FoldedModel, ShardingSolution, int]  # the folded model, the split of its batch, and the global batch size
 
 
@@ -270,7 +270,7 @@ def rare_collections() -> Iterator[None]:
         yield
     finally:
         young = gc.get_count()[0]
-        if rarely and young > _MANY and not gc.get_freeze_count():  # what the user has frozen stays so
+        if rarely and young > _MANY and not gc.get_freeze_count():  # objects that the user has frozen stay frozen
             _put_off += young
             gc.freeze()
             gc.unfreeze()  # moves them to the oldest generation

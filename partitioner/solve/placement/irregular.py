@@ -30,11 +30,11 @@ from partitioner.topology.topology import Topology
 
 Ints = NDArray[np.int64]
 
-_TEMPLATE = 16  # devices of an island that are cut by their links; larger ones are cut in order
+_TEMPLATE = 16  # sets of at most this many devices are divided by their links; larger ones in order
 
-_FEW = 5  # groups of which every order is tried
-_EVERY = 4  # devices of which every order is tried
-MOST = 200  # candidates
+_FEW = 5  # if there are at most this many groups, every order is tried
+_EVERY = 4  # with at most this many devices, every permutation is tried
+MOST = 200  # greatest number of candidate placements
 
 
 def list_arrangements(topology: Topology, mesh: Mapping[str, int]) -> list[Ints]:

@@ -26,7 +26,7 @@ Ints = NDArray[np.int64]
 
 MOST_GROUPS = 2000  # with more possible groups the problem is not solved; there are 1820 groups of 4 of 16 devices
 
-_PARTS = 1 << 30  # of the largest sum of bandwidths
+_PARTS = 1 << 30  # the largest sum of bandwidths is scaled to this integer
 _LEAST = 1.0  # byte/s
 _SECONDS = 5.0  # limit of the solver's deterministic time, far above what these problems take
 

@@ -43,7 +43,7 @@ from partitioner.units import list_divisors
 DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"
 
 _EXCLUDED = "excluded by the constraints"
-MOST_TRIED = 12  # candidates of one layout
+MOST_TRIED = 12  # greatest number of candidates that are tried for one layout
 _MOST_OF_FAMILY, _MOST_ALIKE, _MOST_INTERLEAVED = 5, 2, 2  # layouts that are planned in addition to known ones
 _MOST_EFFORT = 0.05  # total effort of interleaved schedules after the first, see `alternatives.effort`
 _FILLED = 7 / 8  # share of a bubble that virtual stages fill
@@ -52,7 +52,7 @@ _MOST_FITTING, _MOST_BOUNDED = (
     4,
     12,
 )  # per division of the model: candidates that fit, and candidates whose bounds are computed
-_OF_COLLECTIVES = 1.05  # by which bounds are too low for each doubling of tp and cp, for the order of tries alone
+_OF_COLLECTIVES = 1.05  # assumed factor by which bounds are too low per doubling of tp and cp; used for the order only
 _FEW = 8  # virtual stages: interleaved schedules with about as many are tried first
 _NONE: Mapping[str, Baseline] = {}
 

@@ -137,7 +137,7 @@ class BestFirstSearch:
     _before: Mapping[MeshCandidate, CandidateOutcome] = field(default_factory=dict, init=False)
     _num_evaluated: int = field(default=0, init=False)
     _num_bounded: int = field(default=0, init=False)
-    # since the last incumbent, of schedules with several virtual stages: evaluated families, and the effort spent
+    # since the best plan was found, for several virtual stages on a rank: evaluated families, and the effort spent
     _fruitless: set[Hashable] = field(default_factory=set, init=False)
     _spent: float = field(default=0.0, init=False)
     _reported: float = field(default_factory=time.monotonic, init=False)  # time of the last progress report
@@ -231,7 +231,7 @@ class BestFirstSearch:
         estimates = self.bounds.times(unknown).tolist() if unknown else []
         first = {c: row.bound for c, row in rows.items()} | dict(zip(unknown, estimates, strict=True))
         least = [min(first[c] for c in members) for members in nodes]
-        # ties go to the lowest number, which is quick to compare; the last item is the next step
+        # (simulated, bound, number of the node, next step); equal bounds are ordered by number
         queue = [(not is_formula(nodes[n][0].schedule), bound, n, 0) for n, bound in enumerate(least)]
         heapq.heapify(queue)
         while queue:

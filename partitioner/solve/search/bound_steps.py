@@ -146,7 +146,7 @@ class BoundCascade:
             self.bounds.refine(candidate)
         except CapacityError as error:
             return error
-        except PartitionError:  # it has another problem, too
+        except PartitionError:  # the candidate has no plan for another reason
             return None
         return None
 
@@ -212,7 +212,7 @@ class BoundCascade:
         job, m = self.evaluator.job, int(self.bounds.rounds(candidate))
         if m == 1 or not job.train or job.constraints.grad_compression is not None or self.bounds.may_differ(candidate):
             return 0.0
-        if candidate.cp > 1:  # ranks of cp may have gradients whole, which fewer ranks share
+        if candidate.cp > 1:  # ranks of cp may compute whole gradients, which fewer ranks share
             return 0.0
         floor = self._of_largest(self.family(candidate))
         known = self.bounds.with_floor([candidate], floor) if floor else float(self.bounds.times([candidate])[0])
@@ -223,7 +223,7 @@ class BoundCascade:
             return self._bound_simulated_recompute([candidate], cutoff_s)
         if self._has_room(candidate):
             return 0.0  # the family's bound included it
-        quick = is_formula(candidate.schedule)  # others come when runs that make a step too long are known
+        quick = is_formula(candidate.schedule)  # the step times of other schedules are known only later
         least = self.bounds.relaxed(candidate, self._of_all(candidate), cutoff_s=cutoff_s, quick=quick)
         if quick and not least.is_seen:
             self._unseen.add(candidate)
@@ -256,7 +256,7 @@ class BoundCascade:
         )
         floor, needs = self._of_largest(self.family(candidate)), self._needs_of(candidate)
         shared = partial(self.bounds.with_floor, candidates, floor) if floor else partial(self.bounds.times, candidates)
-        known = float(np.min(shared(shared=True)))  # without the largest call's pace: not a sum
+        known = float(np.min(shared(shared=True)))  # without the largest call, whose time cannot be added
 
         def of_steps(limit_s: float) -> float:
             """Return a lower bound in seconds that holds for the steps that take at most ``limit_s`` seconds."""
@@ -349,7 +349,7 @@ class BoundCascade:
     def _of_largest(self, candidate: MeshCandidate) -> BlockLowerBound | None:
         if (
             not self._scales or candidate.tp == candidate.cp == candidate.ep == 1
-        ):  # without collectives little is gained
+        ):  # without collectives the bound would hardly be tighter
             return None
         return self.evaluator.floor(candidate, self._find_largest_microbatch(candidate))
 

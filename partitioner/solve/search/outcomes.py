@@ -15,9 +15,9 @@ from partitioner.schedules.registry import schedule_name
 
 CutOff = Literal["time limit", "interruption"]
 
-_MOST_ROWS = 1000  # of a certificate, besides those that were solved
+_MOST_ROWS = 1000  # greatest number of rows in a certificate, unless more candidates were solved
 
-_ROUNDING = 1e-12  # of a step: no gap
+_ROUNDING = 1e-12  # relative gap that counts as none
 
 
 @dataclass(frozen=True)

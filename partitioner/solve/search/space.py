@@ -233,7 +233,9 @@ def list_hybrid_candidates(space: SearchSpace, candidate: MeshCandidate) -> list
     while size < candidate.dp:
         parts[max(d for d in even if d <= size)] = None
         size *= _PART_GROWS
-    whole = pinned.model_copy(update={"grad_compression": None})  # what whole shards cannot, parts of them can
+    whole = pinned.model_copy(
+        update={"grad_compression": None}
+    )  # compression may be possible with dp_shard though not without
     stages = [
         stage for stage, _ in _list_zero_options(replace(space, constraints=whole), candidate.dp, candidate.cp) if stage
     ]
@@ -266,7 +268,7 @@ def _context_axes(space: SearchSpace, room: int) -> list[int]:
     pinned, length = space.constraints, space.length
     if pinned.cp is not None:
         return [pinned.cp] if room % pinned.cp == 0 else []
-    if None not in (pinned.pp, pinned.dp, pinned.tp):  # the only one that makes as many ranks as there are
+    if None not in (pinned.pp, pinned.dp, pinned.tp):  # the other axes determine cp
         left = room // (pinned.dp or 1)
         return [left] if left == 1 or (length and length % (2 * left) == 0) else []
     even = [cp for cp in list_divisors(room) if cp == 1 or length % (2 * cp) == 0]
@@ -303,7 +305,7 @@ def _list_schedules(space: SearchSpace, pp: int) -> list[tuple[str | ScheduleTab
         return [(table, chunks_of(table) or 1)] if len(table.own.ranks) <= space.num_calls else []
     if pp == 1:
         if (pinned.virtual_stages or 1) > 1 or pinned.schedule not in (None, *OF_ONE_STAGE):
-            return []  # one rank's virtual stages would be one stage, and other schedules say nothing of one
+            return []  # virtual stages on one rank would be one stage, and other schedules need several ranks
         return [(str(pinned.schedule or "1f1b"), 1)]
     names = [str(pinned.schedule)] if pinned.schedule else _list_searched_schedules(space)
     found: list[tuple[str | ScheduleTable, int]] = []

@@ -154,7 +154,7 @@ class UniformClusterBound:
         """Return the uniform clusters, one for each order of the nodes. Return an empty list if the plan uses host
         memory, or if the placement is fixed."""
         job = self._evaluator.job
-        if job.constraints.offload or self._evaluator.placements.in_order:  # hosts are not evened
+        if job.constraints.offload or self._evaluator.placements.in_order:  # hosts stay different
             return []
         return list_uniform_clusters(job.topology)
 
@@ -201,7 +201,9 @@ class UniformClusterBound:
         sizes = tuple(candidate.grid.get(axis, 1) for axis in AXES)
         nested = all_nestings(sizes, self._level_sizes)
         first, precision = self._uniform_topologies[0], self._uniform_job.precision
-        for devices in list_arrangements(first, candidate.grid):  # others that are tried on the cluster itself
+        for devices in list_arrangements(
+            first, candidate.grid
+        ):  # further placements that are tried on the real cluster
             yield PlacedMesh(first, candidate.grid, precision, devices)
         for topology in self._uniform_topologies:
             for devices in nested:
@@ -211,6 +213,6 @@ class UniformClusterBound:
 def _evaluate_for_bound(placement_evaluator: PlacementEvaluator, machine: PlacedMesh) -> float:
     try:
         placement_evaluator(machine)
-    except PartitionError:  # stages that are followed may fit though none were found that do
+    except PartitionError:  # under a simulated schedule some cut may fit although none was found
         return 0.0
     return placement_evaluator.lower_bounds[-1]

@@ -26,7 +26,7 @@ _MOST_SPREAD = 64  # greatest ep of the first layouts of a mixture of experts
 
 _MOST_WIDE = 8  # greatest tp of these layouts
 _MOST_DEPTHS = 3  # how many different numbers of stages of these layouts are tried
-_MOST_STEPS = 40  # candidates that are evaluated on the way to better ones
+_MOST_STEPS = 40  # greatest number of evaluated candidates while neighbours are tried
 
 
 @dataclass

@@ -32,10 +32,13 @@ Table = NDArray[np.float64]
 Places = NDArray[np.int64]
 _CLOSE = 0.005  # relative gap at which the search stops
 _MOST_TURNS = 40
-_ACTIONS = 200_000  # to follow, in all turns
-_MOVED, _ALL = 500_000, 2_000_000  # actions of the local search, and of trying all cuts; many at once take less
+_ACTIONS = 200_000  # actions to simulate in all iterations together
+_MOVED, _ALL = (
+    500_000,
+    2_000_000,
+)  # actions to simulate in the local search, and if all cuts are tried (many at once are faster)
 _KEPT = 1000  # cuts that are returned if all are tried
-_STEPS = (1, -1, 2, -2)  # calls that cuts are moved by
+_STEPS = (1, -1, 2, -2)  # numbers of calls by which cuts are moved
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def _list_neighbour_cuts(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int) -> RankedCuts:
     """Simulate all possible cuts and return the fastest ones. The bound is the step time of the best."""
-    taken = costs.taken(timetable, _all_cuts(calls, stages), how, _KEPT)  # the cuts of the start fit
+    taken = costs.taken(timetable, _all_cuts(calls, stages), how, _KEPT)  # at least the first cuts fit
     order = tuple((seconds, cuts) for cuts, seconds in taken.items())
     return RankedCuts(order, order[0][0])
 
@@ -200,7 +203,7 @@ class _Bands:
         weights, shape ``[stages, 5]``."""
         sums = np.einsum("kc,kcjw->kjw", paths, self.seconds) + self.barred
         _, size, width = sums.shape
-        reached = np.full(width + size, np.inf)  # the first ``width`` are before all calls
+        reached = np.full(width + size, np.inf)  # the first ``width`` entries stand for positions before the first call
         reached[width] = 0.0
         before = np.arange(size)[:, None] - np.arange(1, width + 1)[None, :] + width
         came = []

@@ -23,8 +23,11 @@ from partitioner.units import bytes_text, format_plural
 Vector = NDArray[np.float64]
 
 Places = NDArray[np.int64]
-_ROUNDING = 1e-9  # of a number of stages
-_LONG, _SEVERAL = 2.0, 4  # times an even share, or the largest call; microbatches, of fewer the slowest says little
+_ROUNDING = 1e-9  # tolerance when numbers of stages are rounded up
+_LONG, _SEVERAL = (
+    2.0,
+    4,
+)  # longest runs relative to an even share or the largest call; only from this many microbatches on
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] 
     if tables.slim is not None:
         slim = tables.slim.run_times(stages, start, stop)
         times = slim if problem.recompute == "selective" else np.minimum(times, slim)
-    followed = not is_formula(problem.schedule)  # of others a formula says more
+    followed = not is_formula(problem.schedule)  # for formula schedules the formula gives a tighter bound
     of_pace: dict[int, OtherStageTimes] = {}
     ends, values = stop[firsts], np.empty((2 + followed, len(start)))
     # the least maximum, the least sum and the least step, up to each call
@@ -214,7 +217,7 @@ def _runs_by_stop(tables: StageTables, limit: float) -> tuple[Places, Places, Pl
     """Return the runs of calls whose work takes at most ``limit`` seconds, sorted by their stops: three arrays with the
     starts, the stops, and the index of the first run for each stop."""
     start, stop = tables.short_runs(limit)
-    # as many stages as the calls before and behind take at least, and one for the run
+    # least number of stages for the calls before and after the run, plus one for the run
     done = np.concatenate([[0.0], np.cumsum(np.diagonal(tables.least_work, 1))]) / max(limit, TINY)
     before, behind = done[start], done[-1] - done[stop]
     stages = np.ceil(before - _ROUNDING).clip(start > 0) + 1 + np.ceil(behind - _ROUNDING).clip(stop < len(done) - 1)

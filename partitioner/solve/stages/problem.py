@@ -148,7 +148,7 @@ class StageProblem:
             return None
         calls = tuple(replace(call, cost=call.cost.selective()) for call in self.calls)
         paces = {id(pace): replace(pace, costs=tuple(c.selective() for c in pace.costs)) for pace in self.paces}
-        # unless it is pinned, whole calls may be recomputed, too
+        # unless recomputation is fixed, whole calls may be recomputed, too
         whole: Recompute | None = "none" if self.recompute == "selective" else None
         return replace(self, calls=calls, paces=tuple(paces[id(pace)] for pace in self.paces), recompute=whole)
 

@@ -191,7 +191,7 @@ class _Splitter:
         best, best_cost = min(((cuts, self.cost(cuts)) for cuts in (even, free)), key=lambda found: found[1])
         ceiling = np.inf
         while True:
-            # whatever is better has a smaller maximum than these
+            # better cuts have a smaller maximum than these
             limit = min((best_cost - bubble * least_sum) / often, ceiling) * (1 - TINY)
             if limit <= lowest:
                 break

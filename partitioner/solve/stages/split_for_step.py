@@ -20,7 +20,7 @@ from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.split import NoneLeft, StageSplit
 from partitioner.solve.stages.tables import Table, min_max
 
-_ROUNDS, _ROUNDS_FOLLOWED = 24, 8  # of cuts; of those that a schedule has to be followed for
+_ROUNDS, _ROUNDS_FOLLOWED = 24, 8  # most calls of the solver; the same for simulated schedules
 
 _ROUNDING = 1e-12
 
@@ -78,7 +78,7 @@ def cut_for_step(
             least = min(least, pipeline + lowest)
             break
         behind = max(_list_stage_tails(tails, split))
-        least = min(least, pipeline + max(behind, lowest))  # of the cuts that are barred now
+        least = min(least, pipeline + max(behind, lowest))  # holds for the cuts that are forbidden from now on
         if behind <= lowest * (1 + _ROUNDING):
             break
         barred = tuple(tail >= behind * (1 - _ROUNDING) for tail in tails)
@@ -86,7 +86,7 @@ def cut_for_step(
             split = solve(replace(problem, barred=barred))
         except NoneLeft:
             break
-        except PlanError:  # some may fit that were not found
+        except PlanError:  # cuts may fit that were not found
             least = min(least, pipeline + lowest)
             break
         pipeline = max(pipeline, split.lower_bound_s)

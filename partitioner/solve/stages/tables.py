@@ -224,7 +224,7 @@ class StageTables:
         full."""
         n = len(self.problem.calls)
         stop = np.arange(n + 1)[None, :]
-        if self.problem.recompute == "full":  # embedding's and head's tensors are hardly worth it
+        if self.problem.recompute == "full":  # recomputing the embedding and the head frees hardly any memory
             stop = np.minimum(stop, self.problem.last_repeated)
         length = np.maximum(0, stop - np.arange(n + 1)[:, None])
         return length if self.problem.train and self.problem.recompute in (None, "full") else np.zeros_like(length)
@@ -247,7 +247,7 @@ class StageTables:
             taken = whole[stage] * (saved + inputs) + half[stage] * (carried + inputs)
             over = taken + self._fixed_again[start, stop] - capacity
             excess = np.maximum(excess, over / np.maximum(whole[stage], TINY))
-            if cut.closing.any():  # when one of these microbatches is already freed
+            if cut.closing.any():  # the moment when one of these microbatches is already freed
                 gone = np.minimum(whole[stage], 1.0)
                 over = (
                     taken

@@ -164,7 +164,9 @@ def solve_virtual(
                 )
             )
     if lacking is not None and found:
-        roomy = replace(problem, capacity=tuple(_ENOUGH for _ in problem.capacity))  # no stages go below its bound
+        roomy = replace(
+            problem, capacity=tuple(_ENOUGH for _ in problem.capacity)
+        )  # the bound without a memory limit holds for all cuts
         least = _solve_virtual_stages(roomy, schedule, num_ranks, chunks, proven, improved, cutoff_s).lower_bound_s
     elif lacking is not None:
         raise lacking
@@ -261,7 +263,7 @@ def _solve_virtual_stages(
     ranks = _VirtualStageRanks.of(problem, schedule, num_ranks, chunks)
     capacity = ranks.capacity
     whole = tables = StageTables(ranks.problem)
-    split = solve_stages(ranks.problem, tables)  # raises where one of the stages does not fit on a rank of its own
+    split = solve_stages(ranks.problem, tables)  # raises if some virtual stage does not fit even alone on its rank
     found: list[StageSplit] = []
     lacking: tuple[int, float] = 0, np.inf
     for attempt in range(_ROUNDS):
@@ -365,7 +367,9 @@ def _improve_virtual_cuts(
             for pace in {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
         ]
     )
-    steady = max(float(times.sum(axis=1).min()) / p, float(times.min(axis=0).max()))  # even, or the largest call
+    steady = max(
+        float(times.sum(axis=1).min()) / p, float(times.min(axis=0).max())
+    )  # an even share of the work, or the largest call
     rest = more[2] * steady if more is not None else 0.0
     found = better_cuts(tables, table, (0, *(plan.stop for plan in split.stages)), cutoff_s - rest, quick=quick)
     bound = found.bound + rest

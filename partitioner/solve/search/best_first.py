@@ -39,22 +39,23 @@ class Bounds(Protocol):
         """Return lower bounds in seconds on all candidates at once, shape ``[candidates]``."""
 
     def family(self, candidate: MeshCandidate) -> Hashable:
-        """Return a key that is equal for the candidates of one family. Candidates of a family have the same
-        schedule."""
+        """Return a key that is equal for candidates that are bounded together, such as those that differ in ZeRO alone.
+        They have the same schedule."""
 
     def members(self, candidates: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
-        """Return all candidates of the family of ``candidates``, including those for which :meth:`times` was not
-        called."""
+        """Return all candidates that belong to the family (the candidates that are bounded together) of ``candidates``,
+        including those for which :meth:`times` was not called."""
 
     @property
     def family_bounds(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
-        """Return the functions that bound a family, to be called in order. Arguments are the candidates of the family
-        and a cutoff, see :attr:`candidate_bounds`."""
+        """Return the functions that compute a lower bound in seconds for a family of candidates, to be called in order.
+        Their arguments are the candidates of the family and a cutoff in seconds; a bound above it need not be exact."""
 
     @property
     def candidate_bounds(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
-        """Return the functions that bound one candidate, to be called in order. The second argument is a cutoff in
-        seconds: a bound above it need not be exact. They raise :class:`PartitionError` if the candidate has no plan."""
+        """Return the functions that compute a lower bound in seconds for one candidate, to be called in order. Their
+        second argument is a cutoff in seconds; a bound above it need not be exact. They raise :class:`PartitionError`
+        if the candidate has no plan."""
 
     def again_s(self, candidate: MeshCandidate) -> float:
         """Return the approximate seconds of recomputation in a step. This is not a bound."""

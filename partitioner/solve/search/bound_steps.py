@@ -88,13 +88,15 @@ class BoundCascade:
         self.evaluator.expect(self._of_families(candidates), [*largest, *((p, p.microbatch_size) for p in fit)])
 
     def _of_families(self, candidates: Sequence[MeshCandidate]) -> Iterator[tuple[MeshCandidate, int]]:
-        """Yield the candidates and microbatch sizes whose shardings :meth:`_of_largest` will need."""
+        """Yield pairs of a candidate and a microbatch size: the shardings from which the families of ``candidates``
+        will be bounded."""
         for family in dict.fromkeys(map(self.family, candidates)) if self._scales else ():
             if family.microbatch_size in self._sizes[family.tp] and not family.tp == family.cp == family.ep == 1:
                 yield family, self._find_largest_microbatch(family)
 
     def family(self, candidate: MeshCandidate) -> MeshCandidate:
-        """Return the key of the candidates that are bounded together: the candidate without ZeRO."""
+        """Return the key of the candidates that are bounded together, because they differ in ZeRO alone: ``candidate``
+        without ZeRO."""
         return candidate.sharing(0)
 
     def members(self, candidates: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
@@ -309,8 +311,8 @@ class BoundCascade:
         return self.bounds.with_floor([candidate], floor) if floor else 0.0
 
     def _says_most(self, candidate: MeshCandidate) -> bool:
-        """Whether the candidate's own sharding is the one that :meth:`_of_largest` uses, so that bounds from it are
-        already known."""
+        """Whether the sharding that bounds the family is the candidate's own, so that bounds from it are already
+        known."""
         return self._scales and candidate.microbatch_size == self._find_largest_microbatch(candidate)
 
     def _own_leanest(self, candidate: MeshCandidate, cutoff_s: float) -> float:

@@ -332,7 +332,7 @@ def _list_searched_schedules(space: SearchSpace) -> list[str]:
 
 
 def _chunk_choices(space: SearchSpace, pp: int, schedule: str) -> list[int]:
-    """Return the numbers of virtual stages on a rank to try for a schedule that allows any number."""
+    """Return the numbers of virtual stages on a rank to try for ``schedule``, which allows any number."""
     if schedule == "interleaved":
         return even_chunks(space, pp)
     pinned = space.constraints
@@ -370,7 +370,8 @@ def _is_for(table: ScheduleTable | None, pp: int, num_microbatches: int) -> bool
 
 
 def _list_zero_options(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, int]]:
-    """Return the pairs (ZeRO stage, number of ``dp`` ranks that share states; 0: all) to try."""
+    """Return the pairs to try: ZeRO stage, and the number of ``dp`` ranks that share parameters, gradients or optimizer
+    states (0: all of them)."""
     pinned = space.constraints
     if pinned.dp_shard is not None and dp % pinned.dp_shard:
         return []

@@ -117,8 +117,8 @@ class UniformClusterBound:
         self._machines: dict[tuple[int, ...], list[PlacedMesh]] = {}
 
     def quickly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return :meth:`least`, but stop refining when the bound falls below ``cutoff_s``. Return 0 if devices differ
-        so much that the bound would be loose."""
+        """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``. Stop refining it when
+        it falls below ``cutoff_s``. Return 0 if devices differ so much that the bound would be loose."""
         return self._bound_until(candidate, cutoff_s, cutoff_s) if self._are_near else 0.0
 
     def least(self, candidate: MeshCandidate, cutoff_s: float) -> float:
@@ -127,7 +127,8 @@ class UniformClusterBound:
         return self._bound_until(candidate, cutoff_s, 0.0)
 
     def _bound_until(self, candidate: MeshCandidate, cutoff_s: float, stop_s: float) -> float:
-        """Return :meth:`least`, but stop refining when the bound falls below ``stop_s``."""
+        """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``. Stop refining it when
+        it falls below ``stop_s``; 0 means that there is no bound."""
         if (
             self._evaluator.tries_all(candidate)
             or not self._level_sizes
@@ -151,8 +152,8 @@ class UniformClusterBound:
 
     @cached_property
     def _uniform_topologies(self) -> list[Topology]:
-        """Return the uniform clusters, one for each order of the nodes. Return an empty list if the plan uses host
-        memory, or if the placement is fixed."""
+        """Return the clusters in which all devices are as good as the best real one, one for each order of the nodes'
+        network bandwidths. Return an empty list if the plan uses host memory, or if the placement is fixed."""
         job = self._evaluator.job
         if job.constraints.offload or self._evaluator.placements.in_order:  # hosts stay different
             return []
@@ -169,8 +170,8 @@ class UniformClusterBound:
 
     @cached_property
     def _level_sizes(self) -> tuple[int, ...]:
-        """Return the number of devices in one group of each level of links, from the inside out; empty if there is no
-        uniform cluster."""
+        """Return, for each level of links of the uniform cluster, how many devices they join, from the inside out;
+        empty if there is no uniform cluster."""
         if not self._uniform_topologies:
             return ()
         return equal_levels(self._uniform_topologies[0].changed(overrides={}, node_overrides={})) or ()

@@ -1,1 +1,1 @@
-"""Lower bounds of a candidate's step time and memory from the model's unsharded graphs."""
+"""Compute lower bounds on a candidate's step time and memory from the unsharded graphs of the model."""

@@ -1,7 +1,8 @@
-"""Lower bound on the computation time of a model's blocks on each device type of a topology, without collectives.
+"""Compute lower bounds on the computation time of a model's blocks on each device type, without collectives.
 
-The relaxation divides the work of a whole block, so its seconds are linear in the share of the batch and of the ranks:
-``launches + (work that grows with the batch) b / (B tp) + (traffic of weights) / tp``.
+It is assumed that the work of a whole block can be divided evenly. The seconds of a block are then linear in the share
+of the batch and of the ranks: ``launches + (work that grows with the batch) b / (B tp) + (traffic of weights) / tp``,
+for ``b`` samples of a batch of ``B``.
 """
 
 from __future__ import annotations
@@ -46,9 +47,13 @@ Number = TypeVar("Number", float, Vector)
 
 @dataclass(frozen=True)
 class BlockCallTime:
-    """Seconds of one call of a block for the whole batch on one device: of launches, of what grows with the batch, and
-    of the traffic of weights. ``spared``: of copies that views make and of sums over what is broadcast; a graph of
-    shards or of a single sample may do without."""
+    """A lower bound on the seconds of one call of a block (such as a decoder layer) for the whole batch on one device,
+    in parts.
+
+    ``launches``: seconds of kernel launches. ``batch``: seconds that grow with the batch. ``weights``: seconds of
+    reading and writing weights. ``flops``: FLOPs of matrix products. ``spared``: seconds (launches, part that grows
+    with the batch) of copies and sums that a sharded graph or one for a single sample may not need.
+    """
 
     launches: float = 0.0
     batch: float = 0.0
@@ -58,10 +63,9 @@ class BlockCallTime:
     spared: tuple[float, float] = (0.0, 0.0)  # launches, and what grows with the batch
 
     def at(self, share: Number, tp: Number, several: Number, ep: Number) -> Number:
-        """Seconds for this share of the batch, divided over ``tp`` ranks; ``several``: 1 for more than one sample.
-
-        Over ``ep`` ranks the traffic of all weights is taken to be divided: some may be experts'.
-        """
+        """Return a lower bound in seconds on a call for ``share`` of the batch, divided over ``tp`` ranks. ``several``:
+        1 if the microbatch has more than one sample, else 0. The traffic of all weights is divided over ``ep`` ranks
+        too, since some may belong to experts."""
         seconds: Number = self.launches + self.batch * share / tp + self.weights / tp / ep
         seconds += (tp == 1) * several * (self.spared[0] + self.spared[1] * share)
         least: Number = np.maximum(seconds, self.issued)
@@ -70,8 +74,13 @@ class BlockCallTime:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """A block's work forward, backward, and of that for ``inputs``; what it keeps at least, and ``carried`` bytes that
-    it holds between the halves of a backward. ``over_ranks``: of ranks that share a sequence, where these do less."""
+    """The work of one call of a block (such as a decoder layer) for the whole batch on one device.
+
+    ``forward``, ``backward``: seconds in parts. ``inputs``: the part of the backward that computes gradients of inputs.
+    ``kept``: the least bytes that are saved for the backward. ``carried``: bytes held between the two halves of a split
+    backward. ``over_ranks``: the work under context parallelism (``cp`` > 1), if it is less there because repeated key
+    and value heads are read only once.
+    """
 
     forward: BlockCallTime
     backward: BlockCallTime
@@ -84,8 +93,9 @@ class BlockWork:
     over_ranks: BlockWork | None = None
 
     def at(self, share: float, tp: int, several: bool = True, ep: int = 1, cp: int = 1) -> CallCost:
-        """The least that a call costs one of ``tp`` ranks for this share of the batch, ``several`` samples or one;
-        ``cp``: ranks that share a sequence, of which ``share`` is what one has."""
+        """Return a lower bound on the cost of one call on one of ``tp`` ranks. ``share``: the rank's share of the
+        batch; with ``cp`` ranks that share a sequence, this share is already divided by ``cp``. ``several``: whether
+        the microbatch has more than one sample."""
         if cp > 1 and self.over_ranks is not None:
             return self.over_ranks.at(share, tp, several, ep)
         scale = share / tp
@@ -108,7 +118,12 @@ class BlockWork:
 
 @dataclass
 class Works:
-    """The work of all blocks on the ``best`` device and on those of each pace, found when first asked for."""
+    """The work of all blocks of a model (such as a decoder layer), on the best device type and on each device type of
+    the topology. It is computed when first needed.
+
+    ``device``: the best device type. ``types``: all device types at their speeds, or empty if there is only one.
+    ``how``: the kind of selective recomputation, or ``None``.
+    """
 
     blocks: Mapping[str, Block]
     device: DeviceType
@@ -139,7 +154,9 @@ def block_work(
     how: Remade | None = None,
     fused_casts: bool = False,
 ) -> BlockWork:
-    """The work of ``block``, a graph for the whole batch; ``how``: what is made again, in no time, rather than kept."""
+    """Return lower bounds on the seconds and bytes of one call of ``block``, a graph for the whole batch, on
+    ``device``. ``how``: the kind of selective recomputation; what it recomputes costs no time and no memory here.
+    ``None``: nothing is recomputed."""
     found = _block_work(_copy_block_graph(block), device, train, fp8, how, fused_casts)
     once = _copy_block_graph(block)
     if not read_heads_once(once):
@@ -159,7 +176,7 @@ def _block_work(
         if node.op != "call_function":
             continue
         is_view = operator_name(node) in VIEWS
-        operands, results = node_operands(node, states, learned, copied=True)  # a graph of shards may not copy
+        operands, results = node_operands(node, states, learned, copied=True)  # a sharded graph may not need the copies
         kernels = forward_kernels(node, operands, results)
         if any(o.repeats > 1 for o in operands):
             spared_ahead += _subtract_least_traffic(
@@ -196,7 +213,8 @@ def _block_work(
 
 
 def _subtract_least_traffic(kernels: Sequence[Kernel], least: Sequence[Kernel]) -> list[Kernel]:
-    """The traffic of ``kernels`` beyond that of the ``least`` of the same node."""
+    """Return ``kernels`` with only the bytes by which each exceeds the kernel at the same position of ``least``, and
+    without FLOPs and launches."""
     pairs = zip(kernels, least, strict=True)
     return [replace(k, num_bytes=k.num_bytes - o.num_bytes, flops=0.0, launches=0) for k, o in pairs]
 
@@ -246,10 +264,11 @@ _TINY_S = 1e-15
 
 @dataclass(frozen=True)
 class DeviceKinds:
-    """Time of blocks by device type.
+    """Computes lower bounds on the time of blocks (such as a decoder layer) on each device type of a topology, for many
+    candidates at once.
 
-    ``often``: the number of calls of each block. ``samples``: the samples of a batch in the block graphs. ``counts``:
-    the number of devices of each type.
+    ``often``: the number of calls of each block. ``samples``: the number of samples of a batch in the block graphs.
+    ``counts``: the number of devices of each type.
     """
 
     works: Works
@@ -263,8 +282,9 @@ class DeviceKinds:
         return len(self.counts) > 1
 
     def seconds(self, blocks: Mapping[str, BlockWork], candidates: Sequence[MeshCandidate]) -> tuple[Matrix, Matrix]:
-        """Forward and backward seconds of one microbatch in each block that is called: two arrays ``[blocks,
-        candidates]``."""
+        """Return lower bounds on the forward and the backward seconds of one microbatch in each block: two arrays
+        ``[blocks, candidates]``. ``blocks``: the work of each block on one device type. Blocks are in the order of
+        ``often``."""
         fields = ("cp", "tp", "ep", "microbatch_size")
         cp, tp, ep, size = (np.array([getattr(p, a) for p in candidates], dtype=np.float64) for a in fields)
         share, several = size / self.samples / cp, (size > 1).astype(np.float64)
@@ -277,24 +297,25 @@ class DeviceKinds:
         return found[0], found[1]
 
     def of_each(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
-        """Forward plus backward seconds of one microbatch in each block on every device type: ``[kinds, blocks,
-        candidates]``."""
+        """Return lower bounds on the forward plus backward seconds of one microbatch in each block on every device
+        type, shape ``[kinds, blocks, candidates]``."""
         return np.stack([sum(self.seconds(paced, candidates)) for paced in self.works.paced])
 
     def longest_backward(self, candidates: Sequence[MeshCandidate]) -> Vector:
-        """Backward seconds of one microbatch through all calls, on the slowest device type: shape ``[candidates]``."""
+        """Return the backward seconds of one microbatch through all calls on the slowest device type, shape
+        ``[candidates]``."""
         calls = np.array([self.often[name] for name in self.often], dtype=np.float64)
         each = np.stack([calls @ self.seconds(paced, candidates)[1] for paced in self.works.paced])
         longest: Vector = each.max(axis=0)
         return longest
 
     def speeds(self, candidates: Sequence[MeshCandidate]) -> Matrix:
-        """Greatest relative speed of each device type over all blocks, forward or backward; the best type has speed 1.
-        Shape ``[kinds, candidates]``."""
+        """Return the relative speed of each device type, shape ``[kinds, candidates]``. The best type has speed 1.
+        Speeds are upper bounds: the greatest over all blocks, forward and backward."""
         best = np.maximum(np.concatenate(self.seconds(self.works.best, candidates)), _TINY_S)
         own = [np.maximum(np.concatenate(self.seconds(paced, candidates)), _TINY_S) for paced in self.works.paced]
         return np.stack([(best / seconds).max(axis=0) for seconds in own])
 
     def fastest(self, candidates: Sequence[MeshCandidate]) -> Vector:
-        """Greatest relative speed over all device types: shape ``[candidates]``."""
+        """Return the greatest relative speed over all device types, shape ``[candidates]``."""
         return self.speeds(candidates).max(axis=0) if self.differ else np.ones(len(candidates))

@@ -1,13 +1,16 @@
-"""Lower bounds on time and memory of every plan of a candidate, from the graphs of the whole model.
+"""Compute lower bounds on the time and memory of every plan of a candidate, from the graphs of the whole model.
 
-The relaxation divides every operator's work and every tensor by ``tp`` without a collective, and lets matrix products
-reach the efficiency of their whole shapes. A block's time is then linear,
+The bounds assume that ``tp`` divides every operator's work and every tensor evenly and without collectives, and that
+matrix products reach the efficiency of their whole shapes. This relaxed problem is called the relaxation. In it, the
+time of a block is linear:
 
-``launches + (work that grows with the batch) b / (B tp) + (traffic of weights) / tp``,
+``launches + (work that grows with the batch) b / (B tp) + (traffic of weights) / tp``, for ``b`` samples of a batch of
+``B``.
 
-so all candidates are bounded at once, and figures that several candidates share are computed once.
-:meth:`ModelBounds.refine` adds memory, cuts and transfers by the stages of the relaxed problem. Devices, links and
-groups are the best that any placement could have (``partitioner/cost/step/relaxed_mesh.py``).
+All candidates are therefore bounded at once, and figures that several candidates share are computed once.
+:meth:`ModelBounds.refine` tightens the bound of one candidate: it also takes account of memory, of the cut into stages,
+and of transfers between stages. Devices, links and groups are the best that any placement could have
+(``partitioner/cost/step/relaxed_mesh.py``).
 """
 
 from __future__ import annotations
@@ -48,21 +51,22 @@ Key = Callable[[MeshCandidate], Hashable]
 _WORK = "pp", "dp", "tp", "microbatch_size", "schedule", "cp", "ep", "virtual_stages"
 
 _STATES = "pp", "dp", "tp", "cp", "ep", "etp", "zero", "dp_shard"
-BY_WORK: Key = attrgetter(*_WORK)  # what is computed, and in which pipeline
-BY_STATES: Key = attrgetter(*_STATES)  # which states a rank has, and who has them as well
-BY_SIZE: Key = attrgetter("dp", "microbatch_size")  # how many microbatches
-BY_SHARES: Key = attrgetter("microbatch_size", *_STATES)  # the same, where faster ranks may have more
+BY_WORK: Key = attrgetter(*_WORK)  # equal for candidates with the same computation and pipeline
+BY_STATES: Key = attrgetter(*_STATES)  # equal for candidates that shard parameters and gradients in the same way
+BY_SIZE: Key = attrgetter("dp", "microbatch_size")  # equal for candidates with as many microbatches on a rank
+BY_SHARES: Key = attrgetter("microbatch_size", *_STATES)  # the same if faster ranks may compute more microbatches
 
 
 def by_all(candidate: MeshCandidate) -> MeshCandidate:
-    """Each by itself."""
+    """Return the candidate itself as its key, so that no two candidates share results."""
     return candidate
 
 
 def map_by_candidate_key(
     candidates: Sequence[MeshCandidate], key: Key, find: Callable[[MeshCandidate], float]
 ) -> NDArray[np.float64]:
-    """``find`` of each of ``candidates``, which is the same where ``key`` is."""
+    """Return ``find(candidate)`` for each of ``candidates``, shape ``[candidates]``. The function is called only once
+    for each distinct ``key(candidate)``, so its result must depend on the key only."""
     keys = list(map(key, candidates))
     known = {which: find(candidate) for which, candidate in dict(zip(keys, candidates, strict=True)).items()}
     return np.array([known[which] for which in keys], dtype=np.float64)
@@ -71,7 +75,8 @@ def map_by_candidate_key(
 def find_distinct_candidates(
     candidates: Sequence[MeshCandidate], key: Key
 ) -> tuple[list[MeshCandidate], NDArray[np.int64]]:
-    """One candidate of each ``key``, and for each of ``candidates`` the place of its own."""
+    """Return one candidate for each distinct ``key``, and for each of ``candidates`` the index of the one with its
+    key."""
     keys = list(map(key, candidates))
     one = dict(zip(keys, candidates, strict=True))
     places = dict(zip(one, range(len(one)), strict=True))
@@ -82,7 +87,8 @@ Vector = NDArray[np.float64]
 
 
 class BoundOptions(TypedDict, total=False):
-    """Effort of the search for a lower bound, see :func:`partitioner.solve.stages.lower_bound.least_time`."""
+    """Options of the search for a lower bound on stages: ``cutoff_s`` (a bound of this many seconds is tight enough)
+    and ``quick`` (skip long stages). See :func:`partitioner.solve.stages.lower_bound.least_time`."""
 
     cutoff_s: float
     quick: bool
@@ -92,7 +98,8 @@ _ROUNDING = 1 - 1e-9
 
 
 def _shard_state_cost(cost: StateCost, expert: bool, candidate: MeshCandidate) -> StateCost:
-    """Lower bound on the cost of a state on a rank."""
+    """Return a lower bound on the bytes of a parameter or buffer on one rank. ``cost``: the bytes of the unsharded
+    state. ``expert``: whether it belongs to an expert."""
     parts, sharers = (
         (candidate.expert_tp * candidate.ep, candidate.expert_sharers) if expert else (candidate.tp, candidate.sharers)
     )
@@ -100,8 +107,8 @@ def _shard_state_cost(cost: StateCost, expert: bool, candidate: MeshCandidate) -
 
 
 class ModelBounds:
-    """Lower bounds of the candidates of one model on one topology. The model's graphs are for ``samples`` of a
-    batch."""
+    """Computes lower bounds on candidates for one model on one topology. The bounds hold for every sharding, placement
+    and cut into stages. ``samples``: the number of samples that the model's graphs are for."""
 
     def __init__(self, job: PlannedJob, placements: Placements | None = None) -> None:
         self.job, self.model, self.global_batch, self.topology = job, job.model, job.global_batch, job.topology
@@ -134,53 +141,58 @@ class ModelBounds:
         self._machines: dict[tuple[int, ...], BestCaseMesh] = {}  # by grid
 
     def with_job(self, job: PlannedJob) -> ModelBounds:
-        """These bounds for another job with the same model, batch and topology."""
+        """Return a copy of these bounds for another job with the same model, batch and topology."""
         other = copy(self)
         other.job = job
         return other
 
     @property
     def blocks(self) -> dict[str, BlockWork]:
-        """The work of each block on the best device type."""
+        """Return the work (seconds and bytes) of each block on the best device type, by name of the block. A block is a
+        piece of the model that may be called several times, such as a decoder layer."""
         return self._kinds.works.best
 
     @cached_property
     def model_flops(self) -> float:
-        """FLOPs of the matrix products of the whole model for the global batch, forward and backward."""
+        """Return the FLOPs of the matrix products of the whole model for the global batch, forward and backward."""
         works = (self.blocks[call.block] for call in self.model.calls)
         return sum(work.forward.flops + work.backward.flops for work in works) * (self.global_batch // self.samples)
 
     @cached_property
     def dims(self) -> frozenset[int]:
-        """The sizes of the dims of all parameters."""
+        """Return the set of all dim sizes of the model's parameters."""
         return frozenset(d for s in self.model.states.values() if s.kind == "parameter" for d in s.spec.shape)
 
     @cached_property
     def num_calls(self) -> int:
-        """Number of calls that stages can be cut between."""
+        """Return the number of calls that can be distributed over stages. A call is one execution of a block, such as
+        a decoder layer. Calls that run before the pipeline starts, and those that every stage runs itself, do not
+        count."""
         return len(self._cuttable_blocks)
 
     @cached_property
     def _cuttable_blocks(self) -> list[str]:
-        """The blocks of the calls that stages can be cut between."""
+        """Return the name of the block of each call that can be distributed over stages, in order."""
         return [c.block for c in self.model.calls if not c.shared and not c.prologue]
 
     @cached_property
     def _calls_by_block(self) -> Counter[str]:
-        """The number of calls of each block."""
+        """Return how often each block is called, without the calls that run before the pipeline starts and those that
+        every stage runs itself."""
         return Counter(self._cuttable_blocks)
 
     def times(self, candidates: Sequence[MeshCandidate], *, shared: bool = False) -> Vector:
-        """Lower bound in seconds on the step time of each candidate.
+        """Return a lower bound in seconds on the step time of each candidate, shape ``[candidates]``.
 
-        It is the sum of three terms: the pipeline, ``(m - 1) max + sum`` of an even split or (unless ``shared``) of the
-        largest call; the reduction of gradients that the backward cannot hide (one stage); and the update.
+        It is the sum of three terms: the pipeline, whose slowest stage takes at least an even share of the work and at
+        least as long as the largest call; the part of the gradient reduction that the backward cannot hide (with a
+        single stage); and the optimizer's update. ``shared``: do not use the largest call, which makes the bound lower.
         """
-        # where devices differ, the sharding of states decides how microbatches are divided
+        # if devices differ, the ZeRO stage decides whether microbatches may be divided unevenly
         alike, places = find_distinct_candidates(candidates, by_all if self._kinds.differ else BY_WORK)
         often, fastest = list(self._calls_by_block.values()), self._kinds.fastest(alike)
         forward, backward = (seconds / fastest for seconds in self._kinds.seconds(self.blocks, alike))
-        # in order: the same to the last digit whatever other candidates there are
+        # summed in order, so that the last digit does not depend on the other candidates
         ahead, back = (sum(map(multiply, often, seconds), np.zeros(len(alike))) for seconds in (forward, backward))
         largest = np.zeros(len(alike)) if shared else (forward + backward).max(axis=0)
         pipelines, ahead, back = (
@@ -198,10 +210,10 @@ class ModelBounds:
     def _bound_pipeline_seconds(
         self, candidates: Sequence[MeshCandidate], ahead: Vector, back: Vector, largest: Vector
     ) -> Vector:
-        """Lower bound in seconds on the pipeline of each candidate.
+        """Return a lower bound in seconds on the pipeline of each candidate, without gradient reduction and update.
 
-        ``ahead``, ``back``: forward and backward seconds of all calls for one microbatch. ``largest``: seconds of the
-        largest call. The bound is for even stages, or for the pace of the largest call.
+        ``ahead``, ``back``: forward and backward seconds of one microbatch through all calls. ``largest``: seconds of
+        the largest call. No stage is assumed to be faster than an even share of the work, or than the largest call.
         """
         m = map_by_candidate_key(candidates, self._by_rounds, self.rounds)
         pp = np.array([p.pp for p in candidates], dtype=np.float64)
@@ -214,8 +226,9 @@ class ModelBounds:
         return np.where(formula, (m - 1) * slowest + whole, np.maximum.reduce([filled, m * slowest, alone]))
 
     def _shared_out(self, candidates: Sequence[MeshCandidate], seconds: NDArray[np.float64]) -> Vector:
-        """Lower bound in seconds on the pipelines where devices differ. ``seconds``: of the blocks of one microbatch on
-        each device type, shape ``[kinds, blocks, candidates]``."""
+        """Return a lower bound in seconds on the pipelines of each candidate if devices differ in speed, for any
+        division of the work among them. ``seconds``: the time of each block for one microbatch on each device type,
+        shape ``[kinds, blocks, candidates]``."""
         found = np.zeros(len(candidates))
         for place, (candidate, of_kind) in enumerate(zip(candidates, np.moveaxis(seconds, 2, 0), strict=True)):
             work, speeds = work_and_speeds(of_kind, list(self._calls_by_block.values()))
@@ -225,24 +238,26 @@ class ModelBounds:
         return found
 
     def _group_device_speeds(self, candidate: MeshCandidate, speeds: Vector) -> GroupSpeeds:
-        """The groups of ranks that do a candidate's work: ranks that wait for each other in every microbatch (those of
-        ``tp`` and ``cp``), or whole stages."""
+        """Return the groups of ranks that do a candidate's work, with upper bounds on their speeds. A group is the
+        ranks that wait for each other in every microbatch: the ranks of ``tp`` and ``cp``, or a whole stage."""
         apart = self.may_differ(candidate)
         size = candidate.tp * candidate.cp if apart else self.topology.num_devices // candidate.pp
         return pool_of(speeds, self._kinds.counts, size, candidate.dp if apart else 1)
 
     def may_differ(self, candidate: MeshCandidate) -> bool:
-        """Whether faster ranks may have more microbatches than slower ones."""
+        """Whether faster ranks of ``dp`` may compute more microbatches than slower ones."""
         return self._kinds.differ and self.job.goes_apart(candidate)
 
     def rounds(self, candidate: MeshCandidate) -> float:
-        """Number of microbatches of the rank with the most; the mean over ranks if faster ranks may have more."""
+        """Return the number of microbatches of the rank with the most. If faster ranks may compute more, return the
+        mean over the ranks instead, which is a lower bound."""
         of_all = candidate.parts(self.global_batch) / candidate.dp
         return of_all if self.may_differ(candidate) else candidate.num_microbatches(self.global_batch)
 
     def _bound_fill_and_drain(self, candidate: MeshCandidate) -> tuple[float, float]:
-        """Lower bound on fill and drain, see :func:`least_fill`; 0 where it depends on microbatch counts that differ
-        between ranks."""
+        """Return lower bounds on the fill and drain of the pipeline: a share of a microbatch's forward, and of its
+        backward, see :func:`least_fill`. Both are 0 if they depend on numbers of microbatches that differ between
+        ranks."""
         if self.may_differ(candidate) and not is_formula(candidate.schedule):
             return 0.0, 0.0
         m = candidate.num_microbatches(self.global_batch)
@@ -251,7 +266,9 @@ class ModelBounds:
         )
 
     def _bound_seconds_after_pipeline(self, candidates: Sequence[MeshCandidate], backward: Vector) -> Vector:
-        """Seconds after the pipeline: the update, and the reduction that a single stage's last backward cannot hide."""
+        """Return a lower bound in seconds on the time after the pipeline, shape ``[candidates]``: the optimizer's
+        update and, with a single stage, the part of the gradient reduction that the last backward cannot hide.
+        ``backward``: the seconds that can hide it."""
         if not self.train:
             return np.zeros(len(candidates))
         update = map_by_candidate_key(
@@ -265,11 +282,12 @@ class ModelBounds:
         return update + np.maximum(0.0, reduced - backward)
 
     def _drained(self, candidates: Sequence[MeshCandidate], ahead: Vector, back: Vector) -> Vector:
-        """Lower bound in seconds on steps with several stages, one on each rank, which reduce gradients from the last
-        backward on.
+        """Return a lower bound in seconds on the step of candidates with several stages, one on each rank, shape
+        ``[candidates]``. A mean stage has an even share of all work and gradients, and can reduce its gradients from
+        the beginning of its last backward on.
 
-        The mean stage has its share of all work and of the gradients. The reduction counts as 0 if all placements are
-        known, or with a single stage: other bounds are tighter there.
+        The reduction counts as 0 with a single stage, or if all placements are known, because other bounds are tighter
+        there.
         """
 
         def reduced(candidate: MeshCandidate) -> float:
@@ -283,20 +301,22 @@ class ModelBounds:
 
     @cached_property
     def _update_lower_bound_s(self) -> float:
-        """Lower bound in seconds on the update of all states on one device with the fastest host."""
+        """Return a lower bound in seconds on the optimizer's update of all parameters on one device with the fastest
+        host."""
         states = sum_state_costs(self.states.values())
         hosts = (share or BOUNDLESS for share in self.topology.different_host_shares)
         return update_time(states, self.device) + min(update_seconds(states, host) for host in hosts)
 
     def _bound_reduction_seconds(self, candidate: MeshCandidate) -> float:
-        """Lower bound in seconds on reducing all stages' unsharded gradients, one after the other; without those of
-        experts if ``ep`` > 1."""
+        """Return a lower bound in seconds on reducing the gradients of all stages one after the other. Gradients of
+        experts are left out if ``ep`` > 1."""
         experts = self.job.experts if candidate.ep > 1 else ()
         states = self.share_of_states
         return self._reduced.seconds(candidate, lambda: (c for n, c in states(candidate).items() if n not in experts))
 
     def share_of_states(self, candidate: MeshCandidate) -> StateCosts:
-        """Lower bound on the cost of each state on a rank."""
+        """Return a lower bound on the bytes of each parameter and buffer on one rank, by name. It is assumed that they
+        are sharded evenly."""
         key = candidate.states_kind
         if key not in self._shares:
             experts = self.job.experts
@@ -307,8 +327,8 @@ class ModelBounds:
 
     @cached_property
     def _placed_states(self) -> list[tuple[StateCost, bool]]:
-        """The states of the calls that stages can be cut between, summed by kind, and whether each belongs to
-        experts."""
+        """Return the parameters and buffers of the calls that can be distributed over stages, summed by kind: pairs of
+        the cost and whether it belongs to experts."""
         names = dict.fromkeys(name for c in self.model.calls if not c.shared and not c.prologue for name in c.states)
         return [
             (cost, expert)
@@ -317,25 +337,25 @@ class ModelBounds:
         ]
 
     def state_bytes(self, candidate: MeshCandidate) -> float:
-        """Bytes of states on a rank if all stages have equally many."""
+        """Return the bytes of parameters, gradients and optimizer states on a rank if all stages have equally many."""
         key = candidate.states_kind
         if key not in self._state_bytes:
             self._state_bytes[key] = sum(_shard_state_cost(*state, candidate).total for state in self._placed_states)
         return self._state_bytes[key] / candidate.pp
 
     def check_states(self, candidate: MeshCandidate) -> None:
-        """Raise :class:`CapacityError`, quickly, if the states alone exceed the capacity of all stages. A stage may
-        lack more bytes than the error reports."""
+        """Raise :class:`CapacityError` if parameters, gradients and optimizer states alone exceed the memory of all
+        ranks together. The check is quick. A single stage may lack more bytes than the error says."""
         needed, room = self.state_bytes(candidate), sum(self._find_best_case_mesh(candidate).capacity) / candidate.pp
         check_room(f"parameters, gradients and optimizer states take {bytes_text(needed)} on average", needed, room)
 
     def capacity(self, candidate: MeshCandidate) -> int:
-        """Greatest usable bytes that a rank of any placement has."""
+        """Return the usable bytes of the largest device that a rank of any placement could have."""
         return max(self._find_best_case_mesh(candidate).capacity)
 
     def speeds(self, candidate: MeshCandidate) -> tuple[float, float]:
-        """Upper bounds on the speed of the fastest stage and on the summed speed of all stages; a stage of the best
-        device type has speed 1."""
+        """Return upper bounds on the speed of the fastest stage and on the summed speed of all stages. A stage on
+        devices of the best type has speed 1."""
         if not self._kinds.differ:
             return 1.0, float(candidate.pp)
         pool = self._group_device_speeds(candidate, self._kinds.speeds([candidate])[:, 0])
@@ -350,12 +370,12 @@ class ModelBounds:
         return self._machines[key]
 
     def refine(self, candidate: MeshCandidate, floor: BlockLowerBound | None = None) -> float:
-        """A tighter lower bound in seconds: the stages of the relaxed problem under memory. It is at least
-        :meth:`times` of the candidate.
+        """Return a lower bound in seconds on the step time that is at least :meth:`times`, because it also takes
+        account of memory and of the cut into stages. ``floor``: known lower bounds on each block's seconds, such as
+        those of an actual sharding.
 
-        ``floor``: lower bounds on each block's forward and backward seconds.
-
-        Raises :class:`CapacityError` or :class:`PlanError` if even the relaxed problem has no solution.
+        Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist, since even a problem without
+        collectives has no solution.
         """
         bound = float(self.times([candidate])[0])
         if not is_plain(candidate.schedule, candidate.virtual_stages):  # a rank's calls are not consecutive
@@ -369,9 +389,10 @@ class ModelBounds:
         speed: float | None = None,
         **how: Unpack[BoundOptions],
     ) -> LeastTime:
-        """Lower bound on the stages of the relaxed problem; arguments and errors as in :meth:`refine`.
+        """Return lower bounds on the stage times, if ``tp`` divides all work and tensors evenly and without
+        collectives. Arguments and errors are those of :meth:`refine`.
 
-        ``speed``: of the fastest stage, by default the candidate's. ``how``: see
+        ``speed``: the relative speed of the fastest stage; by default computed for the candidate. ``how``: options of
         :func:`partitioner.solve.stages.lower_bound.least_time`.
         """
         fastest = self.speeds(candidate)[0] if speed is None else speed
@@ -381,7 +402,8 @@ class ModelBounds:
         return self.least(candidate, self.model, calls, self.share_of_states(candidate), **how)
 
     def calls(self, candidate: MeshCandidate) -> dict[str, CallCost]:
-        """Lower bound on the cost of one microbatch in each block, on the best device type."""
+        """Return, for each block by name, a lower bound on the cost of one call with one microbatch on the best device
+        type."""
         key = (candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep)
         if key not in self._calls:
             share, several = candidate.microbatch_size / self.samples / candidate.cp, candidate.microbatch_size > 1
@@ -390,12 +412,14 @@ class ModelBounds:
         return self._calls[key]
 
     def check_microbatch(self, candidate: MeshCandidate) -> None:
-        """Raise :class:`CapacityError`, quickly, if one call of one microbatch needs more memory than any rank has."""
+        """Raise :class:`CapacityError` if one call with one microbatch needs more memory than any device has. The check
+        is quick."""
         needed = self.layer_bytes(candidate)
         check_room(f"one layer of one microbatch takes {bytes_text(needed)}", needed, self.capacity(candidate))
 
     def layer_bytes(self, candidate: MeshCandidate) -> float:
-        """Lower bound on the bytes that a rank needs for one microbatch in its largest call."""
+        """Return a lower bound on the bytes that a rank needs while one microbatch runs through the call that needs
+        most."""
         kept = "activations" not in (self.job.constraints.offload or ())
         key = (kept, candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep)
         if key not in self._layer_bytes:
@@ -411,7 +435,8 @@ class ModelBounds:
         states: Mapping[str, StateCost],
         **how: Unpack[BoundOptions],
     ) -> LeastTime:
-        """Lower bound on the stages of ``candidate``, see :meth:`problem`. Raises the exceptions of :meth:`refine`."""
+        """Return lower bounds on the stage times of ``candidate``. Arguments are those of :meth:`problem`, exceptions
+        those of :meth:`refine`."""
         return least_time(self.problem(candidate, model, calls, states), **how)
 
     def problem(
@@ -422,8 +447,9 @@ class ModelBounds:
         states: Mapping[str, StateCost],
         ranks: Sequence[int] = (),
     ) -> StageProblem:
-        """The stage problem of ``candidate`` where blocks of ``model`` cost ``calls`` on every stage. Every stage has
-        the greatest memory of any placement. ``ranks``: the rank of each virtual stage, if a rank has several."""
+        """Return the problem of cutting the calls of ``model`` into the candidate's stages, if every stage has the
+        greatest memory of any placement. ``calls``: the cost of a call of each block. ``states``: the bytes of each
+        parameter and buffer on a rank. ``ranks``: the rank of each virtual stage, if ranks have several."""
         return stage_problem(
             model,
             calls,
@@ -439,8 +465,8 @@ class ModelBounds:
         )
 
     def staged(self, candidates: Sequence[MeshCandidate], least: LeastTime) -> float:
-        """Lower bound in seconds on the step of all ``candidates``, which differ in ZeRO alone and whose stages take at
-        least ``least``."""
+        """Return a lower bound in seconds that holds for the step of each of ``candidates``, which differ in ZeRO
+        alone. ``least``: lower bounds on their stage times."""
         candidate, m = candidates[0], candidates[0].num_microbatches(self.global_batch)
         pipeline = least.pipeline_s(candidate.schedule, candidate.pp, m, self.job.constraints.overlap_steps)
         hides = least.backward_s if least.is_seen else math.inf
@@ -449,21 +475,24 @@ class ModelBounds:
         ) * _ROUNDING
 
     def followed(self, candidate: MeshCandidate, pipeline_s: float) -> float:
-        """Lower bound in seconds on a step of ``candidate`` whose pipeline takes at least ``pipeline_s`` seconds."""
+        """Return a lower bound in seconds on a step of ``candidate``, if its pipeline takes at least ``pipeline_s``
+        seconds. The optimizer's update is added."""
         return (
             pipeline_s + float(self._bound_seconds_after_pipeline([candidate], np.array([math.inf]))[0])
         ) * _ROUNDING
 
     def forward_s(self, candidate: MeshCandidate, floor: BlockLowerBound | None) -> float:
-        """Lower bound in seconds on one microbatch's forward through all stages, on the fastest devices."""
+        """Return a lower bound in seconds on the forward of one microbatch through all stages, on the fastest devices.
+        ``floor``: known lower bounds on each block's seconds."""
         fastest, calls, known = self.speeds(candidate)[0], self.calls(candidate), floor.seconds if floor else {}
         return sum(
             n * max(calls[b].forward_s / fastest, known.get(b, (0.0,))[0]) for b, n in self._calls_by_block.items()
         )
 
     def with_floor(self, candidates: Sequence[MeshCandidate], floor: BlockLowerBound, *, shared: bool = False) -> float:
-        """Lower bound in seconds on the step of all ``candidates`` whose blocks take at least ``floor``. ``shared``:
-        ignore the pace of the largest call, as in :meth:`times`."""
+        """Return a lower bound in seconds that holds for the step of each of ``candidates``, which differ in ZeRO
+        alone. ``floor``: lower bounds on the seconds of their blocks. ``shared``: do not use the largest call, see
+        :meth:`times`."""
         often = self._calls_by_block
         ahead = sum(n * floor.seconds[block][0] for block, n in often.items())
         back = sum(n * floor.seconds[block][1] for block, n in often.items()) if self.train else 0.0
@@ -473,7 +502,7 @@ class ModelBounds:
         of_point = [np.array([seconds]) for seconds in (ahead, back, 0.0 if shared else largest)]
         least = min(candidates, key=self.rounds)
         bound = after + float(self._bound_pipeline_seconds([least], *of_point)[0])
-        if floor.of_kind:  # the slowest type may hide most
+        if floor.of_kind:  # the slowest device type may hide most of the reduction
             both = np.array([[sum(of[block][: 1 + self.train]) for block in often] for of in floor.of_kind])
             apart = list({self.may_differ(candidate): candidate for candidate in candidates}.values())
             hides = float((both @ np.array(list(often.values()))).max())

@@ -1,4 +1,4 @@
-"""Interface of a job as the lower bounds use it."""
+"""Define the attributes of a job that the lower bounds read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from partitioner.topology.topology import Topology
 
 
 class PlannedJob(Protocol):
-    """What is planned, and where; ``samples``: those that the model is of, all or a group."""
+    """The attributes of a planning job that the lower bounds read: what is planned and where.
+
+    ``samples``: the number of samples in the graphs of ``model``, those of the global batch or of one group.
+    ``goes_apart``: whether faster ranks of ``dp`` may compute more microbatches. ``made_again``: the kind of selective
+    recomputation, or ``None`` if it is excluded. ``experts``: names of the experts' parameters.
+    """
 
     @property
     def model(self) -> FoldedModel: ...

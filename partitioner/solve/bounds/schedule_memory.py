@@ -1,4 +1,5 @@
-"""Upper bounds on the activation memory that the ranks of a schedule have together, over all cuts of the calls."""
+"""Compute how many bytes of activations all ranks of a schedule can hold together, and how much recomputation a
+candidate therefore needs at least. The bounds hold for every cut into stages."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ _HALVINGS = 20
 
 
 class ActivationBytes:
-    """Bytes of one microbatch in calls with lower bounds on their seconds."""
+    """The activation bytes of one microbatch in each call, with lower bounds on the seconds of the calls."""
 
     def __init__(self, sizes: Sequence[float], seconds: Sequence[float]) -> None:
         self.total = sum(sizes)
@@ -34,24 +35,30 @@ class ActivationBytes:
         self._sizes, self._seconds = np.cumsum(pairs[:, order], axis=1)
 
     def within(self, seconds: float) -> float:
-        """Greatest bytes of calls, or of fractions of calls, that take ``seconds`` together."""
+        """Return the greatest number of activation bytes of any set of calls (or fractions of calls) that take at most
+        ``seconds`` together."""
         return float(np.interp(seconds, [0.0, *self._seconds], [0.0, *self._sizes]))
 
 
 @dataclass(frozen=True)
 class MicrobatchMemory:
-    """Lower bounds for one microbatch through all calls. ``whole``: bytes without recomputation. ``inputs``: bytes with
-    full recomputation. ``again``: (seconds for each recomputed byte, bytes) of each call, cheapest first."""
+    """Lower bounds on the activation bytes of one microbatch through all calls.
+
+    ``whole``: without recomputation. ``inputs``: with full recomputation, which saves only inputs of calls. ``again``:
+    for each call, the seconds per recomputed byte and the number of bytes, cheapest first.
+    """
 
     whole: ActivationBytes
     inputs: ActivationBytes
     again: tuple[tuple[float, float], ...]
 
     def seconds_again(self, ranks: RankCapacity, recompute: str | None, limit_s: float) -> float:
-        """Least seconds of recomputation that make the rest fit on ``ranks``, each of which computes for at most
-        ``limit_s``.
+        """Return the least seconds of recomputation of one microbatch after which the rest of its activations fits on
+        ``ranks``. ``limit_s``: each rank computes for at most this many seconds per microbatch. ``recompute``: the kind
+        of recomputation that a constraint fixes, or ``None``.
 
-        Infinite if nothing fits within ``limit_s``. Raises :class:`CapacityError` if nothing fits without a limit.
+        The result is infinite if nothing fits within ``limit_s``. Raises :class:`CapacityError` if nothing fits even
+        without a limit.
         """
         needed = self.inputs if recompute in (None, "full") else self.whole
         room = ranks.room(needed, math.inf)
@@ -73,16 +80,21 @@ class MicrobatchMemory:
 
 @dataclass(frozen=True)
 class RankCapacity:
-    """Ranks of ``capacity`` bytes that hold ``states`` bytes together. ``shares``: by rank, bytes of one microbatch for
-    each byte of memory that states leave free."""
+    """The memory of the ranks of a pipeline.
+
+    ``capacity``: usable bytes of each rank. ``states``: bytes of parameters, gradients and optimizer states on all
+    ranks together. ``shares``: for each rank, how many bytes of one microbatch's activations it can take per byte of
+    free memory; this is small if the rank holds many microbatches at a time.
+    """
 
     shares: NDArray[np.float64]
     capacity: float
     states: float
 
     def room(self, needed: ActivationBytes, limit_s: float) -> float:
-        """Bytes of one microbatch that fit, in calls that take at most ``limit_s`` on each rank. States are placed
-        first where the time limit leaves memory free, then where memory is worth least."""
+        """Return an upper bound on the bytes of one microbatch that fit on all ranks, if the calls of each rank take at
+        most ``limit_s`` seconds. Parameters and optimizer states first take memory that the time limit leaves free, and
+        then the memory of the ranks that hold most microbatches."""
         most = needed.within(limit_s)
         over = float(np.maximum(0.0, self.capacity - most / self.shares).sum())
         rest = max(0.0, self.states - over) * float(self.shares.min())
@@ -90,9 +102,9 @@ class RankCapacity:
 
 
 def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> MicrobatchMemory:
-    """Lower bounds on the memory of one microbatch through ``calls``, each with its least cost. A value that several
-    calls read is kept once. ``split``: the schedule's backwards may run in two halves, between which less may be
-    held."""
+    """Return lower bounds on the activation bytes of one microbatch through ``calls``, pairs of a call and its least
+    cost. A value that several calls read is counted once. ``split``: the schedule splits the backward into two halves,
+    between which fewer bytes may be held."""
     seen: set[str] = set()
     kept_before: set[str] = set()
     whole, inputs, again = [], [], []
@@ -100,7 +112,7 @@ def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> Mic
         sizes = list(zip(call.inputs, cost.input_bytes, cost.saved_inputs, strict=True))
         inputs.append(sum({n: size for n, size, _ in sizes if n not in seen}.values()))
         kept = {n: size for n, size, is_kept in sizes if is_kept and n not in kept_before}
-        saved = cost.saved_bytes - cost.selective_bytes  # the rest may be recomputed alone at almost no cost
+        saved = cost.saved_bytes - cost.selective_bytes  # these bytes may be recomputed selectively at almost no cost
         saved = min(saved, cost.carried_bytes) if split else saved
         whole.append(saved + sum(kept.values()))
         again += [(min(cost.forward_s, cost.recompute_s) / cost.saved_bytes, saved)] if saved > 0 else []
@@ -112,19 +124,20 @@ def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> Mic
 
 @lru_cache(maxsize=1024)
 def most_held(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> NDArray[np.float64]:
-    """By rank, the most bytes that one microbatch can take on it, for each byte of its memory.
+    """Return, for each rank, the greatest number of activation bytes of one microbatch that it can take, per byte of
+    its memory. ``p``: ranks, ``m``: microbatches, ``v``: virtual stages of a rank.
 
-    A rank whose virtual stages take ``x_k`` bytes of one microbatch holds ``sum c_k x_k`` at each of the counts ``c``
-    of microbatches that it has at one time. Since all of these fit, so does every mean of them, and with it ``sum x_k
-    min_k (mean c)_k``.
+    If virtual stage ``k`` of a rank takes ``x_k`` bytes of one microbatch, the rank holds ``sum c_k x_k`` bytes at a
+    moment when it has ``c_k`` microbatches of stage ``k`` in flight. This fits at all moments, so it also fits for
+    every mean of the counts. Therefore ``sum x_k min_k (mean c)_k`` is at most the rank's memory.
     """
     together = held_microbatches(schedule, p, m, v).together
     return np.array([1 / _least_mean([tuple(map(sum, counts)) for counts in of_rank]) for of_rank in together])
 
 
 def least_of(bound: Callable[[float], float], low: float, high: float) -> float:
-    """Lower bound on a value between ``low`` and ``high``, or ``high``. ``bound(t)`` is non-increasing and bounds every
-    value up to ``t``."""
+    """Return a lower bound, at most ``high``, on a number that is known to be at least ``low``. ``bound(t)`` returns a
+    lower bound on the number that is valid if the number is at most ``t``; it must not increase with ``t``."""
     if math.isinf(high) or bound(low) <= low:
         return bound(high)
     if bound(high) >= high:
@@ -136,7 +149,8 @@ def least_of(bound: Callable[[float], float], low: float, high: float) -> float:
 
 
 def _least_mean(counts: Sequence[Sequence[int]]) -> float:
-    """Lower bound on the greatest minimum of a mean of ``counts``: the value of a game, by multiplicative weights."""
+    """Return a lower bound on the greatest possible minimum component of a weighted mean of the vectors ``counts``.
+    This is the value of a matrix game, approximated by multiplicative weights."""
     rows: NDArray[np.float64] = np.array(counts, dtype=np.float64)
     scaled, weights, best = rows / rows.max(), np.ones(len(rows)), 0.0
     total = np.zeros(len(rows))

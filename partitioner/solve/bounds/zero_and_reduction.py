@@ -1,8 +1,8 @@
-"""Lower bounds on ZeRO collectives and on the gradient reduction of a candidate.
+"""Compute lower bounds on the collectives of ZeRO and on the gradient reduction of a candidate.
 
-``Gathers`` bounds the gathers of weights under ZeRO-3 and the scatters of gradients under ZeRO-2, whatever the
-sharding. These times do not depend on the microbatch size, so they are not scaled with a larger microbatch.
-``LeastReduced`` bounds the gradient reduction, wherever the ranks are placed.
+``Gathers`` bounds the gathers of weights under ZeRO-3 and the scatters of gradients under ZeRO-2, for any sharding.
+These times do not depend on the microbatch size, so they are not scaled from a larger microbatch to a smaller one.
+``LeastReduced`` bounds the gradient reduction, for any placement of the ranks.
 """
 
 from __future__ import annotations
@@ -40,27 +40,30 @@ _TINY = 1e-12
 
 @dataclass(frozen=True)
 class BlockLowerBound:
-    """Lower bounds on the blocks' seconds, wherever their ranks are. ``of_kind``: on each device type; empty if the
-    topology has only one."""
+    """Lower bounds on the seconds of each block (such as a decoder layer), on any placement. ``seconds``: forward and
+    backward seconds of one microbatch, by block. ``of_kind``: the same on each device type; empty if the topology has
+    only one."""
 
     seconds: Seconds
     of_kind: tuple[Seconds, ...] = ()
 
     def each(self, change: Callable[[Seconds], Seconds]) -> BlockLowerBound:
-        """This floor with all seconds mapped by ``change``."""
+        """Return a copy in which ``change`` is applied to ``seconds`` and to each element of ``of_kind``."""
         return BlockLowerBound(change(self.seconds), tuple(map(change, self.of_kind)))
 
 
 @dataclass(frozen=True)
 class _WeightReads:
-    """Bytes of the weights that a block reads, and of their gradients: of experts, and of the other weights."""
+    """Bytes of the weights that a block reads and bytes of their gradients, for the weights of experts and for the
+    others."""
 
     experts: tuple[float, float]
     others: tuple[float, float]
 
 
 class Gathers:
-    """Lower bounds on the gathers and scatters of a job's blocks. ``device``: the best device type."""
+    """Lower bounds on the time of gathering weights and scattering gradients under ZeRO, for each block of a job.
+    ``device``: the best device type of the topology."""
 
     def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
@@ -77,7 +80,9 @@ class Gathers:
         self._scatters: dict[tuple[object, ...], float] = {}
 
     def beside(self, floor: BlockLowerBound | None, candidate: MeshCandidate) -> BlockLowerBound | None:
-        """Lower bound on the blocks' seconds with gathers, given ``floor`` without ZeRO."""
+        """Return lower bounds on the blocks' seconds including the weight gathers of ``candidate``. ``floor``: lower
+        bounds without ZeRO, or ``None`` if none are known. The result is ``floor`` itself if the candidate does not
+        gather weights."""
         gathers, copies = self.floor(candidate)
         if not gathers:
             return floor
@@ -93,13 +98,14 @@ class Gathers:
         )
 
     def _add_exposed_gathers(self, seconds: float, gathers_s: float) -> float:
-        """Seconds with gathers. Communication inside ``seconds`` hides nothing, but counting it as if it did keeps a
-        lower bound."""
+        """Return ``seconds`` plus the part of ``gathers_s`` that computation does not hide. ``seconds`` may contain
+        communication, which hides nothing; to assume that it does keeps the result a lower bound."""
         return seconds + compute_exposed_seconds(seconds, gathers_s, self.slowdown, self.overlap)
 
     def floor(self, candidate: MeshCandidate) -> tuple[Seconds, Seconds]:
-        """Seconds in which a block gathers its weights, backward gathers them again and scatters gradients, over the
-        best groups; and seconds of copying them. Both are empty if weights are not sharded."""
+        """Return, for each block, lower bounds on the seconds of ZeRO-3 collectives and on the seconds of copying
+        gathered weights, each as (forward, backward). Forward gathers the weights; backward gathers them again and
+        scatters gradients. Both mappings are empty if the candidate does not shard weights."""
         if candidate.zero != 3 or candidate.sharers == candidate.expert_sharers == 1:
             return {}, {}
         key = *candidate.grid.values(), candidate.ep, candidate.expert_tp, candidate.dp_shard
@@ -111,7 +117,8 @@ class Gathers:
         return self._floors[key]
 
     def _bound_copy_seconds(self, candidate: MeshCandidate) -> Seconds:
-        """Lower bound on :func:`~partitioner.cost.call.zero3_gathers.copy_seconds`, without kernel launches."""
+        """Return, for each block, a lower bound on the (forward, backward) seconds of copying gathered weights and
+        gradients, without kernel launches. It bounds :func:`~partitioner.cost.call.zero3_gathers.copy_seconds`."""
         floor = dict[str, tuple[float, float]]()
         for name, read in self._reads.items():
             ahead = back = 0.0
@@ -125,17 +132,18 @@ class Gathers:
         return floor
 
     def scattered(self, candidate: MeshCandidate, m: int, known_s: float, forward_s: float) -> float:
-        """Lower bound on the step time in seconds under ZeRO-2, where all ``m`` backwards but the last scatter
-        gradients.
+        """Return a lower bound in seconds on a step under ZeRO-2, where each of the ``m`` backwards except the last
+        scatters gradients.
 
         ``known_s``: a lower bound on the step without the scatters. ``forward_s``: the forward of one microbatch
-        through all stages. A stage's backwards hide as many seconds as they take, so the shorter the step, the less is
-        hidden. The bound is taken for the mean over all stages, which is at most the slowest stage: ``exposed`` is
-        convex, and the exposed seconds of earlier stages are not waited for.
+        through all stages. The backwards of a stage hide as many seconds of scatters as they take, so the shorter the
+        step, the less is hidden. The bound is computed for the mean over all stages, which is at most the slowest
+        stage, because the exposed seconds are a convex function and nothing waits for the exposed seconds of earlier
+        stages.
         """
         again, idle = self._bound_scatter_seconds(candidate) / candidate.pp, forward_s / candidate.pp
         hides, ahead = (2 - self.slowdown) * self.overlap * (m - 1), candidate.pp - 1
-        # windows where all is hidden, and where no wait is left: the minimum is at one of them, or at the first window
+        # windows in which all scatters are hidden, or no wait is left: the minimum is there or at the first window
         windows = [again, again * (m - 1) / max(hides + ahead, _TINY)]
         windows += [again * (m - 1) * (self.slowdown - 1) / ahead] if ahead else []
 
@@ -147,7 +155,8 @@ class Gathers:
         return max(known_s, min(step(window) for window in (first, *(w for w in windows if w > first))))
 
     def _bound_scatter_seconds(self, candidate: MeshCandidate) -> float:
-        """Seconds of scattering all gradients, without the latency of each collective."""
+        """Return a lower bound on the seconds of scattering all gradients once, without the start-up of each
+        collective."""
         key = *candidate.grid.values(), candidate.ep, candidate.expert_tp, candidate.dp_shard
         if key not in self._scatters:
             shards, experts = self._find_sharing_groups(candidate)
@@ -162,7 +171,9 @@ class Gathers:
         return self._scatters[key]
 
     def _find_sharing_groups(self, candidate: MeshCandidate) -> tuple[Sequence[Group], Sequence[Group]]:
-        """The groups that share weights, and those that share experts' weights, over the placements that are tried."""
+        """Return two lists of groups, over all placements that are tried: groups of ranks that share weights under
+        ZeRO, and groups that share experts' weights. If not all placements are known, each list has one group that no
+        real group can beat."""
         if not self.placements.complete(candidate.grid):
             sizes, everywhere = (candidate.sharers, candidate.expert_sharers), candidate.pp == 1
             best = [self.placements.best_group(size, everywhere) for size in sizes]
@@ -206,21 +217,20 @@ def _read_block_weights(model: FoldedModel, name: str, experts: Collection[str],
 
 
 class LeastReduced:
-    """Lower bounds in seconds, each computed once. ``device``: the best device type of the cluster."""
+    """Computes lower bounds in seconds on the gradient reduction of candidates and caches them. ``device``: the best
+    device type of the topology."""
 
     def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self._job, self._placements, self._device = job, placements, device
         self._known: dict[tuple[int, ...], float] = {}
 
     def seconds(self, candidate: MeshCandidate, states: Callable[[], Iterable[StateCost]]) -> float:
-        """Lower bound in seconds on reducing the gradients of ``states`` in all stages, one after the other.
-
-        ``states``: the least that a rank can hold of them. The bound is 0 with one replica, under ZeRO-3 and under
-        hybrid sharding.
-        """
+        """Return a lower bound in seconds on reducing the gradients of all stages, one stage after the other.
+        ``states``: a function that returns lower bounds on the bytes of the parameters on a rank. The bound is 0 with
+        one replica, under ZeRO-3 and under hybrid sharding."""
         if (
             candidate.replicas == 1 or candidate.zero == 3 or candidate.dp_shard
-        ):  # within nodes it may take next to nothing
+        ):  # a reduction within nodes may take next to no time
             return 0.0
         single = candidate.pp == 1
         key = (candidate.dp, candidate.cp, candidate.tp, min(candidate.zero, 1), candidate.ep > 1, single)
@@ -233,16 +243,14 @@ class LeastReduced:
                 reducers = best_reducers(self._job.topology, group, self._device, constraints)
             sizes, last_level = _over_data(states())
             totals = (reduction_of(sizes, last_level, r, overlap=False).total_s for r in reducers)
-            self._known[key] = min(totals, default=0.0)  # one bucket starts the least often
+            self._known[key] = min(totals, default=0.0)  # with one bucket the start-up is paid once
         return self._known[key]
 
 
 def _over_data(states: Iterable[StateCost]) -> tuple[Sizes, dict[tuple[str, ...], bool]]:
-    """Reduced bytes by key, and by axes whether scattering is the last step, if ``dp`` stands for all ranks with equal
-    weights.
-
-    ``states`` contains few distinct objects: equal states share one.
-    """
+    """Return the bytes that are reduced, by kind of reduction, and for each tuple of axes whether scattering over them
+    is the last step. All ranks with equal weights are treated as one axis ``dp``. ``states`` contains few distinct
+    objects, because equal states share one."""
     costs = list(states)
     often = Counter(map(id, costs))
     sizes: Sizes = {}

@@ -1,1 +1,2 @@
-"""The job, the prepared model, and the solution of one candidate on its placements."""
+"""Solve one candidate of the search (mesh, microbatch size, schedule, ZeRO stage) on its possible placements, for a job
+with a prepared model."""

@@ -1,6 +1,6 @@
-"""Division of a batch among the pipelines (data-parallel replicas) of a placement, in proportion to their speeds.
+"""Divide a batch among the data-parallel pipelines of a placement in proportion to their speeds.
 
-A share is a number of microbatches: a faster replica takes more of them.
+The share of a pipeline is its number of microbatches. Faster pipelines get more of them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from partitioner.solve.sharding.local_model import LocalModel
 
 
 def share_out(parts: int, seconds: Sequence[float], fill: float = 0.0) -> tuple[int, ...]:
-    """``parts`` microbatches over replicas that take ``seconds`` for each of theirs: at least one to each, so that the
-    last one ends as early as can be. A replica of ``n`` microbatches takes ``n + fill`` times its seconds.
+    """Divide ``parts`` microbatches among replicas. Return the number of microbatches of each, at least one, such that
+    the last replica ends as early as possible. ``seconds``: the time of one microbatch on each replica. A replica with
+    ``n`` microbatches takes ``n + fill`` times its seconds.
 
-    Optimal: the next microbatch goes where it ends first, and ends only move on (Fox 1966).
+    The result is optimal: each microbatch goes to the replica where it ends first, and adding microbatches only delays
+    ends (Fox 1966).
 
     >>> share_out(8, [1.0, 3.0])
     (6, 2)
@@ -51,41 +53,45 @@ def share_out(parts: int, seconds: Sequence[float], fill: float = 0.0) -> tuple[
 _TOTALS = ("forward_total_s", "backward_total_s")
 
 _TINY_S = 1e-30
-Shares = tuple[int, ...]  # the microbatches of each rank of dp; empty: all ranks have equally many
+Shares = tuple[int, ...]  # the number of microbatches of each rank of dp; empty: all ranks have equally many
 
 
 @dataclass
 class BatchSharing:
-    """The shares of the batch that ranks of ``dp`` may have under ``candidate``. ``local``: the local model of a rank.
-    ``costs``: its costs.
+    """Chooses how many microbatches (the share) each rank of ``dp`` computes under ``candidate``. ``local``: the graphs
+    of one rank. ``costs``: the costs of their calls by device.
 
-    Machines must have the settings of the candidate (:meth:`Job.dressed`), and one machine must be the same object in
-    each call.
+    Arguments ``machine`` are placements: topologies with the mesh laid over them and the settings of the candidate.
+    Results are cached by the identity of the machine.
     """
 
     job: Job
     candidate: MeshCandidate
     local: LocalModel
     costs: CallCostCache
-    _first: dict[int, tuple[PlacedMesh, Sequence[Shares]]] = field(default_factory=dict)  # by identity
+    _first: dict[int, tuple[PlacedMesh, Sequence[Shares]]] = field(default_factory=dict)  # by identity of the machine
     _least: dict[int, tuple[PlacedMesh, float]] = field(default_factory=dict)
 
     def is_free(self, machine: PlacedMesh) -> bool:
-        """Whether ranks may have other numbers of microbatches than those of :meth:`first`, so that each goes at its
-        own pace."""
+        """Whether the ranks of ``dp`` may have unequal numbers of microbatches on this placement and it makes a
+        difference: their pipelines differ in speed, and neither a constraint nor the candidate fixes the numbers."""
         free = self.job.constraints.data_shares is None and self.job.goes_apart(self.candidate)
         return free and len(set(machine.pipelines)) > 1
 
     def first(self, machine: PlacedMesh) -> Sequence[Shares]:
-        """The shares that are tried first: equal shares; shares by the speed of pipelines in which each has the best
-        stages; and shares by the speed of pipelines whose stages are equal and wait for the slowest."""
+        """Return the divisions of the batch to try first, each as the number of microbatches of every rank of ``dp``.
+
+        If the division is free (:meth:`is_free`), there are three: for pipelines whose stages are cut in proportion to
+        their speeds, for pipelines whose equal stages wait for the slowest, and an even one. Otherwise there is one,
+        which a constraint fixes or which is even.
+        """
         if id(machine) not in self._first:
             self._first[id(machine)] = machine, self._found_first(machine)
         return self._first[id(machine)][1]
 
     def of_stages(self, calls: Sequence[Sequence[int]], machine: PlacedMesh) -> Shares:
-        """Shares in proportion to the speed of pipelines whose stages run ``calls``, numbers of the local model's
-        calls."""
+        """Return the number of microbatches of each rank of ``dp``, in proportion to the speeds of the pipelines with a
+        given cut into stages. ``calls``: for each stage, the indices of its calls in the local model."""
         blocks = [[self.local.model.calls[number].block for number in of_stage] for of_stage in calls]
         paces: dict[tuple[Seats, ...], float] = {}
         for seats in dict.fromkeys(machine.pipelines):
@@ -98,8 +104,12 @@ class BatchSharing:
         return self._share_out_batch([paces[seats] for seats in machine.pipelines])
 
     def by_stage(self, machine: PlacedMesh, shares: Shares) -> Sequence[Costs]:
-        """Costs of calls by stage: on the slowest devices or, if pipelines go at different paces, scaled as if every
-        pipeline had the most microbatches, each in proportionally less time."""
+        """Return, for each stage, the cost of a call of each block.
+
+        If pipelines have different speeds, the costs of each pipeline are scaled as if it had as many microbatches as
+        the pipeline with the most and took the same time in total. The longest scaled costs of all pipelines are
+        returned. ``shares``: the number of microbatches of each rank of ``dp``.
+        """
         candidate, pipelines = self.candidate, machine.pipelines
         if len(set(pipelines)) == 1 or not self.job.goes_apart(candidate):
             return self.costs.by_stage(machine)
@@ -111,14 +121,13 @@ class BatchSharing:
             [_scale_costs_by_pace(self.costs.of_stage(seats[s], machine.spread), pace[seats]) for seats in kinds]
             for s in range(candidate.pp)
         ]
-        if candidate.pp == 1:  # all calls are one stage's
+        if candidate.pp == 1:  # all calls belong to one stage
             return [max(paced[0], key=lambda costs: sum(self._sum_call_seconds(costs)))]
         return [combine_longest_costs(of_stage) for of_stage in paced]
 
     def least(self, machine: PlacedMesh) -> float:
-        """Lower bound in seconds on the plans on ``machine``, whatever the shares. All stages are as fast as the best
-        and hold equal shares of the work of a rank with the most microbatches; if stages differ, each has its share of
-        the work."""
+        """Return a lower bound in seconds on the step of every plan on ``machine``, for any division of the batch among
+        pipelines and any cut into stages."""
         if id(machine) not in self._least:
             self._least[id(machine)] = machine, self._found_least(machine)
         return self._least[id(machine)][1]
@@ -136,7 +145,8 @@ class BatchSharing:
         return list(dict.fromkeys(shared if candidate.pp == 1 else [*shared, alike]))
 
     def _share_out_batch(self, seconds: Sequence[float]) -> Shares:
-        """The batch divided among pipelines that take ``seconds`` for a microbatch."""
+        """Return the number of microbatches of each pipeline. ``seconds``: for each pipeline, the time of one
+        microbatch on its slowest stage."""
         return share_out(self.candidate.parts(self.job.global_batch), seconds, float(self.candidate.pp - 1))
 
     def _found_least(self, machine: PlacedMesh) -> float:
@@ -158,8 +168,9 @@ class BatchSharing:
     def _least_of_pipelines(
         self, of_stages: Sequence[Costs], different: Mapping[int, Costs], counts: Sequence[int], num_microbatches: int
     ) -> float:
-        """Lower bound in seconds on ``num_microbatches`` in all on pipelines whose stages cost ``of_stages``,
-        consecutive for each pipeline. ``counts``: number of pipelines of each kind."""
+        """Return a lower bound in seconds on running ``num_microbatches`` in total on all pipelines. ``of_stages``: the
+        costs of calls on the stages of each kind of pipeline, one kind after the other. ``counts``: the number of
+        pipelines of each kind."""
         often, numbers = self._calls_by_block, {key: k for k, key in enumerate(different)}
         seconds = [
             [sum(getattr(of[b], name) for name in self._time_fields) for b in often] for of in different.values()
@@ -170,18 +181,21 @@ class BatchSharing:
         return pipelines.least(work, num_microbatches, plain=is_formula(self.candidate.schedule))
 
     def _compute_stage_seconds(self, seats: tuple[Seats, ...], machine: PlacedMesh) -> list[float]:
-        """Seconds of all calls of a microbatch on each stage of a replica's pipeline, on ``seats``."""
+        """Return, for each stage of a pipeline, the seconds that all calls of one microbatch would take on it.
+        ``seats``: the rank profiles (device, speed and groups) of each stage."""
         costs = (self.costs.of_stage(of_stage, machine.spread) for of_stage in seats)
         return [max(sum(self._sum_call_seconds(of)), _TINY_S) for of in costs]
 
     def _sum_call_seconds(self, of: Mapping[str, CallCost]) -> tuple[float, float]:
-        """Forward and backward seconds of a microbatch through all calls."""
+        """Return the forward and backward seconds of one microbatch through all calls. ``of``: the cost of a call of
+        each block."""
         ahead, back = (sum(n * getattr(of[b], name) for b, n in self._calls_by_block.items()) for name in _TOTALS)
         return ahead, back if self.job.train else 0.0
 
     @cached_property
     def _calls_by_block(self) -> Counter[str]:
-        """The number of calls of each block."""
+        """Return how often a microbatch in the pipeline calls each block, without the calls that run before the
+        pipeline starts and those that every stage runs itself."""
         return Counter(c.block for c in self.local.model.calls if not c.shared and not c.prologue)
 
     @property

@@ -1,4 +1,5 @@
-"""The best plan and step time on one placement: cut into stages, divide the batch, and price the step."""
+"""Find the best plan on one placement: cut the calls into stages, divide the batch among pipelines, and price the
+step."""
 
 from __future__ import annotations
 
@@ -29,15 +30,16 @@ from partitioner.solve.stages.split import StageSplit, solve_stages
 from partitioner.solve.stages.split_for_step import cut_for_step
 from partitioner.solve.stages.virtual_stages import set_scheduled_in_flight, solve_virtual
 
-_SHARES = 6  # shares of the batch that are tried on one placement
+_SHARES = 6  # maximum number of divisions of the batch that are tried on one placement
 
-_GAINED = 0.1  # greatest gain of shares that follow the stages: 6 % have been measured
+_GAINED = 0.1  # assumed greatest gain of shares that are fitted to the stages: 6 % have been measured
 _POOR, _SEEN = 1.03, 2  # shares are poor if slower than the best by this factor on this number of placements
 
 
 class PlacementResult(NamedTuple):
-    """The stages of a placement, the step's estimate, and the microbatches of each rank of ``dp`` (empty: all ranks
-    have equally many)."""
+    """The plan on one placement: the problem of cutting calls into stages, its solution (``split``), and the estimate
+    of the step. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all ranks have equally
+    many."""
 
     problem: StageProblem
     split: StageSplit
@@ -46,13 +48,14 @@ class PlacementResult(NamedTuple):
 
     @property
     def calls(self) -> list[list[int]]:
-        """The calls of each stage, as indices into the local model's calls."""
+        """Return, for each stage, the indices of its calls in the local model."""
         parts = ([(part.start, part.stop) for part in stage.parts or (stage,)] for stage in self.split.stages)
         return [[call.index for pair in pairs for call in self.problem.calls[slice(*pair)]] for pairs in parts]
 
 
 def virtual_ranks(candidate: MeshCandidate) -> tuple[int, ...]:
-    """The rank of each virtual stage, for a schedule that is simulated; empty for a schedule with a formula."""
+    """Return the rank of each virtual stage for a schedule that is simulated action by action. Return an empty tuple
+    for a schedule whose step time is a closed formula."""
     return (
         () if is_formula(candidate.schedule) else ranks_of(candidate.schedule, candidate.pp, candidate.virtual_stages)
     )
@@ -66,8 +69,8 @@ def split_of(
     improved: bool = True,
     cutoff_s: float = math.inf,
 ) -> StageSplit:
-    """The best stages of ``problem`` under the schedule of ``candidate``. Arguments and exceptions are those of
-    :func:`partitioner.solve.stages.virtual_stages.solve_virtual`."""
+    """Return the best cut of the calls of ``problem`` into stages under the candidate's schedule. Arguments and
+    exceptions are those of :func:`partitioner.solve.stages.virtual_stages.solve_virtual`."""
     if is_formula(candidate.schedule):
         return solve_stages(problem)
     schedule = candidate.schedule, candidate.pp, candidate.virtual_stages
@@ -76,34 +79,38 @@ def split_of(
 
 @dataclass
 class ShareRecord:
-    """History of step times with different shares of the batch on the placements of one mesh. Shares with equal sorted
-    counts are one."""
+    """Records which divisions of the batch among the ranks of ``dp`` were fast on the placements of one mesh. Divisions
+    with equal sorted numbers of microbatches count as one."""
 
     _ratios: dict[Shares, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def tell(self, steps: Mapping[Shares, float]) -> None:
-        """Record the seconds of a step with the shares that were tried on one placement."""
+        """Record the results on one placement. ``steps``: seconds of a step with each division of the batch that was
+        tried."""
         best = min(steps.values(), default=math.inf)
         for kind, step in {tuple(sorted(shares)): step for shares, step in steps.items()}.items():
             self._ratios[kind].append(step / best)
 
     def is_poor(self, shares: Shares) -> bool:
-        """Whether other shares were clearly better on every placement where ``shares`` were tried."""
+        """Whether the division ``shares`` was tried on at least ``_SEEN`` placements, and was clearly slower than
+        another on each."""
         found = self._ratios.get(tuple(sorted(shares)), [])
         return len(found) >= _SEEN and min(found) > _POOR
 
 
 @dataclass
 class PlacementEvaluator:
-    """Prices placements of ``candidate``.
+    """Finds the best plan of ``candidate`` on a placement and its step time.
 
-    ``local``: the local model of a rank. ``costs``: its costs. ``states``: the costs of its states. ``reference``: the
-    seat that the sharding is chosen for. ``check``: raises if hosts lack memory for offloaded data. ``proven``,
-    ``improved``, ``cutoff_s``: see :meth:`partitioner.solve.evaluate.evaluator.CandidateEvaluator.solve`. ``record``:
-    history of the shares tried for candidates with the same pipelines.
-
-    ``lower_bounds``: for each judged placement, a lower bound in seconds on its plans. ``asked``: the identities of the
-    judged machines.
+    - ``local``: the graphs of one rank. ``costs``: the costs of their calls by device. ``states``: the costs of its
+      parameters and buffers.
+    - ``reference``: the rank profile (device, speed and groups) that the sharding was optimized for.
+    - ``check``: raises :class:`CapacityError` if hosts lack memory for offloaded data.
+    - ``proven``: also compute tight lower bounds. ``improved``: also search cuts that fill the pipeline better.
+      ``cutoff_s``: plans that take at least this many seconds per step are of no interest.
+    - ``record``: which divisions of the batch were fast, for candidates with the same pipelines.
+    - ``lower_bounds``: for each evaluated placement that has a plan, a lower bound in seconds on all of its plans.
+    - ``asked``: the ``id`` of each placement that was evaluated.
     """
 
     job: Job
@@ -126,7 +133,8 @@ class PlacementEvaluator:
         return BatchSharing(self.job, self.candidate, self.local, self.costs)
 
     def __call__(self, machine: PlacedMesh) -> tuple[float, PlacementResult]:
-        """Seconds of a step on ``machine``, and the plan. Raises :class:`PlanError` if there is none."""
+        """Return the step time in seconds of the best plan on ``machine`` (a placement of the mesh), and that plan.
+        Raises :class:`PlanError` if there is none."""
         self.asked.add(id(machine))
         machine = self.dressed(machine)
         step, best, least = math.inf, None, math.inf
@@ -134,7 +142,7 @@ class PlacementEvaluator:
         asked = self._by_least(machine)
         tried = {shares for _, shares in asked}
         steps: dict[Shares, float] = {}
-        asked.sort(key=lambda pair: self.record.is_poor(pair[1]))  # the others first
+        asked.sort(key=lambda pair: self.record.is_poor(pair[1]))  # poor ones last
         while asked:
             floor, shares = asked.pop(0)
             if best is not None and (floor >= min(step, self.cutoff_s) or self.record.is_poor(shares)):
@@ -163,7 +171,8 @@ class PlacementEvaluator:
         return step, best
 
     def _by_least(self, machine: PlacedMesh) -> list[tuple[float, Shares]]:
-        """The shares that are tried first, each with a quick lower bound in seconds, in increasing order."""
+        """Return the divisions of the batch to try first, as pairs of a quick lower bound in seconds and the numbers of
+        microbatches, in increasing order of the bounds. A bound of 0 means that none was computed."""
         shares = self._batch_sharing.first(machine)
         if len(shares) == 1 or not self._has_floor:
             return [(0.0, each) for each in shares]
@@ -171,13 +180,15 @@ class PlacementEvaluator:
 
     @property
     def _has_floor(self) -> bool:
-        """Whether the schedule is simulated and has one stage on each rank; then a quick lower bound exists."""
+        """Whether a quick lower bound on the step time exists: the schedule is simulated and has one stage on each
+        rank."""
         return not is_formula(self.candidate.schedule) and is_plain(
             self.candidate.schedule, self.candidate.virtual_stages
         )
 
     def _evaluate_with_shares(self, machine: PlacedMesh, shares: Shares) -> tuple[float, PlacementResult, float]:
-        """Seconds of a step with ``shares`` of the batch, the plan, and a lower bound in seconds on its stages."""
+        """Return the step time in seconds of the best plan in which the ranks of ``dp`` have ``shares`` microbatches,
+        the plan, and a lower bound in seconds on all such plans."""
         job, candidate = self.job, self.candidate
         problem, held, shares = self._build_stage_problem(machine, shares)
         ranks = virtual_ranks(candidate)
@@ -211,7 +222,8 @@ class PlacementEvaluator:
     def _build_stage_problem(
         self, machine: PlacedMesh, shares: Shares
     ) -> tuple[StageProblem, Mapping[str, StateCost], Shares]:
-        """The stage problem on ``machine``, the costs of its states, and the microbatches of each rank of ``dp``."""
+        """Return the problem of cutting calls into stages on ``machine``, the costs of the parameters and buffers
+        there, and the number of microbatches of each rank of ``dp`` (empty if all have equally many)."""
         job, candidate = self.job, self.candidate
         held = with_lost(self.states, lost_by(machine, job.constraints))
         costs_by_stage = self._batch_sharing.by_stage(machine, shares)
@@ -236,8 +248,8 @@ class PlacementEvaluator:
         return problem, held, shares
 
     def least(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
-        """Lower bound in seconds on every plan on ``machine``; infinite if no stages fit. It is refined, as far as that
-        is quick, to find out whether it reaches ``cutoff_s``."""
+        """Return a lower bound in seconds on the step of every plan on ``machine``; infinite if no cut into stages fits
+        in memory. The bound is refined only if this is quick and needed to decide whether it reaches ``cutoff_s``."""
         dressed = self.dressed(machine)
         return (
             self._batch_sharing.least(dressed)
@@ -246,8 +258,9 @@ class PlacementEvaluator:
         )
 
     def expected(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
-        """Estimated lower bound in seconds on ``machine``: at least :meth:`least`. It assumes that other shares gain at
-        most a fixed fraction over those that are tried first."""
+        """Return a probable lower bound in seconds on the step on ``machine``. It is at least :meth:`least`, but not
+        proven: it assumes that no division of the batch is faster by more than a fixed fraction than those that are
+        tried first."""
         machine = self.dressed(machine)
         quick = self._batch_sharing.least(machine)
         if quick >= cutoff_s or not self._has_floor:
@@ -257,8 +270,8 @@ class PlacementEvaluator:
         return max(quick, first * left)
 
     def _least_of(self, machine: PlacedMesh, shares: Shares, cutoff_s: float) -> float:
-        """Lower bound in seconds on a step of simulated stages with ``shares`` of the batch; infinite if no stages
-        fit."""
+        """Return a lower bound in seconds on a step under a simulated schedule with ``shares`` of the batch; infinite
+        if no cut into stages fits in memory."""
         problem, held, _ = self._build_stage_problem(machine, shares)
         try:
             found = least_time(self._set_microbatches_in_flight(problem), cutoff_s, quick=True)
@@ -269,13 +282,15 @@ class PlacementEvaluator:
         return pipeline_s + least_update(problem, held, machine)
 
     def dressed(self, machine: PlacedMesh) -> PlacedMesh:
-        """``machine`` with the other settings of the candidate; one object for each machine."""
-        if id(machine) not in self._dressed:  # the machine keeps its identity valid
+        """Return ``machine`` with the settings of the candidate and the job. The same object is returned for the same
+        machine."""
+        if id(machine) not in self._dressed:  # keeping the machine keeps its id valid
             self._dressed[id(machine)] = machine, self.job.dressed(machine, self.candidate)
         return self._dressed[id(machine)][1]
 
     def _set_microbatches_in_flight(self, problem: StageProblem) -> StageProblem:
-        """``problem`` with the numbers of microbatches that stages hold under its schedule."""
+        """Return ``problem`` with the numbers of microbatches whose activations each stage holds under a simulated
+        schedule."""
         candidate = self.candidate
         if is_formula(candidate.schedule):
             return problem

@@ -1,4 +1,4 @@
-"""Solve one candidate of the search: its sharding, its stages, and the estimate of its step."""
+"""Solve one candidate of the search: its sharding, its stages, and the estimate of its step time."""
 
 from __future__ import annotations
 
@@ -37,13 +37,17 @@ from partitioner.solve.sharding.local_model import LocalModel
 from partitioner.solve.stages.split import StageSplit
 from partitioner.topology.groups import stage_ranks
 
-_EXCHANGES_FOLLOWED = 8  # exchanges under simulated schedules
+_EXCHANGES_FOLLOWED = 8  # placements that are evaluated during exchanges under simulated schedules, at most
 
 
 @dataclass(frozen=True)
 class SolvedCandidate:
-    """A candidate's plan before it is emitted. ``lower_bound_s``: lower bound in seconds on all plans of the candidate,
-    if that is below ``cutoff_s``."""
+    """The best plan of a candidate before its program is emitted.
+
+    ``stage_of_call``: the stage of each call of the local model. ``recompute``: indices of the calls that are
+    recomputed in full. ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at least the
+    cutoff that the search was given if that is smaller.
+    """
 
     candidate: MeshCandidate
     num_microbatches: int
@@ -56,14 +60,15 @@ class SolvedCandidate:
     selective: tuple[int, ...] = ()  # calls that recompute selectively
     offload: tuple[Offload, ...] = ()  # data kept in host memory
     context_model: FoldedModel | None = None  # one microbatch, before its sequence is shared over cp
-    reducing: ReductionScheme = AT_ONCE  # how gradients are added up
+    reducing: ReductionScheme = AT_ONCE  # how gradients are reduced
     data_shares: tuple[int, ...] = ()  # the microbatches of each rank of dp; empty: all ranks have equally many
-    lower_bound_s: float = 0.0  # lower bound in seconds on the candidate's plans, if below cutoff_s
+    lower_bound_s: float = 0.0
 
 
 @dataclass
 class CandidateEvaluator:
-    """Solves candidates; results that candidates share are computed once."""
+    """Finds the best plan of single candidates of a job, and computes lower bounds on them. Results that candidates
+    share, such as shardings, are computed once and cached."""
 
     job: Job
     host_lacks: bool = False  # whether a host's memory was too small for what a candidate offloads
@@ -86,11 +91,13 @@ class CandidateEvaluator:
         improved: bool = True,
         cutoff_s: float = math.inf,
     ) -> SolvedCandidate:
-        """The best plan of one candidate; on ``devices`` by rank, if they are given.
+        """Return the best plan of ``candidate``. ``devices``: the device of each rank; if ``None``, the placement is
+        searched.
 
-        ``proven``: with a lower bound on the stages, which for simulated schedules takes as long as finding them.
-        ``improved``: search other cuts of simulated schedules to fill the pipeline. ``cutoff_s``: plans whose step
-        takes this long or longer are of no interest, and a bound of this value is tight enough.
+        ``proven``: also compute a tight lower bound on the cut into stages, which doubles the time under simulated
+        schedules. ``improved``: under simulated schedules, also search for cuts that fill the pipeline better.
+        ``cutoff_s``: plans that take at least this many seconds per step are of no interest, and bounds need not be
+        tighter.
 
         Raises :class:`PlanError` (:class:`CapacityError` if memory does not suffice) or
         :class:`partitioner.passes.errors.UnsupportedError` if there is no plan.
@@ -144,12 +151,14 @@ class CandidateEvaluator:
 
     @property
     def without_share_history(self) -> CandidateEvaluator:
-        """Copy of this evaluator without the history of shares tried on placements."""
+        """Return a copy of this evaluator without the record of which divisions of the batch were good on
+        placements."""
         return replace(self, _records=defaultdict(ShareRecord))
 
     def _estimate_by_1f1b(self, candidate: MeshCandidate) -> Callable[[PlacedMesh], float]:
-        """Function from a placement to seconds of a step under 1F1B, which has a formula; infinite if it does not fit.
-        Collectives and the end of the step, in which placements differ, are equal under a simulated schedule."""
+        """Return a function that estimates a placement by the seconds of its step under the 1F1B schedule, which is
+        quick to compute; infinite if the candidate does not fit there. Placements differ in collectives and in the end
+        of the step, and these are equal under the candidate's own, simulated schedule."""
         placement_evaluator = self._build_placement_evaluator(
             replace(candidate, schedule="1f1b", virtual_stages=1), proven=False
         )
@@ -163,13 +172,15 @@ class CandidateEvaluator:
         return seconds
 
     def tries_all(self, candidate: MeshCandidate) -> bool:
-        """Whether plans of a candidate are tried on all placements, and with all shares of the batch for each rank."""
+        """Whether :meth:`solve` covers all placements of the candidate and all divisions of the batch among the ranks
+        of ``dp``."""
         complete, nested = self.placements.complete(candidate.grid), self.placements.nested(candidate.grid)
         return complete and (nested or not self.job.goes_apart(candidate))  # nested replicas are equal
 
     def can_prune(self, candidate: MeshCandidate, cutoff_s: float) -> bool:
-        """Whether none of the placements that :meth:`solve` tries is expected to take less than ``cutoff_s`` seconds.
-        Raises the exceptions of :meth:`solve`."""
+        """Whether no placement that :meth:`solve` would try is expected to take less than ``cutoff_s`` seconds. Always
+        false if all placements are covered, since the other bounds are tight there. Raises the exceptions of
+        :meth:`solve`."""
         if self.placements.complete(candidate.grid):
             return False  # the bounds are exact enough
         placement_evaluator = self._build_placement_evaluator(candidate)
@@ -190,12 +201,13 @@ class CandidateEvaluator:
         )
 
     def floor(self, candidate: MeshCandidate, size: int) -> BlockLowerBound | None:
-        """Lower bound on the forward and backward seconds of one microbatch of ``candidate`` in each block, wherever
-        its ranks are: the candidate's share of a microbatch of ``size`` samples. ``None`` if nothing can be said.
+        """Return a lower bound on the forward and backward seconds of each block (such as a decoder layer) for one
+        microbatch of ``candidate``, on any placement. ``None`` means that there is no bound.
 
-        Per sample a smaller microbatch takes no less time than a larger one: each cost is a start-up plus a term that
-        grows at most linearly with the batch. This holds if every divisor of the smaller size divides the larger, and
-        if the sharding is priced on the devices and groups that it was chosen for.
+        The bound is computed for a microbatch of ``size`` samples and scaled to the candidate's microbatch size. This
+        is valid because a smaller microbatch takes at least as long per sample: each cost is a start-up time plus a
+        term that grows at most linearly with the batch. It requires that every divisor of the smaller size divides the
+        larger one, and that the sharding is priced on the devices and groups that it was optimized for.
         """
         if size != candidate.microbatch_size and not self._is_at_best(candidate):
             return None
@@ -209,13 +221,15 @@ class CandidateEvaluator:
     def expect(
         self, floors: Iterable[tuple[MeshCandidate, int]], shardings: Iterable[tuple[MeshCandidate, int]]
     ) -> None:
-        """Announce the floors that will be needed, and the shardings that will be needed alone: pairs of a candidate
-        and a microbatch size, approximately in the order of use."""
+        """Announce calls of :meth:`floor` and solutions of sharding problems that will be needed, so that a second
+        process can compute them ahead. Both are pairs of a candidate and a microbatch size, approximately in order of
+        use."""
         wanted = (self._wanted(p, size, self._is_whole(p, size)) for p, size in shardings)
         self.locals.expect(wanted, self._readings(floors))
 
     def wish(self, candidate: MeshCandidate, size: int) -> None:
-        """Announce that the floor of ``candidate`` and ``size`` will be needed soon."""
+        """Announce that :meth:`floor` of ``candidate`` and ``size`` will be needed soon. A second process computes it
+        next."""
         self.locals.wish(self._wanted(candidate, size, self._is_whole(candidate, size)))
 
     def _readings(self, floors: Iterable[tuple[MeshCandidate, int]]) -> Iterator[Reading]:
@@ -226,9 +240,10 @@ class CandidateEvaluator:
                     yield key, self._wanted(*asked)[0], partial(self._compute_block_bound, *asked)
 
     def _asked(self, candidate: MeshCandidate, size: int) -> tuple[Hashable, tuple[MeshCandidate, int, bool]]:
-        """Key of the candidates with equal floors, and the arguments from which that floor is computed."""
+        """Return a key that is equal for candidates with equal results of :meth:`floor`, and the arguments for
+        computing the result."""
         whole = self._is_whole(candidate, size)
-        if candidate.zero < 3:  # equal times, except for waits between ranks
+        if candidate.zero < 3:  # candidates with these ZeRO stages take equally long, except for waits between ranks
             candidate = replace(
                 candidate, zero=candidate.zero if self._has_mixed_speeds and candidate.zero == 2 else 0, dp_shard=0
             )
@@ -236,21 +251,23 @@ class CandidateEvaluator:
         return key, (candidate, size, whole)
 
     def least(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
-        """The local model of a candidate, a lower bound on its costs on any placement, and its states. Raises the
-        exceptions of :meth:`solve`, except those about experts."""
+        """Return the graphs of one rank, lower bounds on the costs of their calls on any placement, and the costs of
+        the parameters and buffers of a rank. Raises the exceptions of :meth:`solve`, except those about experts."""
         local, costs, states = self.own(candidate)
         return local.model, combine_fastest_costs(self._list_stage_costs(candidate, costs)), states
 
     def bound_family_costs(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]] | None:
-        """The result of :meth:`least` for all candidates that differ from ``candidate`` in ZeRO alone and take no less
-        memory. ``None`` if devices differ, since ZeRO then decides more than memory and weight gathers."""
+        """Return the result of :meth:`least` as a bound for all candidates that differ from ``candidate`` in ZeRO alone
+        and need at least as much memory. Return ``None`` if devices differ in speed, because ZeRO then has further
+        effects."""
         if self._has_mixed_speeds:
             return None
         model, costs, _ = self.least(candidate.sharing(0))
         return model, costs, self.own(candidate)[2]
 
     def own(self, candidate: MeshCandidate) -> tuple[LocalModel, CallCostCache, dict[str, StateCost]]:
-        """The local model of a candidate's own sharding, the costs of its calls, and the costs of its states."""
+        """Return the graphs of one rank under the candidate's own sharding, a cache of the costs of their calls by
+        device, and the costs of a rank's parameters and buffers by name."""
         key, local = self._find_local_model(candidate)
         return local, self._seat_costs(key, local), self._compute_state_costs(candidate, key, local)
 
@@ -260,7 +277,8 @@ class CandidateEvaluator:
         return key, self.locals.at(key, num_microbatches)
 
     def _check_offload(self, expected: Estimate, machine: PlacedMesh) -> None:
-        """Raise :class:`CapacityError` if hosts, or their disks, have no room for the offloaded data."""
+        """Raise :class:`CapacityError` if the memory or the disk of a host is too small for the data that its ranks
+        offload."""
         topology, devices = self.job.topology, machine.device_of_rank
         held = [s for s, ranks in zip(expected.stages, stage_ranks(machine.mesh), strict=True) for _ in ranks]
         try:
@@ -272,13 +290,14 @@ class CandidateEvaluator:
             check_disks(topology, devices, [stage.disk for stage in held])
 
     def _split_of(self, candidate: MeshCandidate) -> FoldedModel:
-        """The model for one microbatch, before its sequence is sharded over ``cp``."""
+        """Return the model of one microbatch before its sequence is sharded over ``cp``."""
         num_microbatches = candidate.num_microbatches(self.job.global_batch)
         return self.locals.split(candidate, candidate.parts(self.job.global_batch), num_microbatches == 1)
 
     def _list_stage_costs(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
-        """The distinct costs of calls on the stages of all placements that are tried. If there are other placements,
-        the costs on the best devices and groups instead."""
+        """Return the distinct costs of calls (by block) that occur on the stages of the placements that are tried. If
+        these are not all placements, return the costs on every device type with the best groups that any placement
+        could have."""
         if not self.placements.complete(candidate.grid):
             return self._at_best(candidate, costs)
         machines = [self.job.dressed(machine, candidate) for machine in self.placements.candidates(candidate.grid)]
@@ -286,7 +305,8 @@ class CandidateEvaluator:
         return list({id(of): of for machine in machines for of in each(machine)}.values())
 
     def _at_best(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
-        """Costs of calls on every device type, over the best groups that any placement could have."""
+        """Return the costs of calls (by block) on every device type, with the best groups that any placement could
+        have."""
         one_each = candidate.parts(self.job.global_batch) == candidate.dp
         all_wait = candidate.pp == 1 and (one_each or not self.job.goes_apart(candidate))
         best = partial(self.placements.best_group, everywhere=all_wait)
@@ -304,7 +324,8 @@ class CandidateEvaluator:
         return len(self.job.topology.paces[0]) > 1
 
     def _is_at_best(self, candidate: MeshCandidate) -> bool:
-        """Whether the lower bound on calls is for the devices and groups that their sharding is chosen for."""
+        """Whether lower bounds on calls assume the devices and groups that the shardings are optimized for. Only then
+        can bounds be scaled from one microbatch size to another."""
         if self.placements.complete(candidate.grid):
             return True
         groups = dict(self.locals.reference_seat(candidate.tp, candidate.cp).groups).values()
@@ -316,7 +337,7 @@ class CandidateEvaluator:
         wanted = self._wanted(candidate, size, whole)
         try:
             local = self.locals.at(*wanted)
-        except UnsupportedError:  # samples that are coupled need not be so in smaller batches
+        except UnsupportedError:  # samples that interact in one batch need not do so in a smaller one
             return None
         costs = self._seat_costs(wanted[0], local)
         best = self._bound_block_seconds(local, combine_fastest_costs(self._list_stage_costs(candidate, costs)))
@@ -324,7 +345,8 @@ class CandidateEvaluator:
         return BlockLowerBound(best, tuple(self._bound_block_seconds(local, of_kind) for of_kind in kinds))
 
     def _bound_block_seconds(self, local: LocalModel, costs: Costs) -> Seconds:
-        """Least seconds of each block of the whole model. Its blocks may differ from the local model's."""
+        """Return the least forward and backward seconds of each block of the whole model. ``costs``: the costs of the
+        blocks of the local model. Calls are matched by module path, because the local model may have other blocks."""
         least = {name: (cost.forward_total_s, cost.backward_total_s) for name, cost in costs.items()}
         of_path = {call.path: least[call.block] for call in local.model.calls if not call.prologue}
         found: dict[str, tuple[float, float]] = {}
@@ -338,13 +360,15 @@ class CandidateEvaluator:
         return whole and self.locals.coupled
 
     def _wanted(self, candidate: MeshCandidate, size: int, whole: bool) -> Wanted:
-        """The local model from which a floor is read."""
+        """Return the cache key of the local model (the sharded graphs of one rank) from which :meth:`floor` is computed
+        for microbatches of ``size`` samples, and the number of microbatches of a rank."""
         parts = self.job.global_batch // size
         dp = candidate.dp if whole or (parts % candidate.dp == 0 and parts > candidate.dp) else 1
         return self.locals.key(candidate, parts, whole or parts == 1), parts // dp
 
     def _check_experts(self, candidate: MeshCandidate) -> None:
-        """Raise :class:`PlanError` if the graph does not allow the spread of experts in ``candidate``."""
+        """Raise :class:`PlanError` if the model's graphs do not allow the candidate's distribution of experts over
+        ranks."""
         apart = candidate.ep == 1 and candidate.expert_tp != candidate.tp
         if self.job.num_experts and (apart or candidate.tp % candidate.expert_tp):
             expected = f"{candidate.tp}, as many as share all else" if apart else f"a divisor of tp={candidate.tp}"
@@ -369,7 +393,7 @@ class CandidateEvaluator:
         self._spread.add((candidate.ep, key))
 
     def _compute_state_costs(self, candidate: MeshCandidate, key: LocalKey, local: LocalModel) -> dict[str, StateCost]:
-        """Costs of states on a rank, which do not depend on the placement."""
+        """Return the costs of parameters and buffers on one rank, by name. They do not depend on the placement."""
         held = (
             candidate.dp > 1,
             candidate.kind,

@@ -1,4 +1,4 @@
-"""The planning job: model, batch, cluster and constraints, and figures derived from them."""
+"""Define the planning job: model, batch, cluster and constraints, and figures derived from them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ from partitioner.topology import Topology
 
 @dataclass(frozen=True)
 class Job:
-    """The planning job.
+    """Everything that a plan is searched for: the model, the batch, the cluster and the constraints.
 
-    ``model``: the folded model of the whole batch, or of one group if samples interact within groups, marked with its
-    gradients. ``profile``: how the plan is executed. ``reserve``: bytes of every rank that stay free. ``reserves``:
-    further reserved bytes of single candidates. ``refused``: candidates whose programs are known not to fit.
-    ``simulated``: seconds of a step of candidates whose programs take longer than their estimates.
+    - ``model``: the model as calls of blocks (equal layers share one block). Its graphs are for the whole batch, or for
+      one group of samples if samples interact within groups. They are marked with the gradients that they need.
+    - ``batch``: the layouts that split the batch into microbatches and data-parallel parts.
+    - ``profile``: how the plan is executed, such as the framework and its kernels.
+    - ``reserve``: bytes of every rank's memory that stay free. ``reserves``: further reserved bytes for single
+      candidates.
+    - ``refused``: candidates whose emitted programs are known not to fit, with the error to raise.
+    - ``simulated``: simulated seconds of a step, for candidates whose programs take longer than their estimates.
     """
 
     model: FoldedModel
@@ -45,8 +49,8 @@ class Job:
     simulated: Mapping[MeshCandidate, float] = field(default_factory=dict[MeshCandidate, float])
 
     def dressed(self, machine: PlacedMesh, candidate: MeshCandidate) -> PlacedMesh:
-        """``machine``, on which the candidate's mesh is placed, with the other settings of the candidate and the
-        job."""
+        """Return a copy of ``machine`` with the candidate's settings for experts and ZeRO and with the job's settings.
+        ``machine``: the topology with the candidate's mesh laid over it."""
         return replace(
             machine,
             precision=self.precision,
@@ -62,45 +66,49 @@ class Job:
 
     @property
     def remade(self) -> Remade:
-        """The kind of nodes that selective recomputation recomputes."""
+        """Return the kind of operators that selective recomputation runs again in the backward: ``"scores"`` (attention
+        scores), ``"alternate"`` or ``"selective"``. See
+        :func:`partitioner.cost.call.recomputation.find_recomputed_nodes`."""
         asked = self.constraints.recompute
         return asked if asked in ("scores", "alternate") else "selective"
 
     @property
     def made_again(self) -> Remade | None:
-        """:attr:`remade`; ``None`` if selective recomputation is excluded."""
+        """Return :attr:`remade`, or ``None`` if the constraints exclude selective recomputation."""
         return None if self.constraints.recompute in ("none", "full") else self.remade
 
     @property
     def samples(self) -> int:
-        """Number of samples in the graphs of ``model``."""
+        """Return the number of samples that the graphs of ``model`` are for: those of one group, or of the global
+        batch."""
         return self.constraints.group_size or self.global_batch
 
     def goes_apart(self, candidate: MeshCandidate) -> bool:
-        """Whether ranks of ``dp`` wait for each other only at the end of a step, so that faster ones may do more work.
-        Under ZeRO 2 and 3 they wait in each microbatch."""
+        """Whether the ranks of ``dp`` wait for each other only at the end of a step, so that faster ranks may compute
+        more microbatches than slower ones. Under ZeRO 2 and 3 they wait for each other in each microbatch."""
         return not self.model.updates and candidate.dp > 1 and candidate.zero < 2 and candidate.shares_out
 
     def batch_of(self, ep: int) -> ShardingSolution:
-        """The split of the batch if experts are spread over ``ep`` ranks."""
+        """Return the layouts that split the batch if the experts are distributed over ``ep`` ranks."""
         return self.batch if ep == 1 else self.expert_batch
 
     @cached_property
     def expert_batch(self) -> ShardingSolution:
-        """:attr:`batch`, or another split if :attr:`batch` divides the experts' work otherwise than by rows."""
+        """Return the layouts that split the batch if experts are distributed over ranks. This is :attr:`batch` if it
+        shards the experts' work by rows, and otherwise another solution that does."""
         if self.constraints.group_size is not None:
             return self.batch  # nothing is cut within a group
         return spread_batch(self.model, self.batch, self.global_batch)
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Bytes of all gradients of the model."""
+        """Return the total bytes of all gradients of the unsharded model."""
         short = self.profile.short_gradients
         return sum(gradient_bytes(s.spec, short) for s in self.model.states.values() if s.requires_grad)
 
     @cached_property
     def experts(self) -> frozenset[str]:
-        """The states that are experts' weights."""
+        """Return the names of the parameters that belong to experts of a mixture."""
         return frozenset(self._experts)
 
     @cached_property
@@ -109,17 +117,19 @@ class Job:
 
     @cached_property
     def num_experts(self) -> int:
-        """Number of experts in the layer with the most; 0 without experts."""
+        """Return the number of experts in the layer with the most experts; 0 for a model without experts."""
         return max((count for _, count in self._experts.values()), default=0)
 
     @cached_property
     def common_experts(self) -> int:
-        """A number that the ranks sharing all layers' experts evenly must divide; 0 without experts."""
+        """Return a number that must be a multiple of ``ep``, so that the experts of all layers can be distributed
+        evenly; 0 for a model without experts."""
         return common_experts(self._experts)
 
     @cached_property
     def flops(self) -> float:
-        """FLOPs of the matrix products of one step of the unsharded model."""
+        """Return the FLOPs of all matrix products in one step of the unsharded model, forward and (in training)
+        backward."""
         total = 0.0
         for name, block in self.model.blocks.items():
             cost = call_costs(block, self.topology.device_type(0), {}, train=self.train)

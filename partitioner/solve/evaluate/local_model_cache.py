@@ -1,4 +1,5 @@
-"""Cache of local models, one microbatch on one rank, for the candidates of a search; each is sharded once."""
+"""Cache local models (the sharded graphs that one rank runs for one microbatch), so that candidates of a search share
+them."""
 
 from __future__ import annotations
 
@@ -28,22 +29,24 @@ from partitioner.topology.group import Group
 from partitioner.topology.groups import reference_type
 from partitioner.topology.hardware import COLLECTIVES
 
-_SENT = (0.0, 1e5, 1e8)  # bytes, by which groups are told apart
+_SENT = (0.0, 1e5, 1e8)  # message sizes in bytes at which groups are compared
 
 _LEAST_ROUNDS = 2
-_WORTH_S = 1.0  # of sharding, after which another process helps: it also does what nobody will ask for
+# Seconds of sharding after which a second process is started. It also computes results that nobody asks for.
+_WORTH_S = 1.0
 
-# tp, cp, parts of the batch, whether one microbatch is all, whether experts are spread, and what of them is over tp
-LocalKey = tuple[int, int, int, bool, bool, Split]
-ProblemKey = tuple[int, int, int, bool, bool]  # all but the last
-Wanted = tuple[LocalKey, int]  # besides: the most microbatches that a rank has
-Solutions = tuple[ShardingSolution | None, ShardingSolution]  # over cp, and over tp
-Reading = tuple[Hashable, LocalKey, Callable[[], Any]]  # what is read off a local model: its name, off which, and how
+# tp, cp, microbatches of the batch, whether a rank has a single one, whether the batch is split for experts, and how
+LocalKey = tuple[int, int, int, bool, bool, Split]  # the experts' work is sharded over tp
+ProblemKey = tuple[int, int, int, bool, bool]  # a LocalKey without its last element
+Wanted = tuple[LocalKey, int]  # a key, and the number of microbatches of a rank
+Solutions = tuple[ShardingSolution | None, ShardingSolution]  # the shardings over cp and over tp
+Reading = tuple[Hashable, LocalKey, Callable[[], Any]]  # a result: its name, the local model it needs, the function
 
 
 @dataclass
 class LocalModels:
-    """The local models of a job, found when first asked for."""
+    """The local models of a job: the sharded graphs that one rank runs for one microbatch. Each is computed when it is
+    first needed. If this takes long, a forked process computes expected ones ahead."""
 
     job: Job
     placements: Placements
@@ -58,20 +61,21 @@ class LocalModels:
     _readings: list[Iterable[Reading]] = field(default_factory=list)
     _wishes: dict[ProblemKey, None] = field(default_factory=dict)  # in order
     _aside: BackgroundWorker[Hashable, Any] | None = None
-    _known: dict[LocalKey, Solutions] = field(default_factory=dict)  # what was done ahead
+    _known: dict[LocalKey, Solutions] = field(default_factory=dict)  # solutions that were computed ahead
     _spent_s: float = 0.0
 
     def key(self, candidate: MeshCandidate, parts: int, whole: bool) -> LocalKey:
-        """What decides the local model of a candidate whose batch is split into ``parts``; ``whole``: on one rank all
-        of its samples are one microbatch."""
+        """Return the cache key of a candidate's local model; candidates with equal keys share it. ``parts``: the number
+        of microbatches in the global batch. ``whole``: whether each rank has a single microbatch."""
         apart = self.job.batch_of(candidate.ep) is not self.job.batch
         split = split_of(candidate.tp, candidate.ep, candidate.etp)
         return candidate.tp, candidate.cp, parts, whole and (apart or self.coupled), apart, split
 
     def at(self, key: LocalKey, num_microbatches: int) -> LocalModel:
-        """The local model of ``key``, of whose parts ``num_microbatches`` are on a rank.
+        """Return the local model of ``key``. ``num_microbatches``: the number of microbatches of a rank.
 
-        Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` where there is none.
+        Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the model cannot be sharded
+        in this way.
         """
         if key in self._none:
             raise self._none[key].with_traceback(None)
@@ -84,14 +88,16 @@ class LocalModels:
         return self._locals[key]
 
     def expect(self, wanted: Iterable[Wanted], readings: Iterable[Reading] = ()) -> None:
-        """What will be asked for, and what will be read off it, each about in this order. If it takes long, a second
-        process does it ahead."""
+        """Announce local models that will be needed (``wanted``), and results that will be computed from them
+        (``readings``), each approximately in order of use. If sharding takes long, a second process computes them
+        ahead."""
         for each in wanted:
             self._expected.setdefault(each[0][:5], {}).setdefault(each[0], each)
         self._readings.append(readings)
 
     def wish(self, wanted: Wanted) -> None:
-        """This one will be asked for soon: of what is expected it comes first."""
+        """Announce that a local model will be needed soon. The second process computes it before the other expected
+        ones."""
         problem = wanted[0][:5]
         if problem not in self._wishes:
             self._wishes[problem] = None
@@ -99,29 +105,33 @@ class LocalModels:
                 self._aside.wish(problem)
 
     def read_ahead(self, name: Hashable) -> Any | None:
-        """What the other process has read off a local model; ``None``: it is for the caller to do."""
+        """Return the result called ``name`` that was announced with :meth:`expect`, if the second process has computed
+        it. ``None`` means that the caller has to compute it."""
         return None if self._aside is None else self._aside.take(name)
 
     def end(self) -> None:
-        """Nothing more is asked for that was expected."""
+        """Stop computing ahead and forget what was announced with :meth:`expect`."""
         self._expected, self._readings = {}, []
         if self._aside is not None:
             self._aside.end()
 
     def split(self, candidate: MeshCandidate, parts: int, whole: bool) -> FoldedModel:
-        """One microbatch of a batch that was split, before its sequence is shared over ``cp``."""
+        """Return the model of one microbatch before its sequence is sharded over ``cp``. The local model of the
+        candidate must have been requested before. For the arguments see :meth:`key`."""
         return self._splits[self.key(candidate, parts, whole)[2:5]]
 
     @cached_property
     def coupled(self) -> bool:
-        """Whether it matters if all samples of a rank are one microbatch: whether samples meet."""
+        """Whether samples of the batch interact, so that the graphs depend on whether all samples of a rank are one
+        microbatch."""
         if self.job.constraints.group_size is not None:
-            return False  # a microbatch is a group, whatever the rank has besides
+            return False  # a microbatch is one group, however many the rank has
         batch, samples = self.job.batch, self.job.global_batch
         return couples_samples(split_batch(self.job.model, batch.blocks, batch.values, samples, 1))
 
     def reference_seat(self, tp: int, cp: int = 1) -> RankProfile:
-        """What decides a sharding: the commonest kind of device, over the best groups that all can have."""
+        """Return the rank profile (device type, speed and groups) that shardings are optimized for: the most common
+        device type, with the best groups of ``tp`` and ``cp`` ranks over all candidate placements."""
         if (tp, cp) not in self._seats:
             others = {"dp": self.job.topology.num_devices // (tp * cp)}
             grid = {**others, "cp": cp, "tp": tp} if cp > 1 else {**others, "tp": tp}
@@ -139,7 +149,8 @@ class LocalModels:
         return build_local_model(model, solution, context, self._blocks)
 
     def _done_ahead(self, key: LocalKey) -> Solutions | None:
-        """A sharding that was found ahead. While the other process looks for it, this one does what comes next."""
+        """Return the sharding solutions of the local model ``key`` if the second process has found them, or else
+        ``None``. If that process is working on them, this process meanwhile solves other expected problems."""
         if key in self._known:
             return self._known[key]
         if self._aside is None and self._expected and self._spent_s > _WORTH_S and can_help():
@@ -158,7 +169,8 @@ class LocalModels:
         return self._known.get(key)
 
     def _list_pending_work(self) -> dict[Hashable, Callable[[], Any]]:
-        """What is expected and not done, in order: each problem before what is read off its models."""
+        """Return the announced tasks that are not done, by name and in order. Each sharding problem comes before the
+        results that are computed from its local models."""
         left = [of for of, keys in self._expected.items() if not keys.keys() <= self._locals.keys()]
         solve = {problem: partial(self._all_of, problem) for problem in left}
         works: dict[Hashable, Callable[[], Any]] = {}
@@ -169,10 +181,11 @@ class LocalModels:
         return works | {problem: solve[problem] for problem in left if problem not in works}
 
     def _all_of(self, problem: ProblemKey) -> dict[LocalKey, Solutions]:
-        """What is expected of a problem, where it has a solution."""
+        """Solve the sharding of every expected local model of ``problem`` and return the solutions. Local models that
+        cannot be sharded are left out."""
         found = {}
         for key, wanted in self._expected[problem].items():
-            with suppress(PartitionError):  # raised when it is asked for
+            with suppress(PartitionError):  # the error is raised when the model is requested
                 if key not in self._locals:
                     found[key] = self._solve_local_sharding(*wanted)[1:]
         self._known |= found
@@ -186,7 +199,8 @@ class LocalModels:
     def _solve_local_sharding(
         self, key: LocalKey, num_microbatches: int, known: Solutions | None = None
     ) -> tuple[FoldedModel, ShardingSolution | None, ShardingSolution]:
-        """The model of one microbatch on a rank along ``cp``, and how it is sharded, where that is not ``known``."""
+        """Return the model of one microbatch on a rank along ``cp``, its sharding over ``cp`` (``None`` if ``cp`` is
+        1), and its sharding over ``tp``. ``known``: the solutions if they were found before."""
         tp, cp, _, _, _, experts = key
         batch = self._select_batch_sharding(key)
         if key[2:5] not in self._splits:
@@ -209,7 +223,8 @@ class LocalModels:
         return self.job.expert_batch if key[4] else self.job.batch
 
     def _find_sharding_problem(self, model: FoldedModel, key: LocalKey) -> ShardingProblem:
-        """One for all ways of spreading experts, which differ in the strategies that they allow."""
+        """Return the problem of sharding ``model`` over ``tp``. Variants that distribute experts differently share one
+        problem, because they only differ in the strategies that they allow."""
         if key[:5] not in self._problems:
             problem = sharding_problem(model, "tp", key[0], self._build_tensor_costs(model, "tp", key))
             if not self.job.experts:
@@ -218,7 +233,7 @@ class LocalModels:
         return self._problems[key[:5]]
 
     def _find_context_model(self, model: FoldedModel, key: LocalKey, known: ShardingSolution | None) -> ContextModel:
-        """``model`` with its sequence shared over ``cp``; ``known``: how."""
+        """Return ``model`` with its sequence sharded over ``cp``. ``known``: the sharding if it was found before."""
         tp, cp, *_ = key
         if key[:5] not in self._contexts:
             self._contexts[key[:5]] = shard_context(
@@ -234,10 +249,11 @@ class LocalModels:
         return self._contexts[key[:5]]
 
     def _rounds(self, key: LocalKey) -> int:
-        """The microbatches of a step over which a sharding's price spreads what happens once in it.
+        """Return the number of microbatches among which the price of a sharding divides costs that occur once per step.
 
-        The fewest that a candidate of ``key`` may have, so that it does not depend on which of them asks first. Two at
-        least: a gradient that is reduced once a step may go in a bucket and to shards, one inside a graph may not.
+        This is the least number that any candidate with this ``key`` may have, so the sharding does not depend on which
+        candidate is solved first. It is at least two: a gradient that is reduced once per step can be reduced in a
+        bucket and to shards, one that is reduced inside a graph cannot.
         """
         tp, cp, parts, *_ = key
         return max(_LEAST_ROUNDS, parts * tp * cp // self.job.topology.num_devices)
@@ -256,7 +272,8 @@ class LocalModels:
 
 
 def _rank_group_slowness(group: Group) -> tuple[float, ...]:
-    """The narrowest comes last, then what starts latest; of those alike what is slower at something."""
+    """Return a sort key that is greater for slower groups: first by bandwidth, then by the start-up time of an
+    all-reduce, then by the seconds of all collectives and of messages between the ranks."""
     times = [collective_time(op, num_bytes, group) for op in COLLECTIVES for num_bytes in _SENT]
     hops = [
         max(each.hops[k].time(num_bytes) for each in group.every) for k in range(len(group.hops)) for num_bytes in _SENT

@@ -1,9 +1,9 @@
-"""A model that is captured and folded once and planned many times.
+"""Capture and fold a model once, to plan it many times.
 
 Planning creates many objects (graphs) that live until the plan is made. ``rare_collections`` therefore reduces the
-passes of Python's cycle collector while a plan is made. A full pass right afterwards would take longer than the rest of
-the work. The objects are moved to the oldest generation instead, which is collected before a later plan, after several
-plans have left objects there.
+number of passes of Python's cyclic garbage collector while a plan is made. A full pass right afterwards would take
+longer than the rest of the work. Instead, the objects are moved to the oldest generation, which is collected before a
+later plan, after several plans have left objects there.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ from partitioner.validate import OBJECTIVES, check_callback, check_work, type_of
 
 Objective = Literal["train", "infer"]
 
-_SHOWN = 3  # kinds of modules that a note lists
-Work = tuple[FoldedModel, ShardingSolution, int]  # the folded model, how its batch is split, and how large it is
+_SHOWN = 3  # greatest number of module classes that a note lists
+Work = tuple[FoldedModel, ShardingSolution, int]  # the folded model, the split of its batch, and the global batch size
 
 
 @dataclass
 class PreparedModel:
-    """A model to be planned many times, made by :func:`prepare`. :func:`partitioner.partition` takes it as its model.
+    """A model that can be planned many times, made by :func:`prepare`. :func:`partitioner.partition` accepts it in
+    place of the module.
 
-    It is captured when it is first planned, once for each global batch, size of groups of samples, and type of device.
-    ``notes`` name parts of the given module that are left out.
+    The model is captured when it is first planned, once for each combination of global batch, size of groups of
+    samples, and device type. ``notes``: sentences about parts of the given module that are left out.
     """
 
     model: nn.Module | ExportedProgram
@@ -64,14 +65,15 @@ class PreparedModel:
     _known: dict[tuple[int | None, int | None, str], Work] = field(default_factory=dict, repr=False)
 
     def at(self, global_batch: int | None, constraints: Constraints | None = None, device: str = "cpu") -> Work:
-        """The folded model, the layouts of its batch, and the batch size; for contributors.
+        """Return the model as calls of blocks (equal layers share one), the layouts that split its batch, and the
+        global batch size. For contributors.
 
-        ``global_batch``: number of samples; ``None``: that of the inputs. If ``constraints`` couple the samples of
-        groups, the model is that of one group, with the inputs of all. ``device``: type of device, see
-        :func:`partitioner.passes.capture.capture.capture`.
+        ``global_batch``: the number of samples; ``None``: that of the given inputs. If ``constraints`` say that samples
+        interact within groups, the graphs are for one group, and the inputs are those of all groups. ``device``: the
+        device type to capture for, see :func:`partitioner.passes.capture.capture.capture`.
 
-        Raises :class:`InputsError` if there is no batch, and :class:`ConstraintError` if the batch is no whole number
-        of groups.
+        Raises :class:`InputsError` if there is no batch, and :class:`ConstraintError` if the batch is not a whole
+        number of groups.
         """
         whole = isinstance(global_batch, Integral) and not isinstance(global_batch, bool)
         if global_batch is not None and (not whole or global_batch < 1):
@@ -90,15 +92,16 @@ class PreparedModel:
         return self._known[key]
 
     def captured_as(self, global_batch: int | None, folded: FoldedModel) -> PreparedModel:
-        """Use ``folded``, marked with its gradients, as the result of capture at ``global_batch``. Returns this
-        object."""
+        """Store ``folded`` as the result of capturing the model at ``global_batch`` on every device type, and return
+        this object. ``folded`` must be marked with its gradients."""
         batch = batch_size(folded, global_batch)
         work = folded, shard_batch(folded, batch), batch
         self._known |= {(global_batch, None, device): work for device in DEVICES}
         return self
 
     def _of_groups(self, global_batch: int | None, size: int, constraints: Constraints, device: str) -> Work:
-        """The model of ``size`` samples as its part of the mean over all groups of as many."""
+        """Return the model for groups of samples: its graphs are for one group of ``size`` samples, and its loss is
+        that group's part of the mean over all groups."""
         given, dims = given_samples(self.model, self.inputs)
         batch = given if global_batch is None else global_batch
         constraints.check_groups(batch)
@@ -112,7 +115,8 @@ class PreparedModel:
             return self._capture_model(size, device)
 
     def _normalize_capture(self, global_batch: int | None, device: str) -> Captured:
-        """The model's graph in normal form. Numbers of the inputs are tensors in it where that can be planned."""
+        """Capture the model and return its graph in normal form. Numbers among the inputs become tensors in the graph.
+        If such a graph cannot be normalized, they are constants instead."""
         captured = self._capture_model(global_batch, device)
         try:
             return normalize(captured)
@@ -145,7 +149,7 @@ class PreparedModel:
 
 @contextmanager
 def _explaining_groups(size: int) -> Iterator[None]:
-    """Inside, errors about inputs say that the model is captured with ``size`` samples."""
+    """Return a context in which errors about inputs also say that the model is captured with ``size`` samples."""
     try:
         yield
     except InputsError as error:
@@ -156,7 +160,8 @@ def _explaining_groups(size: int) -> Iterator[None]:
 
 
 def _in_evaluation(asked: nn.Module | ExportedProgram) -> Iterator[str]:
-    """What to know of a model that is to be trained and is in evaluation mode, if that makes a difference."""
+    """Yield a warning if a model that is to be trained is in evaluation mode and some of its modules depend on the
+    mode."""
     if isinstance(asked, ExportedProgram) or asked.training:
         return
     kinds = sorted({type(module).__name__ for module in asked.modules() if _acts_by_mode(module)})
@@ -169,13 +174,13 @@ def _in_evaluation(asked: nn.Module | ExportedProgram) -> Iterator[str]:
 
 
 def _acts_by_mode(module: nn.Module) -> bool:
-    """Whether the code of a module's forward asks for its mode; but for dropout that drops nothing."""
+    """Whether the forward of a module reads ``self.training``. Dropout with probability 0 does not count."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "training" in code.co_names and getattr(module, "p", None) != 0
 
 
 def _list_inference_warnings(model: FoldedModel, asked: nn.Module | ExportedProgram) -> Iterator[str]:
-    """What to know of a model that changes itself, or draws numbers, where it is only asked."""
+    """Yield warnings about inference with a model that draws random numbers or changes its own buffers."""
     if SEED in model.states and isinstance(asked, nn.Module) and asked.training:
         yield "inference draws random numbers, as dropout in training mode does: model.eval() first, if not meant"
     if model.updates:
@@ -189,10 +194,10 @@ def _list_inference_warnings(model: FoldedModel, asked: nn.Module | ExportedProg
 
 @contextmanager
 def modes_of_a_new_process() -> Iterator[None]:
-    """Inside, gradients are on and tensors are made on the CPU.
+    """Return a context in which gradients are enabled and tensors are created on the CPU.
 
-    A region of ``no_grad``, ``inference_mode`` or ``torch.device`` around the call is no part of the model, and the
-    ranks run in processes of their own.
+    A caller may be inside ``no_grad``, ``inference_mode`` or ``torch.device``. These modes are not part of the model,
+    and ranks run in processes of their own.
     """
     elsewhere = torch.get_default_device().type != "cpu"
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu") if elsewhere else nullcontext():
@@ -240,18 +245,19 @@ def prepare(
     return PreparedModel(model, inputs, loss, objective, precision, notes)
 
 
-_RARELY = (2_000_000, 10, 10)  # as many objects as no usual plan leaves
+_RARELY = (2_000_000, 10, 10)  # thresholds of the collector: more objects than a usual plan creates
 
-_MANY = 50_000  # young objects, over which a pass takes time that is felt
-_TOO_MANY = 1_500_000  # objects put off: some 200 MB
+_MANY = 50_000  # number of young objects above which a pass takes a noticeable time
+_TOO_MANY = 1_500_000  # number of objects moved to the oldest generation before a full pass: some 200 MB
 
 _put_off = 0
 
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Inside, the collector runs after many more allocations than usual; then what the user set comes back, without the
-    pass over everything that so many objects would ask for."""
+    """Return a context in which Python's cyclic garbage collector runs after many more allocations than usual. At its
+    end the user's thresholds are restored, and the new objects are moved to the oldest generation, so that they do not
+    trigger a full pass."""
     global _put_off
     before = gc.get_threshold()
     rarely = gc.isenabled() and before[0] > 0
@@ -264,8 +270,8 @@ def rare_collections() -> Iterator[None]:
         yield
     finally:
         young = gc.get_count()[0]
-        if rarely and young > _MANY and not gc.get_freeze_count():  # what the user has frozen stays so
+        if rarely and young > _MANY and not gc.get_freeze_count():  # objects that the user has frozen stay frozen
             _put_off += young
             gc.freeze()
-            gc.unfreeze()  # which leaves them among the old
+            gc.unfreeze()  # moves them to the oldest generation
         gc.set_threshold(*before)

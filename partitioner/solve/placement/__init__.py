@@ -1,1 +1,2 @@
-"""Maps the ranks of a mesh to devices, on regular and irregular clusters."""
+"""Choose which device each rank of a mesh runs on, for clusters of equal devices (regular) and of different ones
+(irregular)."""

@@ -1,11 +1,17 @@
-"""Placements for clusters whose devices or links differ.
+"""List candidate placements (which device each rank runs on) for clusters whose devices or links differ.
 
-First tensor groups: inside each node (or, if nodes are too small, in the whole cluster) the devices are cut into groups
-of equal, well-linked devices; equal nodes are cut in the same way. If stages do not fill nodes evenly, as many whole
-stages as fit are put into nodes first. Then the order of nodes and groups: sorted by speed, memory or outward links,
-ascending or descending, with neighbours beside each other, so that a stage gets similar devices. Over each order the
-axes are nested in every way that two levels allow. The remaining choice, which group goes to which stage, is settled by
-search: all orders of few groups, else exchanges (see ``placement.py``).
+1. Groups of devices are formed for the ranks that differ in neither ``pp`` nor ``dp``, such as the ranks of one
+   tensor-parallel group. The devices of a group are as equal and as well linked as possible. Groups are formed inside
+   each node, and equal nodes are divided in the same way. If the nodes are too small for a group, groups are formed
+   over the whole cluster.
+2. Several orders of nodes and groups are generated. They are sorted by speed, memory or outward bandwidth, ascending
+   and descending, so that a pipeline stage gets similar devices.
+3. For each order, the mesh axes are assigned to the levels of links in every way that two levels (inside and between
+   nodes) allow. If pipeline stages do not fill nodes evenly, there are also placements that put as many whole stages as
+   possible inside single nodes.
+
+If there are few groups, all orders of them are candidates. Otherwise ``placement.py`` improves the best candidates by
+exchanging groups between stages.
 """
 
 from __future__ import annotations
@@ -24,15 +30,17 @@ from partitioner.topology.topology import Topology
 
 Ints = NDArray[np.int64]
 
-_TEMPLATE = 16  # devices of an island that are cut by their links; larger ones are cut in order
+_TEMPLATE = 16  # sets of at most this many devices are divided by their links; larger ones in order
 
-_FEW = 5  # groups of which every order is tried
-_EVERY = 4  # devices of which every order is tried
-MOST = 200  # candidates
+_FEW = 5  # if there are at most this many groups, every order is tried
+_EVERY = 4  # with at most this many devices, every permutation is tried
+MOST = 200  # greatest number of candidate placements
 
 
 def list_arrangements(topology: Topology, mesh: Mapping[str, int]) -> list[Ints]:
-    """Distinct candidate placements, each of shape ``[ranks]``; the first puts rank ``i`` on device ``i``."""
+    """Return distinct candidate placements of the mesh on the topology's devices, at most ``MOST``. Each is an array
+    ``[ranks]`` with the device of every rank. The first one puts rank ``i`` on device ``i``. With at most four devices,
+    all permutations are returned."""
     num = topology.num_devices
     plain = np.arange(num)
     if num <= _EVERY:
@@ -48,17 +56,19 @@ def list_arrangements(topology: Topology, mesh: Mapping[str, int]) -> list[Ints]
 
 
 def group_size(mesh: Mapping[str, int]) -> int:
-    """Number of ranks that differ in neither ``pp`` nor ``dp``; they are placed as one group."""
+    """Return the number of ranks that differ in neither ``pp`` nor ``dp``. Their devices are chosen as one group."""
     return math.prod(size for axis, size in mesh.items() if axis not in ("pp", "dp"))
 
 
 def has_all_arrangements(topology: Topology) -> bool:
-    """Whether :func:`list_arrangements` returns all placements."""
+    """Whether :func:`list_arrangements` returns every possible placement. This is the case for at most four devices."""
     return topology.num_devices <= _EVERY
 
 
 def _list_straddling_nestings(topology: Topology, mesh: Mapping[str, int], size: int) -> Iterator[Ints]:
-    """Every nesting, if groups of ``size`` do not fill nodes evenly."""
+    """Yield one placement ``[ranks]`` for every way to divide the sizes of the mesh axes between "inside a node" and
+    "between nodes". Yield nothing if nodes have different numbers of devices, or if groups of ``size`` devices fill
+    nodes evenly."""
     per_node = {group.devices for group in topology.nodes}
     if len(per_node) == 1 and (devices := min(per_node)) % size:
         levels = [n for n in (devices, topology.num_devices) if n > 1]
@@ -66,8 +76,12 @@ def _list_straddling_nestings(topology: Topology, mesh: Mapping[str, int], size:
 
 
 def _list_packed_placements(topology: Topology, mesh: Mapping[str, int]) -> Iterator[Ints]:
-    """Placements with as many whole stages as possible inside nodes of similar devices, for stages that do not fill
-    nodes evenly. The other stages get the remaining devices, in every order if there are few stages."""
+    """Yield placements ``[ranks]`` that put as many whole pipeline stages as possible inside single nodes.
+
+    Such a stage has similar devices of one node. The other stages get the remaining devices. With few stages, one
+    placement is yielded for every order of the stages; otherwise one for each of two orders. Nothing is yielded if a
+    stage is one device, if stages fill nodes evenly, or if no node is large enough for a stage.
+    """
     stage = topology.num_devices // mesh.get("pp", 1)
     if stage == 1 or not any(group.devices % stage for group in topology.nodes):
         return
@@ -94,7 +108,9 @@ def _list_packed_placements(topology: Topology, mesh: Mapping[str, int]) -> Iter
 
 
 def _list_group_nestings(topology: Topology, mesh: Mapping[str, int], order: Ints, size: int) -> Iterator[Ints]:
-    """Nestings of the axes over the devices in this ``order``, with groups kept together."""
+    """Yield placements ``[ranks]`` over the devices in this ``order``. Each run of ``size`` devices stays together as
+    one group. If there are few groups, there is one placement for every order of them; otherwise there is one for every
+    way to divide ``pp`` and ``dp`` between "inside a node" and "between nodes"."""
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
     groups = order.reshape(-1, size)
     if len(groups) <= _FEW:
@@ -111,7 +127,9 @@ def _list_group_nestings(topology: Topology, mesh: Mapping[str, int], order: Int
 
 
 def _list_device_orders(topology: Topology, size: int) -> Iterator[Ints]:
-    """Orders of all devices that put similar or nearby devices beside each other."""
+    """Yield arrays of all device indices, in which consecutive runs of ``size`` devices are the groups. Devices with
+    similar features, or near each other in the network, are beside each other. There are several orders, which sort by
+    different features and directions."""
     features = _measure_device_features(topology)
     by_node = np.array([features[topology.node_of == node].min(axis=0) for node in range(topology.num_nodes)])
     near = np.array([storey.joined for storey in reversed(topology.storeys)]).reshape(-1, topology.num_devices)
@@ -133,7 +151,9 @@ def _list_device_orders(topology: Topology, size: int) -> Iterator[Ints]:
 
 
 def _measure_device_features(topology: Topology) -> NDArray[np.float64]:
-    """Speed, memory and outward bandwidth of every device, shape ``[num_devices, 3]``; more is better."""
+    """Return the features by which devices are compared, shape ``[num_devices, 3]``; more is better. They are the peak
+    speed (FLOP/s), the usable memory (bytes) and the outward bandwidth. The last is a fraction of a network card, plus
+    the bytes/s of direct links to other nodes."""
     paces, of_device = topology.paces
     speed = np.array([max(topology.types[kind].peak.values()) * speed for kind, speed in paces])[of_device]
     outward = topology.network_share.copy()
@@ -153,7 +173,9 @@ def _cut_node_into_groups(
     key: int,
     templates: dict[tuple[bytes, int], list[int]],
 ) -> Ints:
-    """The devices of a node, cut into groups; equal nodes are cut in the same way."""
+    """Return the devices of ``node``, ordered so that each run of ``size`` devices is a group. Nodes with equal links
+    and devices get the same order, which is cached in ``templates``. ``features``, ``sign`` and ``key``: the devices
+    are first sorted by column ``key`` of ``features``, descending if ``sign`` is -1."""
     devices = np.flatnonzero(topology.node_of == node)
     own = features[devices]
     if len(devices) == 1 or (size == len(devices)) or _has_alike_devices(topology, devices, own):
@@ -169,7 +191,8 @@ def _cut_node_into_groups(
 
 
 def _has_alike_devices(topology: Topology, devices: Ints, own: NDArray[np.float64]) -> bool:
-    """Whether a node's devices are alike, so that its groups do not matter."""
+    """Whether all devices of a node have equal speed, memory and outward bandwidth (``own``), and no direct links to
+    each other. Then every division of the node into groups is equally good."""
     direct = topology.pattern_of[devices[0]] >= 0 or topology.own_links
     return not direct and len(np.unique(own, axis=0)) == 1
 
@@ -177,7 +200,9 @@ def _has_alike_devices(topology: Topology, devices: Ints, own: NDArray[np.float6
 def _cut_cluster_into_groups(
     topology: Topology, size: int, features: NDArray[np.float64], sign: int, key: int, nodes: Ints
 ) -> Ints:
-    """All devices, cut into groups that may span nodes."""
+    """Return all devices of the cluster, ordered so that each run of ``size`` devices is a group. A group may span
+    nodes. ``nodes``: the order of the nodes. ``features``, ``sign`` and ``key``: see :func:`_sort_devices_into_groups`.
+    """
     order = np.concatenate([np.flatnonzero(topology.node_of == node) for node in nodes])
     return np.array(_sort_devices_into_groups(topology, order.tolist(), size, features, sign, key))
 
@@ -185,8 +210,12 @@ def _cut_cluster_into_groups(
 def _sort_devices_into_groups(
     topology: Topology, devices: list[int], size: int, features: NDArray[np.float64], sign: int, key: int
 ) -> list[int]:
-    """``devices`` sorted, in groups of ``size``. If a group's links to the preceding group differ, its members are in
-    the order that links them best."""
+    """Return ``devices``, ordered so that each run of ``size`` devices is a group.
+
+    The devices are sorted by column ``key`` of ``features`` (ascending if ``sign`` is 1, descending if -1), and then
+    divided into well-linked groups. The members of each group are ordered so that the links to the members at the same
+    positions of the preceding group are as wide as possible. More than ``_TEMPLATE`` devices are only sorted.
+    """
     rows = features[devices]
     columns = [sign * rows[:, (key + k) % rows.shape[1]] for k in range(rows.shape[1])]
     devices = [devices[i] for i in np.lexsort(columns[::-1])]

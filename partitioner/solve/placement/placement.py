@@ -1,11 +1,13 @@
 """Map the ranks of a mesh to devices: find the placement whose plan has the least step time.
 
-Where devices and levels are all alike, placements differ only in the assignment of axes to levels (``regular.py``).
-Otherwise tensor groups are formed by their links and ordered by the capabilities of their devices (``irregular.py``),
-and groups are exchanged between stages as long as this reduces the step time. Every placement is evaluated by the cost
-model of the plan. The placement of rank ``i`` on device ``i`` is always tried, so the result is never worse.
+If all devices are equal, and all links of a level, placements differ only in the assignment of mesh axes to levels of
+links (``regular.py``). Otherwise tensor-parallel groups are formed by their links and ordered by the features of their
+devices (``irregular.py``). Groups are then exchanged between stages as long as this reduces the step time. Every
+placement is priced by the plan's cost model. On irregular clusters, the placement of rank ``i`` on device ``i`` is
+always among the candidates.
 
-``least_of`` chooses the cheapest of several alternatives, some of which may have no plan, or reports why none has one.
+``least_of`` chooses the cheapest of several alternatives, some of which may have no plan, or raises the most useful of
+their errors.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ T = TypeVar("T")
 
 
 def least_of(attempts: Sequence[Callable[[], tuple[float, T]]]) -> tuple[float, T]:
-    """The result of the least cost, the first of equals. Raises :func:`find_least_shortage` where all attempts
-    raise."""
+    """Call all ``attempts`` and return the (cost, result) pair with the least cost, the first one if several are equal.
+    Attempts that raise :class:`PartitionError` are skipped. If all of them do, raise the error that
+    :func:`find_least_shortage` selects."""
     best: tuple[float, T] | None = None
     errors: list[PartitionError] = []
     for attempt in attempts:
@@ -51,7 +54,8 @@ def least_of(attempts: Sequence[Callable[[], tuple[float, T]]]) -> tuple[float, 
 
 
 def find_least_shortage(errors: Sequence[PartitionError]) -> PartitionError:
-    """The one that lacks least memory, if any lacks memory; else the first."""
+    """Return the :class:`CapacityError` that lacks the fewest bytes of memory. If there is none among ``errors``,
+    return the first error."""
     short = [error for error in errors if isinstance(error, CapacityError)]
     return min(short, key=lambda error: error.missing_bytes) if short else errors[0]
 
@@ -61,21 +65,26 @@ Ints = NDArray[np.int64]
 Result = TypeVar("Result")
 Key = tuple[int, ...]
 
-_BETTER = 1e-9  # of a cost: what rounding may differ by
+_BETTER = 1e-9  # relative difference of costs that is attributed to rounding
 
-EXCHANGES = 60  # placements that exchanges may placement_evaluator for one mesh
-_LOOKS = 400  # and look at
-_NEAR = 1.1  # of the best cost of any mesh: exchanges have gained 3 % at most,
-_NEAR_INSIDE = 2.5  # and a half where pairs of devices have links of their own
-_AS_LIKELY = 1.01  # times the likely cost of the best placement, those that are judged
-_KEPT, _AS_GOOD = 4, 1.05  # placements of a mesh that are judged again for every microbatch, times the best one's cost
-_SENT = 1e6  # bytes, by which groups are told apart
-_MOST_GROUPS = 64  # or devices, that are exchanged
+EXCHANGES = 60  # placements that are evaluated during the exchanges of one mesh, at most
+_LOOKS = 400  # placements that are generated during the exchanges of one mesh, at most
+_NEAR = 1.1  # exchanges are tried below the best cost of any mesh times this; they have gained 3 % at most
+_NEAR_INSIDE = 2.5  # the same factor if pairs of devices have links of their own, where exchanges have gained a half
+_AS_LIKELY = 1.01  # placements are evaluated up to the least estimated cost times this
+_KEPT, _AS_GOOD = 4, 1.05  # placements kept for other microbatch sizes; their greatest cost relative to the best
+_SENT = 1e6  # bytes of the all-reduce by which groups are compared
+_MOST_GROUPS = 64  # with more groups (or devices), they are not exchanged
 
 
 @dataclass(frozen=True)
 class BestPlacement(Generic[Result]):
-    """The best placement that was tried: its cost, and what judging it gave."""
+    """The cheapest placement that was tried.
+
+    ``machine``: the topology with the mesh laid over it, which contains the device of each rank. ``cost``: the cost
+    that the evaluator returned, seconds of a step in the search. ``result``: what the evaluator returned besides, such
+    as the plan.
+    """
 
     machine: PlacedMesh
     cost: float
@@ -84,8 +93,12 @@ class BestPlacement(Generic[Result]):
 
 @dataclass
 class Placements:
-    """The placements of one topology, found once for each mesh. ``precision``: that of most of the work; ``in_order``:
-    only ranks on their namesakes."""
+    """Finds placements (the device of each rank) of meshes on one topology. The candidates of each mesh are computed
+    once and cached.
+
+    ``precision``: the number type of most of the work, such as ``"bf16"``. ``in_order``: consider only the placement of
+    rank ``i`` on device ``i``.
+    """
 
     topology: Topology
     precision: str = "bf16"
@@ -100,15 +113,19 @@ class Placements:
         self._levels = equal_levels(self.topology)
 
     def nested(self, mesh: Mapping[str, int]) -> bool:
-        """Whether all devices are alike, and all groups of a level, and ``mesh`` fits them."""
+        """Whether all devices are equal, all links at one distance are equal, and no axis of ``mesh`` straddles a level
+        of links, as an axis of 2 ranks would in nodes of 3 devices. Then placements differ only in which part of each
+        axis lies inside a node, between nodes, and so on."""
         return self._levels is not None and is_regular_nesting(mesh, self._levels)
 
     def complete(self, mesh: Mapping[str, int]) -> bool:
-        """Whether the candidates stand for all placements of ``mesh``: all nestings, or all permutations."""
+        """Whether :meth:`candidates` covers all possible placements of ``mesh``, so that no other placement can be
+        better."""
         return self.in_order or self.nested(mesh) or has_all_arrangements(self.topology)
 
     def candidates(self, mesh: Mapping[str, int]) -> list[PlacedMesh]:
-        """What is tried for ``mesh``, of placements that cost the same one each."""
+        """Return the placements of ``mesh`` that :meth:`best` tries, as topologies with the mesh laid over them. Of
+        several placements with equal cost, only one is in the list."""
         key = _mesh_to_key(mesh)
         if key not in self._candidates:
             if self.in_order:
@@ -127,18 +144,21 @@ class Placements:
 
     @property
     def _differ_inside(self) -> bool:
-        """Whether pairs of devices have links of their own, so that who is in a group with whom matters."""
+        """Whether single pairs of devices have links of their own. Then it matters which devices form a group
+        together."""
         return bool(self.topology.own_links or self.topology.pattern_kinds)
 
     def best_group(self, size: int, everywhere: bool = False) -> Group:
-        """What no collective over ``size`` devices can beat, wherever they are; ``everywhere``: the slowest of those
-        over all devices."""
+        """Return an optimistic group of ``size`` devices: no collective over any real group of this size is faster.
+        ``everywhere``: all devices belong to groups of ``size`` that run at the same time and wait for the slowest;
+        then no collective over that slowest group is faster than over the returned one."""
         if (size, everywhere) not in self._best_groups:
             self._best_groups[size, everywhere] = best_group(self.topology, size, everywhere)
         return self._best_groups[size, everywhere]
 
     def at(self, mesh: Mapping[str, int], devices: Sequence[int]) -> PlacedMesh:
-        """The placement that puts the ranks of ``mesh`` on ``devices``."""
+        """Return the placement that puts rank ``i`` of ``mesh`` on ``devices[i]``. If it is among the candidates, the
+        cached object is returned."""
         tried = (
             machine for machine in self._candidates.get(_mesh_to_key(mesh), ()) if machine.device_of_rank == devices
         )
@@ -153,16 +173,21 @@ class Placements:
         exchanges: int = EXCHANGES,
         likely: Callable[[PlacedMesh], float] | None = None,
     ) -> BestPlacement[Result]:
-        """The placement of ``mesh`` that ``placement_evaluator`` gives the least cost, and the result that came with
-        it.
+        """Return the placement of ``mesh`` with the least cost, and the result that ``placement_evaluator`` returned
+        for it.
 
-        ``least``: what ``placement_evaluator`` cannot go below, quickly, found out as far as a cost that is enough;
-        what cannot be better is then not judged. ``enough``: a cost that is known for another mesh; one that is far
-        from it is not improved on. ``exchanges``: placements that are then judged besides, at most. ``likely``: what
-        tells good placements from others, much sooner than ``placement_evaluator``, which is then not asked for those
-        that are clearly worse.
-        Raises what ``placement_evaluator`` raises where it refuses all: the :class:`CapacityError` that lacks least, if
-        any.
+        - ``placement_evaluator``: returns (cost, result) of a placement, or raises :class:`PartitionError` if it has no
+          plan.
+        - ``least``: a quick lower bound on the cost of a placement. Its second argument is a cutoff: the bound need not
+          be tighter than needed to reach it. Placements whose bound reaches the best known cost are not evaluated.
+        - ``enough``: the best cost of another mesh. If the best cost of this mesh is far above it, no exchanges are
+          tried.
+        - ``exchanges``: the maximum number of further placements that are evaluated while devices are exchanged.
+        - ``likely``: a cheap estimate of the cost. Placements whose estimate is clearly worse than the best one are not
+          evaluated.
+
+        If ``placement_evaluator`` raises for every placement, raise the :class:`CapacityError` with the fewest missing
+        bytes, or the first error if memory is not the reason.
         """
         best: BestPlacement[Result] | None = None
         errors: list[PartitionError] = []
@@ -183,7 +208,7 @@ class Placements:
                     continue
             found = _evaluate_mesh_placement(machine, placement_evaluator, errors)
             if found is None and likely is not None and self.nested(mesh) and isinstance(errors[-1], CapacityError):
-                break  # where devices are all alike what is lacking is lacking in any order
+                break  # if devices are equal, memory lacks in every placement
             if found is not None:
                 costs.append((found.cost, number))
                 best = found if best is None or found.cost < best.cost * (1 - _BETTER) else best
@@ -204,9 +229,13 @@ class Placements:
         exchanges: int,
         likely: Callable[[PlacedMesh], float] | None,
     ) -> BestPlacement[Result]:
-        """``best``, or what exchanges make of it: once for a mesh. For its other microbatches the best of the
-        candidates, which took ``costs``, and ranks on their namesakes, are enough. Where ``likely`` tells placements
-        apart, exchanges go by that first."""
+        """Return the best placement after exchanges of devices, or ``best`` if no exchange improves it. Exchanges are
+        tried once for each mesh.
+
+        The cached candidates of the mesh are reduced to the best ones of ``costs`` and the placement of rank ``i`` on
+        device ``i``. They are evaluated again when the mesh is searched with another microbatch size. If ``likely`` is
+        given, a first series of exchanges minimizes its estimate instead of the evaluated cost.
+        """
         mesh = best.machine.mesh
         key = _mesh_to_key(mesh)
         if key not in self._narrowed:
@@ -240,7 +269,10 @@ class Placements:
         enough: float,
         left: int,
     ) -> BestPlacement[Result]:
-        """Exchange groups between stages, and stages with each other, until nothing helps."""
+        """Exchange stages, groups or single devices between positions of the mesh as long as the cost decreases, and
+        return the best placement. ``left``: the maximum number of placements that are evaluated. Placements whose lower
+        bound ``least`` reaches the best cost or ``enough`` are not evaluated. Errors of the evaluator are appended to
+        ``errors``."""
         mesh = best.machine.mesh
         seen = {self._identify_placement(machine) for machine in self.candidates(mesh)}
         looks = _LOOKS
@@ -266,19 +298,22 @@ class Placements:
         return best
 
     def _is_better(self, found: BestPlacement[Result], best: BestPlacement[Result]) -> bool:
-        """Whether ``found`` costs less, or as much over faster groups: of several that are slow, one is fewer."""
+        """Whether ``found`` costs less than ``best``. If both cost the same and single pairs of devices have links of
+        their own, ``found`` is also better if its groups communicate faster in total. This helps if several groups are
+        equally slow, so that making one faster does not change the cost yet."""
         if found.cost < best.cost * (1 - _BETTER):
             return True
         alike = self._differ_inside and found.cost <= best.cost * (1 + _BETTER)
         return alike and _in_groups(found.machine) < _in_groups(best.machine) * (1 - _BETTER)
 
     def _identify_placement(self, machine: PlacedMesh) -> Hashable:
-        """Equal for placements of which one is enough."""
+        """Return a key of a placement. Of placements with equal keys only one needs to be tried."""
         return identify_equal_cost(machine), _in_groups(machine) if self._differ_inside else 0.0
 
 
 def identify_equal_cost(machine: PlacedMesh) -> Hashable:
-    """Equal for placements that cost the same."""
+    """Return a key of a placement. Placements with equal keys have the same cost, because their stages have equal
+    devices, groups, memory and links. ``machine``: the topology with the mesh laid over it."""
     wide = [axis for axis in AXES if axis != "pp" and machine.mesh.get(axis, 1) > 1]
     together = [machine.stage_groups(*axes) for axes in combinations(wide, 2)]
     across = machine.group("pp") if machine.mesh.get("pp", 1) > 1 else None
@@ -287,7 +322,8 @@ def identify_equal_cost(machine: PlacedMesh) -> Hashable:
 
 
 def _in_groups(machine: PlacedMesh) -> float:
-    """Seconds of a collective over each group of every axis, added up."""
+    """Return the summed seconds of an all-reduce of ``_SENT`` bytes over every group of every mesh axis except
+    ``pp``."""
     total, rows_of = 0.0, np.asarray(machine.devices)
     for axis in AXES:
         if axis != "pp" and machine.mesh.get(axis, 1) > 1:
@@ -298,7 +334,8 @@ def _in_groups(machine: PlacedMesh) -> float:
 
 
 def _list_exchange_neighbours(devices: Ints, mesh: Mapping[str, int], inside: bool) -> Iterator[Ints]:
-    """Two stages exchanged, then two groups of different stages; ``inside``: then two devices of any groups."""
+    """Yield the placements ``[ranks]`` that differ from ``devices`` by one exchange: of two stages, of two groups of
+    different stages or, if ``inside``, of two devices."""
     stages = mesh.get("pp", 1)
     by_stage = devices.reshape(stages, -1)
     for a, b in combinations(range(stages), 2):

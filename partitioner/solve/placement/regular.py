@@ -1,8 +1,9 @@
-"""How a mesh's axes may be nested in the levels of a cluster whose devices are all alike.
+"""List how the axes of a mesh can be assigned to the levels of a cluster whose devices are all equal.
 
-Where every level cuts the devices into equal runs, a placement gives each level a factor of each axis: with 8 devices
-in a node, ``tp=4`` and ``pp=4`` may put two stages into each node, or none beside each other. All placements of one
-choice of factors cost the same, so one of each is made; those that another one beats on every axis are left out.
+Every level, such as a node or a rack, divides the devices into runs of equal length. A *nesting* gives each level a
+factor of the size of each axis. For example, with 8 devices in a node, ``tp=4`` and ``pp=4`` can put two stages into
+each node, or all stages into different nodes. All placements with the same factors cost the same, so one placement is
+made for each nesting. A nesting is left out if another one is at least as fast for every collective.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from partitioner.topology.topology import Topology
 
 Ints = NDArray[np.int64]
 
-Steps = tuple[int, ...]  # ranks behind which another part of an axis begins, from the inside out
+Steps = tuple[int, ...]  # numbers of consecutive ranks after which a factor of an axis ends, ascending
 Factors = tuple[tuple[int, ...], ...]  # [level from the inside out][axis]
 
 _OPS = ("all_reduce", "all_gather", "all_to_all")
 
-_SIZES = (1.0, 1e15)  # bytes: costs are a start and a slope, and who is better at both ends is better throughout
+_SIZES = (1.0, 1e15)  # bytes: costs are linear in the size, so both ends decide
 
 
 def equal_levels(topology: Topology) -> tuple[int, ...] | None:
-    """How many devices each level joins, from the inside out; ``None`` where levels or devices are not all alike."""
+    """Return, for each level of links (such as inside a node, between nodes), how many devices its links join, from the
+    inside out, such as ``(8, 64)``. Return ``None`` if devices differ, or if the links of a level differ."""
     paces, _ = topology.paces
     alike = len(paces) == 1 and len(np.unique(topology.usable)) == 1 and not topology.own_links
     if not alike or len(np.unique(topology.network_share)) > 1:
@@ -43,7 +45,7 @@ def equal_levels(topology: Topology) -> tuple[int, ...] | None:
         return None
     everyone = np.arange(topology.num_devices)
     sizes = [1]
-    if topology.num_nodes > 1 and topology.cards.are_shared:  # who shares a card with whom matters to messages
+    if topology.num_nodes > 1 and topology.cards.are_shared:  # messages depend on which devices share a network card
         if len(np.unique(topology.cards.users)) > 1:
             return None
         sizes.append(int(topology.cards.users[0]))
@@ -58,7 +60,8 @@ def equal_levels(topology: Topology) -> tuple[int, ...] | None:
 
 
 def is_regular_nesting(mesh: Mapping[str, int], levels: Sequence[int]) -> bool:
-    """Whether ranks on their namesakes are a nesting: no axis straddles a level, like 2 ranks in nodes of 3."""
+    """Whether no mesh axis straddles a level of links if rank ``i`` runs on device ``i``. An axis of 2 ranks straddles
+    nodes of 3 devices, for example. ``levels``: the number of devices that the links of each level join."""
     product = 1
     for axis in reversed(AXES):
         product *= mesh.get(axis, 1)
@@ -68,9 +71,13 @@ def is_regular_nesting(mesh: Mapping[str, int], levels: Sequence[int]) -> bool:
 
 
 def list_best_nestings(topology: Topology, mesh: Mapping[str, int], levels: Sequence[int]) -> list[tuple[Ints, Steps]]:
-    """The devices of the ranks under each nesting that may be best, shape ``[ranks]``, and its steps.
+    """Return the best placements of ``mesh`` on equal devices, each as a pair (devices, steps).
 
-    ``levels``: see :func:`equal_levels`. First are ranks on their namesakes, if no other nesting beats them.
+    A placement divides the size of each axis into factors, one for each level of links (inside a node, between nodes,
+    ...). All such divisions are considered, except those that another one beats for every collective. ``devices`` is an
+    array ``[ranks]`` with the device of every rank. ``steps`` are the ascending numbers of consecutive ranks after
+    which a factor ends. ``levels``: the number of devices that the links of each level join. The placement of rank
+    ``i`` on device ``i`` is first unless another one beats it.
     """
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
     made = [
@@ -88,17 +95,21 @@ def list_best_nestings(topology: Topology, mesh: Mapping[str, int], levels: Sequ
 
 
 def all_nestings(sizes: tuple[int, ...], levels: Sequence[int]) -> list[Ints]:
-    """One placement of each choice of factors of the axes' ``sizes``."""
+    """Return one placement ``[ranks]`` for every way to divide the axes' ``sizes`` into factors, one for each level of
+    links. ``levels``: the number of devices that the links of each level join, from the inside out."""
     return [_factors_to_devices(factors) for factors in _list_axis_factors(sizes, _count_parts_per_level(levels))]
 
 
 def _count_parts_per_level(levels: Sequence[int]) -> tuple[int, ...]:
-    """How many parts of the level below each level joins."""
+    """Return, for each level of links, how many groups of the next inner level it joins. ``levels``: the number of
+    devices that the links of each level join, from the inside out."""
     return tuple(size // below for size, below in zip(levels, (1, *levels), strict=False))
 
 
 def _list_axis_factors(sizes: tuple[int, ...], ways: tuple[int, ...]) -> Iterator[Factors]:
-    """Every way to split the axes' ``sizes`` into factors whose product is ``ways`` on each level."""
+    """Yield every way to divide the axes' ``sizes`` into factors, one for each level of links. The factors of a
+    level multiply to the number in ``ways``. Levels are ordered from the inside out; a result is indexed
+    ``[level][axis]``."""
     if not ways:
         if all(size == 1 for size in sizes):
             yield ()
@@ -110,7 +121,7 @@ def _list_axis_factors(sizes: tuple[int, ...], ways: tuple[int, ...]) -> Iterato
 
 @cache
 def _list_factorings(sizes: tuple[int, ...], product: int) -> tuple[tuple[int, ...], ...]:
-    """A divisor of each of ``sizes`` so that they multiply to ``product``."""
+    """Return all tuples with one divisor of each of ``sizes`` that multiply to ``product``."""
     if not sizes:
         return ((),) if product == 1 else ()
     found = []
@@ -121,7 +132,9 @@ def _list_factorings(sizes: tuple[int, ...], product: int) -> tuple[tuple[int, .
 
 
 def _factors_to_devices(factors: Factors) -> Ints:
-    """The device of every rank: digits of the device's number, by level and axis, brought together by axis."""
+    """Return the device of every rank, shape ``[ranks]``, for given ``factors`` ``[level][axis]`` of the axes. A
+    device's number has one digit for each level and axis; a rank's number has the same digits, sorted by axis first and
+    then by level."""
     outward = factors[::-1]
     grid = np.arange(math.prod(chain.from_iterable(factors))).reshape([f for level in outward for f in level])
     num = len(AXES)
@@ -138,9 +151,11 @@ def _factors_to_steps(factors: Factors) -> Steps:
 
 
 def _measure_nesting_costs(topology: Topology, grid: Ints) -> NDArray[np.float64]:
-    """What collectives over each axis, over axes together, and messages between stages take; less is never worse.
+    """Return the costs of a placement as an array of which smaller values are never worse. They are the seconds of
+    collectives over each axis and over axes together, and the latency and inverse bandwidth of the links between
+    stages. ``grid``: the device of each rank, with one dim for each mesh axis.
 
-    All groups of an axis are alike, so the first one stands for them.
+    All groups of an axis are alike, so only the first one is measured.
     """
     mesh = dict(zip(AXES, grid.shape, strict=True))
     wide = [i for i, size in enumerate(grid.shape) if size > 1]
@@ -153,7 +168,7 @@ def _measure_nesting_costs(topology: Topology, grid: Ints) -> NDArray[np.float64
             group = first_group(topology, mesh, *names, devices=grid, ring=names == RING)
             costs += [collective_time(op, size, group) for op in _OPS for size in _SIZES]
             costs += [hop.time(size) for hop in group.hops for size in _SIZES]
-    alike = not topology.cards.are_shared  # then the first message between two stages is like all of them
+    alike = not topology.cards.are_shared  # then the link of the first rank of a stage stands for those of all ranks
     of_stages = {"pp": grid.shape[0]} if alike else mesh
     ranks = grid.reshape(grid.shape[0], -1)[:, :1] if alike else grid
     for link in stage_links(topology, of_stages, ranks.reshape(-1)):

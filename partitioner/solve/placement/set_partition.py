@@ -1,7 +1,8 @@
-"""Cut devices into groups of one size so that links inside groups are wide: a set partition, solved by CP-SAT.
+"""Divide devices into groups of one size so that links inside groups are wide. This is a set partition problem, solved
+by CP-SAT.
 
-Devices that could change places are one kind, of which a group has a number: else all ways to name the same groups
-would be gone through.
+Devices that can be exchanged without any effect are one kind. A group is described by how many devices of each kind it
+has, so the solver does not distinguish equal groups.
 """
 
 from __future__ import annotations
@@ -23,16 +24,20 @@ from partitioner.topology.topology import Topology
 
 Ints = NDArray[np.int64]
 
-MOST_GROUPS = 2000  # possible groups that are looked at: any 4 of 16 devices are 1820
+MOST_GROUPS = 2000  # with more possible groups the problem is not solved; there are 1820 groups of 4 of 16 devices
 
-_PARTS = 1 << 30  # of the largest sum of bandwidths
+_PARTS = 1 << 30  # the largest sum of bandwidths is scaled to this integer
 _LEAST = 1.0  # byte/s
-_SECONDS = 5.0  # deterministic ones, far above what these problems take
+_SECONDS = 5.0  # limit of the solver's deterministic time, far above what these problems take
 
 
 def linked_groups(topology: Topology, devices: Sequence[int], size: int, classes: Sequence[int]) -> list[list[int]]:
-    """``devices`` in groups of ``size``: of equal ``classes`` first, then the widest narrowest group, then the widest
-    links in all. Where there are too many possible groups, or no difference between them, as they come.
+    """Divide ``devices`` into groups of ``size`` and return them.
+
+    There are three goals, in this order of priority: few different ``classes`` inside a group, the greatest bandwidth
+    of the slowest group, and the greatest sum of bandwidths inside groups. ``classes``: a number for each device, equal
+    for devices with equal features. If all divisions are equally good, or if there are more than ``MOST_GROUPS``
+    possible groups, consecutive devices form the groups.
     """
     n = len(devices)
     plain = [list(devices[i : i + size]) for i in range(0, n, size)]
@@ -60,8 +65,9 @@ def linked_groups(topology: Topology, devices: Sequence[int], size: int, classes
 
 
 def _find_interchangeable_devices(bandwidth: Floats, known: Sequence[Hashable]) -> list[int]:
-    """For each device the first one that it could change places with: what is ``known`` of both is the same, and so are
-    their links to all others."""
+    """Return, for each device, the position of the first device that it can be exchanged with, or its own. Two devices
+    can be exchanged if their ``known`` features are equal and their links to all other devices are equal.
+    ``bandwidth``: bytes/s between devices, shape ``[n, n]``."""
     places = np.arange(len(known))
 
     def change(i: int, j: int) -> bool:
@@ -73,22 +79,27 @@ def _find_interchangeable_devices(bandwidth: Floats, known: Sequence[Hashable]) 
 
 
 def _rank_distinct_values(values: Sequence[float]) -> list[int]:
-    """The place of each value among the different ones, rounded to what a float keeps of a sum."""
+    """Return the rank of each value among the distinct values, starting with 0 for the least. Values that agree in nine
+    digits count as equal."""
     rounded = [float(f"{value:.9g}") for value in values]
     order = {value: k for k, value in enumerate(sorted(set(rounded)))}
     return [order[value] for value in rounded]
 
 
 def _scale_to_integers(values: Sequence[float]) -> list[int]:
-    """The values as whole numbers in the same proportions, to be added up."""
+    """Scale the values to integers in the same proportions; the greatest becomes ``_PARTS``."""
     return [round(value / max(*values, _LEAST) * _PARTS) for value in values]
 
 
 def _solve_set_partition(
     groups: Sequence[Counter[int]], things: Counter[int], goals: Sequence[Sequence[int]]
 ) -> list[int]:
-    """How often each of ``groups`` is in a partition of ``things``, both by kind, by three goals one after the other:
-    the least sum of the first, the greatest minimum of the second, the greatest sum of the third."""
+    """Return how often each of ``groups`` occurs in the best partition of ``things``.
+
+    ``groups``: the number of things of each kind in a group. ``things``: the number of things of each kind. ``goals``:
+    three values for each group. The partition minimizes the sum of the first value, then maximizes the least second
+    value, and then maximizes the sum of the third value.
+    """
     check_threads()
     model = cp_model.CpModel()
     taken = [model.new_int_var(0, min(things[k] // n for k, n in group.items()), "") for group in groups]
@@ -115,7 +126,8 @@ def _solve_set_partition(
 
 
 def match_widest_links(bandwidth: Floats) -> list[int]:
-    """For each row a column of its own, so that the narrowest link is as wide as can be, and then all of them."""
+    """Assign a different column to each row of ``bandwidth``, a square matrix, and return the column of each row. The
+    least of the chosen bandwidths is as great as possible, then the next ones."""
     levels = np.unique(bandwidth)[::-1]
     rank = np.searchsorted(-levels, -bandwidth)
     costs = (len(bandwidth) + 1) ** np.minimum(rank, 12)  # one narrower link outweighs all wider ones

@@ -1,1 +1,2 @@
-"""The best-first search over candidates, its certificate, and the fit of the program to memory."""
+"""Search the candidates of a job best-first, with a certificate of how good the plan is, and make its program fit in
+memory."""

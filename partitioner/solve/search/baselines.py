@@ -1,12 +1,12 @@
-"""Baselines of every report: plain and fully sharded data parallelism, and Megatron-LM's layout.
+"""Plan the standard layouts that every report compares with: plain data parallelism, ZeRO-3, and Megatron-LM's layout.
 
-They are in the report whatever the user pinned, with their costs or the reasons why they do not fit. Baselines that are
-no candidates of the search are planned beside it, without host memory first.
+They are reported whatever the user fixed, with their costs or the reasons why they do not fit. Layouts that are no
+candidates of the search are planned in addition, first without data in host memory.
 
-The report shows the best layout found of a family (ZeRO-3, Megatron's), as an expert would tune it: the textbook
-layout, those that the search solved, and a few more by their bounds, for a limited time. Megatron's family has ``tp``
-inside a node, any number of stages under 1F1B or interleaved, any sizes of the other axes, and optimizer states sharded
-or not.
+For ZeRO-3 and Megatron-LM, the report shows the best layout of a family, as an expert would tune it: the textbook
+layout, those that the search solved, and a few more chosen by their bounds, for a limited time. Megatron-LM's family
+has ``tp`` inside a node, any number of stages under 1F1B or interleaved schedules, any sizes of the other axes, and
+optimizer states sharded or not.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from partitioner.units import list_divisors
 DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"
 
 _EXCLUDED = "excluded by the constraints"
-MOST_TRIED = 12  # candidates of one layout
+MOST_TRIED = 12  # greatest number of candidates that are tried for one layout
 _MOST_OF_FAMILY, _MOST_ALIKE, _MOST_INTERLEAVED = 5, 2, 2  # layouts that are planned in addition to known ones
 _MOST_EFFORT = 0.05  # total effort of interleaved schedules after the first, see `alternatives.effort`
 _FILLED = 7 / 8  # share of a bubble that virtual stages fill
@@ -52,22 +52,24 @@ _MOST_FITTING, _MOST_BOUNDED = (
     4,
     12,
 )  # per division of the model: candidates that fit, and candidates whose bounds are computed
-_OF_COLLECTIVES = 1.05  # by which bounds are too low for each doubling of tp and cp, for the order of tries alone
+_OF_COLLECTIVES = 1.05  # assumed factor by which bounds are too low per doubling of tp and cp; used for the order only
 _FEW = 8  # virtual stages: interleaved schedules with about as many are tried first
 _NONE: Mapping[str, Baseline] = {}
 
 
 @dataclass(frozen=True)
 class LayoutFamily:
-    """The layouts that an expert chooses among, and their ``bounds``. ``space``: the search space of their jobs."""
+    """The layouts of one kind that an expert would choose among. ``bounds``: lower bounds on them. ``space``: the
+    search space from which they were listed."""
 
     candidates: tuple[MeshCandidate, ...]
     bounds: ModelBounds
     space: SearchSpace
 
     def promising(self, most_s: float) -> list[MeshCandidate]:
-        """Points of the family that fit and take less than ``most_s`` seconds by their bounds. The best candidate of
-        each division of the model comes first, then the others, each in increasing order of expected time."""
+        """Return the layouts that may fit and take less than ``most_s`` seconds per step by their bounds. First comes
+        the best layout of each combination of ``pp``, ``tp`` and ``cp``, then the others, each in increasing order of
+        expected time."""
         if not self.candidates:
             return []
         times = self.bounds.times(self.candidates)
@@ -102,7 +104,9 @@ class LayoutFamily:
         return True
 
     def interleaved(self, candidate: MeshCandidate) -> list[MeshCandidate]:
-        """``candidate`` with several virtual stages on each rank, the most often successful numbers first."""
+        """Return variants of ``candidate`` under the interleaved schedule with several virtual stages on each rank.
+        Numbers of virtual stages near ``_FEW`` come first. The list is empty if the candidate has no pipeline or is not
+        under 1F1B."""
         if candidate.pp == 1 or candidate.schedule != "1f1b" or not self.space.train:
             return []
         several = [p for p in several_stages(self.space, candidate) if p.schedule == "interleaved"]
@@ -111,8 +115,12 @@ class LayoutFamily:
 
 @dataclass(frozen=True)
 class StandardLayout:
-    """A layout to compare with: the candidates that are tried, the best by its bound first, and the reason why it is no
-    candidate. ``family``: the layouts of its kind."""
+    """A layout that the report compares with.
+
+    ``candidates``: candidates to try until one fits, the best by its bound first. ``excluded``: the reason why the
+    search cannot choose the layout; empty if it can. ``family``: the layouts of this kind among which the best is
+    shown, or ``None``.
+    """
 
     name: str
     candidates: tuple[MeshCandidate, ...] = ()
@@ -123,7 +131,8 @@ class StandardLayout:
 def list_standard_layouts(
     space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds, free: ModelBounds
 ) -> list[StandardLayout]:
-    """The layouts to compare with, among the candidates if possible. ``free``: the bounds of the job without pins."""
+    """Return the layouts to compare with, from ``candidates`` if possible. ``bounds``: lower bounds for the job.
+    ``free``: lower bounds for the job without constraints on the layout."""
     wide = replace(space, constraints=unpin_constraints(space.constraints))
     own = best = _find_textbook_layouts(space, candidates, bounds)
     others: Sequence[MeshCandidate] = candidates
@@ -156,8 +165,8 @@ def list_standard_layouts(
 def _find_layout_families(
     space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds
 ) -> dict[str, LayoutFamily]:
-    """The families of ZeRO-3, whose ranks are all data-parallel as far as the batch allows, and of Megatron's
-    layouts."""
+    """Return two families of layouts by name: ZeRO-3, whose ranks are all data-parallel as far as the batch allows, and
+    Megatron-LM's."""
     sharded = [p for p in candidates if p.pp == 1 and p.zero == 3 and not p.dp_shard]
     plainest = min(((p.tp, p.cp) for p in sharded), default=(1, 1))
     sharded = [p for p in sharded if (p.tp, p.cp) == plainest]
@@ -171,8 +180,9 @@ def _find_layout_families(
 def _find_textbook_layouts(
     space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds
 ) -> dict[str, MeshCandidate | None]:
-    """The best textbook layout of each kind, see :func:`partitioner.solve.search.space.find_baseline_candidates`; plain
-    data parallelism excludes ``ep``."""
+    """Return the best textbook layout of each kind by name, see
+    :func:`partitioner.solve.search.space.find_baseline_candidates`. Plain data parallelism has no expert
+    parallelism."""
     found = find_baseline_candidates(space, candidates, bounds.times, _build_fit_check(bounds))
     plain = [p for p in candidates if p.pp == p.tp == p.cp == p.ep == 1 and not p.zero]
     return {**found, "data parallel": find_least_bound_candidate(plain, bounds.times, _build_fit_check(bounds))}
@@ -181,7 +191,8 @@ def _find_textbook_layouts(
 def _list_leaner_candidates(
     space: SearchSpace, candidate: MeshCandidate, known: Collection[MeshCandidate]
 ) -> Iterator[MeshCandidate]:
-    """Points like ``candidate`` that take less memory: smaller microbatches, then (with ``tp``) also more stages."""
+    """Yield variants of ``candidate`` that need less memory: smaller microbatches, then (with ``tp``) also more
+    stages."""
     for pp in list_divisors(candidate.pp * candidate.dp):
         dp = candidate.pp * candidate.dp // pp
         if pp < candidate.pp or (pp > candidate.pp and candidate.tp == 1) or not space.splits(dp):
@@ -194,7 +205,8 @@ def _list_leaner_candidates(
 
 
 def is_known(standard: StandardLayout, rows: Sequence[Candidate]) -> bool:
-    """Whether the search already contains the best of the layout, so that nothing is left to plan."""
+    """Whether the search has already planned this layout (or the best of its family), so that nothing has to be planned
+    for the report. ``rows``: the outcomes of the search."""
     if standard.family is not None:
         best = _best_row(standard, rows)
         return best is not None and best.status == "chosen"
@@ -212,12 +224,14 @@ def compare_standard_layouts(
     unhosted: Mapping[str, Baseline] = _NONE,
     until: float = math.inf,
 ) -> tuple[Baseline, ...]:
-    """Each of ``found`` with its outcome: the one without host memory (``unhosted``, by name) if that fits, else its
-    row of the search, else a plan made now. ``offload``: the data kept in host memory.
+    """Return each of the layouts ``found`` with its outcome, for the report.
 
-    If a layout does not fit though its bound does, smaller microbatches and more stages are tried. Of a family the best
-    layout found ``until`` that time, on the monotonic clock, is shown. ``evaluate``: plans a candidate, given the
-    seconds to beat.
+    The outcome is the plan without host memory (``unhosted``, by name) if that fits, otherwise the layout's row of the
+    search, otherwise a plan made now. If a layout does not fit, smaller microbatches and more stages are tried. For a
+    layout with a family, the best member that is found until the time ``until`` (monotonic clock) is shown.
+
+    ``rows``: the outcomes of the search, one row for each candidate. ``evaluate``: plans a candidate, given the seconds
+    to beat. ``offload``: the kinds of data kept in host memory.
     """
     made = []
     for standard in found:
@@ -242,7 +256,8 @@ def compare_standard_layouts(
 
 
 def _best_row(standard: StandardLayout, rows: Sequence[Candidate]) -> Candidate | None:
-    """The best row of a family that the search solved, interleaved schedules included."""
+    """Return the fastest row of the search's outcomes that belongs to the layout's family, interleaved schedules
+    included; ``None`` if there is none."""
     family = standard.family
     if family is None:
         return None
@@ -270,7 +285,8 @@ def _tune_standard_layout(
     evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate],
     until: float,
 ) -> Candidate | None:
-    """The best of a layout's family: the ``textbook`` one, one that the search solved, or one that is planned now."""
+    """Return the best layout of a family that is found until ``until``: the ``textbook`` one, one that the search
+    solved, or one that is planned now. ``None`` if the layout has no candidates."""
     family, best = standard.family, textbook
     if family is None:
         return best
@@ -284,7 +300,8 @@ def _tune_standard_layout(
     planned: set[MeshCandidate] = set()
 
     def plan(candidate: MeshCandidate) -> Candidate | None:
-        """The outcome of a candidate that may be better; ``None`` if it is known not to be, or if time ran out."""
+        """Plan a candidate that may be better and return its outcome; ``None`` if it is known not to be better, or if
+        time ran out."""
         nonlocal best
         most_s, told = _read_step_seconds(best), known.get(_identify_layout(build_candidate_report(candidate)))
         if time.monotonic() > until or candidate in planned:
@@ -329,8 +346,9 @@ def _plan_interleaved_layouts(
     best_s: Callable[[], float],
     plan: Callable[[MeshCandidate], Candidate | None],
 ) -> None:
-    """Plan pipelines again with several virtual stages, which leave about an eighth of the bubble: the most promising
-    first, within a limited effort."""
+    """Plan the fastest pipelines of ``tried`` again with several virtual stages, which leave about an eighth of the
+    pipeline bubble. The most promising come first, and the total effort is limited. ``best_s``: returns the seconds of
+    the best plan so far. ``plan``: plans one candidate."""
     filled = sorted(
         (_read_step_seconds(row) - _FILLED * (row.breakdown or {}).get("bubble", 0.0), p) for row, p in tried
     )
@@ -351,7 +369,8 @@ def _read_step_seconds(row: Candidate | None) -> float:
 
 
 def _identify_layout(row: Candidate) -> tuple[object, ...]:
-    """Key that distinguishes layouts."""
+    """Return a key of an outcome's layout: mesh, microbatch size, schedule and ZeRO. Outcomes with equal keys have the
+    same layout."""
     others = row.microbatch_size, row.schedule, row.zero, row.dp_shard, row.virtual_stages, row.etp
     return tuple(row.mesh.values()), *others
 
@@ -361,7 +380,8 @@ def _row_like(row: Candidate, rows: Sequence[Candidate]) -> Candidate | None:
 
 
 def no_candidates(found: Sequence[StandardLayout], names: Collection[str]) -> list[StandardLayout]:
-    """The standard layouts called ``names``, marked as excluded by the constraints."""
+    """Return those of the standard layouts ``found`` that are called ``names``, marked as excluded from the search by
+    the constraints."""
     return [replace(standard, excluded=standard.excluded or _EXCLUDED) for standard in found if standard.name in names]
 
 
@@ -375,8 +395,8 @@ def _plan_candidate_report(
 
 
 def unpin_constraints(constraints: Constraints) -> Constraints:
-    """``constraints`` without pins of the mesh, microbatches, schedule or stages, except those that change the
-    computation."""
+    """Return a copy of ``constraints`` in which mesh, microbatch size, schedule and stages are free. Constraints that
+    change the computation itself are kept."""
     free: dict[str, Any] = {
         **dict.fromkeys(OF_POINT),
         "microbatch_size": constraints.group_size,
@@ -408,8 +428,8 @@ def _build_fit_check(bounds: ModelBounds) -> Callable[[MeshCandidate], bool]:
 
 
 def _fully_sharded(space: SearchSpace, bounds: ModelBounds) -> MeshCandidate | None:
-    """The best candidate with all ranks data-parallel, and parameters, gradients and optimizer states sharded over
-    them; ``None`` if the batch does not allow it."""
+    """Return the best candidate in which all ranks are data-parallel and share parameters, gradients and optimizer
+    states (ZeRO-3); ``None`` if the batch does not divide over the ranks."""
     world = space.world_size
     if space.units % world:
         return None

@@ -1,12 +1,12 @@
-"""Best-first search over candidates: evaluate in order of lower bounds until no bound beats the incumbent.
+"""Search candidates best-first: evaluate them in order of lower bounds until no bound is below the best plan's step
+time.
 
-Similar candidates form a family, and the lower bound of a family holds for each of its candidates. The bound is
-tightened in steps, each taken only when the family is next in the queue: first an estimate of all candidates at once,
-then the caller's bounds, cheapest first. After that, the candidates of the family are queued one by one. A candidate is
-evaluated only after all steps.
+Candidates that differ in ZeRO alone form a family, and the lower bound of a family holds for each of its candidates.
+The bound is tightened in steps, each taken only when the family is next in the queue: first an estimate of all
+candidates at once, then the caller's bounds, cheapest first. After that, the candidates of the family are queued one by
+one. A candidate is evaluated only after all steps.
 
-``ZeroInfeasibility`` prunes candidates that differ from an infeasible one only in state sharding and hold more bytes of
-states.
+``ZeroInfeasibility`` skips candidates that differ from an infeasible one only in ZeRO and need at least as much memory.
 """
 
 from __future__ import annotations
@@ -29,44 +29,49 @@ from partitioner.plan import Certificate
 from partitioner.schedules.formulas import is_formula, is_plain
 from partitioner.solve.search.outcomes import CandidateOutcome, CutOff, EvaluatedCandidate, certificate_of
 
-_TOLD_EVERY_S = 0.1  # between two words on candidates that are only bounded
+_TOLD_EVERY_S = 0.1  # least seconds between two progress reports without an evaluation
 
 
 class Bounds(Protocol):
     """Interface of the lower bounds, in seconds, on the step time of a candidate's plans."""
 
     def times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
-        """Lower bounds in seconds on all candidates at once, shape ``[candidates]``."""
+        """Return lower bounds in seconds on all candidates at once, shape ``[candidates]``."""
 
     def family(self, candidate: MeshCandidate) -> Hashable:
-        """Key of the candidate's family, which includes the schedule."""
+        """Return a key that is equal for candidates that are bounded together, such as those that differ in ZeRO alone.
+        They have the same schedule."""
 
     def members(self, candidates: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
-        """All candidates of the family of ``candidates``, including those unknown to the estimate of all candidates at
-        once."""
+        """Return all candidates that belong to the family (the candidates that are bounded together) of ``candidates``,
+        including those for which :meth:`times` was not called."""
 
     @property
     def family_bounds(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
-        """Bounds of a family; see :attr:`candidate_bounds` for the arguments."""
+        """Return the functions that compute a lower bound in seconds for a family of candidates, to be called in order.
+        Their arguments are the candidates of the family and a cutoff in seconds; a bound above it need not be exact."""
 
     @property
     def candidate_bounds(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
-        """Bounds of one candidate, to be tried in order. The second argument is a cutoff in seconds: a bound above it
-        need not be exact. They raise :class:`PartitionError` if the candidate has no plan."""
+        """Return the functions that compute a lower bound in seconds for one candidate, to be called in order. Their
+        second argument is a cutoff in seconds; a bound above it need not be exact. They raise :class:`PartitionError`
+        if the candidate has no plan."""
 
     def again_s(self, candidate: MeshCandidate) -> float:
-        """Approximate seconds of recomputation in a step; not a bound."""
+        """Return the approximate seconds of recomputation in a step. This is not a bound."""
 
     def shortage(self, candidate: MeshCandidate) -> CapacityError | None:
-        """The exact shortage of a candidate for which a step gave only a lower bound."""
+        """Return the exact memory shortage of a candidate for which only a lower bound on it is known; ``None`` if that
+        is not available."""
 
 
 @dataclass(frozen=True)
 class SearchProgress:
-    """State of a search. ``best``: seconds of the incumbent. ``bound``: lower bound in seconds on ``candidate``.
+    """The state of a running search, for progress reports.
 
-    ``num_evaluated``: candidates evaluated so far. ``num_open``: candidates that may still be better. ``num_bounded``:
-    bounds that were tightened.
+    ``num_evaluated``: candidates evaluated so far. ``num_open``: entries of the queue that may still be better.
+    ``best``: step time in seconds of the best plan so far, or ``None``. ``candidate``: the candidate that is processed
+    now, and ``bound``: the lower bound on it in seconds. ``num_bounded``: how many bounds were tightened.
     """
 
     num_evaluated: int
@@ -79,8 +84,8 @@ class SearchProgress:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best candidate, its plan, and its certificate. ``certificate`` and ``rows`` have a row for every
-    candidate."""
+    """The best candidate, its plan, and the certificate of the search. ``rows``: the outcome of every candidate.
+    ``interrupted``: whether the search ended early."""
 
     candidate: MeshCandidate
     best: EvaluatedCandidate
@@ -94,29 +99,30 @@ class CandidatePlanner(Protocol):
     """Interface by which the search plans and bounds single candidates."""
 
     def evaluate(self, candidate: MeshCandidate) -> EvaluatedCandidate:
-        """The best plan of a candidate. Raises :class:`PartitionError` if it has none."""
+        """Return the best plan of a candidate. Raises :class:`PartitionError` if it has none."""
 
     def can_prune(self, candidate: MeshCandidate, upper_bound_s: float) -> bool:
         """Whether :meth:`evaluate` would find no plan that takes less than ``upper_bound_s`` seconds, though the bounds
         do not show it. Raises the exceptions of :meth:`evaluate`."""
 
     def bound_tightly(self, candidate: MeshCandidate, upper_bound_s: float) -> float:
-        """The tightest lower bound in seconds; one of ``upper_bound_s`` is tight enough."""
+        """Return the tightest lower bound in seconds on the candidate's plans. A bound of ``upper_bound_s`` is tight
+        enough."""
 
     def estimate_effort(self, candidate: MeshCandidate) -> float:
-        """Effort of evaluating a candidate with several virtual stages on a rank, as a share of all the effort that
-        may bring no better plan."""
+        """Return the effort of evaluating a candidate with several virtual stages on a rank, as a share of the total
+        effort that the search may spend on such candidates without finding a better plan."""
 
 
 @dataclass
 class BestFirstSearch:
-    """Branch and bound over candidates: the one of the least step time, and a certificate.
+    """Branch and bound over candidates. It finds the candidate with the least step time and a certificate.
 
-    ``tolerance``: stop when no bound is better than the incumbent by more than this share. ``patience``: number of
+    ``tolerance``: stop when no bound is better than the best plan by more than this share. ``patience``: number of
     consecutive families with several virtual stages on a rank that may bring no better plan; then the search skips such
-    families, and their bounds stay as they are. ``cutoff_s``: plans that take this long or longer are of no interest.
-    ``time_limit_s``: after it, or on ``KeyboardInterrupt``, the incumbent is returned, with its gap. ``progress``:
-    called before each evaluation, and from time to time between evaluations.
+    families, and their bounds stay as they are. ``cutoff_s``: plans that take at least this many seconds are of no
+    interest. ``time_limit_s``: after this time, or on ``KeyboardInterrupt``, the best plan so far is returned with its
+    gap. ``progress``: called before each evaluation, and from time to time between evaluations.
     """
 
     bounds: Bounds
@@ -132,20 +138,21 @@ class BestFirstSearch:
     _before: Mapping[MeshCandidate, CandidateOutcome] = field(default_factory=dict, init=False)
     _num_evaluated: int = field(default=0, init=False)
     _num_bounded: int = field(default=0, init=False)
-    # since the last incumbent, of schedules with several virtual stages: evaluated families, and the effort spent
+    # since the best plan was found, for several virtual stages on a rank: evaluated families, and the effort spent
     _fruitless: set[Hashable] = field(default_factory=set, init=False)
     _spent: float = field(default=0.0, init=False)
     _reported: float = field(default_factory=time.monotonic, init=False)  # time of the last progress report
 
     @property
     def incumbent_s(self) -> float:
-        """Step time in seconds of the best plan so far."""
+        """Return the step time in seconds of the best plan so far; infinite if there is none."""
         found = self.outcomes[self.incumbent].evaluated if self.incumbent is not None else None
         return found.step_time if found is not None else math.inf
 
     @property
     def upper_bound_s(self) -> float:
-        """Seconds from which on plans are of no interest: a candidate whose lower bound reaches it is pruned."""
+        """Return the smaller of the best step time so far and ``cutoff_s``. A candidate whose lower bound reaches it is
+        pruned."""
         return min(self.incumbent_s, self.cutoff_s)
 
     def run(
@@ -156,7 +163,7 @@ class BestFirstSearch:
         left_out: Mapping[MeshCandidate, str] | None = None,
         before: Mapping[MeshCandidate, CandidateOutcome] | None = None,
     ) -> SearchResult:
-        """Search ``candidates``, once for each search object.
+        """Search ``candidates`` and return the best one. Can be called once for each search object.
 
         Args:
             always: candidates that are evaluated first, whatever their bounds, each before the next is requested.
@@ -199,7 +206,8 @@ class BestFirstSearch:
         left_out: Mapping[MeshCandidate, str],
         before: Mapping[MeshCandidate, CandidateOutcome],
     ) -> None:
-        """Start with the quickest bound of each candidate, and with what the earlier search found."""
+        """Create an outcome for each candidate, with its quickest bound and the results of the earlier search
+        ``before``."""
         is_choice = len(candidates) > 1
         first = self.bounds.times(candidates).tolist() if is_choice else [0.0] * len(candidates)
         self.outcomes = {c: CandidateOutcome(c, bound) for c, bound in zip(candidates, first, strict=True)}
@@ -213,9 +221,10 @@ class BestFirstSearch:
                 _mark_infeasible(row, old.error)
 
     def _branch_and_bound(self, deadline: float) -> bool:
-        """Run until no lower bound is below the incumbent. Returns ``False`` if time ran out.
+        """Run until no lower bound is below the best step time. Return ``False`` if time ran out.
 
-        Schedules without a formula come after the others: their bounds are quick once a good plan is known.
+        Schedules that have to be simulated come after the others, because their bounds are quick once a good plan is
+        known.
         """
         rows, num_family_bounds = self.outcomes, len(self.bounds.family_bounds)
         nodes = self._group_open_families()
@@ -223,7 +232,7 @@ class BestFirstSearch:
         estimates = self.bounds.times(unknown).tolist() if unknown else []
         first = {c: row.bound for c, row in rows.items()} | dict(zip(unknown, estimates, strict=True))
         least = [min(first[c] for c in members) for members in nodes]
-        # ties go to the lowest number, which is quick to compare; the last item is the next step
+        # (simulated, bound, number of the node, next step); equal bounds are ordered by number
         queue = [(not is_formula(nodes[n][0].schedule), bound, n, 0) for n, bound in enumerate(least)]
         heapq.heapify(queue)
         while queue:
@@ -260,13 +269,15 @@ class BestFirstSearch:
         return True
 
     def _is_skipped(self, candidate: MeshCandidate) -> bool:
-        """Whether enough candidates with several virtual stages were tried without success."""
+        """Whether the candidate has several virtual stages on a rank and enough such candidates were tried without
+        success."""
         if self.patience is None or self.incumbent is None or not _has_virtual_stages(candidate):
             return False
         return len(self._fruitless) >= self.patience or self._spent >= 1.0
 
     def _group_open_families(self) -> list[Sequence[MeshCandidate]]:
-        """The families of the candidates, in order, without candidates that are closed."""
+        """Return the families of the candidates in a fixed order, without families of one candidate that is already
+        done."""
         families: dict[Hashable, list[MeshCandidate]] = {}
         for candidate in self.outcomes:
             families.setdefault(self.bounds.family(candidate), []).append(candidate)
@@ -275,7 +286,8 @@ class BestFirstSearch:
         return [members for members in nodes if len(members) > 1 or self.outcomes[members[0]].is_open]
 
     def _compute_next_bound(self, members: Sequence[MeshCandidate], step: int) -> float | None:
-        """The bound of the next step, of a family or of one candidate; ``None`` if there is no plan."""
+        """Compute and store the bound number ``step`` of a family or a candidate, and return it in seconds; ``None`` if
+        there is no plan."""
         num_family_bounds = len(self.bounds.family_bounds)
         known = [self.outcomes[candidate] for candidate in members if candidate in self.outcomes]
         rows = [row for row in known if row.is_open]
@@ -310,8 +322,8 @@ class BestFirstSearch:
             self._spent = 0.0
 
     def _were_pruned_before(self, members: Sequence[MeshCandidate]) -> bool:
-        """Whether the earlier search showed that no candidate is better than the incumbent; then the candidates' bounds
-        stay as they are."""
+        """Whether the earlier search showed that none of ``members`` is better than the best plan. In that case their
+        bounds stay as they are."""
         found = [self._before.get(candidate) for candidate in members] if self._before else [None]
         if not all(row is not None and row.lower_bound_s >= self.upper_bound_s for row in found):
             return False
@@ -322,7 +334,8 @@ class BestFirstSearch:
         return True
 
     def _can_prune(self, candidate: MeshCandidate) -> bool:
-        """Whether a candidate need not be evaluated; then its bound stays as it is."""
+        """Whether a candidate need not be evaluated, because it has no plan or none that is better. Its bound stays as
+        it is."""
         row = self.outcomes[candidate]
         try:
             if self.upper_bound_s == math.inf or not self.planner.can_prune(candidate, self.upper_bound_s):
@@ -334,7 +347,8 @@ class BestFirstSearch:
             return True
 
     def _tighten_least_bound(self, deadline: float) -> bool:
-        """Make the least of all bounds as tight as possible. Returns ``False`` if time ran out."""
+        """Tighten the least of all lower bounds as long as that is possible, since it is the bound of the certificate.
+        Return ``False`` if time ran out."""
         while self.incumbent is not None:
             row = min((row for row in self.outcomes.values() if row.says), key=lambda row: row.bound, default=None)
             if row is None or not row.loose or row.bound >= self.incumbent_s:
@@ -360,7 +374,7 @@ class BestFirstSearch:
             self.progress(SearchProgress(self._num_evaluated, num_open, best, bound, candidate, self._num_bounded))
 
     def _explain_no_plan(self, interrupted: bool) -> InfeasibleError:
-        """The error that explains why no candidate has a plan."""
+        """Return the error that explains why no candidate has a plan."""
         rows = self.outcomes
         if any(row.is_open for row in rows.values()) and self.cutoff_s < math.inf:
             return PlanError(f"no plan takes less than {self.cutoff_s:.3g} s a step")
@@ -383,7 +397,7 @@ class BestFirstSearch:
 
 
 def _has_virtual_stages(candidate: MeshCandidate) -> bool:
-    """Whether a rank has several stages, or the schedule has no formula for what it holds."""
+    """Whether a rank has several stages, or the number of microbatches that it holds has no closed formula."""
     return not is_plain(candidate.schedule, candidate.virtual_stages)
 
 
@@ -397,12 +411,11 @@ Found = TypeVar("Found")
 
 @dataclass
 class ZeroInfeasibility:
-    """Skips candidates that cannot fit because a candidate that differs only in ZeRO, and holds no more bytes of
-    states, does not fit. ``state_bytes``: function that returns the bytes of parameters, gradients and optimizer states
-    on a rank.
+    """Skips candidates that cannot fit because another one did not: one that differs only in ZeRO and needs no more
+    bytes for parameters, gradients and optimizer states. ``state_bytes``: returns these bytes on a rank.
 
-    It applies only to simulated schedules, whose stages take long to solve. ZeRO-3 is compared only with ZeRO-3,
-    because it also gathers weights.
+    It applies only to schedules with several stages on a rank or without a formula, whose stages take long to solve.
+    ZeRO-3 is compared only with ZeRO-3, because it also gathers weights.
     """
 
     state_bytes: Callable[[MeshCandidate], float]
@@ -411,9 +424,8 @@ class ZeroInfeasibility:
     )
 
     def tried(self, candidate: MeshCandidate, solve: Callable[[MeshCandidate], Found]) -> Found:
-        """Return the result of ``solve``. Raises :class:`CapacityError` if ``solve`` does, or without calling it if a
-        comparable candidate with no more bytes of states did not fit.
-        """
+        """Return ``solve(candidate)``. Raises :class:`CapacityError` if ``solve`` does, and also without calling it if
+        a comparable candidate that needs no more memory did not fit."""
         if is_plain(candidate.schedule, candidate.virtual_stages):
             return solve(candidate)
         family = replace(candidate, zero=0, dp_shard=0)

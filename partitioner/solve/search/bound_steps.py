@@ -1,4 +1,5 @@
-"""Lower bounds of the candidates of a search, cheapest first: from the relaxed model, then from actual shardings."""
+"""Compute lower bounds of the candidates of a search, cheapest first: from the unsharded model, then from actual
+shardings."""
 
 from __future__ import annotations
 
@@ -28,11 +29,12 @@ _activations_kind = attrgetter("pp", "dp", "cp", "tp", "ep", "microbatch_size") 
 
 
 class BoundCascade:
-    """The bounds that the search needs for ``candidates``, and for the other candidates of their families in ``space``.
+    """The sequence of lower bounds that the search computes for ``candidates`` and their families. A family is the
+    candidates of ``space`` that differ in ZeRO alone.
 
-    The relaxed model has no collectives. A sharding solved for the largest microbatch gives a lower bound on the
-    collectives of smaller ones, too, so one sharding bounds all candidates with one size of ``tp``. The candidate's own
-    sharding gives a tighter bound.
+    The first bounds come from the unsharded model without collectives. Then a sharding is solved for the largest
+    microbatch; it bounds the collectives of smaller microbatches too, so one sharding bounds all candidates with one
+    size of ``tp``. Last, the candidate's own sharding gives the tightest bound.
     """
 
     def __init__(
@@ -46,14 +48,14 @@ class BoundCascade:
         self._sizes: dict[int, set[int]] = defaultdict(set)  # by tp
         largest: dict[tuple[int, int], int] = defaultdict(int)  # by tp and pp
         self._shared: dict[MeshCandidate, LeastTime | PartitionError] = {}
-        self._lean: dict[MeshCandidate, MeshCandidate] = {}  # by family, the one that takes least memory
+        self._lean: dict[MeshCandidate, MeshCandidate] = {}  # by family, the member that needs least memory
         self._own_shared: dict[MeshCandidate, LeastTime | PartitionError | None] = {}  # by the leanest of a family
         self._unseen: set[MeshCandidate] = set()
         self._expected = False
         self._needs: dict[tuple[int, ...], MicrobatchMemory] = {}
         self._alike = UniformClusterBound(evaluator)
         self._gathers = Gathers(evaluator.job, bounds.placements, bounds.device)
-        self._parts: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # stages of ZeRO, and who shares states
+        self._parts: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # (ZeRO stage, dp_shard) under hybrid sharding
         for candidate in {_activations_kind(candidate): candidate for candidate in candidates}.values():
             if bounds.layer_bytes(candidate) <= bounds.capacity(candidate):
                 self._sizes[candidate.tp].add(candidate.microbatch_size)
@@ -61,12 +63,12 @@ class BoundCascade:
                     largest[candidate.tp, candidate.pp], candidate.microbatch_size
                 )
         self._first = {tp: min(size for (of, _), size in largest.items() if of == tp) for tp in self._sizes}
-        # kernels that fit in caches are faster than their share of larger ones
+        # kernels that fit in caches are faster than their share of larger ones, so bounds cannot be scaled then
         self._scales = not any(device.memory_sizes for device in evaluator.job.topology.types.values())
 
     def times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
-        """Lower bounds in seconds on all candidates at once, shape ``[candidates]``. The first call also starts
-        background work on the shardings that the best candidates will need."""
+        """Return lower bounds in seconds on the step times of all candidates, shape ``[candidates]``. The first call
+        also starts background work on the shardings that the best candidates will need."""
         found = self.bounds.times(candidates)
         if len(candidates) > 1 and not self._expected:
             self._expected = True
@@ -74,8 +76,8 @@ class BoundCascade:
         return found
 
     def _prefetch_shardings(self, candidates: Sequence[MeshCandidate]) -> None:
-        """Request the shardings that bound the first candidates: those of the largest microbatches, then each
-        candidate's own."""
+        """Announce the shardings from which the first candidates will be bounded: those of the largest microbatches,
+        then each candidate's own. A background process may compute them ahead."""
         first: dict[tuple[int, ...], MeshCandidate] = {}
         for candidate in candidates:
             first.setdefault(
@@ -86,18 +88,20 @@ class BoundCascade:
         self.evaluator.expect(self._of_families(candidates), [*largest, *((p, p.microbatch_size) for p in fit)])
 
     def _of_families(self, candidates: Sequence[MeshCandidate]) -> Iterator[tuple[MeshCandidate, int]]:
-        """The candidates and microbatch sizes that :meth:`_of_largest` will need."""
+        """Yield pairs of a candidate and a microbatch size: the shardings from which the families of ``candidates``
+        will be bounded."""
         for family in dict.fromkeys(map(self.family, candidates)) if self._scales else ():
             if family.microbatch_size in self._sizes[family.tp] and not family.tp == family.cp == family.ep == 1:
                 yield family, self._find_largest_microbatch(family)
 
     def family(self, candidate: MeshCandidate) -> MeshCandidate:
-        """Key of the candidates that are bounded together: the candidate without ZeRO."""
+        """Return the key of the candidates that are bounded together, because they differ in ZeRO alone: ``candidate``
+        without ZeRO."""
         return candidate.sharing(0)
 
     def members(self, candidates: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
-        """All candidates of the family of ``candidates``, including those whose states are sharded over a part of
-        ``dp``."""
+        """Return all candidates of the family of ``candidates``, including those under hybrid sharding, where states
+        are sharded over a part of ``dp`` only."""
         candidate = candidates[0]
         key = candidate.dp, candidate.cp, candidate.tp  # all that they depend on
         if key not in self._parts:
@@ -106,43 +110,45 @@ class BoundCascade:
 
     @property
     def family_bounds(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
-        """Bounds of a family: even stages, then the best stages in the least memory of any member, by the largest
-        microbatch's sharding; then both by the family's own sharding."""
+        """Return the functions that bound a family, in the order in which they are called. The first two use the
+        sharding of the largest microbatch: an even division into stages, then the best stages in the memory of the
+        member that needs least. The last two do the same with the family's own sharding."""
         return self._even, self._bound_least_memory_stages, self._own_even, self._own_lean
 
     @cached_property
     def candidate_bounds(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
-        """Bounds of one candidate, increasingly tight.
+        """Return the functions that bound one candidate, increasingly tight.
 
-        First, whether the states fit. Then even stages with weight gathers, and the best stages, by the largest
-        microbatch's sharding. Then both by the candidate's own sharding, the best stages first in the least memory of
-        any family member. Last, plans on a cluster of equal nodes, if not all placements are tried.
+        The first checks whether parameters and optimizer states fit. The next ones use the sharding of the largest
+        microbatch: an even division into stages with the collectives of ZeRO, and the best stages. Then the same with
+        the candidate's own sharding, where the best stages are first computed in the memory of the family member that
+        needs least. The last one evaluates placements on a cluster of equal devices, if not all placements are tried.
         """
         relaxed = self._held, self._gathered, self._bound_candidate_stages, self._bound_stages_thoroughly
         return *relaxed, self._bound_own_microbatch, self._own_leanest, self._own_staged, self._alike.quickly
 
     def bound_tightly(self, candidate: MeshCandidate, cutoff_s: float = np.inf) -> float:
-        """The tightest lower bound in seconds on a candidate that has a plan, wherever its ranks are. ``cutoff_s``: a
-        bound of this value is tight enough."""
+        """Return the tightest lower bound in seconds on the step of a candidate that has a plan, on any placement.
+        ``cutoff_s``: a bound of this value is tight enough."""
         floor, own = self.evaluator.floor(candidate, candidate.microbatch_size), self.evaluator.least(candidate)
         even = self.bounds.with_floor([candidate], floor) if floor else 0.0
         try:
             problem = self.bounds.problem(candidate, *own, virtual_ranks(candidate))
             pipeline_s = split_of(problem, candidate, cutoff_s=cutoff_s).lower_bound_s
-        except CapacityError:  # schedules that are followed are not looked through to the end
+        except CapacityError:  # for simulated schedules not all cuts are tried, so others may fit
             pipeline_s = 0.0
         stages = self.bounds.followed(candidate, pipeline_s)
         alike = self._alike.least(candidate, cutoff_s)
         return max(self.bounds.refine(candidate), even, stages, self._own_staged(candidate, np.inf), alike)
 
     def shortage(self, candidate: MeshCandidate) -> CapacityError | None:
-        """The shortage of a candidate whose states alone are too large, with the stage; ``None`` for other
-        candidates."""
+        """Return the memory shortage and the stage that lacks it, for a candidate that cannot fit by its lower bounds
+        on memory; otherwise ``None``."""
         try:
             self.bounds.refine(candidate)
         except CapacityError as error:
             return error
-        except PartitionError:  # it has another problem, too
+        except PartitionError:  # the candidate has no plan for another reason
             return None
         return None
 
@@ -155,7 +161,9 @@ class BoundCascade:
         return self.bounds.with_floor(candidates, floor) if floor else 0.0
 
     def _bound_least_memory_stages(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
-        """Lower bound in seconds from the best stages in the least memory of any member."""
+        """Return a lower bound in seconds on the steps of a family, from the best stages in the memory of the member
+        that needs least. Schedules with several stages on a rank are bounded by the recomputation that memory
+        requires."""
         key = self.family(candidates[0])
         if not is_plain(key.schedule, key.virtual_stages):
             return self._bound_simulated_recompute(candidates, cutoff_s)
@@ -177,7 +185,8 @@ class BoundCascade:
         return self.bounds.staged(candidates, found)
 
     def _own_even(self, candidates: Sequence[MeshCandidate], _: float) -> float:
-        """Lower bound in seconds without ZeRO, which is never slower, by the family's own sharding."""
+        """Return a lower bound in seconds that holds for the whole family, from an even division into stages, by the
+        sharding of the family's candidate without ZeRO. That candidate is never slower than the others."""
         if self._says_most(candidates[0]):
             return 0.0  # an earlier bound included it
         floor = self.evaluator.floor(self.family(candidates[0]), candidates[0].microbatch_size)
@@ -200,11 +209,12 @@ class BoundCascade:
         return self.bounds.with_floor([candidate], floor) if floor else 0.0
 
     def _bound_zero2_scatters(self, candidate: MeshCandidate) -> float:
-        """Lower bound in seconds under ZeRO-2, where gradients are scattered after every backward."""
+        """Return a lower bound in seconds on a step under ZeRO-2, where gradients are scattered after every backward; 0
+        if that cannot be bounded."""
         job, m = self.evaluator.job, int(self.bounds.rounds(candidate))
         if m == 1 or not job.train or job.constraints.grad_compression is not None or self.bounds.may_differ(candidate):
             return 0.0
-        if candidate.cp > 1:  # ranks of cp may have gradients whole, which fewer ranks share
+        if candidate.cp > 1:  # ranks of cp may compute whole gradients, which fewer ranks share
             return 0.0
         floor = self._of_largest(self.family(candidate))
         known = self.bounds.with_floor([candidate], floor) if floor else float(self.bounds.times([candidate])[0])
@@ -215,15 +225,15 @@ class BoundCascade:
             return self._bound_simulated_recompute([candidate], cutoff_s)
         if self._has_room(candidate):
             return 0.0  # the family's bound included it
-        quick = is_formula(candidate.schedule)  # others come when runs that make a step too long are known
+        quick = is_formula(candidate.schedule)  # the step times of other schedules are known only later
         least = self.bounds.relaxed(candidate, self._of_all(candidate), cutoff_s=cutoff_s, quick=quick)
         if quick and not least.is_seen:
             self._unseen.add(candidate)
         return self.bounds.staged([candidate], least)
 
     def _has_room(self, candidate: MeshCandidate) -> bool:
-        """Whether even stages have so much room that memory hardly matters, and nothing else distinguishes the
-        candidate from its family."""
+        """Whether an even division into stages leaves so much memory free that the candidate's bound on stages would
+        equal its family's."""
         if candidate.zero == 3 or not isinstance(self._shared.get(self.family(candidate)), LeastTime):
             return False
         flying = most_in_flight(candidate.schedule, candidate.pp, int(self.bounds.rounds(candidate)))
@@ -232,8 +242,8 @@ class BoundCascade:
         return needed <= self.bounds.capacity(candidate)
 
     def _bound_simulated_recompute(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
-        """Lower bound in seconds for a simulated schedule: enough recomputation that everything fits on all ranks
-        together, none of which computes for longer than the step."""
+        """Return a lower bound in seconds on steps under a simulated schedule: the work plus the recomputation that is
+        needed so that activations fit on all ranks together, where no rank computes for longer than the step."""
         candidate = min(candidates, key=self.bounds.state_bytes)
         job = self.evaluator.job
         if not job.train or candidate.pp == 1 or job.constraints.offload:
@@ -248,10 +258,10 @@ class BoundCascade:
         )
         floor, needs = self._of_largest(self.family(candidate)), self._needs_of(candidate)
         shared = partial(self.bounds.with_floor, candidates, floor) if floor else partial(self.bounds.times, candidates)
-        known = float(np.min(shared(shared=True)))  # without the largest call's pace: not a sum
+        known = float(np.min(shared(shared=True)))  # without the largest call, whose time cannot be added
 
         def of_steps(limit_s: float) -> float:
-            """Lower bound on the steps that take at most ``limit_s`` seconds."""
+            """Return a lower bound in seconds that holds for the steps that take at most ``limit_s`` seconds."""
             again = needs.seconds_again(ranks, job.constraints.recompute, limit_s / least * speed)
             return known + m / speeds * again
 
@@ -266,8 +276,8 @@ class BoundCascade:
         return self._needs[key]
 
     def again_s(self, candidate: MeshCandidate) -> float:
-        """Approximate seconds of recomputation in a step, for even stages on ranks that all hold as many microbatches
-        as the fullest. Raises :class:`PartitionError` if the candidate has no plan."""
+        """Return the approximate seconds of recomputation in a step, for an even division into stages on ranks that all
+        hold as many microbatches as the fullest rank. Raises :class:`PartitionError` if the candidate has no plan."""
         model, of_block, _ = self.evaluator.least(candidate)
         costs = [of_block[call.block] for call in model.calls if not call.prologue]
         m, (_, speeds) = self.bounds.rounds(candidate), self.bounds.speeds(candidate)
@@ -286,8 +296,8 @@ class BoundCascade:
         return float(m / speeds * seconds)
 
     def _bound_stages_thoroughly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Lower bound by a thorough search of the stages, for candidates of which the quick search found no stages that
-        fit."""
+        """Return a lower bound in seconds from a thorough search of the stages, if the quick search found none that
+        fit; otherwise 0."""
         if candidate not in self._unseen:
             return 0.0
         return self.bounds.staged(
@@ -301,7 +311,8 @@ class BoundCascade:
         return self.bounds.with_floor([candidate], floor) if floor else 0.0
 
     def _says_most(self, candidate: MeshCandidate) -> bool:
-        """Whether the candidate's own sharding is the one that bounds other candidates with its size of ``tp``."""
+        """Whether the sharding that bounds the family is the candidate's own, so that bounds from it are already
+        known."""
         return self._scales and candidate.microbatch_size == self._find_largest_microbatch(candidate)
 
     def _own_leanest(self, candidate: MeshCandidate, cutoff_s: float) -> float:
@@ -312,8 +323,8 @@ class BoundCascade:
         return self.bounds.staged([candidate], found) if found else 0.0
 
     def _of_leanest(self, leanest: MeshCandidate, cutoff_s: float) -> LeastTime | None:
-        """Lower bound on the stages of a family, in the memory of ``leanest``, its member with the least memory. Raises
-        the exceptions of ``leanest``."""
+        """Return lower bounds on the stage times of a family, in the memory of ``leanest``, its member that needs
+        least. ``None`` means that there is no bound. Raises the error of ``leanest`` if that has no plan."""
         if leanest not in self._own_shared:
             try:
                 least = self.evaluator.bound_family_costs(leanest)
@@ -333,22 +344,23 @@ class BoundCascade:
         )
 
     def _of_all(self, candidate: MeshCandidate) -> BlockLowerBound | None:
-        """The floor by the largest microbatch's sharding, with the weight gathers of the candidate."""
+        """Return lower bounds on each block's seconds by the sharding of the largest microbatch, including the weight
+        gathers of the candidate under ZeRO-3. ``None`` means that there is no bound."""
         return self._gathers.beside(self._of_largest(self.family(candidate)), candidate)
 
     def _of_largest(self, candidate: MeshCandidate) -> BlockLowerBound | None:
         if (
             not self._scales or candidate.tp == candidate.cp == candidate.ep == 1
-        ):  # without collectives little is gained
+        ):  # without collectives the bound would hardly be tighter
             return None
         return self.evaluator.floor(candidate, self._find_largest_microbatch(candidate))
 
     def _find_largest_microbatch(self, candidate: MeshCandidate) -> int:
-        """The largest microbatch size that a device can hold and whose sharding bounds the candidate's: a multiple of
-        the candidate's size that is divisible by ``tp`` exactly if the candidate's size is, since that decides whether
-        the batch itself may be sharded.
+        """Return the largest microbatch size whose sharding bounds the candidate's and that fits on a device.
 
-        The largest size of the fewest stages is smaller and gives a tighter bound, where it is such a multiple.
+        It is a multiple of the candidate's size, and it is divisible by ``tp`` exactly if the candidate's size is,
+        because that decides whether the batch itself may be sharded over ``tp``. If the largest size that fits with the
+        fewest stages qualifies, it is used instead: it is smaller and gives a tighter bound.
         """
         size, tp = candidate.microbatch_size, candidate.tp
         known = [s for s in self._sizes[tp] if s % size == 0 and (s % tp == 0) == (size % tp == 0)]

@@ -70,12 +70,12 @@ def context_ways(job: Job, chosen: SolvedCandidate) -> tuple[ContextWay, ...]:
     return tuple(ways)
 
 
-_TRIES = 3  # to leave so much free for a candidate that its program fits, or for all of them at last
+_TRIES = 3  # how often more memory is reserved for a candidate, and at last for all candidates
 
-_TURNS = 8  # in which single candidates are found anew
-_ENOUGH = 5  # turns where what was found nearly fits
-SAME_TIME = 0.01  # of a step: what the search's time and the simulation of the program may differ by
-_MOST_SIMULATED = 4  # plans whose programs take longer than the search said, before one is taken as it is
+_TURNS = 8  # repetitions of the search in which single candidates get more reserved memory
+_ENOUGH = 5  # repetitions after which a program that nearly fits is returned
+SAME_TIME = 0.01  # relative difference of estimated and simulated step time that is accepted
+_MOST_SIMULATED = 4  # candidates that get their simulated time, at most; after that the plan is taken as it is
 
 
 class PlanFinder(Protocol):
@@ -300,8 +300,8 @@ class PlannedProgram:
     program: Program | None
     estimate: Estimate
     beyond: tuple[str, ...]
-    context: tuple[ContextWay, ...] = ()  # what other algorithms of attention would take
-    lacking: str = ""  # what did not fit without the offload that was chosen unasked
+    context: tuple[ContextWay, ...] = ()  # the step time with other algorithms of attention
+    lacking: str = ""  # the shortage for which the search chose offload by itself
 
 
 def planned_only(job: Job, candidate: MeshCandidate, constraints: Constraints) -> tuple[str, ...]:
@@ -312,7 +312,8 @@ def planned_only(job: Job, candidate: MeshCandidate, constraints: Constraints) -
     more = {
         f"etp={candidate.etp}": candidate.etp not in (0, 1, candidate.tp),
         "precision=fp8 with experts": job.precision == "fp8" and job.num_experts > 0,
-        "overlap_steps=True with precision=fp16": scaled and job.train,  # all ranks say whether gradients overflowed
+        "overlap_steps=True with precision=fp16": scaled
+        and job.train,  # all ranks have to agree whether gradients overflowed
     }
     return (*job.profile.differences, *(name for name, holds in more.items() if holds))
 

@@ -1,4 +1,4 @@
-"""Schedules with several virtual stages on a rank, for the best plans that the search has found.
+"""Try schedules with several virtual stages on a rank for the best plans that the search has found.
 
 The search and its bounds use schedules with one stage on each rank. For other schedules the bounds are loose where
 memory is short, because the memory of a rank depends on the order of its actions. After the search, these schedules are
@@ -28,15 +28,18 @@ from partitioner.solve.search.outcomes import (
 )
 from partitioner.solve.search.space import SearchSpace, even_chunks, several_stages
 
-PATIENCE = 200  # meshes and schedules in a row that were no better, where such schedules are searched
+PATIENCE = 200  # consecutive families without a better plan after which such schedules are skipped
 
-_MOST_RUNS = 4e7  # runs of calls on virtual stages, of all candidates in a row that were no better: half a minute or so
+_MOST_RUNS = 4e7  # effort without a better plan, in runs of calls on virtual stages: about half a minute
 _ROUNDING = 1e-9  # of a step
-_BEST, _NEAR = 3, 1.15  # meshes and microbatches, that take no longer than this times the best
-_PROBED, _FEW = 6, 8  # others, by so many virtual stages at first
-_WORTH_IT = 1.01  # times the best plan: what a first one may take for others to be tried
-_HOPED, _MOST_ASKED = 0.93, 1000  # of the best plan: what such estimates, which are a tenth too low, are worth; bounds
-_RELAXED = 4  # bounds of a candidate by the sharding of the largest microbatch
+_BEST, _NEAR = 3, 1.15  # how many of the best meshes are tried; their greatest time relative to the best
+_PROBED, _FEW = 6, 8  # how many further meshes are tried; virtual stages that are tried first
+_WORTH_IT = 1.01  # others of a group are tried if the first takes at most this times the best step time
+_HOPED, _MOST_ASKED = (
+    0.93,
+    1000,
+)  # greatest estimate relative to the best plan (estimates are a tenth too low); most bounds
+_RELAXED = 4  # number of a candidate's bounds that use the sharding of the largest microbatch
 
 
 def estimate_interleaved_effort(space: SearchSpace, candidate: MeshCandidate) -> float:
@@ -110,7 +113,7 @@ def _list_promising_candidates(
     The estimate scales the bounds of a candidate by the smaller pipeline bubble and adds the recomputation that memory
     requires. Candidates whose mesh and microbatch size are in ``solved`` are skipped.
     """
-    heap: list[tuple[float, int, int]] = []  # seconds, the place of some candidates, how many bounds were asked for
+    heap: list[tuple[float, int, int]] = []  # seconds, the index in `nodes`, the number of bounds computed
     nodes: list[Sequence[MeshCandidate]] = []
     together, steps = bounds.family_bounds, bounds.candidate_bounds[:_RELAXED]
     alone, last = len(together), len(together) + len(steps)
@@ -142,7 +145,7 @@ def _list_promising_candidates(
                 push(max(lower_bound_s, shorter * known[candidate]), [candidate], step)
         elif asked < _MOST_ASKED:
             asked += 1
-            with suppress(PartitionError):  # it has no plan
+            with suppress(PartitionError):  # the candidate has no plan
                 if step == last:
                     seconds = lower_bound_s + bounds.again_s(_interleave_candidate(space, candidates[0]))
                 elif step < alone:
@@ -189,7 +192,8 @@ def best_schedule(
     better: EvaluatedCandidate | None = None
 
     def tried(candidate: MeshCandidate, cutoff_s: float) -> EvaluatedCandidate | None:
-        """``None`` where it is no better, by its bounds."""
+        """Return the plan of ``candidate``; ``None`` if it has none, or if its bounds show that it takes at least
+        ``cutoff_s`` seconds. Append a row for the report if it was planned or has no plan."""
         least = float(bounds.times([candidate])[0])
         if least >= cutoff_s:
             return None
@@ -227,7 +231,9 @@ def best_schedule(
         cut_off = "interruption"
     certificate = certificate.model_copy(update={"cut_off": cut_off})
     if better is not None:
-        whole = better if better.partly else evaluate(best.candidate)  # of some placements a bound says nothing
+        whole = (
+            better if better.partly else evaluate(best.candidate)
+        )  # bounds that cover some placements only do not count
         proven = last(best.candidate, whole.step_time) if whole.partly else whole.lower_bound_s
         chosen = build_candidate_report(best.candidate, whole)
         if whole.step_time < best.estimate.step_time:
@@ -287,7 +293,7 @@ def _at_least(row: Candidate, seconds: float) -> Candidate:
 
 
 def _is_same_candidate(row: Candidate, other: Candidate) -> bool:
-    """Whether two rows are of one candidate."""
+    """Whether two rows of a report are about the same candidate."""
     names = "mesh", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard", "etp"
     return all(getattr(row, name) == getattr(other, name) for name in names)
 

@@ -1,4 +1,4 @@
-"""Outcomes of the candidates of a search, and the certificate that reports them."""
+"""Define the outcomes of the candidates of a search, and build the certificate that reports them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from partitioner.schedules.registry import schedule_name
 
 CutOff = Literal["time limit", "interruption"]
 
-_MOST_ROWS = 1000  # of a certificate, besides those that were solved
+_MOST_ROWS = 1000  # greatest number of rows in a certificate, unless more candidates were solved
 
-_ROUNDING = 1e-12  # of a step: no gap
+_ROUNDING = 1e-12  # relative gap that counts as none
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,18 @@ class EvaluatedCandidate:
 
     @property
     def lower_bound_s(self) -> float:
-        """Lower bound in seconds on the step time of the plans that were tried."""
+        """Return the lower bound in seconds on the step time of the plans that were tried."""
         return self.step_time if self.least is None else self.least
 
 
 @dataclass
 class CandidateOutcome:
-    """Result of the search for one candidate. ``bound``: lower bound in seconds on its step time. ``loose``: whether
-    the bound could be tightened. ``pruned_s``: lower bound in seconds on the plans that an evaluation would have tried,
-    for a candidate that was pruned.
+    """The result of the search for one candidate.
+
+    ``status``: ``"chosen"``, ``"solved"``, ``"bounded"`` (not solved) or ``"infeasible"``. ``bound``: lower bound in
+    seconds on its step time. ``loose``: whether the bound could be tightened. ``pruned_s``: for a candidate that was
+    pruned, a lower bound in seconds on the plans that an evaluation would have tried. ``reason``, ``error``: why it has
+    no plan.
     """
 
     candidate: MeshCandidate
@@ -66,9 +69,8 @@ class CandidateOutcome:
 
     @property
     def lower_bound_s(self) -> float:
-        """Lower bound in seconds on the plans that were or would have been tried; infinite if the candidate has no
-        plan.
-        """
+        """Return a lower bound in seconds on the plans that were or would have been tried; infinite if the candidate
+        has no plan."""
         if self.error is not None:
             return float("inf")
         return self.evaluated.step_time if self.evaluated is not None else max(self.bound, self.pruned_s)

@@ -50,7 +50,7 @@ from partitioner.solve.search.warm_start import WarmStart
 from partitioner.solve.sharding.context_parallel import check_algorithm
 from partitioner.topology.hosts import can_offload, has_disks
 
-# What is kept in host memory where nothing fits otherwise, the less the better.
+# Kinds of data to keep in host memory if nothing fits otherwise, from the fewest to the most.
 OFFLOAD_SETS: tuple[tuple[Offload, ...], ...] = (
     ("optimizer",),
     ("optimizer", "activations"),
@@ -88,7 +88,7 @@ class PlanSearchResult:
         bound, gap = bound_and_gap(self.certificate.objective, (self.certificate.bound, lower_bound_s))
         try:
             baselines = self.baselines.result()
-        except KeyboardInterrupt:  # there is a plan already
+        except KeyboardInterrupt:  # the plan itself is complete
             baselines = ()
         return self.certificate.model_copy(update={"baselines": baselines, "bound": bound, "gap": gap})
 
@@ -154,7 +154,7 @@ def search_for_plan(
     tried = before is None
     for asked in list_offload_variants(job, lambda: any(hosts_lacked) or "disk" in had):
         tried = tried or (asked.constraints.offload or ()) == had
-        if not tried:  # with less in host memory nothing fitted before
+        if not tried:  # in the earlier search nothing fitted with less data in host memory
             continue
         if asked is not evaluator.job:
             evaluator = CandidateEvaluator(asked)
@@ -166,7 +166,7 @@ def search_for_plan(
             lacking = short.shortage if short is not None else before.lacking if before else ""
             return replace(found, lacking=lacking if hosts else "")
         except CapacityError as error:
-            short = error if asked is job or short is None else short  # without offload, which is no less short
+            short = error if asked is job or short is None else short  # keep the error of the job without offload
         finally:
             evaluator.locals.end()
             hosts_lacked.append(evaluator.host_lacks)
@@ -210,9 +210,10 @@ class _SearchRequest:
 
 @dataclass
 class _CandidateAttempts:
-    """Plans the candidates of one search (:class:`partitioner.solve.search.best_first.CandidatePlanner`).
+    """Plans and bounds the candidates of one search, see :class:`partitioner.solve.search.best_first.CandidatePlanner`.
 
-    ``best_s``: seconds of the best plan so far, or the cutoff: the evaluator drops what takes longer.
+    ``best_s``: step time in seconds of the best plan so far, or the cutoff. The evaluator drops candidates that take
+    longer.
     """
 
     evaluator: CandidateEvaluator
@@ -225,7 +226,8 @@ class _CandidateAttempts:
     def evaluate(
         self, candidate: MeshCandidate, *, proven: bool = True, devices: tuple[int, ...] | None = None
     ) -> EvaluatedCandidate:
-        """The best plan of a candidate; ``proven`` and ``devices``: see :meth:`CandidateEvaluator.solve`."""
+        """Return the best plan of a candidate. ``proven``: whether to compute a tight lower bound on its plans.
+        ``devices``: the device of each rank; if ``None``, the placement is searched."""
         is_complete = self.evaluator.placements.complete(candidate.grid)
         solve = partial(self.evaluator.solve, devices=devices, proven=proven and is_complete, cutoff_s=self.best_s)
         try:
@@ -287,7 +289,7 @@ def _search_candidates(
     found, certificate = result.best.payload, result.certificate
     ahead: tuple[SolvedCandidate, Future[EmittedProgram]] | None = None
     if not result.interrupted and job.train and job.constraints.leaves_schedule:
-        evaluator.locals.end()  # its process makes room for the next
+        evaluator.locals.end()  # ends the helper process, since another may be started
         known = {**list_solved_candidates(before), **list_solved_candidates(result.rows)}
         several = schedules_of_several(space, known, found.candidate, result.rows, floors)
         if (
@@ -299,7 +301,8 @@ def _search_candidates(
         devices = {mesh_of(e.payload.candidate): e.payload.devices for e in sorted(known.values(), key=_slowest_first)}
 
         def attempt(candidate: MeshCandidate) -> EvaluatedCandidate:
-            """Without a bound, and on the devices of a plan of the same mesh where all placements would be tried."""
+            """Plan a candidate without a lower bound. If all placements would be tried, use the devices of a known plan
+            with the same mesh instead."""
             same = devices.get(mesh_of(candidate)) if evaluator.placements.complete(candidate.grid) else None
             found = attempts.evaluate(candidate, proven=False, devices=same)
             return found if same is None else replace(found, least=0.0)

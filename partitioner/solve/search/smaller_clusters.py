@@ -1,4 +1,4 @@
-"""Alternatives for the report: smaller clusters and nearby global batches that are faster.
+"""Find alternatives for the report that are faster: smaller clusters, and nearby global batches.
 
 A mesh uses all devices of its topology. A device that is slow, small or far away may cost more than it adds, and over
 slow links a part of the cluster may be faster alone. A global batch that does not divide over the devices leaves some
@@ -24,20 +24,20 @@ from partitioner.topology import Topology
 from partitioner.topology.files import with_nodes
 from partitioner.units import list_divisors
 
-_MOST = 3  # smaller clusters that are looked at
+_MOST = 3  # greatest number of smaller clusters that are planned
 
-_NEARLY = 0.9  # of what computes alone, that a step on fewer devices may reach
-_WORTH = 0.99  # of the step's time: what is hardly faster is not worth a word
-_AS_FAST = 1.005  # of the step's time: what fewer nodes may take to be called as fast
+_NEARLY = 0.9  # a part is planned if its computation alone takes less than this share of the best step time
+_WORTH = 0.99  # greatest share of the best step time at which an alternative is reported
+_AS_FAST = 1.005  # the same for a power of two of nodes, which need only be as fast
 
 SpaceOf = Callable[[Job, ModelBounds], SearchSpace]
 
-Best = Callable[[Job, float], Candidate]  # that takes less than so many seconds
+Best = Callable[[Job, float], Candidate]  # the best plan of a job that takes less than so many seconds
 
 
 def smaller_clusters(topology: Topology) -> Iterator[Topology]:
-    """``topology`` without its slowest devices, the smallest, those with the least of the network, or the smallest
-    nodes; those that lose least of its speed first."""
+    """Yield copies of ``topology`` without its slowest devices, without the devices that have least memory or network
+    bandwidth, or without the smallest nodes. At most ``_MOST`` are yielded, those that lose least speed first."""
     paces, of_device = topology.paces
     rates = np.array([max(topology.types[kind].peak.values()) * speed for kind, speed in paces])[of_device]
     sizes = np.bincount(topology.node_of)[topology.node_of]
@@ -54,8 +54,8 @@ def smaller_clusters(topology: Topology) -> Iterator[Topology]:
 
 
 def parts_alone(topology: Topology, most_times: float) -> Iterator[Topology]:
-    """A group of each level of an even ``topology``, the largest first, and a single device; those that have less than
-    ``most_times`` fewer devices."""
+    """Yield parts of a topology of equal devices: one group of each level of links (such as a node), the largest first,
+    and last a single device. Only parts with more than ``num_devices / most_times`` devices are yielded."""
     for kept in sorted({1, *(equal_levels(topology) or ())}, reverse=True):
         if kept == topology.num_devices or topology.num_devices >= most_times * kept:
             continue
@@ -66,15 +66,16 @@ def parts_alone(topology: Topology, most_times: float) -> Iterator[Topology]:
 
 
 def rounder_clusters(topology: Topology) -> Iterator[Topology]:
-    """An even ``topology`` with fewer nodes, as many as a power of two, where it has more: numbers that batches, layers
-    and dims of weights divide by."""
+    """Yield a copy of a topology of equal devices whose number of nodes is the next lower power of two. Batches,
+    layers and weight dims often divide by such numbers. Nothing is yielded if the number of nodes is a power of two
+    already."""
     nodes = 1 << (topology.num_nodes.bit_length() - 1)
     if nodes < topology.num_nodes and (fewer := with_nodes(topology, nodes)) is not None:
         yield fewer
 
 
 def is_even(topology: Topology) -> bool:
-    """Whether no device is slower, smaller or farther than another, and all nodes have as many."""
+    """Whether all devices have the same speed, memory and network bandwidth, and all nodes equally many devices."""
     own: tuple[NDArray[np.float64] | NDArray[np.int64], ...] = topology.usable, topology.network_share
     alike = all(len(np.unique(values)) == 1 for values in own)
     return alike and len(topology.paces[0]) == 1 and len({group.devices for group in topology.nodes}) == 1
@@ -83,9 +84,13 @@ def is_even(topology: Topology) -> bool:
 def without_laggards(
     job: Job, best_s: float, lower_bound_s: Callable[[], float], space_of: SpaceOf, best: Best
 ) -> tuple[Baseline, ...]:
-    """Smaller clusters that do the job's step in less than ``best_s`` (or, of a power of two of nodes, in as much),
-    each with its plan (``best``); ``lower_bound_s``: what no step takes less than on all devices, asked for where these
-    are even."""
+    """Return the smaller clusters whose best plan takes less than ``best_s`` seconds per step, each with that plan.
+    Clusters with a power of two of nodes are returned even if they are only as fast.
+
+    ``lower_bound_s``: function that returns a lower bound on the step with all devices; it is called only if the
+    devices are equal. ``space_of``: returns the search space of a job. ``best``: returns the best plan of a job that
+    takes less than the given seconds.
+    """
     found = []
     clusters = [(topology, _WORTH) for topology in _list_smaller_clusters(job.topology, best_s, lower_bound_s)]
     if is_even(job.topology):
@@ -119,20 +124,22 @@ def _list_smaller_clusters(topology: Topology, best_s: float, lower_bound_s: Cal
 
 
 def _bound_job_seconds(job: Job, space_of: SpaceOf) -> float:
-    """What no plan of ``job`` goes below. Raises a :class:`PartitionError` where there is none."""
+    """Return a lower bound in seconds on the step of every plan of ``job``. Raises a :class:`PartitionError` if it has
+    no candidates."""
     bounds = ModelBounds(job)
     return float(bounds.times(list_candidates(space_of(job, bounds))).min())
 
 
-_FARTHEST = 0.25  # of the batch, that another one may differ by
+_FARTHEST = 0.25  # greatest relative difference from the given batch
 
-_WORTH_A_BATCH = 0.99  # of a sample's time: what is hardly faster is not worth a word
+_WORTH_A_BATCH = 0.99  # greatest share of the time of a sample at which another batch is reported
 
-JobOf = Callable[[int], Job]  # of another global batch
+JobOf = Callable[[int], Job]  # returns the job with another global batch
 
 
 def batches_near(global_batch: int, num_devices: int) -> list[int]:
-    """Batches that divide over the devices, or their divisors, the nearest first; none where ``global_batch`` does."""
+    """Return up to two global batches near ``global_batch`` that divide better over the devices, the nearest first.
+    Return an empty list if ``global_batch`` already is a multiple or a divisor of ``num_devices``."""
     if global_batch % num_devices == 0 or num_devices % global_batch == 0:
         return []
     step = max(part for part in list_divisors(num_devices) if part <= global_batch)
@@ -142,7 +149,9 @@ def batches_near(global_batch: int, num_devices: int) -> list[int]:
 
 
 def faster_batches(job: Job, best_s: float, job_of: JobOf, space_of: SpaceOf, best: Best) -> tuple[Baseline, ...]:
-    """The nearest batch whose samples take less time than those of a step of ``best_s``, with its plan (``best``)."""
+    """Return the nearest global batch whose samples take clearly less time each than those of a step of ``best_s``
+    seconds, with its plan; empty if there is none. ``job_of``: returns the job with another batch. ``space_of``,
+    ``best``: see :func:`without_laggards`."""
     pinned = job.constraints
     if not job.train or pinned.group_size is not None or pinned.data_shares is not None:
         return ()

@@ -1,6 +1,7 @@
-"""The search space: candidates of mesh shape, microbatch and schedule, and the baselines of every report.
+"""Define the search space: which combinations of mesh, microbatch size, schedule and ZeRO stage are candidates.
 
-``why_none`` explains why a batch, a mesh or a schedule leaves no candidate to search.
+``why_none`` explains why a batch, a mesh or a schedule leaves no candidate. ``find_baseline_candidates`` chooses the
+candidates that every report shows for comparison.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from partitioner.units import format_plural, list_divisors
 
 
 def explain_uneven_batch(space: SearchSpace, dp: int) -> str:
-    """What to say where the batch does not split over ``dp``."""
+    """Return a sentence for the user that says that the global batch does not split over ``dp`` ranks."""
     size = space.constraints.group_size
     groups = "" if size is None else f", in groups of {size} samples that meet,"
     return f"the global batch of {space.global_batch}{groups} does not split over dp={dp}"
 
 
 def why_none(space: SearchSpace) -> PlanError | ConstraintError:
-    """What to raise where there is no candidate."""
+    """Return the error to raise if the search space has no candidate. Its message lists the fixed values and what they
+    have to satisfy."""
     asked = space.constraints
     if None not in (asked.pp, asked.dp, asked.tp) and math.prod(asked.pinned.values()) != space.world_size:
         return ConstraintError(asked.too_few(space.world_size))
@@ -60,12 +62,12 @@ def why_none(space: SearchSpace) -> PlanError | ConstraintError:
 
 
 def _describe_batch_limit(space: SearchSpace) -> str:
-    """What the batch asks of ``dp``."""
+    """Return the part of an error message that says what the batch requires of ``dp``."""
     return "divide" if space.even or space.experts else "be at most"
 
 
 def _describe_pipeline_limit(space: SearchSpace) -> str:
-    """What pipelines there can be."""
+    """Return the part of an error message that says which pipeline sizes are possible."""
     pinned = space.constraints
     if (pinned.virtual_stages or 1) > 1:
         return f"pp is more than 1 and pp x virtual_stages at most {space.num_calls}"
@@ -75,13 +77,14 @@ def _describe_pipeline_limit(space: SearchSpace) -> str:
 
 
 def _describe_tensor_limit(space: SearchSpace) -> str:
-    """How wide tensor groups may be, if that forbids any."""
+    """Return the part of an error message that says how many ranks ``tp`` may have; empty if every number is
+    allowed."""
     forbids = space.constraints.tp is None and space.widest < space.world_size
     return f" and be at most {space.widest}" if forbids else ""
 
 
 def _asked_by(schedule: str | ScheduleTable) -> str:
-    """What a schedule leaves no choice of."""
+    """Return the part of an error message that says which sizes a schedule requires; empty if it requires none."""
     table = table_of(schedule)
     if table is not None:
         return (
@@ -92,33 +95,39 @@ def _asked_by(schedule: str | ScheduleTable) -> str:
     return f"; the schedule has {chunks} virtual stages on each rank" if chunks is not None else ""
 
 
-Times = Callable[[Sequence["MeshCandidate"]], NDArray[np.float64]]  # bounds of all at once
+Times = Callable[[Sequence["MeshCandidate"]], NDArray[np.float64]]  # lower bounds in seconds on many candidates
 
-_LEAST_TOKENS = 8192  # of a sequence on a rank: to share shorter ones is for those who ask, and takes longer to plan
+_LEAST_TOKENS = 8192  # of a sequence on a rank; shorter pieces only if cp is fixed, since they take longer to plan
 
-_FEWEST_TOKENS = 2048  # the same, where the ranks would be more than the batch has parts for
-_CHOICES = {"zb-1p": (1, 2, 4)}  # virtual stages that are tried, where any may be
-_UNEVEN = 1.1  # times an even share that the largest virtual stage of a rank may have
-_MORE_CHUNKS = 1.8  # times the last number of virtual stages, the next one
+_FEWEST_TOKENS = 2048  # the same if there are more ranks than the batch can be divided over
+_CHOICES = {"zb-1p": (1, 2, 4)}  # numbers of virtual stages to try for schedules that allow any
+_UNEVEN = 1.1  # the largest virtual stage may have this many times an even share of the layers
+_MORE_CHUNKS = 1.8  # least ratio of two numbers of virtual stages that are tried
 _MOST_CHUNKS = 16
 
-_WIDEST = 8  # ranks of tp, where no node has more: wider ones are for those who ask
+_WIDEST = 8  # greatest tp that is searched if no node has more devices
 
-_PART_GROWS = 4  # from one part of dp that shares states to the next
+_PART_GROWS = 4  # ratio of consecutive sizes of dp_shard that are tried
 
-SEARCHED = {"1f1b": (1,), "zb-1p": (1,)}  # with their virtual stages, where none is pinned
+SEARCHED = {"1f1b": (1,), "zb-1p": (1,)}  # schedules that are searched if none is fixed, with their virtual stages
 
-_BESIDE = {"zb-1p": (2,), "zb-v": (2,)}  # tried besides, as is "interleaved"
-_OVERLAPPING = {"zb-2p": (1,)}  # where steps overlap, which fill what it leaves
+_BESIDE = {"zb-1p": (2,), "zb-v": (2,)}  # tried after the search on the best meshes, as is "interleaved"
+_OVERLAPPING = {"zb-2p": (1,)}  # tried in addition if steps overlap: the next step fills its idle time
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What the candidates are drawn from. ``num_calls``: calls that stages can be cut between; ``dims``: the sizes of
-    the weights' dims; ``global_batch``: samples; ``experts``: ranks that share them are a divisor of it; ``length``: a
-    sample's tokens; ``repeated``: calls of blocks that repeat (0: all); ``even``: whether all ranks of ``dp`` must have
-    as many microbatches; ``any_etp``: whether an expert may be divided over other numbers of ranks than 1 and
-    ``tp``."""
+    """The data from which candidates are listed.
+
+    - ``global_batch``: number of samples of a step. ``length``: tokens of a sample; 0 if the model has no sequence to
+      share.
+    - ``num_calls``: number of calls that can be distributed over pipeline stages. ``repeated``: how many of them are of
+      blocks that occur several times, such as decoder layers; 0 stands for all.
+    - ``dims``: all dim sizes of the parameters. ``tp`` must divide one of them.
+    - ``experts``: ``ep`` must divide this number; 0 for a model without experts. ``any_etp``: whether an expert may be
+      sharded over other numbers of ranks than 1 and ``tp``.
+    - ``even``: whether all ranks of ``dp`` must have equally many microbatches.
+    """
 
     topology: Topology
     global_batch: int
@@ -138,20 +147,22 @@ class SearchSpace:
 
     @property
     def units(self) -> int:
-        """What is shared out over ``dp``: samples, or the groups that they meet in."""
+        """Return the number of units of the batch that are distributed over ``dp``: groups of samples if samples
+        interact within groups, otherwise samples."""
         return self.global_batch // (self.constraints.group_size or 1)
 
     def splits(self, dp: int) -> bool:
-        """Whether every rank of ``dp`` can have some of the batch: as much as the others, or about as much."""
+        """Whether the batch can be distributed over ``dp`` ranks: evenly or, if that is not required, with at least one
+        unit for each rank."""
         return self.units % dp == 0 or (not self.even and dp <= self.units)
 
     @property
     def widest(self) -> int:
-        """The most ranks of ``tp`` that are tried where it is not fixed."""
+        """Return the greatest ``tp`` that is searched if the user does not fix it."""
         return widest_searched(self.topology, self.constraints)
 
     def sizes(self, dp: int) -> list[int]:
-        """The microbatches that there may be."""
+        """Return the possible microbatch sizes in samples with ``dp`` data-parallel ranks."""
         pinned = self.constraints
         if self.units % dp and pinned.microbatch_size is None:
             return [size for size in list_divisors(self.global_batch) if self.global_batch // size >= dp]
@@ -163,7 +174,8 @@ class SearchSpace:
         return [given] if shared else []
 
     def allows(self, candidate: MeshCandidate) -> bool:
-        """Whether the microbatches of ``candidate`` can be shared out over ``dp``."""
+        """Whether the microbatches of ``candidate`` can be distributed over its ranks of ``dp``, evenly or in the
+        numbers that the constraints fix."""
         given = self.constraints.data_shares
         if given is not None and (len(given), sum(given)) != (candidate.dp, candidate.parts(self.global_batch)):
             return False
@@ -176,11 +188,12 @@ class SearchSpace:
 
 
 def list_candidates(space: SearchSpace) -> list[MeshCandidate]:
-    """All candidates that the constraints allow.
+    """Return all candidates that the constraints allow.
 
-    ``tp`` divides some dim of a weight, and is at most 8 or the devices of the largest node (``ahead``: of two) unless
-    it is pinned; the microbatch divides the batch, and there is one for every rank of ``dp``; there are calls for every
-    stage. What is not executed yet is there only where it is asked for.
+    ``tp`` divides a dim of some weight. Unless it is fixed, it is at most 8 or the number of devices of the largest
+    node, whichever is more (two nodes with ``ahead``). The microbatch size divides the batch, and every rank of ``dp``
+    has at least one microbatch. Every stage has at least one call. Features that can be estimated but not executed are
+    included only if the constraints ask for them.
 
     Raises :class:`ConstraintError` for constraints that cannot hold and :class:`PlanError` if no candidate is left.
     """
@@ -205,10 +218,11 @@ def list_candidates(space: SearchSpace) -> list[MeshCandidate]:
 
 
 def list_hybrid_candidates(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCandidate]:
-    """``candidate`` with its states shared by a part of its ``dp`` ranks, on several nodes, where that is left open.
+    """Return variants of ``candidate`` under hybrid sharding, in which only a part of the ``dp`` ranks shares the
+    states (``dp_shard``). The list is empty on a single node, or if the constraints fix ZeRO or ``dp_shard``.
 
-    A part is as many ranks as a node holds, or four times that, and so on: gathers over few nodes start sooner, and
-    states over many take less memory.
+    A part has as many ranks as a node holds, or four times that, and so on. Small parts gather over few nodes, which
+    starts sooner; large parts need less memory.
     """
     pinned = space.constraints
     several = space.topology.num_nodes > 1
@@ -219,7 +233,9 @@ def list_hybrid_candidates(space: SearchSpace, candidate: MeshCandidate) -> list
     while size < candidate.dp:
         parts[max(d for d in even if d <= size)] = None
         size *= _PART_GROWS
-    whole = pinned.model_copy(update={"grad_compression": None})  # what whole shards cannot, parts of them can
+    whole = pinned.model_copy(
+        update={"grad_compression": None}
+    )  # compression may be possible with dp_shard though not without
     stages = [
         stage for stage, _ in _list_zero_options(replace(space, constraints=whole), candidate.dp, candidate.cp) if stage
     ]
@@ -227,7 +243,7 @@ def list_hybrid_candidates(space: SearchSpace, candidate: MeshCandidate) -> list
 
 
 def list_mesh_shapes(space: SearchSpace) -> list[tuple[int, int, int, int]]:
-    """The (pp, dp, tp, cp) that the constraints allow."""
+    """Return all sizes (pp, dp, tp, cp) of the mesh axes that the constraints allow."""
     pinned, world = space.constraints, space.world_size
     found = []
     for tp in list_divisors(world):
@@ -244,12 +260,15 @@ def list_mesh_shapes(space: SearchSpace) -> list[tuple[int, int, int, int]]:
 
 
 def _context_axes(space: SearchSpace, room: int) -> list[int]:
-    """The ``cp`` of ``room`` ranks. Each gets two pieces of the sequence, one from either end, so that causal work is
-    even. Where the batch does not split evenly over as many ranks as are left, fewer tokens may be on each."""
+    """Return the sizes of ``cp`` to try, if ``room`` ranks are left for ``dp`` and ``cp``.
+
+    Each rank gets two pieces of the sequence, one from each end, so that causal attention is even. Normally a rank has
+    at least ``_LEAST_TOKENS`` tokens; fewer are allowed if the batch would not divide evenly otherwise.
+    """
     pinned, length = space.constraints, space.length
     if pinned.cp is not None:
         return [pinned.cp] if room % pinned.cp == 0 else []
-    if None not in (pinned.pp, pinned.dp, pinned.tp):  # the only one that makes as many ranks as there are
+    if None not in (pinned.pp, pinned.dp, pinned.tp):  # the other axes determine cp
         left = room // (pinned.dp or 1)
         return [left] if left == 1 or (length and length % (2 * left) == 0) else []
     even = [cp for cp in list_divisors(room) if cp == 1 or length % (2 * cp) == 0]
@@ -261,7 +280,8 @@ def _context_axes(space: SearchSpace, room: int) -> list[int]:
 
 
 def _expert_axes(space: SearchSpace, room: int, tp: int) -> list[tuple[int, int]]:
-    """(ep, etp): ranks that share the experts, and ranks that share each of them (0: ``tp``)."""
+    """Return the pairs (ep, etp) to try: the number of ranks that share the experts, and the number of ranks that share
+    one expert (0: ``tp``). ``room``: the number of ranks of dp x cp x tp."""
     pinned = space.constraints
     if pinned.etp not in (None, 1, tp) and not space.any_etp:
         return []
@@ -277,14 +297,15 @@ def _expert_axes(space: SearchSpace, room: int, tp: int) -> list[tuple[int, int]
 
 
 def _list_schedules(space: SearchSpace, pp: int) -> list[tuple[str | ScheduleTable, int]]:
-    """Schedules with their virtual stages. GPipe takes as long as 1F1B and never less memory: only if it is pinned."""
+    """Return the schedules to try with ``pp`` ranks, each with its number of virtual stages on a rank. GPipe takes as
+    long as 1F1B and at least as much memory, so it is included only if it is fixed."""
     pinned = space.constraints
     table = None if pinned.schedule is None else table_of(pinned.schedule)
     if table is not None:
         return [(table, chunks_of(table) or 1)] if len(table.own.ranks) <= space.num_calls else []
     if pp == 1:
         if (pinned.virtual_stages or 1) > 1 or pinned.schedule not in (None, *OF_ONE_STAGE):
-            return []  # one rank's virtual stages would be one stage, and other schedules say nothing of one
+            return []  # virtual stages on one rank would be one stage, and other schedules need several ranks
         return [(str(pinned.schedule or "1f1b"), 1)]
     names = [str(pinned.schedule)] if pinned.schedule else _list_searched_schedules(space)
     found: list[tuple[str | ScheduleTable, int]] = []
@@ -301,7 +322,7 @@ def _list_schedules(space: SearchSpace, pp: int) -> list[tuple[str | ScheduleTab
 
 
 def _list_searched_schedules(space: SearchSpace) -> list[str]:
-    """The schedules to choose among where none is pinned."""
+    """Return the names of the schedules to try if none is fixed."""
     pinned = space.constraints
     if not space.train:
         return ["interleaved" if (pinned.virtual_stages or 1) > 1 else "1f1b"]
@@ -311,7 +332,7 @@ def _list_searched_schedules(space: SearchSpace) -> list[str]:
 
 
 def _chunk_choices(space: SearchSpace, pp: int, schedule: str) -> list[int]:
-    """The virtual stages on a rank that are tried for a schedule that may have any number of them."""
+    """Return the numbers of virtual stages on a rank to try for ``schedule``, which allows any number."""
     if schedule == "interleaved":
         return even_chunks(space, pp)
     pinned = space.constraints
@@ -319,8 +340,8 @@ def _chunk_choices(space: SearchSpace, pp: int, schedule: str) -> list[int]:
 
 
 def even_chunks(space: SearchSpace, pp: int) -> list[int]:
-    """Numbers of virtual stages on a rank that let all of them have as many layers, and between these about as many;
-    two, where none does."""
+    """Return the numbers of virtual stages on a rank that give all stages equally many layers, and others that nearly
+    do so. Numbers close to each other are left out. Return ``[2]`` if there are none."""
     layers, found = space.repeated or space.num_calls, list[int]()
     several = range(2, min(_MOST_CHUNKS, space.num_calls // pp) + 1)
     largest = {chunks: -(-layers // (chunks * pp)) * chunks * pp for chunks in several}
@@ -333,8 +354,9 @@ def even_chunks(space: SearchSpace, pp: int) -> list[int]:
 
 
 def several_stages(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCandidate]:
-    """``candidate`` under the schedules of several virtual stages, but for those that are as fast as one of them in
-    more memory; and under those that others' steps fill."""
+    """Return variants of ``candidate`` under schedules with several virtual stages on a rank, without those that are as
+    fast as another and need more memory. If consecutive steps may overlap, a schedule whose idle time the next step
+    fills is included too."""
     choices = {"interleaved": even_chunks(space, candidate.pp), **_BESIDE}
     choices |= _OVERLAPPING if space.constraints.overlap_steps else {}
     found = [(name, v) for name, several in choices.items() for v in several if v * candidate.pp <= space.num_calls]
@@ -342,12 +364,14 @@ def several_stages(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCan
 
 
 def _is_for(table: ScheduleTable | None, pp: int, num_microbatches: int) -> bool:
-    """Whether a schedule that is written down is one for these numbers."""
+    """Whether ``table``, a schedule that the user wrote, is for this number of ranks and microbatches. ``None`` is for
+    all."""
     return table is None or (len(table.own.orders), table.num_microbatches) == (pp, num_microbatches)
 
 
 def _list_zero_options(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, int]]:
-    """(stage, ranks of dp that share states; 0: all)."""
+    """Return the pairs to try: ZeRO stage, and the number of ``dp`` ranks that share parameters, gradients or optimizer
+    states (0: all of them)."""
     pinned = space.constraints
     if pinned.dp_shard is not None and dp % pinned.dp_shard:
         return []
@@ -367,10 +391,8 @@ def _list_zero_options(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, 
 
 
 def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
-    """What a user could fix and the certificate's bound does not speak of: constraint -> a sentence.
-
-    Plans with these may be faster than one that is proven without them.
-    """
+    """Return the constraints that a user could fix and the certificate's bound does not cover, each with a sentence
+    that says what was not tried. Plans with such constraints may be faster than a proven plan."""
     pinned, topology = space.constraints, space.topology
     several, found = topology.num_nodes > 1, dict[str, str]()
     if pinned.offload is None and can_offload(topology):
@@ -409,17 +431,20 @@ def _tensor_axis_fits(space: SearchSpace, tp: int) -> bool:
 
 
 def widest_searched(topology: Topology, pinned: Constraints) -> int:
-    """See :attr:`SearchSpace.widest`."""
+    """Return the greatest ``tp`` that is searched if the user does not fix it: 8 or the number of devices of the
+    largest node, whichever is more (two nodes with ``ahead``)."""
     return max(_WIDEST, max(group.devices for group in topology.nodes) * (2 if pinned.ahead else 1))
 
 
 def find_baseline_candidates(
     space: SearchSpace, candidates: Sequence[MeshCandidate], times: Times, fits: Callable[[MeshCandidate], bool]
 ) -> dict[str, MeshCandidate | None]:
-    """The candidates that every report has: plain data parallelism, and the textbook layout of Megatron-LM.
+    """Return the candidates that every report shows, by name: ``"data parallel"`` (plain data parallelism) and
+    ``"megatron"`` (the textbook layout of Megatron-LM). A value is ``None`` if ``candidates`` has no such layout.
 
-    The latter has ``tp`` as wide as a node, as few stages as fit in memory, data parallelism over the rest (Narayanan
-    et al. 2021, section 3), and the microbatch of the least bound. ``None``: not among ``candidates``.
+    The layout of Megatron-LM has ``tp`` as wide as a node, as few stages as fit in memory, and data parallelism over
+    the other ranks (Narayanan et al. 2021, section 3). The microbatch size has the least bound. ``times``: lower bounds
+    in seconds on candidates. ``fits``: whether a candidate fits in memory.
     """
     plain = [p for p in candidates if p.pp == p.tp == p.cp == 1 and not p.zero]
     inside = space.topology.devices_per_node if space.topology.num_nodes > 1 else space.world_size
@@ -440,7 +465,7 @@ def find_baseline_candidates(
 
 
 def left_out(space: SearchSpace, candidates: Sequence[MeshCandidate]) -> dict[MeshCandidate, str]:
-    """Plain data parallelism with the reason why it is no candidate, if it is none."""
+    """Return plain data parallelism with the reason why it is not among ``candidates``; empty if it is among them."""
     if any(p.pp == p.tp == p.cp == 1 and not p.zero for p in candidates):
         return {}
     size = space.constraints.group_size or 1
@@ -453,7 +478,8 @@ def left_out(space: SearchSpace, candidates: Sequence[MeshCandidate]) -> dict[Me
 def find_least_bound_candidate(
     choices: Sequence[MeshCandidate], times: Times, fits: Callable[[MeshCandidate], bool]
 ) -> MeshCandidate | None:
-    """The candidate of the least bound among those that fit, or among all if none does; ``None`` of none."""
+    """Return the candidate of ``choices`` with the least bound among those that fit in memory, or among all if none
+    fits. Return ``None`` if ``choices`` is empty. ``times`` and ``fits``: see :func:`find_baseline_candidates`."""
     if not choices:
         return None
     ranked = [choices[int(i)] for i in np.argsort(times(choices), kind="stable")]

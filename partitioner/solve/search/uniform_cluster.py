@@ -1,7 +1,8 @@
-"""Lower bound on a candidate from a uniform cluster, whose devices are all as good as the best device of the real one.
+"""Compute a lower bound on a candidate from a uniform cluster, in which all devices are as good as the best real
+device.
 
-In the uniform cluster the nodes may also have their links to other nodes in any order, so no plan is slower there. Few
-placements can be optimal on it: each axis spans a number of units on each level, with the nodes in any order. These
+In the uniform cluster, the nodes' bandwidths to other nodes may also be in any order, so no plan is slower there. Only
+few placements can be optimal on it: each axis has a factor on each level of links, with the nodes in any order. These
 placements are evaluated like plans, with collectives, transfers between stages and a simulated schedule.
 """
 
@@ -30,15 +31,18 @@ from partitioner.solve.placement.regular import all_nestings, equal_levels, is_r
 from partitioner.topology.hardware import NodeGroup, NodeOverride
 from partitioner.topology.topology import Topology
 
-BEST = "best"  # the kind of all devices
+BEST = "best"  # name of the device type of a uniform cluster
 
-_MOST = 30  # orders of nodes that are told apart
+_MOST = 30  # with more orders of nodes, a single cluster stands for all
 
 
 def list_uniform_clusters(topology: Topology) -> list[Topology]:
-    """``topology`` with devices that are all alike, one for each order of its nodes; of many orders one whose nodes all
-    have the links that the best two leave each other. Empty where nodes have different numbers of devices or network
-    cards, or links that single pairs or kinds of nodes have."""
+    """Return copies of ``topology`` in which all devices are as good as the best one: one for each order of the nodes'
+    network bandwidths. If there are too many orders, return one in which every node has the second-best bandwidth.
+
+    The list is empty if nodes have different numbers of devices or network cards, or if single pairs of devices or
+    kinds of nodes have links of their own.
+    """
     nodes, levels = topology.nodes, topology.levels
     shapes = {(group.devices, group.pattern, group.concurrent, group.num_cards) for group in nodes}
     if len(shapes) > 1 or topology.own_links or any(level.only for level in levels):
@@ -74,7 +78,8 @@ def list_uniform_clusters(topology: Topology) -> list[Topology]:
 
 
 def _find_node_bandwidth_shares(topology: Topology) -> list[float]:
-    """The fraction, for each node, of the bandwidth to others that its best device is left with."""
+    """Return, for each node, the fraction of the full bandwidth to other nodes that its best device is left with, if
+    network cards are missing or slower."""
     best = np.zeros(topology.num_nodes)
     np.maximum.at(best, topology.node_of, topology.cards.left)
     found: list[float] = best.tolist()
@@ -90,7 +95,7 @@ def _num_orders(shares: Sequence[float]) -> int:
 
 
 def _list_share_orders(shares: Sequence[float]) -> Iterator[tuple[float, ...]]:
-    """All orders of ``shares``, of which some are equal."""
+    """Yield all distinct orders of ``shares``, some of which may be equal."""
     if not shares:
         yield ()
     for first in sorted(set(shares), reverse=True):
@@ -103,7 +108,8 @@ _NEAR = 0.75  # least mean peak, as a share of the best device's
 
 
 class UniformClusterBound:
-    """Lower bounds of the candidates that ``evaluator`` solves."""
+    """Lower bounds on the candidates that ``evaluator`` solves, from a cluster whose devices are all as good as the
+    best one."""
 
     def __init__(self, evaluator: CandidateEvaluator) -> None:
         self._evaluator = evaluator
@@ -111,16 +117,18 @@ class UniformClusterBound:
         self._machines: dict[tuple[int, ...], list[PlacedMesh]] = {}
 
     def quickly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """:meth:`least`, stopped when the bound falls below ``cutoff_s``; 0 if devices differ much."""
+        """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``. Stop refining it when
+        it falls below ``cutoff_s``. Return 0 if devices differ so much that the bound would be loose."""
         return self._bound_until(candidate, cutoff_s, cutoff_s) if self._are_near else 0.0
 
     def least(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``; 0 if nothing can be said. Raises
-        the exceptions of :meth:`CandidateEvaluator.own`."""
+        """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``; 0 means that there is
+        no bound. Raises the exceptions of :meth:`CandidateEvaluator.own`."""
         return self._bound_until(candidate, cutoff_s, 0.0)
 
     def _bound_until(self, candidate: MeshCandidate, cutoff_s: float, stop_s: float) -> float:
-        """:meth:`least` that stops refining once the bound is below ``stop_s``."""
+        """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``. Stop refining it when
+        it falls below ``stop_s``; 0 means that there is no bound."""
         if (
             self._evaluator.tries_all(candidate)
             or not self._level_sizes
@@ -144,16 +152,17 @@ class UniformClusterBound:
 
     @cached_property
     def _uniform_topologies(self) -> list[Topology]:
-        """Topologies of the equalised cluster, one for each order of its nodes; empty if hosts are used or the
-        placement is fixed."""
+        """Return the clusters in which all devices are as good as the best real one, one for each order of the nodes'
+        network bandwidths. Return an empty list if the plan uses host memory, or if the placement is fixed."""
         job = self._evaluator.job
-        if job.constraints.offload or self._evaluator.placements.in_order:  # hosts are not evened
+        if job.constraints.offload or self._evaluator.placements.in_order:  # hosts stay different
             return []
         return list_uniform_clusters(job.topology)
 
     @cached_property
     def _are_near(self) -> bool:
-        """Whether the mean peak of the devices is near that of the best device."""
+        """Whether the mean peak FLOP/s of the devices is near that of the best device, so that the bound is not
+        loose."""
         job = self._evaluator.job
         paces, of_device = job.topology.paces
         rates = np.array([job.topology.types[kind].peak_of(job.precision) * speed for kind, speed in paces])
@@ -161,7 +170,8 @@ class UniformClusterBound:
 
     @cached_property
     def _level_sizes(self) -> tuple[int, ...]:
-        """Number of devices that each level joins."""
+        """Return, for each level of links of the uniform cluster, how many devices they join, from the inside out;
+        empty if there is no uniform cluster."""
         if not self._uniform_topologies:
             return ()
         return equal_levels(self._uniform_topologies[0].changed(overrides={}, node_overrides={})) or ()
@@ -181,7 +191,7 @@ class UniformClusterBound:
         )
 
     def _list_distinct_placements(self, candidate: MeshCandidate) -> list[PlacedMesh]:
-        """The placements of a mesh, one for each distinct cost."""
+        """Return the placements of the candidate's mesh on the uniform clusters, one for each distinct cost."""
         key = tuple(candidate.grid.values())
         if key not in self._machines:
             every = list(self._list_all_placements(candidate))
@@ -192,7 +202,9 @@ class UniformClusterBound:
         sizes = tuple(candidate.grid.get(axis, 1) for axis in AXES)
         nested = all_nestings(sizes, self._level_sizes)
         first, precision = self._uniform_topologies[0], self._uniform_job.precision
-        for devices in list_arrangements(first, candidate.grid):  # others that are tried on the cluster itself
+        for devices in list_arrangements(
+            first, candidate.grid
+        ):  # further placements that are tried on the real cluster
             yield PlacedMesh(first, candidate.grid, precision, devices)
         for topology in self._uniform_topologies:
             for devices in nested:
@@ -202,6 +214,6 @@ class UniformClusterBound:
 def _evaluate_for_bound(placement_evaluator: PlacementEvaluator, machine: PlacedMesh) -> float:
     try:
         placement_evaluator(machine)
-    except PartitionError:  # stages that are followed may fit though none were found that do
+    except PartitionError:  # under a simulated schedule some cut may fit although none was found
         return 0.0
     return placement_evaluator.lower_bounds[-1]

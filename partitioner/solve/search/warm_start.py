@@ -1,9 +1,10 @@
-"""Points that a search evaluates first: a good plan known early prunes most of the other candidates.
+"""Choose candidates that the search evaluates first, because a good plan known early prunes most of the other
+candidates.
 
-The best candidate of each standard layout comes first, and leaner candidates as long as these do not fit. For mixtures
-of experts the textbook layout with spread experts follows: ``tp`` inside a node, experts over as many ranks as hold
-them, few stages. From the plans found the search goes on to neighbours that differ in one number (sharding of states or
-experts, ``tp``, microbatch, stages), as long as one is better.
+First comes the best candidate of each standard layout and, as long as it does not fit, candidates that need less
+memory. For mixtures of experts, the textbook layout with distributed experts follows: ``tp`` inside a node, experts
+distributed over many ranks, few stages. From the plans found, the search then goes to neighbours that differ in one
+number (ZeRO stage, ``ep``, ``tp``, microbatch size, number of stages), as long as one is better.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ from partitioner.solve.search.baselines import MOST_TRIED, StandardLayout
 from partitioner.solve.search.space import SearchSpace
 from partitioner.units import list_divisors
 
-_MOST_SPREAD = 64  # ranks that share the experts to begin with
+_MOST_SPREAD = 64  # greatest ep of the first layouts of a mixture of experts
 
-_MOST_WIDE = 8  # ranks of tp, the same
-_MOST_DEPTHS = 3  # numbers of stages that are tried to begin with
-_MOST_STEPS = 40  # candidates that are evaluated on the way to better ones
+_MOST_WIDE = 8  # greatest tp of these layouts
+_MOST_DEPTHS = 3  # how many different numbers of stages of these layouts are tried
+_MOST_STEPS = 40  # greatest number of evaluated candidates while neighbours are tried
 
 
 @dataclass
 class WarmStart:
-    """Source of the first candidates. The caller evaluates each candidate of :meth:`candidates` and calls :meth:`tell`
-    before it requests the next.
+    """Generates the first candidates of a search. The caller evaluates each candidate of :meth:`list_first_candidates`
+    and reports the outcome with :meth:`tell` before it requests the next.
 
-    ``candidates``: the candidates that may be evaluated. ``deadline``: time (:func:`time.monotonic`) after which the
-    search for better plans ends. ``cutoff_s``: plans that take this long or longer are of no interest.
+    ``candidates``: the candidates that may be evaluated. ``standards``: the standard layouts of the report.
+    ``deadline``: time (:func:`time.monotonic`) after which no more neighbours are tried. ``cutoff_s``: plans that take
+    at least this many seconds per step are of no interest.
     """
 
     space: SearchSpace
@@ -52,7 +54,7 @@ class WarmStart:
     def list_first_candidates(self) -> Iterator[MeshCandidate]:
         for standard in self.standards:
             yield from self._first_that_fits(standard)
-        if not self.space.experts:  # others are nearly as fast found as bounded
+        if not self.space.experts:  # without experts the search itself finds good plans quickly
             return
         yield from self._list_expert_layouts()
         plans = {candidate: seconds for candidate, seconds in self._found.items() if isinstance(seconds, float)}
@@ -64,8 +66,8 @@ class WarmStart:
         return min((s for s in self._found.values() if isinstance(s, float)), default=self.cutoff_s)
 
     def _first_that_fits(self, standard: StandardLayout) -> Iterator[MeshCandidate]:
-        """The candidates of a standard layout until one fits. The first is evaluated for the report, whatever it takes;
-        the others only if they may be better."""
+        """Yield candidates of a standard layout until one fits. The first is always yielded, because the report shows
+        it; the others only if they may be better than the best plan so far."""
         tried = 0
         for candidate in standard.candidates[: 1 if standard.excluded else None]:
             if tried and not self._is_worth(candidate):
@@ -76,7 +78,7 @@ class WarmStart:
                 return
 
     def _is_worth(self, candidate: MeshCandidate) -> bool:
-        """Whether a candidate may be a better plan, by its quick bounds."""
+        """Whether a candidate is allowed, was not tried, and may be a better plan by its quick bounds."""
         if candidate in self._found or candidate not in self.candidates:
             return False
         try:
@@ -87,7 +89,7 @@ class WarmStart:
         return bool(self.bounds.times([candidate])[0] < self._best_s)
 
     def _list_expert_layouts(self) -> Iterator[MeshCandidate]:
-        """The textbook layout of a mixture of experts, with as few stages and as large a microbatch as fit."""
+        """Yield the textbook layouts of a mixture of experts, with as few stages and as large a microbatch as fit."""
         depths, pinned = 0, self.space.constraints
         for pp in list_divisors(self.space.world_size):
             room = self.space.world_size // pp
@@ -114,14 +116,15 @@ class WarmStart:
                 return
 
     def _estimate_fitting_microbatch(self, candidate: MeshCandidate, error: CapacityError) -> int:
-        """A microbatch size that is likely to fit, given the shortage ``error`` of ``candidate``: all memory except
-        states is proportional to it."""
+        """Return a microbatch size that probably fits, given the shortage ``error`` of ``candidate``. It is assumed
+        that all memory except parameters, gradients and optimizer states is proportional to the microbatch size."""
         room = self.bounds.capacity(candidate) - self.bounds.state_bytes(candidate)
         share = max(0.0, room) / max(1.0, room + error.missing_bytes)
         return min(candidate.microbatch_size - 1, max(1, int(candidate.microbatch_size * share)))
 
     def _climb_from_candidate(self, start: MeshCandidate) -> Iterator[MeshCandidate]:
-        """From a candidate that has a plan to better ones, taking the first improvement each time."""
+        """Yield neighbours of ``start``, a candidate that has a plan. When one is better, continue from it; stop if
+        none is."""
         here = start
         while True:
             for candidate in self._list_neighbour_candidates(here):
@@ -137,8 +140,8 @@ class WarmStart:
                 return
 
     def _list_neighbour_candidates(self, candidate: MeshCandidate) -> Iterator[MeshCandidate]:
-        """The neighbours of ``candidate``. Neighbours with the same local graphs come first, since they are quick to
-        plan."""
+        """Yield candidates that differ from ``candidate`` in one number. Those with the same local graphs come first,
+        because they are quick to plan."""
         if candidate.dp > 1:
             yield from (candidate.sharing(zero) for zero in (3, 2, 1, 0))
         for ep in _find_adjacent_numbers(list_divisors(self.space.experts), candidate.ep):
@@ -161,7 +164,7 @@ class WarmStart:
 
 
 def _find_adjacent_numbers(numbers: Sequence[int], number: int) -> list[int]:
-    """The neighbours of ``number`` among ``numbers``, in order."""
+    """Return the next smaller and the next larger of ``numbers`` than ``number``, as far as they exist."""
     below, above = [n for n in numbers if n < number], [n for n in numbers if n > number]
     return [*below[-1:], *above[:1]]
 

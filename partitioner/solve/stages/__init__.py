@@ -1,1 +1,1 @@
-"""Cuts the calls of a model into pipeline stages under the memory of each stage."""
+"""Cut the calls of a model into pipeline stages that fit in the memory of their ranks."""

@@ -7,9 +7,9 @@ and backward times of the virtual stages. For one path, or a mean of paths, the 
 of all paths so far, then adds the longest path under these cuts to the mean (fictitious play, Brown 1951; Robinson
 1951). Upper and lower bound approach each other.
 
-A rank runs the microbatches of a stage one after the other. Runs of calls that take longer than the first cuts' step
-for all microbatches are therefore excluded. If a gap remains, a local search moves cuts. If there are few cuts, all are
-tried.
+A rank runs the microbatches of a stage one after the other. Runs of calls are therefore excluded if running all
+microbatches through them takes longer than the step with the first cuts. If a gap remains, a local search moves cuts.
+If there are few cuts, all are tried.
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ Table = NDArray[np.float64]
 Places = NDArray[np.int64]
 _CLOSE = 0.005  # relative gap at which the search stops
 _MOST_TURNS = 40
-_ACTIONS = 200_000  # to follow, in all turns
-_MOVED, _ALL = 500_000, 2_000_000  # actions of the local search, and of trying all cuts; many at once take less
+_ACTIONS = 200_000  # actions to simulate in all iterations together
+_MOVED, _ALL = (
+    500_000,
+    2_000_000,
+)  # actions to simulate in the local search, and if all cuts are tried (many at once are faster)
 _KEPT = 1000  # cuts that are returned if all are tried
-_STEPS = (1, -1, 2, -2)  # calls that cuts are moved by
+_STEPS = (1, -1, 2, -2)  # numbers of calls by which cuts are moved
 
 
 @dataclass(frozen=True)
 class RankedCuts:
-    """Pairs of step time in seconds and cuts, fastest first, with a lower bound in seconds on the step time of all
-    cuts.
+    """Cuts into stages that were tried, as pairs of step time in seconds and cuts, fastest first. ``bound``: a lower
+    bound in seconds on the step time of all cuts.
 
     Cuts are the positions of the first call of each stage, followed by the number of calls.
     """
@@ -53,8 +56,8 @@ class RankedCuts:
 def better_cuts(
     tables: StageTables, timetable: Timetable, start: Sequence[int], cutoff_s: float = math.inf, *, quick: bool = False
 ) -> RankedCuts:
-    """Search cuts with a shorter step time, starting from the cuts ``start``. Return all cuts that were tried, fastest
-    first, with a lower bound.
+    """Search cuts into virtual stages with a shorter step time, starting from the cuts ``start``. Return all cuts that
+    were tried, fastest first, with a lower bound in seconds over all cuts.
 
     Each stage alone fits on its rank; the virtual stages of a rank together may not. The search stops early if the
     lower bound reaches ``cutoff_s`` seconds, because longer steps are of no use to the caller. ``quick``: run a quarter
@@ -88,11 +91,9 @@ def better_cuts(
 def _improve_cuts_locally(
     costs: _Costs, timetable: Timetable, how: Mapping[str, bool], seen: dict[tuple[int, ...], float], left: int
 ) -> None:
-    """Add cuts to ``seen`` (step time by cuts) by a local search from the fastest ones. The search moves single cuts
-    and groups of neighbouring cuts, and stops if no move is faster.
-
-    ``left``: largest number of schedules to simulate.
-    """
+    """Add cuts into stages to ``seen`` (step time in seconds by cuts) by a local search from the fastest ones. The
+    search moves single cuts and groups of neighbouring cuts, and stops if no move is faster. ``left``: the largest
+    number of schedules to simulate."""
     best, before = min(seen, key=lambda cuts: seen[cuts]), None
     while best != before and left > 0:
         near = [cuts for cuts in _list_neighbour_cuts(best) if cuts not in seen][:left]
@@ -115,7 +116,7 @@ def _list_neighbour_cuts(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int) -> RankedCuts:
     """Simulate all possible cuts and return the fastest ones. The bound is the step time of the best."""
-    taken = costs.taken(timetable, _all_cuts(calls, stages), how, _KEPT)  # the cuts of the start fit
+    taken = costs.taken(timetable, _all_cuts(calls, stages), how, _KEPT)  # at least the first cuts fit
     order = tuple((seconds, cuts) for cuts, seconds in taken.items())
     return RankedCuts(order, order[0][0])
 
@@ -171,7 +172,8 @@ class _Costs:
         return dict(zip(map(tuple, cuts[fit[order]].tolist()), seconds[order].tolist(), strict=True))
 
     def bands(self, most: float) -> _Bands:
-        """Return the table of the runs of calls that take at most ``most`` seconds per microbatch and fit in memory."""
+        """Return the seconds of the runs of calls that take at most ``most`` seconds per microbatch and fit in memory,
+        in a compact table."""
         size = self.of_stage[0].shape[-1]
         total = np.stack([table[:3].sum(axis=0) for table in self.of_stage])
         length = np.arange(size)[None, :] - np.arange(size)[:, None]
@@ -201,7 +203,7 @@ class _Bands:
         weights, shape ``[stages, 5]``."""
         sums = np.einsum("kc,kcjw->kjw", paths, self.seconds) + self.barred
         _, size, width = sums.shape
-        reached = np.full(width + size, np.inf)  # the first ``width`` are before all calls
+        reached = np.full(width + size, np.inf)  # the first ``width`` entries stand for positions before the first call
         reached[width] = 0.0
         before = np.arange(size)[:, None] - np.arange(1, width + 1)[None, :] + width
         came = []

@@ -1,4 +1,4 @@
-"""Lower bounds on stage times that are quick to compute: on the slowest stage and on the sum of all stages.
+"""Compute lower bounds on stage times quickly: on the slowest stage and on the sum of all stages.
 
 Stages are about equal if memory allows it. Runs of calls that take much longer than an even share of the work are
 therefore skipped. With many stages few runs are left.
@@ -23,18 +23,21 @@ from partitioner.units import bytes_text, format_plural
 Vector = NDArray[np.float64]
 
 Places = NDArray[np.int64]
-_ROUNDING = 1e-9  # of a number of stages
-_LONG, _SEVERAL = 2.0, 4  # times an even share, or the largest call; microbatches, of fewer the slowest says little
+_ROUNDING = 1e-9  # tolerance when numbers of stages are rounded up
+_LONG, _SEVERAL = (
+    2.0,
+    4,
+)  # longest runs relative to an even share or the largest call; only from this many microbatches on
 
 
 @dataclass(frozen=True)
 class LeastTime:
-    """Lower bounds in seconds per microbatch over all splits: on the slowest stage, and on the sum of all stages
-    (``total_s``).
+    """Lower bounds in seconds per microbatch over all splits (cuts of the calls into stages).
 
-    ``forward_s``: the forward part of ``total_s``. ``backward_s``: backward with recomputation, known only for a single
-    stage. ``unseen``: bounds on (slowest, total) for the splits that were skipped; infinite if none were skipped.
-    ``step_s``: lower bound on the whole step for the splits that were examined.
+    ``slowest_s``: on the slowest stage. ``total_s``: on the sum of all stages. ``forward_s``: the forward part of
+    ``total_s``. ``backward_s``: backward with recomputation, known only for a single stage. ``unseen``: bounds on
+    (slowest, total) for the splits that were skipped; infinite if none were skipped. ``step_s``: lower bound on the
+    whole step for the splits that were examined.
     """
 
     slowest_s: float
@@ -46,7 +49,7 @@ class LeastTime:
 
     @property
     def is_seen(self) -> bool:
-        """Whether splits were examined and at least one fits in memory."""
+        """Whether cuts into stages were examined and at least one of them fits in memory."""
         return bool(np.isfinite(self.total_s))
 
     def pipeline_s(self, schedule: str | ScheduleTable, p: int, m: int, overlap_steps: bool = False) -> float:
@@ -68,7 +71,7 @@ class LeastTime:
 
 
 def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool = False) -> LeastTime:
-    """Compute lower bounds on the stage times of all splits of ``problem``.
+    """Return lower bounds on the stage times of all splits of ``problem`` (cuts of its calls into stages).
 
     Runs of calls that alone make a step of ``cutoff_s`` seconds are skipped. ``quick``: skip all long runs, even if no
     split without them fits.
@@ -111,11 +114,9 @@ def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool =
 
 
 def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] | None:
-    """Compute bounds over the splits into runs whose work alone takes at most ``limit`` seconds.
-
-    Returns the least slowest stage, the least sum of stages and the least step, in seconds. Returns ``None`` if there
-    is no such split, or if longer runs might be better.
-    """
+    """Return bounds over the splits into runs whose work alone takes at most ``limit`` seconds: the least slowest
+    stage, the least sum of stages and the least step, in seconds. Return ``None`` if there is no such split, or if
+    longer runs might be better."""
     start, stop, firsts = _runs_by_stop(tables, limit)
     if not len(start):
         return None
@@ -125,7 +126,7 @@ def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] 
     if tables.slim is not None:
         slim = tables.slim.run_times(stages, start, stop)
         times = slim if problem.recompute == "selective" else np.minimum(times, slim)
-    followed = not is_formula(problem.schedule)  # of others a formula says more
+    followed = not is_formula(problem.schedule)  # for formula schedules the formula gives a tighter bound
     of_pace: dict[int, OtherStageTimes] = {}
     ends, values = stop[firsts], np.empty((2 + followed, len(start)))
     # the least maximum, the least sum and the least step, up to each call
@@ -150,7 +151,7 @@ def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] 
 class OtherStageTimes(NamedTuple):
     """Cumulative seconds of a microbatch up to each call, three arrays of shape ``[calls + 1]``. ``ahead`` (forward)
     and ``back`` (backward for inputs) are lower bounds over all stages' devices. ``weights`` (backward for weights) is
-    for the devices of one stage."""
+    on the devices of one stage."""
 
     ahead: Vector
     back: Vector
@@ -178,7 +179,8 @@ def _after_others(
 
 
 def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
-    """``pace``: of the stage's devices."""
+    """Return the cumulative least seconds of a microbatch up to each call. ``pace``: the costs on the devices of one
+    stage, from which its backwards for weights are taken."""
     paces = {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
     ahead = [min(costs) for costs in zip(*([c.forward_total_s for c in p.costs] for p in paces), strict=True)]
     train = problem.train
@@ -189,8 +191,8 @@ def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
 
 
 def _check_memory(tables: StageTables) -> None:
-    """Raise :class:`CapacityError` if no split fits in memory under any allowed recomputation. The error states the
-    missing bytes, but no stage."""
+    """Raise :class:`CapacityError` if no cut into stages fits in memory under any allowed recomputation. The error
+    states the missing bytes, but no stage."""
     problem = tables.problem
     if problem.pinned or problem.recompute == "full":
         return
@@ -215,7 +217,7 @@ def _runs_by_stop(tables: StageTables, limit: float) -> tuple[Places, Places, Pl
     """Return the runs of calls whose work takes at most ``limit`` seconds, sorted by their stops: three arrays with the
     starts, the stops, and the index of the first run for each stop."""
     start, stop = tables.short_runs(limit)
-    # as many stages as the calls before and behind take at least, and one for the run
+    # least number of stages for the calls before and after the run, plus one for the run
     done = np.concatenate([[0.0], np.cumsum(np.diagonal(tables.least_work, 1))]) / max(limit, TINY)
     before, behind = done[start], done[-1] - done[stop]
     stages = np.ceil(before - _ROUNDING).clip(start > 0) + 1 + np.ceil(behind - _ROUNDING).clip(stop < len(done) - 1)

@@ -1,4 +1,5 @@
-"""The problem of cutting calls into stages: the calls, the stages' memory and their links."""
+"""Define the problem of cutting calls into stages: the calls with their costs, the memory of the stages and their
+links."""
 
 from __future__ import annotations
 
@@ -39,15 +40,16 @@ class StageCall:
 
     @property
     def working_bytes(self) -> float:
-        """Temporary bytes while the call runs, without the bytes that are kept for backward."""
+        """Return the temporary bytes while the call runs, without the bytes that are kept for backward."""
         return self.cost.working_bytes + self.gathered_bytes
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Costs of the calls on the devices of one stage. Only the seconds are used.
+    """The costs of all calls on the devices of one stage. Only their seconds are used.
 
-    ``costs``: by position of the call. ``overhead``: the calls that every stage runs in addition.
+    ``costs``: the cost of each call, in the order of the problem. ``overhead``: the cost of the calls that every stage
+    runs in addition.
     """
 
     costs: tuple[CallCost, ...]
@@ -104,7 +106,7 @@ class StageProblem:
 
     @property
     def num_rounds(self) -> int:
-        """Number of times per step that a rank runs one of its stages forward and backward: microbatches times virtual
+        """Return how many times per step a rank runs one of its stages forward and backward: microbatches times virtual
         stages."""
         return self.num_microbatches * self.chunks
 
@@ -116,8 +118,8 @@ class StageProblem:
         return Pace(tuple(call.cost for call in self.calls), self.overhead)
 
     def held(self, stage: int) -> tuple[Counts, ...]:
-        """Return the numbers of microbatches that ``stage`` holds at a time, as pairs (backward not begun, between the
-        two backward halves). The memory of the stage peaks at one of these pairs."""
+        """Return the numbers of microbatches whose activations ``stage`` holds at a time, as pairs (backward not begun,
+        between the two halves of a split backward). The memory of the stage peaks at one of these pairs."""
         if not self.train:
             return ((1, 0),)
         return self.flying[stage] if self.flying else self._count_formula_in_flight(stage)
@@ -139,20 +141,20 @@ class StageProblem:
 
     @cached_property
     def slim(self) -> StageProblem | None:
-        """This problem with the costs of selective recomputation; ``None`` if that is not allowed, or if no call has
-        cheap parts to recompute."""
+        """Return this problem with the costs of selective recomputation, or ``None`` if that is not allowed or if no
+        call has cheap parts to recompute."""
         scores = any(call.cost.selective_bytes for call in self.calls)
         if not (self.train and scores and self.recompute in (None, "selective")):
             return None
         calls = tuple(replace(call, cost=call.cost.selective()) for call in self.calls)
         paces = {id(pace): replace(pace, costs=tuple(c.selective() for c in pace.costs)) for pace in self.paces}
-        # unless it is pinned, whole calls may be recomputed, too
+        # unless recomputation is fixed, whole calls may be recomputed, too
         whole: Recompute | None = "none" if self.recompute == "selective" else None
         return replace(self, calls=calls, paces=tuple(paces[id(pace)] for pace in self.paces), recompute=whole)
 
     @property
     def last_repeated(self) -> int:
-        """The index after the last call of a repeated block, or the number of calls if no block repeats. "full"
-        recomputes only calls before it."""
+        """Return the index after the last call of a block that occurs several times, or the number of calls if there is
+        none. "full" recomputation applies only to calls before this index."""
         places = [k for k, repeats in enumerate(self.repeated) if repeats]
         return places[-1] + 1 if places else len(self.calls)

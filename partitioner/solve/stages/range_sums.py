@@ -1,4 +1,5 @@
-"""Tables of sums and maxima over every run ``[i, j)`` of consecutive calls, each of shape ``[calls + 1, calls + 1]``.
+"""Compute tables of sums and maxima over every run ``[i, j)`` of consecutive calls, each of shape ``[calls + 1, calls +
+1]``.
 
 A call is one execution of a module of the model. Rows of a table are the starts of runs, columns are their ends. If
 several calls of a run use the same tensor (for example a tied weight), its bytes count once in that run.
@@ -48,8 +49,8 @@ class Holding(NamedTuple):
 def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()) -> Segments:
     """Return the tables over all runs of ``calls``, from a cache if calls with equal values and bytes were seen before.
 
-    ``local``: names of values that are never sent between stages. Stages, states' bytes and seconds are not part of the
-    tables, so problems that differ only in them share the result.
+    ``local``: names of values that are never sent between stages. The tables do not contain seconds or the bytes of
+    parameters, and do not depend on the stages. Problems that differ only in these share one result.
     """
     holdings = tuple(
         Holding(
@@ -71,7 +72,8 @@ def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()
 
 
 class Segments:
-    """Tables of the bytes that every run of ``calls`` keeps, uses and transfers, each computed at its first use.
+    """Tables of the bytes that every run of consecutive calls keeps, uses and transfers, computed when they are first
+    used. Row ``i`` and column ``j`` of a table are for the calls ``[i, j)``.
 
     ``local``: names of values that are never sent between stages.
     """
@@ -82,25 +84,27 @@ class Segments:
 
     @cached_property
     def saved(self) -> Table:
-        """Bytes of activations that each run saves for backward, per microbatch, without its inputs."""
+        """Return a table ``[start, stop]`` of the bytes of activations that each run of calls saves for backward, per
+        microbatch, without its inputs."""
         return self.sums([c.saved_bytes for c in self.calls])
 
     @cached_property
     def carried(self) -> Table:
-        """Bytes that each run holds between its backward for inputs and its backward for weights, per microbatch,
-        without its inputs."""
+        """Return a table ``[start, stop]`` of the bytes that each run of calls holds between its backward for inputs
+        and its backward for weights, per microbatch, without its inputs."""
         return self.sums([c.carried_bytes for c in self.calls])
 
     @cached_property
     def largest_again(self) -> Table:
-        """For each run, the largest sum of saved and temporary bytes of a single call: the peak while calls are
-        recomputed one at a time."""
+        """Return a table ``[start, stop]`` of the largest sum of saved and temporary bytes of a single call of each
+        run. This is the peak while calls are recomputed one at a time."""
         return self._tabulate_run_maxima([c.saved_bytes + c.working_bytes for c in self.calls])
 
     @cached_property
     def largest_working(self) -> Table:
-        """For each run, the largest temporary bytes at any moment. This is the maximum over its calls, or the backward
-        of the last call together with gradients of the first call that the previous microbatch is still sending."""
+        """Return a table ``[start, stop]`` of the largest temporary bytes of each run of calls at any moment. This is
+        the maximum over its calls, or the backward of the last call together with gradients of the first call that the
+        previous microbatch is still sending."""
         table = self._tabulate_run_maxima([c.working_bytes for c in self.calls])
         last, lingering, _ = zip(*(c.at_ends for c in self.calls), strict=True)
         if not any(lingering):
@@ -110,22 +114,23 @@ class Segments:
 
     @cached_property
     def closing(self) -> Table:
-        """Bytes of the gradients that a run sends at the end of a microbatch's backward, when its activations are
-        freed. Shape ``[calls + 1]``, indexed by the start of the run."""
+        """Return the bytes of the gradients that a run sends at the end of a microbatch's backward, when its
+        activations are freed. Shape ``[calls + 1]``, indexed by the start of the run."""
         return np.array([*(c.at_ends[2] for c in self.calls), 0.0])
 
     def states_of(self, sizes: Mapping[str, float]) -> Table:
-        """Return the table of bytes of the distinct states (parameters and buffers) in each run.
+        """Return a table ``[start, stop]`` of the bytes of the distinct parameters and buffers in each run of calls.
 
-        ``sizes``: bytes by name of state. The result is cached by the identity of ``sizes``, so the mapping must not be
-        modified later.
+        ``sizes``: bytes by name of parameter or buffer. The result is cached by the identity of ``sizes``, so the
+        mapping must not be modified later.
         """
         names = tuple(call.states for call in self.calls)
         return (_states_of if len(names) <= _MOST_REMEMBERED else _StateReads)(names).table(sizes)
 
     @cached_property
     def saved_inputs(self) -> Table:
-        """Bytes of the distinct inputs that each run keeps for backward, per microbatch."""
+        """Return a table ``[start, stop]`` of the bytes of the distinct inputs that each run of calls keeps for
+        backward, per microbatch."""
         return self._tabulate_distinct_bytes(
             [
                 [item for item, kept in zip(self._list_input_items(c), c.saved_inputs, strict=True) if kept]
@@ -135,23 +140,25 @@ class Segments:
 
     @cached_property
     def all_inputs(self) -> Table:
-        """Bytes of all distinct inputs of the calls in each run. Recomputation must keep them."""
+        """Return a table ``[start, stop]`` of the bytes of all distinct inputs of the calls in each run. Recomputation
+        must keep them."""
         return self._tabulate_distinct_bytes([self._list_input_items(c) for c in self.calls])
 
     @cached_property
     def forward(self) -> Table:
-        """Bytes of the values that are sent across each cut in forward, shape ``[calls + 1]``. A value crosses a cut if
-        a call before the cut writes it and a call after the cut reads it."""
+        """Return the bytes of the values that are sent across each cut in forward, shape ``[calls + 1]``. A value
+        crosses a cut if a call before the cut writes it and a call after the cut reads it."""
         return self._passing(gradients=False)
 
     @cached_property
     def backward(self) -> Table:
-        """Bytes of the gradients that are sent across each cut in backward, shape ``[calls + 1]``."""
+        """Return the bytes of the gradients that are sent across each cut in backward, shape ``[calls + 1]``."""
         return self._passing(gradients=True)
 
     @cached_property
     def boundary(self) -> Table:
-        """Bytes of the send and receive buffers of each run, for values and gradients at its start and at its end."""
+        """Return a table ``[start, stop]`` of the bytes of the send and receive buffers of each run of calls, for
+        values and gradients at its start and at its end."""
         both: Table = self.forward + self.backward
         return both[:, None] + both[None, :]
 
@@ -159,7 +166,8 @@ class Segments:
         return list(zip(call.inputs, call.input_bytes, strict=True))
 
     def sums(self, per_call: Sequence[float]) -> Table:
-        """Return the table of the sums of ``per_call`` (one number for each call) over every run."""
+        """Return a table ``[start, stop]`` of the sums of ``per_call`` (one number for each call) over every run of
+        calls."""
         prefix: Table = np.concatenate([[0.0], np.cumsum(np.asarray(per_call, dtype=np.float64))])
         return np.maximum(0.0, prefix[None, :] - prefix[:, None])
 
@@ -171,8 +179,8 @@ class Segments:
         return table
 
     def _tabulate_distinct_bytes(self, items: Sequence[Sequence[Item]]) -> Table:
-        """Return the table of bytes of the distinct items in each run. ``items``: for each call, its pairs of name and
-        bytes."""
+        """Return a table ``[start, stop]`` of the bytes of the distinct items in each run of calls. ``items``: for each
+        call, its pairs of name and bytes."""
         places, counted = _index_first_occurrences([[name for name, _ in own] for own in items])
         sizes = np.array([size for own in items for _, size in own], dtype=np.float64)
         return _sum_first_occurrences(places, sizes[counted], len(items))
@@ -189,8 +197,7 @@ class Segments:
 
 
 class _StateReads:
-    """The names of the states (parameters and buffers) that each call reads, prepared for tables with different byte
-    sizes."""
+    """The names of the parameters and buffers that each call reads, prepared for tables with different byte sizes."""
 
     def __init__(self, names: Sequence[Sequence[str]]) -> None:
         self._places, counted = _index_first_occurrences(names)
@@ -199,8 +206,8 @@ class _StateReads:
         self._known: dict[int, tuple[Mapping[str, float], Table]] = {}
 
     def table(self, sizes: Mapping[str, float]) -> Table:
-        """Return the table of bytes of the distinct states in each run. ``sizes``: bytes by name of state; the result
-        is cached by its identity."""
+        """Return a table ``[start, stop]`` of the bytes of the distinct parameters and buffers in each run of calls.
+        ``sizes``: bytes by name; the result is cached by its identity."""
         if id(sizes) not in self._known:
             if len(self._known) * (self._calls + 1) ** 2 > _MOST_KNOWN:
                 self._known.clear()
@@ -221,7 +228,7 @@ def _build_cached_segments(calls: tuple[Holding, ...], local: frozenset[str]) ->
 
 
 def _sum_first_occurrences(places: NDArray[np.int64], sizes: NDArray[np.float64], n: int) -> Table:
-    """Return the table of bytes of distinct items over all runs of ``n`` calls.
+    """Return a table ``[start, stop]`` of the bytes of distinct items over all runs of ``n`` calls.
 
     ``places`` and ``sizes`` are parallel: the flat index from :func:`_index_first_occurrences` and the bytes of each
     item.

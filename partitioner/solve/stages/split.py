@@ -1,14 +1,15 @@
 """Cut the sequence of calls into pipeline stages: the exact optimum under every stage's memory.
 
-A stage is a run of consecutive calls. With ``t_s`` the time of one microbatch on stage ``s`` (forward, backward,
-recomputation, waits for neighbours) a step of ``m`` microbatches takes ``(m - b) max t_s + b sum t_s`` (Narayanan et
-al. 2021, section 2.2, for uneven stages; ``b`` is the schedule's, see ``partitioner/schedules/formulas.py``). Stages
-keep as many microbatches as the schedule has in flight, and recompute as many of their first calls as memory demands.
+A stage is a run of consecutive calls. Let ``t_s`` be the time of one microbatch on stage ``s`` (forward, backward,
+recomputation, waits for neighbours). A step of ``m`` microbatches then takes ``(m - b) max t_s + b sum t_s`` (Narayanan
+et al. 2021, section 2.2, for uneven stages; ``b`` depends on the schedule, see ``partitioner/schedules/formulas.py``).
+Stages hold as many microbatches as the schedule has in flight, and recompute as many of their first calls as memory
+demands.
 
-For a limit on the maximum, the least sum is a shortest path over (stage, cut), one vectorised min-plus step per stage.
-Few limits matter: above the least feasible limit, the sum can fall only to its value without a limit.
+For a given limit on the maximum, the least sum is a shortest path over (stage, cut), computed with one vectorised
+min-plus step per stage. Few limits have to be tried, because the sum can only fall to its value without a limit.
 
-If no cuts fit, ``capacity_error`` names the stages that lack memory, and how much.
+If no cuts fit, ``capacity_error`` returns an error that names the stage that lacks memory, and how much.
 """
 
 from __future__ import annotations
@@ -40,10 +41,8 @@ def check_room(takes: str, needed: float, room: float) -> None:
 
 
 def _find_least_shortage(tables: StageTables) -> tuple[float, int, list[int]]:
-    """Find the split whose worst memory shortage over its stages is smallest.
-
-    Returns that shortage in bytes (negative if memory is left over), the number of the worst stage, and the cuts.
-    """
+    """Find the cut into stages whose worst memory shortage over its stages is smallest. Return that shortage in bytes
+    (negative if memory is left over), the number of the worst stage, and the cuts."""
     least = [_find_pinned_memory(tables, stage) for stage in range(len(tables.allowed))]
     excess = [m - c for m, c in zip(least, tables.problem.capacity, strict=True)]
     worst, cuts = min_max(excess)
@@ -52,8 +51,8 @@ def _find_least_shortage(tables: StageTables) -> tuple[float, int, list[int]]:
 
 
 def _find_pinned_memory(tables: StageTables, stage: int) -> Table:
-    """Return the table of the least peak bytes of every run of calls on ``stage``. If the problem asks for full
-    recomputation, exactly that is assumed."""
+    """Return a table ``[start, stop]`` of the least peak bytes of every run of calls on ``stage``. If the problem
+    requires full recomputation, exactly that is assumed."""
     if tables.problem.recompute != "full" or not tables.problem.train:
         return tables.least_memory[stage]
     start, stop = np.nonzero(tables.allowed[stage])
@@ -63,11 +62,11 @@ def _find_pinned_memory(tables: StageTables, stage: int) -> Table:
 
 
 def capacity_error(tables: StageTables, *, relaxed: bool = False) -> PlanError:
-    """Build the error for a problem that no split satisfies. It names the stage of the split that lacks the least
-    memory, and the missing bytes.
+    """Return the error for a problem that no cut into stages satisfies. It names the stage that lacks memory in the cut
+    with the least shortage, and the missing bytes.
 
-    Returns a plain :class:`PlanError` if pinned calls exclude every split. ``relaxed``: the missing bytes are a lower
-    bound.
+    The error is a plain :class:`PlanError` if pinned calls exclude every cut. ``relaxed``: the missing bytes are a
+    lower bound.
     """
     problem = tables.problem
     missing, stage, cuts = _find_least_shortage(tables)
@@ -117,12 +116,12 @@ class StagePlan:
 
     @property
     def runs(self) -> tuple[StagePlan, ...]:
-        """The runs of consecutive calls of this stage: its virtual stages, or the stage itself."""
+        """Return the runs of consecutive calls of this stage: its virtual stages, or the stage itself."""
         return self.parts or (self,)
 
     @property
     def places(self) -> list[int]:
-        """The indices of the stage's calls in the problem, in order."""
+        """Return the indices of the stage's calls in the problem, in order."""
         return [place for run in self.runs for place in range(run.start, run.stop)]
 
     @property
@@ -132,11 +131,11 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class StageSplit:
-    """The stages of a pipeline in order, and the seconds that one step of the pipeline takes.
+    """A cut of the calls into pipeline stages, in order, and the seconds that one step of the pipeline takes.
 
-    ``lower_bound_s``: lower bound on the pipeline's seconds over all splits. ``stages`` may be slightly slower, because
-    equal stages are preferred. ``microbatch_s``: seconds of one microbatch through all calls, forward and backward,
-    from the calls' own costs. ``virtual``: the virtual stages if a rank has several, else empty.
+    ``lower_bound_s``: lower bound on the pipeline's seconds over all cuts. ``stages`` may be slightly slower, because
+    about equal stages are preferred. ``microbatch_s``: seconds of one microbatch through all calls, forward and
+    backward, from the calls' own costs. ``virtual``: the virtual stages if a rank has several, else empty.
     """
 
     stages: tuple[StagePlan, ...]
@@ -151,14 +150,14 @@ class StageSplit:
 
 
 class NoneLeft(CapacityError):
-    """Error: every split that fits in memory contains a run of calls that the problem bars."""
+    """Error that is raised if every cut that fits in memory has a stage that the problem forbids (``barred``)."""
 
 
 def solve_stages(problem: StageProblem, tables: StageTables | None = None) -> StageSplit:
-    """Return the split with the least pipeline time. ``tables``: the tables of ``problem``, if they exist already.
+    """Return the cut of the calls into stages with the least pipeline time. ``tables``: the tables of ``problem``, if
+    they exist already.
 
-    Raises :class:`PlanError` if there are more stages than calls, and :class:`CapacityError` if no split fits in
-    memory.
+    Raises :class:`PlanError` if there are more stages than calls, and :class:`CapacityError` if no cut fits in memory.
     """
     tables = tables or StageTables(problem)
     split = None if tables.hopeless else _Splitter(tables).best()
@@ -175,8 +174,8 @@ class _Splitter:
         self.problem = tables.problem
 
     def best(self) -> StageSplit | None:
-        """Return the split that minimises ``(m - b) max + b sum`` of the stage times; ``None`` if no split fits in
-        memory."""
+        """Return the cut into stages that minimises ``(m - b) max + b sum`` of the stage times; ``None`` if none fits
+        in memory. ``m`` is the number of microbatches, ``b`` depends on the schedule."""
         bubble = self.problem.bubble
         often = self.problem.num_rounds - bubble
         free = self.path(np.inf)
@@ -192,7 +191,7 @@ class _Splitter:
         best, best_cost = min(((cuts, self.cost(cuts)) for cuts in (even, free)), key=lambda found: found[1])
         ceiling = np.inf
         while True:
-            # whatever is better has a smaller maximum than these
+            # better cuts have a smaller maximum than these
             limit = min((best_cost - bubble * least_sum) / often, ceiling) * (1 - TINY)
             if limit <= lowest:
                 break
@@ -206,10 +205,11 @@ class _Splitter:
         return self.split(self.balanced(best), best_cost)
 
     def balanced(self, best: list[int]) -> list[int]:
-        """Return the cuts with the smallest slowest stage among all cuts that cost at most 1 % more than ``best``.
+        """Return the cuts with the least time of the slowest stage among all cuts that cost at most 1 % more than
+        ``best``.
 
-        With few microbatches the time hardly depends on the cuts. Equal stages then need less memory and suit other
-        schedules.
+        With few microbatches the step time hardly depends on the cuts. Equal stages then need less memory and suit
+        other schedules.
         """
         low, high = self.lowest_limit(), self.largest(best)
         limit, allowed = low, (1 + SLACK) * self.cost(best)

@@ -1,9 +1,9 @@
 """Cut calls into stages for the shortest training step, of which the pipeline is only a part.
 
 A stage solver minimises the pipeline time. The gradient reductions and the optimizer's update after the pipeline depend
-on the cuts too, so cuts with a longer pipeline may give a shorter step. The search therefore repeats the solver. Each
-time it bars the runs of calls that have at least as much work after the pipeline as the last cuts. It stops if the
-pipeline and the least work after it take as long as the best step.
+on the cuts too, so cuts with a longer pipeline may give a shorter step. The search therefore calls the solver
+repeatedly. Each time it forbids the stages that have at least as much work after the pipeline as the last cuts. It
+stops when the least pipeline time plus the least work after it reaches the best step time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.split import NoneLeft, StageSplit
 from partitioner.solve.stages.tables import Table, min_max
 
-_ROUNDS, _ROUNDS_FOLLOWED = 24, 8  # of cuts; of those that a schedule has to be followed for
+_ROUNDS, _ROUNDS_FOLLOWED = 24, 8  # most calls of the solver; the same for simulated schedules
 
 _ROUNDING = 1e-12
 
@@ -29,10 +29,10 @@ Priced = TypeVar("Priced")
 
 @dataclass(frozen=True)
 class PricedSplit(Generic[Priced]):
-    """A split, the seconds of its step, and the additional result of the function that computed these seconds
+    """A cut into stages, the seconds of its step, and the additional result of the function that computed these seconds
     (``priced``).
 
-    ``lower_bound_s``: lower bound on the step over all splits; at most ``step_s`` and the cutoff of the search.
+    ``lower_bound_s``: lower bound on the step over all cuts; at most ``step_s`` and the cutoff of the search.
     """
 
     split: StageSplit
@@ -78,7 +78,7 @@ def cut_for_step(
             least = min(least, pipeline + lowest)
             break
         behind = max(_list_stage_tails(tails, split))
-        least = min(least, pipeline + max(behind, lowest))  # of the cuts that are barred now
+        least = min(least, pipeline + max(behind, lowest))  # holds for the cuts that are forbidden from now on
         if behind <= lowest * (1 + _ROUNDING):
             break
         barred = tuple(tail >= behind * (1 - _ROUNDING) for tail in tails)
@@ -86,7 +86,7 @@ def cut_for_step(
             split = solve(replace(problem, barred=barred))
         except NoneLeft:
             break
-        except PlanError:  # some may fit that were not found
+        except PlanError:  # cuts may fit that were not found
             least = min(least, pipeline + lowest)
             break
         pipeline = max(pipeline, split.lower_bound_s)
@@ -100,7 +100,8 @@ def cut_for_step(
 
 
 def _list_stage_tails(tails: Sequence[Table], split: StageSplit) -> list[float]:
-    """Return a lower bound on the seconds after the pipeline for each stage of ``split``."""
+    """Return, for each stage of ``split``, a lower bound on the seconds that it works after the pipeline (gradient
+    reduction and update)."""
     stages = split.virtual or split.stages
     return [float(tail[stage.start, stage.stop]) for tail, stage in zip(tails, stages, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Time and memory of every run of calls on every stage.
+"""Compute the time and memory of every run of consecutive calls on every stage.
 
 Tables have a row for each start and a column for each end of a run, ``[calls + 1, calls + 1]``.
 """
@@ -26,8 +26,8 @@ _MOST_ENTRIES = 1 << 21  # entries of tables that are made together
 
 
 class StageTables:
-    """Seconds and peak bytes of every run ``[i, j)`` of calls ("segment") on every stage, as tables of shape ``[calls +
-    1, calls + 1]``.
+    """Seconds and peak bytes of every run of consecutive calls (a "segment") on every stage, as tables of shape
+    ``[calls + 1, calls + 1]``. Row ``i`` and column ``j`` are for the calls ``[i, j)``.
 
     ``slim``: the tables under selective recomputation, or ``None`` if that is not allowed. Each segment uses the faster
     of the two. Raises :class:`PlanError` if there are more stages than calls.
@@ -60,14 +60,14 @@ class StageTables:
 
     @property
     def times(self) -> list[Table]:
-        """For each stage, the table of seconds per microbatch of every segment, with selective recomputation if that is
-        faster. Infinite if the segment does not fit or is not allowed."""
+        """Return, for each stage, a table ``[start, stop]`` of the seconds per microbatch of every run of calls, with
+        selective recomputation if that is faster. An entry is infinite if the run does not fit or is not allowed."""
         return self._ways[0]
 
     @cached_property
     def _ways(self) -> tuple[list[Table], list[NDArray[np.bool_]]]:
-        """The tables of :attr:`times`, and for each stage a mask of the segments that recompute selectively (an empty
-        list if no segment may)."""
+        """Return the tables of :attr:`times`, and for each stage a mask ``[start, stop]`` of the runs of calls that
+        recompute selectively. The second list is empty if no run may."""
         p, n = self.problem.num_stages, len(self.problem.calls)
         chunks = np.array_split(np.arange(p), math.ceil(p * (n + 1) ** 2 / _MOST_ENTRIES))
         times = [table for stages in chunks for table in self._tabulate_segment_times(stages)]
@@ -80,25 +80,27 @@ class StageTables:
 
     @property
     def hopeless(self) -> bool:
-        """Whether the states alone exceed the capacity of all stages; then no table of times is needed."""
+        """Whether parameters, gradients and optimizer states alone exceed the capacity of all stages; then no table of
+        times is needed."""
         return bool(self.states[0, -1] > sum(self.problem.capacity))
 
     def way(self, stage: int, start: int, stop: int) -> StageTables:
-        """Return the tables that apply to a segment: :attr:`slim` if it recomputes selectively, otherwise these."""
+        """Return the tables that apply to the calls ``[start, stop)`` on ``stage``: those of selective recomputation
+        (:attr:`slim`) if the run uses it, otherwise this object."""
         return self.slim if self.slim is not None and self._ways[1][stage][start, stop] else self
 
     @cached_property
     def least_memory(self) -> list[Table]:
-        """For each stage, the table of peak bytes of every segment under the most recomputation allowed. Infinite if
-        the stage may not hold the segment."""
+        """Return, for each stage, a table ``[start, stop]`` of the peak bytes of every run of calls under the most
+        recomputation allowed. An entry is infinite if the stage may not hold the run."""
         start, stop = self._segment_ranges
         least = np.full((self.problem.num_stages, *self.segments.saved.shape), np.inf)
         least[:, start, stop] = self.least_bytes(start, stop)
         return [np.where(allowed, of_stage, np.inf) for allowed, of_stage in zip(self.allowed, least, strict=True)]
 
     def least_bytes(self, start: Counts, stop: Counts) -> Table:
-        """Return the peak bytes of the segments ``[start, stop)`` under the most recomputation allowed, shape
-        ``[stages, segments]``. Segments that a stage may not hold are included."""
+        """Return the peak bytes of the runs of calls ``[start, stop)`` under the most recomputation allowed, shape
+        ``[stages, runs]``. Runs that a stage may not hold are included."""
         stages = np.arange(self.problem.num_stages)[:, None]
         fixed = np.broadcast_to(self.fixed_memory[start, stop], (len(stages), len(start)))
         least: Table = self._compute_peak_without_recompute(stages, start, stop) if self.problem.train else fixed
@@ -111,8 +113,8 @@ class StageTables:
         return slim if self.problem.recompute == "selective" else np.minimum(least, slim)
 
     def _tabulate_segment_times(self, stages: Counts) -> Table:
-        """Return the seconds per microbatch of every segment on ``stages``, shape ``[stages, calls + 1, calls + 1]``;
-        infinite if a segment does not fit or is not allowed."""
+        """Return the seconds per microbatch of every run of consecutive calls on ``stages``, shape ``[stages, calls +
+        1, calls + 1]``; infinite if a run does not fit or is not allowed."""
         start, stop = self._segment_ranges
         times = np.full((len(stages), *self.segments.saved.shape), np.inf)
         times[:, start, stop] = self.run_times(stages, start, stop)
@@ -120,14 +122,14 @@ class StageTables:
 
     @property
     def _segment_ranges(self) -> tuple[Counts, Counts]:
-        """The starts and the stops of all segments that are short enough to leave one call for each other stage."""
+        """Return the starts and the stops of all runs of calls that are short enough to leave one call for each other
+        stage."""
         n = len(self.problem.calls)
         return _runs_of(n, n - self.problem.num_stages + 1)
 
     def run_times(self, stages: Counts, start: Counts, stop: Counts) -> Table:
-        """Return the seconds per microbatch of the segments ``[start, stop)`` on ``stages``, shape ``[stages,
-        segments]``. As few calls are recomputed as memory demands. Infinite if a segment does not fit or is not
-        allowed."""
+        """Return the seconds per microbatch of the runs of calls ``[start, stop)`` on ``stages``, shape ``[stages,
+        runs]``. As few calls are recomputed as memory demands. Infinite if a run does not fit or is not allowed."""
         problem, pace = self.problem, self._pace_of[stages][:, None]
         usable = self._capacity[stages][:, None]
         before, after = (of_ends[stages] for of_ends in self._end_wait_seconds)
@@ -155,20 +157,21 @@ class StageTables:
         return np.where(fits, time, np.inf)
 
     def short_runs(self, limit: float) -> tuple[Counts, Counts]:
-        """Return the starts and the stops of the segments whose work takes at most ``limit`` seconds on the fastest
-        stage."""
+        """Return the starts and the stops of the runs of calls whose work takes at most ``limit`` seconds on the
+        fastest stage."""
         start, stop = self._segment_ranges
         near = np.flatnonzero(self.least_work[start, stop] <= limit)
         return start[near], stop[near]
 
     @cached_property
     def least_work(self) -> Table:
-        """Seconds of every segment on the stage that is fastest for it, without recomputation and waits."""
+        """Return a table ``[start, stop]`` of the seconds per microbatch of every run of calls on the stage that is
+        fastest for it, without recomputation and waits."""
         least: Table = (self._forward + self._backward if self.problem.train else self._forward).min(axis=0)
         return least
 
     def _allowed_segments(self) -> list[NDArray[np.bool_]]:
-        """Return for each stage a mask of the segments that it may hold. An allowed segment is not empty, is not
+        """Return for each stage a mask of the runs of calls that it may hold. An allowed run is not empty, is not
         barred, contains every call pinned to the stage and no call pinned to another stage."""
         n = len(self.problem.calls)
         start, stop = np.arange(n + 1)[:, None], np.arange(n + 1)[None, :]
@@ -190,8 +193,8 @@ class StageTables:
         return tables
 
     def seconds(self, stage: int) -> tuple[Table, Table]:
-        """Return the tables of forward and backward seconds of every segment on the devices of ``stage``. The calls
-        that every stage runs in addition are not included."""
+        """Return two tables ``[start, stop]``: the forward and the backward seconds of every run of calls on the
+        devices of ``stage``. The calls that every stage runs in addition are not included."""
         return self._forward[self._pace_of[stage]], self._backward[self._pace_of[stage]]
 
     def transfers(self, stage: int) -> tuple[Table, Table]:
@@ -202,8 +205,8 @@ class StageTables:
 
     @cached_property
     def _end_wait_seconds(self) -> tuple[Table, Table]:
-        """Seconds that each stage waits for a message at its start, and at its end. Two arrays of shape ``[stages,
-        calls + 1]``, indexed by the position of the cut."""
+        """Return the seconds that each stage waits for a message at its start, and those at its end: two arrays of
+        shape ``[stages, calls + 1]``, indexed by the position of the cut."""
         problem, cut = self.problem, self.segments
         before, after = np.zeros((2, problem.num_stages, len(problem.calls) + 1))
         different = dict.fromkeys((link.bandwidth, link.latency) for link in problem.links)
@@ -217,20 +220,22 @@ class StageTables:
 
     @cached_property
     def most_recomputed(self) -> Counts:
-        """Table of the largest number of calls that each segment may recompute in full."""
+        """Return a table ``[start, stop]`` of the largest number of calls that each run of calls may recompute in
+        full."""
         n = len(self.problem.calls)
         stop = np.arange(n + 1)[None, :]
-        if self.problem.recompute == "full":  # embedding's and head's tensors are hardly worth it
+        if self.problem.recompute == "full":  # recomputing the embedding and the head frees hardly any memory
             stop = np.minimum(stop, self.problem.last_repeated)
         length = np.maximum(0, stop - np.arange(n + 1)[:, None])
         return length if self.problem.train and self.problem.recompute in (None, "full") else np.zeros_like(length)
 
     def recomputed(self, stage: int | Counts, start: Counts, stop: Counts) -> Counts:
-        """Return how many first calls each segment ``[start, stop)`` recomputes in full. With "full" recomputation
-        these are all that may be, otherwise the fewest with which the segment fits in memory.
+        """Return how many of its first calls each run of calls ``[start, stop)`` recomputes in full. If full
+        recomputation is required, this is the greatest allowed number, otherwise the least number with which the run
+        fits in memory.
 
-        ``stage``: one stage for all segments, or one for each. Recomputed calls keep all their inputs; the other calls
-        keep what they save. For each start, a prefix sum of the saved bytes gives the number of calls to recompute.
+        ``stage``: one stage for all runs, or one for each. Recomputed calls keep all their inputs; the other calls keep
+        what they save. For each start, a prefix sum of the saved bytes gives the number of calls to recompute.
         """
         most, capacity = self.most_recomputed[start, stop], self._capacity[stage]
         if self.problem.recompute == "full" or not most.any():
@@ -242,7 +247,7 @@ class StageTables:
             taken = whole[stage] * (saved + inputs) + half[stage] * (carried + inputs)
             over = taken + self._fixed_again[start, stop] - capacity
             excess = np.maximum(excess, over / np.maximum(whole[stage], TINY))
-            if cut.closing.any():  # when one of these microbatches is already freed
+            if cut.closing.any():  # the moment when one of these microbatches is already freed
                 gone = np.minimum(whole[stage], 1.0)
                 over = (
                     taken
@@ -259,8 +264,7 @@ class StageTables:
         )
 
     def again(self, stage: int | Counts, start: Counts, recomputed: Counts) -> Table:
-        """Return the seconds to recompute in full the first ``recomputed`` calls of segments that begin at
-        ``start``."""
+        """Return the seconds to recompute in full the first ``recomputed`` calls of runs that begin at ``start``."""
         prefix, pace = self._whole_again, self._pace_of[stage]
         stop = np.minimum(start + recomputed, prefix.shape[1] - 1)
         seconds: Table = prefix[pace, stop] - prefix[pace, start]
@@ -268,15 +272,16 @@ class StageTables:
 
     @cached_property
     def fixed_memory(self) -> Table:
-        """Table of bytes of each segment that do not depend on the number of microbatches in flight: states, send and
-        receive buffers, and working memory."""
+        """Return a table ``[start, stop]`` of the bytes of each run of calls that do not depend on the number of
+        microbatches in flight: parameters, gradients, optimizer states, send and receive buffers, and working
+        memory."""
         cut = self.segments
         return self.states + cut.largest_working + cut.boundary + self.problem.overhead.working_bytes
 
     @cached_property
     def _fixed_bytes_without_recompute(self) -> Table:
-        """:attr:`fixed_memory` of segments that recompute nothing. Gradients that are allocated late, during the first
-        backward, count only as far as they exceed the activations that backward has freed by then."""
+        """Return :attr:`fixed_memory` for runs of calls that recompute nothing. Gradients that are allocated late,
+        during the first backward, count only as far as they exceed the activations that backward has freed by then."""
         late = self.problem.late_bytes
         if not late:
             return self.fixed_memory
@@ -293,8 +298,9 @@ class StageTables:
 
     @cached_property
     def _fixed_again(self) -> Table:
-        """:attr:`fixed_memory` of segments that recompute calls in full. The working memory is the larger of two: that
-        of a call without recomputation, or the saved and temporary bytes of the one call that is being recomputed."""
+        """Return :attr:`fixed_memory` for runs of calls that recompute calls in full. The working memory is the larger
+        of two: that of a call without recomputation, or the saved and temporary bytes of the one call that is being
+        recomputed."""
         return self._fixed_bytes_without_working + np.maximum(
             self.segments.largest_working, self.segments.largest_again
         )
@@ -306,10 +312,10 @@ class StageTables:
     def _bound_in_flight_bytes(
         self, stage: int | Counts, whole: Table, half: Table, gone: Table | float = 0.0
     ) -> Table:
-        """Return the largest bytes of the microbatches that a stage holds at a time.
+        """Return the largest total bytes of the microbatches that a stage holds at a time.
 
         ``whole``: bytes of a microbatch whose backward has not begun. ``half``: bytes of a microbatch between the two
-        backward halves. ``gone``: bytes that one microbatch of the first kind has already freed.
+        halves of its backward. ``gone``: bytes that one microbatch of the first kind has already freed.
         """
         held: Table = np.zeros(())
         for begun, (of_whole, of_half) in enumerate(self._counts):
@@ -319,7 +325,7 @@ class StageTables:
         return held
 
     def _compute_peak_without_recompute(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
-        """Return the peak bytes of the segments ``[start, stop)`` if no call is recomputed in full."""
+        """Return the peak bytes of the runs of calls ``[start, stop)`` if no call is recomputed in full."""
         inputs = self.segments.saved_inputs[start, stop]
         carried = self.segments.carried[start, stop] + inputs
         held = self.segments.saved[start, stop] + inputs, carried
@@ -343,31 +349,29 @@ class StageTables:
 
     @cached_property
     def _fixed_bytes_without_working(self) -> Table:
-        """:attr:`fixed_memory` without the working memory of calls."""
+        """Return :attr:`fixed_memory` without the working memory of calls."""
         return self.fixed_memory - self.segments.largest_working
 
     def _compute_peak_with_recompute(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
-        """Return the peak bytes of the segments ``[start, stop)`` if all their calls are recomputed in full, so that
-        only inputs are kept."""
+        """Return the peak bytes of the runs of calls ``[start, stop)`` if all their calls are recomputed in full, so
+        that only inputs are kept."""
         inputs = self.segments.all_inputs[start, stop]
         held = inputs, inputs + self.segments.carried[start, stop]
         peak: Table = self._fixed_again[start, stop] + self._bound_in_flight_bytes(stage, *held)
         return self._closed(peak, stage, start, stop, *held)
 
     def each(self, start: Counts, stop: Counts, recomputed: Counts) -> tuple[Table, Table]:
-        """Return two arrays of bytes per segment: of one microbatch whose backward has not begun, and of one between
-        the two backward halves.
-
-        The segments are ``[start, stop)``; their first ``recomputed`` calls are recomputed in full.
-        """
+        """Return two arrays of bytes per run of calls ``[start, stop)``: of one microbatch whose backward has not
+        begun, and of one between the two halves of its backward. The first ``recomputed`` calls of each run are
+        recomputed in full."""
         cut, prefix = self.segments, self.segments.saved[0]
         made = prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
         inputs = np.where(recomputed > 0, cut.all_inputs[start, stop], cut.saved_inputs[start, stop])
         return inputs + np.maximum(0.0, cut.saved[start, stop] - made), inputs + cut.carried[start, stop]
 
     def memory(self, stage: int | Counts, start: Counts, stop: Counts, recomputed: Counts) -> Table:
-        """Return the peak bytes of a rank that holds the segment ``[start, stop)`` and recomputes its first
-        ``recomputed`` calls in full, for each segment."""
+        """Return the peak bytes of a rank that holds the calls ``[start, stop)`` and recomputes the first
+        ``recomputed`` of them in full. Arguments may be arrays; the result has an entry for each run."""
         if not self.problem.train:
             return self.fixed_memory[start, stop]
         fixed = np.where(
@@ -380,15 +384,15 @@ class StageTables:
 
 @lru_cache(maxsize=8)
 def _runs_of(calls: int, most: int) -> tuple[Counts, Counts]:
-    """Return the starts and the stops of all non-empty segments of at most ``most`` calls."""
+    """Return the starts and the stops of all non-empty runs of calls of at most ``most`` calls."""
     start, stop = np.triu_indices(calls + 1, 1)
     short = stop - start <= most
     return start[short], stop[short]
 
 
 def _stack_in_flight_counts(held: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Vector, Vector]]:
-    """Rearrange the pairs of counts of microbatches that each stage holds into pairs of arrays of shape ``[stages]``.
-    For stages with fewer pairs the last pair is repeated."""
+    """Rearrange the numbers of microbatches that each stage holds, given as pairs by stage, into pairs of arrays of
+    shape ``[stages]``. For stages with fewer pairs the last pair is repeated."""
     most = max(map(len, held))
     padded = np.array([[*pairs, *[pairs[-1]] * (most - len(pairs))] for pairs in held], dtype=np.float64)
     return [(pairs[:, 0].copy(), pairs[:, 1].copy()) for pairs in np.moveaxis(padded, 1, 0)]
@@ -402,7 +406,9 @@ def _message_times(num_bytes: Table, bandwidth: float, latency: float) -> Table:
 
 
 def min_max(tables: list[Table]) -> tuple[float, list[int]]:
-    """Choose cuts that minimise the largest entry over the stages' ``tables``. Return that entry and the cuts."""
+    """Choose cuts into stages that minimise the largest entry. ``tables``: for each stage, the values of every run of
+    calls ``[start, stop)``. Return that entry, and the cuts: the first call of each stage, followed by the number of
+    calls."""
     n = tables[0].shape[0] - 1
     reached = np.full(n + 1, np.inf)
     reached[0] = -np.inf

@@ -47,11 +47,11 @@ Taken = Callable[[Sequence[StagePlan]], float]
 def fit_virtual_stages(
     tables: StageTables, plans: Sequence[StagePlan], taken: Taken, capacity: float
 ) -> list[StagePlan] | None:
-    """Choose the recomputation of a rank's virtual stages so that they fit in ``capacity`` bytes together, at the least
-    time.
+    """Choose the recomputation of a rank's virtual stages so that they fit in ``capacity`` bytes together, with the
+    least recomputation time. Return the new plans, or ``None`` if not even the most recomputation fits.
 
     ``plans``: the virtual stages; their calls stay as they are. ``taken``: returns the peak bytes of all virtual stages
-    together. Returns the new plans, or ``None`` if not even the most recomputation fits.
+    together.
     """
     every = _by_calls(tables, plans), _in_part(tables, plans), _by_calls(tables, plans, in_part=True)
     found = [ways for ways in map(list, every) if ways]
@@ -72,10 +72,10 @@ def _find_least_recompute_fit(ways: Sequence[list[StagePlan]], taken: Taken, cap
 
 
 def _by_calls(tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool = False) -> Iterator[list[StagePlan]]:
-    """Yield variants of ``plans``: first with no call recomputed in full, then with one more such call each time, in
-    the order of bytes freed per second of recomputation.
+    """Yield variants of ``plans`` (the virtual stages of a rank): first with no call recomputed in full, then with one
+    more such call each time, in the order of bytes freed per second of recomputation.
 
-    ``in_part``: the other calls are recomputed selectively. Yields nothing if the problem leaves no such choice.
+    ``in_part``: the other calls are recomputed selectively. Nothing is yielded if the problem leaves no such choice.
     """
     most = [int(tables.most_recomputed[plan.start, plan.stop]) for plan in plans]
     if tables.problem.recompute == "full" or not any(most) or (in_part and tables.slim is None):
@@ -102,10 +102,10 @@ def _by_calls(tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool 
 
 
 def _in_part(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[StagePlan]]:
-    """Yield variants of ``plans``: first without recomputation, then with one more virtual stage recomputed selectively
-    each time. Stages that hold more microbatches come first.
+    """Yield variants of ``plans`` (the virtual stages of a rank): first without recomputation, then with one more
+    virtual stage recomputed selectively each time. Stages that hold more microbatches come first.
 
-    Yields nothing if selective recomputation is not allowed, or if it is required for all stages.
+    Nothing is yielded if selective recomputation is not allowed, or if it is required for all stages.
     """
     if tables.slim is None or tables.problem.recompute == "selective":
         return
@@ -164,7 +164,9 @@ def solve_virtual(
                 )
             )
     if lacking is not None and found:
-        roomy = replace(problem, capacity=tuple(_ENOUGH for _ in problem.capacity))  # no stages go below its bound
+        roomy = replace(
+            problem, capacity=tuple(_ENOUGH for _ in problem.capacity)
+        )  # the bound without a memory limit holds for all cuts
         least = _solve_virtual_stages(roomy, schedule, num_ranks, chunks, proven, improved, cutoff_s).lower_bound_s
     elif lacking is not None:
         raise lacking
@@ -195,12 +197,12 @@ class _VirtualStageRanks:
 
     @cached_property
     def flying(self) -> InFlightMicrobatches:
-        """The numbers of microbatches that each virtual stage holds at a time under the schedule."""
+        """Return the numbers of microbatches that each virtual stage holds at a time under the schedule."""
         return held_microbatches(self.schedule, len(self.own), self.problem.num_microbatches, self.chunks)
 
     @cached_property
     def capacity(self) -> list[float]:
-        """Usable memory of each rank in bytes."""
+        """Return the usable memory of each rank in bytes."""
         return [self.problem.capacity[stages[0]] for stages in self.own]
 
     def seconds(self, split: StageSplit) -> float:
@@ -225,7 +227,7 @@ class _VirtualStageRanks:
 
     def taken(self, tables: StageTables, rank: int, plans: Sequence[StagePlan]) -> float:
         """Return the peak bytes of rank ``rank`` with the virtual stages ``plans``. This is the sum of the peaks of its
-        stages, except that shared states and working memory count once, and activations count only as far as they
+        stages, except that shared parameters and working memory count once, and activations count only as far as they
         coexist."""
         problem, stages = tables.problem, self.own[rank]
         ways = [tables.slim if plan.selective and tables.slim is not None else tables for plan in plans]
@@ -261,7 +263,7 @@ def _solve_virtual_stages(
     ranks = _VirtualStageRanks.of(problem, schedule, num_ranks, chunks)
     capacity = ranks.capacity
     whole = tables = StageTables(ranks.problem)
-    split = solve_stages(ranks.problem, tables)  # raises where one of the stages does not fit on a rank of its own
+    split = solve_stages(ranks.problem, tables)  # raises if some virtual stage does not fit even alone on its rank
     found: list[StageSplit] = []
     lacking: tuple[int, float] = 0, np.inf
     for attempt in range(_ROUNDS):
@@ -313,7 +315,7 @@ def set_scheduled_in_flight(
 
 
 def _made_again(tables: StageTables, split: StageSplit, ranks: _VirtualStageRanks) -> StageSplit | None:
-    """Return ``split`` with the same cuts and enough recomputation for every rank to fit; ``None`` if some rank cannot
+    """Return ``split`` with equal cuts and enough recomputation for every rank to fit; ``None`` if some rank cannot
     fit."""
     stages = list(split.stages)
     for rank, (virtual, room) in enumerate(zip(ranks.own, ranks.capacity, strict=True)):
@@ -332,8 +334,8 @@ def _made_again(tables: StageTables, split: StageSplit, ranks: _VirtualStageRank
 def _divide_rank_capacity(
     needs: Sequence[float], own: Sequence[Sequence[int]], capacity: Sequence[float]
 ) -> list[float]:
-    """Divide the capacity of each rank among its virtual stages in proportion to ``needs``. Return bytes by virtual
-    stage."""
+    """Divide the memory of each rank among its virtual stages in proportion to ``needs``. Return the bytes of each
+    virtual stage. ``own``: for each rank, the numbers of its virtual stages."""
     limits = [0.0] * len(needs)
     for stages, room in zip(own, capacity, strict=True):
         total = sum(needs[k] for k in stages)
@@ -365,7 +367,9 @@ def _improve_virtual_cuts(
             for pace in {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
         ]
     )
-    steady = max(float(times.sum(axis=1).min()) / p, float(times.min(axis=0).max()))  # even, or the largest call
+    steady = max(
+        float(times.sum(axis=1).min()) / p, float(times.min(axis=0).max())
+    )  # an even share of the work, or the largest call
     rest = more[2] * steady if more is not None else 0.0
     found = better_cuts(tables, table, (0, *(plan.stop for plan in split.stages)), cutoff_s - rest, quick=quick)
     bound = found.bound + rest
@@ -386,16 +390,16 @@ def _improve_virtual_cuts(
 
 
 def _cut_by_memory(problem: StageProblem, split: StageSplit) -> bool:
-    """Whether ``split`` recomputes calls only to fit in memory. The search for better cuts does not consider such
-    recomputation."""
+    """Whether stages of ``split`` recompute calls only to fit in memory. The search for better cuts does not consider
+    such recomputation."""
     return problem.recompute is None and any(plan.recompute or plan.selective for plan in split.stages)
 
 
 def _join_stages_by_rank(
     split: StageSplit, ranks: _VirtualStageRanks, memory: Sequence[float], bound: float
 ) -> StageSplit:
-    """Return ``split`` with one merged stage for each rank and the simulated seconds of the schedule. ``memory``: peak
-    bytes of each rank. ``bound``: lower bound in seconds over all cuts."""
+    """Return ``split`` with the virtual stages of each rank merged into one, and with the simulated seconds of the
+    schedule. ``memory``: peak bytes of each rank. ``bound``: lower bound in seconds over all cuts."""
     seconds = ranks.seconds(split)
     stages = tuple(
         _merge_virtual_stages([split.stages[k] for k in virtual], round(taken))

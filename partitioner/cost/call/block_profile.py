@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -429,7 +429,7 @@ def _fuse_kernels(kernels: Sequence[Kernel], num_bytes: float) -> list[Kernel]:
     scaled up."""
     total = sum(kernel.num_bytes for kernel in kernels)
     share = min(1.0, num_bytes / total) if total else 0.0
-    return [replace(kernel, num_bytes=kernel.num_bytes * share, launches=0) for kernel in kernels]
+    return [kernel._replace(num_bytes=kernel.num_bytes * share, launches=0) for kernel in kernels]
 
 
 def _transpose_collective(node: fx.Node) -> str | None:

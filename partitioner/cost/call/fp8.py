@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 
 from torch import fx
 
@@ -95,8 +94,7 @@ def _in_a_byte(kernel: Kernel, matrices: Sequence[Operand], result: Operand, bac
     read = [result, *(o for o in matrices if o.learned != kernel.learned)] if backward else list(matrices)
     spared = sum(o.traffic / 2 for o in read)
     of_states = sum(o.traffic / 2 for o in read if o.state)
-    return replace(
-        kernel,
+    return kernel._replace(
         precision="fp8",
         num_bytes=max(0.0, kernel.num_bytes - spared),
         state_bytes=max(0.0, kernel.state_bytes - of_states),
@@ -109,7 +107,7 @@ def _build_product_casts(product: Kernel, operands: list[Operand], result: Opera
     if not backward:
         yield from (cast for o in operands for cast in _build_cast_kernels(o, product, False))
         return
-    yield from _build_cast_kernels(replace(result, state=False), product, product.learned)
+    yield from _build_cast_kernels(result._replace(state=False), product, product.learned)
     yield from (
         cast for o in operands if o.learned != product.learned for cast in _build_cast_kernels(o, product, True)
     )
@@ -137,7 +135,7 @@ def least_in_fp8(
     bound, because a shard may have sizes that are not multiples of 16 and cannot run in fp8. The other arguments are
     those of :func:`in_fp8`."""
     made, casts = in_fp8(kernels, operands, results, backward, fused, first)
-    made = [*made, *(replace(cast, launches=0) for cast in casts)]
+    made = [*made, *(cast._replace(launches=0) for cast in casts)]
     return made if _sum_kernel_seconds(made, device) < _sum_kernel_seconds(kernels, device) else kernels
 
 

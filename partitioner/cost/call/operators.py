@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -28,8 +28,7 @@ from partitioner.passes.shard.backward_halves import is_early
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """A tensor that an operator reads or writes.
 
     ``state``: a weight, whose size does not depend on the batch. ``learned``: computed from weights alone, so no other
@@ -42,13 +41,13 @@ class Operand:
     learned: bool = False
     repeats: float = 1.0
 
-    @cached_property
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def traffic(self) -> float:
@@ -58,11 +57,10 @@ class Operand:
     @property
     def gradient(self) -> Operand:
         """The gradient of the operand, as an operand of the same shape without repeated elements."""
-        return self if self.repeats == 1.0 else replace(self, repeats=1.0)
+        return self if self.repeats == 1.0 else self._replace(repeats=1.0)
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """One kernel with its memory traffic and FLOPs.
 
     ``num_bytes``: bytes read and written, of which ``state_bytes`` belong to weights. ``launches``: number of launches.
@@ -240,8 +238,14 @@ def _is_copying_reshape(node: fx.Node) -> bool:
     value: Tensor = source.meta["val"]
     if value.is_contiguous() or operator_name(node) == "contiguous":
         return not value.is_contiguous()
+    return _copies_to_reshape(tuple(value.shape), value.stride(), tuple(node.meta["val"].shape))
+
+
+@lru_cache(maxsize=1024)
+def _copies_to_reshape(shape: Shape, strides: tuple[int, ...], target: Shape) -> bool:
+    """Whether a tensor of ``shape`` with these ``strides`` has no view of shape ``target``."""
     try:
-        value.view(node.meta["val"].shape)
+        torch.empty_strided(shape, strides, device="meta").view(target)
     except RuntimeError:
         return True
     return False
@@ -280,7 +284,7 @@ def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequenc
 def _entropy_kernel(kind: str, logits: Operand, as_given: int, as_made: int, launches: int) -> Kernel:
     """Return the kernel of a cross-entropy: ``as_given`` passes over the logits, and ``as_made`` passes over
     intermediate results of this size in the type in which exponents are added up."""
-    made = replace(logits, dtype=accumulated_in(logits.dtype))
+    made = logits._replace(dtype=accumulated_in(logits.dtype))
     return _build_kernel(kind, [logits] * as_given + [made] * as_made, launches=launches)
 
 
@@ -323,7 +327,7 @@ def backward_kernels(
         return _product_backward(node, name, operands, results, needs)
     if name in _LOOKUPS:
         fills = [_gradient_kernel("pointwise", o, []) for o in wanted]  # filled with zeros, then scattered into
-        return fills + [replace(_build_kernel("lookup", [result, result]), learned=o.learned) for o in wanted]
+        return fills + [_build_kernel("lookup", [result, result])._replace(learned=o.learned) for o in wanted]
     if name in _SUMS or name in CROSS_ENTROPY:
         return [_entropy_kernel("pointwise", operands[0], 2, 4, 5)] if name in CROSS_ENTROPY else []
     kind = kind_of(node, name)
@@ -345,7 +349,7 @@ def _pointwise_backward(
     factors = operands[1:] if name in _ADDED_TO else operands
     others = [o for o in factors if o is not wanted] or [wanted]
     later = wanted.learned and not is_early(wanted.numel, result.numel)
-    return [replace(_build_kernel(kind, [result, *others, result]), learned=later), *broadcast]
+    return [_build_kernel(kind, [result, *others, result])._replace(learned=later), *broadcast]
 
 
 def _product_backward(
@@ -361,7 +365,7 @@ def _product_backward(
         if need and place in factors:
             others = [o for i, o in enumerate(operands) if i in factors and i != place]
             kernel = _build_kernel("matmul", [results[0], *others, operand.gradient], flops, smallest, precision)
-            kernels.append(replace(kernel, learned=operand.learned))
+            kernels.append(kernel._replace(learned=operand.learned))
         elif need and operand.numel < results[0].numel:
             kernels.append(_gradient_kernel("reduction", operand, [results[0]]))
     return kernels
@@ -369,13 +373,13 @@ def _product_backward(
 
 def _gradient_kernel(kind: str, wanted: Operand, read: Sequence[Operand]) -> Kernel:
     later = wanted.learned and not (kind == "reduction" and is_early(wanted.numel, read[0].numel))
-    return replace(_build_kernel(kind, [wanted.gradient, *read]), learned=later)
+    return _build_kernel(kind, [wanted.gradient, *read])._replace(learned=later)
 
 
 def add_kernel(value: Operand) -> Kernel:
     """Return the kernel that adds two gradients of ``value``."""
     whole = value.gradient
-    return replace(_build_kernel("pointwise", [whole, whole, whole]), learned=value.learned)
+    return _build_kernel("pointwise", [whole, whole, whole])._replace(learned=value.learned)
 
 
 def _compute_product_work(

@@ -9,7 +9,8 @@ With several virtual stages on a rank it counts only the update of one of them, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,11 +32,11 @@ from partitioner.cost.step.gradient_reduction import (
     reduction_of,
 )
 from partitioner.cost.step.placed_mesh import PlacedMesh
-from partitioner.cost.step.step_ends import GradientBucket, gathered_seconds, reduction_delays, stage_buckets
+from partitioner.cost.step.step_ends import gathered_seconds, reduction_delays, stage_buckets
 from partitioner.schedules.formulas import is_split
 from partitioner.solve.stages.problem import StageCall, StageProblem
-from partitioner.solve.stages.split import StagePlan, stage_plan
-from partitioner.solve.stages.tables import StageTables, Table, min_max
+from partitioner.solve.stages.split import StagePlan, stage_plans
+from partitioner.solve.stages.tables import Counts, StageTables, Table, min_max
 
 _MOST_FOLLOWED = 60  # with more runs of calls, reductions are not simulated bucket by bucket
 
@@ -185,7 +186,9 @@ class _ReductionTails:
         self._known: dict[Any, tuple[float, ...]] = {}
         self._axes = list(dict.fromkeys(axes for cost in alike for axes in (cost.scatter_axes, cost.rest_axes)))
         self._reducers: dict[int, list[Reducer]] = {}
-        self._buckets: dict[Any, list[GradientBucket]] = {}
+        self._described: dict[int, tuple[bool, bool, float, tuple[object, ...]]] = {}
+        self._equal_calls: dict[int, tuple[int, ...]] = {}
+        self._delays: dict[Hashable, float] = {}
 
     def of_stage(self, stage: int, windows: Table, ahead: NDArray[np.float64]) -> Table:
         """Return, for each run of block calls ``[start, stop]`` on ``stage``, the seconds by which its gradient
@@ -200,8 +203,7 @@ class _ReductionTails:
             return waits
         problem, machine = self.tables.problem, self.machine
         if machine.profile.overlap and len(start) <= _MOST_FOLLOWED:
-            for pair in zip(start.tolist(), stop.tolist(), strict=True):
-                waits[pair] = self._compute_reduction_delay(stage, *pair) - ahead[pair[0]]
+            waits[start, stop] = np.array(self._compute_reduction_delays(stage, start, stop)) - ahead[start]
             return waits
         forward, _ = self.tables.seconds(stage)
         overhead = problem.pace(stage).overhead.forward_total_s
@@ -228,35 +230,66 @@ class _ReductionTails:
         waits[start, stop] = exposed - ahead[start]
         return waits
 
-    def _compute_reduction_delay(self, stage: int, start: int, stop: int) -> float:
-        """Return the seconds that the gradient reductions of the block calls ``start:stop`` take after the stage's last
-        backward, under the fastest reduction scheme. They are computed bucket by bucket. On stage 0, add the seconds by
-        which gathers of updated parameters delay the first forward."""
-        problem, machine = self.tables.problem, self.machine
-        plan, halves = stage_plan(self.tables, stage, start, stop), stage > 0 and is_split(problem.schedule)
-        slowdown = max(device.overlap_slowdown for device in machine.devices_of(stage))
+    def _compute_reduction_delays(self, stage: int, starts: Counts, stops: Counts) -> list[float]:
+        """Return, for each run of block calls ``[start, stop]``, the seconds that its gradient reductions take after
+        the last backward of ``stage``, under the fastest reduction scheme. They are computed bucket by bucket. On stage
+        0, add the seconds by which gathers of updated parameters delay the first forward.
+
+        Runs of calls with equal costs share one result, and so do stages with equal groups and devices.
+        """
+        alike, delays = self._number_equal_calls(stage), []
+        for plan in stage_plans(self.tables, stage, starts, stops):
+            key = self._describe_stage(stage), alike[plan.start : plan.stop], plan.recompute, plan.selective
+            if key not in self._delays:
+                self._delays[key] = self._compute_reduction_delay(stage, plan)
+            delays.append(self._delays[key])
+        return delays
+
+    def _compute_reduction_delay(self, stage: int, plan: StagePlan) -> float:
+        problem, (first, halves, slowdown, _) = self.tables.problem, self._describe_stage(stage)
         found = math.inf
         for reducer in self._reducers_of(stage):
-            buckets = self._buckets_of(plan, reducer)
+            buckets = stage_buckets(problem, plan, self.states, reducer, self.last_levels)
             seconds = reduction_delays(problem, plan, buckets, slowdown, by_halves=halves).whole_s
-            if stage == 0:
+            if first:
                 seconds += gathered_seconds(problem, plan, buckets, slowdown)
             found = min(found, seconds)
         return found
+
+    def _describe_stage(self, stage: int) -> tuple[bool, bool, float, tuple[object, ...]]:
+        """Return what the delays depend on besides the calls: whether the stage is the first, whether it runs its
+        backwards in halves, the slowdown of computation beside collectives, and its devices and groups."""
+        if stage not in self._described:
+            devices = [reducer.device.model_dump_json() for reducer in self._reducers_of(stage)[:1]]
+            groups = [reducer.group(axes) for reducer in self._reducers_of(stage) for axes in self._axes]
+            halves = stage > 0 and is_split(self.tables.problem.schedule)
+            slowdown = max(device.overlap_slowdown for device in self.machine.devices_of(stage))
+            self._described[stage] = stage == 0, halves, slowdown, (*devices, *groups)
+        return self._described[stage]
+
+    def _number_equal_calls(self, stage: int) -> tuple[int, ...]:
+        """Return a number for each call, which is equal for calls with equal seconds on ``stage`` and equal states. A
+        call that shares a state with another call has a number of its own."""
+        pace = self.tables.pace_number(stage)
+        if pace not in self._equal_calls:
+            calls, costs = self.tables.problem.calls, self.tables.problem.pace(stage).costs
+            readers = Counter(name for call in calls for name in dict.fromkeys(call.states))
+            numbers: dict[Hashable, int] = {}
+            self._equal_calls[pace] = tuple(
+                numbers.setdefault(
+                    place
+                    if any(readers[name] > 1 for name in call.states)
+                    else (cost, tuple(self.states.get(name) for name in call.states)),
+                    len(numbers),
+                )
+                for place, (call, cost) in enumerate(zip(calls, costs, strict=True))
+            )
+        return self._equal_calls[pace]
 
     def _reducers_of(self, stage: int) -> list[Reducer]:
         if stage not in self._reducers:
             self._reducers[stage] = [reducer_of(self.machine, stage, how) for how in self.ways]
         return self._reducers[stage]
-
-    def _buckets_of(self, plan: StagePlan, reducer: Reducer) -> list[GradientBucket]:
-        """Return the gradient buckets of the block calls in ``plan``. Stages with equal groups and devices share one
-        list."""
-        groups = tuple(reducer.group(axes) for axes in self._axes)
-        known = plan.start, plan.stop, reducer.how, id(reducer.device), groups
-        if known not in self._buckets:
-            self._buckets[known] = stage_buckets(self.tables.problem, plan, self.states, reducer, self.last_levels)
-        return self._buckets[known]
 
     def _bound_call_reductions(self, reducer: Reducer) -> NDArray[np.float64]:
         """Return, for each block call, a lower bound in seconds on reducing the gradients that are complete once its

@@ -216,7 +216,7 @@ def _subtract_least_traffic(kernels: Sequence[Kernel], least: Sequence[Kernel]) 
     """Return ``kernels`` with only the bytes by which each exceeds the kernel at the same position of ``least``, and
     without FLOPs and launches."""
     pairs = zip(kernels, least, strict=True)
-    return [replace(k, num_bytes=k.num_bytes - o.num_bytes, flops=0.0, launches=0) for k, o in pairs]
+    return [k._replace(num_bytes=k.num_bytes - o.num_bytes, flops=0.0, launches=0) for k, o in pairs]
 
 
 def _least_kept(block: Block, train: bool, how: Remade | None) -> SavedBytes:

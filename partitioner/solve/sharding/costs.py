@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor, fx
@@ -194,7 +194,7 @@ class _Operator:
         if not strategy.form or self._key_head_reduction == 1:
             return found
         fewer = [
-            replace(o, shape=(o.shape[0], o.shape[1] // self._key_head_reduction, *o.shape[2:])) for o in found[1:3]
+            o._replace(shape=(o.shape[0], o.shape[1] // self._key_head_reduction, *o.shape[2:])) for o in found[1:3]
         ]
         return [found[0], *fewer, *found[3:]]
 

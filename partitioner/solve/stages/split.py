@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from partitioner.errors import CapacityError, PlanError
 from partitioner.solve.stages.problem import StageProblem
-from partitioner.solve.stages.tables import TINY, StageTables, Table, min_max
+from partitioner.solve.stages.tables import TINY, Counts, StageTables, Table, min_max
 from partitioner.units import bytes_text
 
 _HOW = {
@@ -273,31 +273,67 @@ def stage_plan(
     ``recompute``: number of first calls to recompute in full; by default the fewest that fit in memory. ``in_part``:
     also recompute the cheap parts of the other calls. It applies only if ``recompute`` is given.
     """
-    problem = tables.problem
-    here = np.array([start]), np.array([stop])
     if recompute is None:
-        way = tables.way(stage, start, stop)
-        recomputed = way.recomputed(stage, *here)
-    else:
-        way, recomputed = (tables.slim if in_part else None) or tables, np.array([recompute])
-    selective = way is not tables
-    forward, backward = tables.seconds(stage)
-    slim = float(way.seconds(stage)[1][start, stop] - backward[start, stop])
-    before, after = tables.transfers(stage)
-    return StagePlan(
-        start=start,
-        stop=stop,
-        recompute=int(recomputed[0]),
-        forward_s=float(forward[start, stop]) + problem.pace(stage).overhead.forward_total_s,
-        backward_s=float(backward[start, stop]) if problem.train else 0.0,
-        recompute_s=slim + float(way.again(stage, here[0], recomputed)[0]),
-        transfer_s=float(before[start, 0] + after[0, stop]),
-        forward_wait_s=float(before[start, 0]),
-        number=stage,
-        memory=round(float(way.memory(stage, *here, recomputed)[0])),
-        selective=selective,
-        in_flight=problem.in_flight(stage),
+        return stage_plans(tables, stage, np.array([start]), np.array([stop]))[0]
+    way = (tables.slim if in_part else None) or tables
+    return _build_stage_plans(tables, way, stage, np.array([start]), np.array([stop]), np.array([recompute]))[0]
+
+
+def stage_plans(tables: StageTables, stage: int, starts: Counts, stops: Counts) -> list[StagePlan]:
+    """Build the plans of stage ``stage`` for several segments, with the least recomputation that fits in memory.
+
+    ``starts``, ``stops``: the first call of each segment, and the call after its last. The plans are in their order.
+    """
+    slimmed = tables.slimmed(stage, starts, stops)
+    plans: list[StagePlan | None] = [None] * len(starts)
+    for way, chosen in ((tables, ~slimmed), (tables.slim, slimmed)):
+        if way is None or not chosen.any():
+            continue
+        start, stop = starts[chosen], stops[chosen]
+        built = _build_stage_plans(tables, way, stage, start, stop, way.recomputed(stage, start, stop))
+        for place, plan in zip(np.flatnonzero(chosen).tolist(), built, strict=True):
+            plans[place] = plan
+    return [plan for plan in plans if plan is not None]
+
+
+def _build_stage_plans(
+    tables: StageTables, way: StageTables, stage: int, start: Counts, stop: Counts, recomputed: Counts
+) -> list[StagePlan]:
+    """Build the plans of segments that all use the tables ``way``, either ``tables`` or its selective ones."""
+    problem = tables.problem
+    forward, backward = (table[start, stop] for table in tables.seconds(stage))
+    again = way.seconds(stage)[1][start, stop] - backward + way.again(stage, start, recomputed)
+    before, after = (side.ravel() for side in tables.transfers(stage))
+    columns = (
+        start,
+        stop,
+        recomputed,
+        forward + problem.pace(stage).overhead.forward_total_s,
+        backward if problem.train else np.zeros_like(backward),
+        again,
+        before[start] + after[stop],
+        before[start],
+        way.memory(stage, start, stop, recomputed),
     )
+    return [
+        StagePlan(
+            start=first,
+            stop=end,
+            recompute=count,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            recompute_s=recompute_s,
+            transfer_s=transfer_s,
+            forward_wait_s=wait_s,
+            number=stage,
+            memory=round(memory),
+            selective=way is not tables,
+            in_flight=problem.in_flight(stage),
+        )
+        for first, end, count, forward_s, backward_s, recompute_s, transfer_s, wait_s, memory in zip(
+            *(column.tolist() for column in columns), strict=True
+        )
+    ]
 
 
 __all__ = [
@@ -306,4 +342,5 @@ __all__ = [
     "StageSplit",
     "solve_stages",
     "stage_plan",
+    "stage_plans",
 ]

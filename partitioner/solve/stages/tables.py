@@ -84,10 +84,10 @@ class StageTables:
         times is needed."""
         return bool(self.states[0, -1] > sum(self.problem.capacity))
 
-    def way(self, stage: int, start: int, stop: int) -> StageTables:
-        """Return the tables that apply to the calls ``[start, stop)`` on ``stage``: those of selective recomputation
-        (:attr:`slim`) if the run uses it, otherwise this object."""
-        return self.slim if self.slim is not None and self._ways[1][stage][start, stop] else self
+    def slimmed(self, stage: int, start: Counts, stop: Counts) -> NDArray[np.bool_]:
+        """Return for each segment ``[start, stop)`` whether it recomputes selectively: whether :attr:`slim` has its
+        figures instead of these tables."""
+        return np.zeros(len(start), bool) if self.slim is None else self._ways[1][stage][start, stop]
 
     @cached_property
     def least_memory(self) -> list[Table]:
@@ -191,6 +191,10 @@ class StageTables:
                 allowed = allowed & (inside == (pinned == stage))
             tables.append(allowed)
         return tables
+
+    def pace_number(self, stage: int) -> int:
+        """Return a number that is equal for stages on whose devices every call takes equally long."""
+        return int(self._pace_of[stage])
 
     def seconds(self, stage: int) -> tuple[Table, Table]:
         """Return two tables ``[start, stop]``: the forward and the backward seconds of every run of calls on the

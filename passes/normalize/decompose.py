@@ -31,7 +31,8 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Graph, dict[str, str]]:
     """Return a new graph without composite operators, and a map from old node names to new ones.
 
-    ``known``: operators that a later rewrite handles; they stay.
+    A composite operator is one that torch defines by other operators. Those with a factor rule stay. ``known``:
+    operators that a later rewrite handles; they stay, too.
     """
     targets = {n.target for n in graph.nodes if n.op == "call_function"}
     apart = {t for t in targets if _is_composite(t) and t not in known and not has_rule(t)}
@@ -69,7 +70,9 @@ def _is_mutating(target: Any) -> bool:
 
 
 def _as_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], Callable[..., Any]]:
-    """The nodes that ``node`` is given, and a function of their values that runs its parts."""
+    """Return the operand nodes of ``node``, and a function of their values that runs torch's decomposition of
+    ``node``.
+    """
     leaves, tree = pytree.tree_flatten((args, kwargs))
     operands = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
 
@@ -82,7 +85,11 @@ def _as_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], 
 
 
 def _trace_operators(run: Callable[..., Any], values: list[Any]) -> fx.Graph | None:
-    """The operators of ``run``; ``None``: they are too many, or write to what they are given."""
+    """Return the graph of the operators that ``run`` calls on ``values``.
+
+    ``None`` if there are more than ``_MOST_PARTS`` of them, or if one writes to its operands or reads a constant
+    tensor.
+    """
     traced = make_fx(torch.func.functionalize(run))(*values)
     if any(_is_mutating(n.target) for n in traced.graph.nodes):  # of torch's own composition, out of its sight
         traced = make_fx(torch.func.functionalize(traced))(*values)
@@ -95,7 +102,10 @@ def _is_fit(graph: fx.Graph) -> bool:
 
 
 def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
-    """The parts of the operator at hand, in its place; ``KEEP`` where it cannot be taken apart."""
+    """Replace the operator at hand, ``build.node``, by the operators of torch's decomposition, and return their result.
+
+    Leave it alone (``KEEP``) if it cannot be traced, because it reads numbers out of tensors or has no meta kernel.
+    """
     node = build.node
     assert node is not None
     operands, run = _as_function(node, args, kwargs)
@@ -119,9 +129,9 @@ def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
 
 
 class RecurrentLayers(NamedTuple):
-    """What torch's recurrent functions take after the input, the first state and the weights, in their order.
+    """The arguments of torch's recurrent functions after the input, the initial state and the weights, in order.
 
-    ``p``: of the dropout between layers.
+    ``p``: the probability of the dropout between layers.
     """
 
     biased: bool
@@ -148,9 +158,9 @@ class RecurrentLayers(NamedTuple):
 
 
 def layer_by_layer(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node], *layers: Any) -> Any:
-    """Rewrite a recurrent network layer by layer, with dropout between layers; ``KEEP`` if it has no dropout.
+    """Rewrite a recurrent network of several layers as one call per layer, with dropout between them.
 
-    ``layers``: the arguments in :class:`RecurrentLayers`.
+    ``layers``: the fields of :class:`RecurrentLayers`. A network without dropout is left alone (``KEEP``).
     """
     stack = RecurrentLayers(*layers)
     if not stack.drops:

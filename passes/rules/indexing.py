@@ -145,7 +145,7 @@ def _index_dims(indices: Sequence[fx.Node | None], rank: int) -> tuple[int, list
     """Describe ``x[indices]``, where ``None`` in ``indices`` means a dim without an index.
 
     Return the position of the first index dim in the result, the factor names of the broadcast index dims, and the dims
-    of ``x`` that are indexed. ``rank`` is not used.
+    of ``x`` that are indexed.
     """
     indexed = [d for d, i in enumerate(indices) if i is not None]
     adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))

@@ -82,7 +82,8 @@ def shard_linear_elementwise(node: fx.Node) -> OpFactors:
 def shard_addition(node: fx.Node) -> OpFactors:
     """Return the sharding rule of an addition or subtraction: elementwise, and linear in both tensors together.
 
-    Adding a Python number is not linear, because every rank would add it to its partial sum.
+    Linear means that the sum of two partial sums is a partial sum. Adding a Python number is not linear, because every
+    rank would add it.
     """
     return shard_elementwise(node, mark_linear_together(2) if len(operands_of(node)) == 2 else ())
 
@@ -94,8 +95,9 @@ def shard_multiplication(node: fx.Node) -> OpFactors:
 
 @register_family("div", "divide", "true_divide")
 def shard_division(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of a division: elementwise, and linear in the numerator unless the quotient is
-    rounded.
+    """Return the sharding rule of a division: every dim may be sharded.
+
+    It is linear in the numerator (a partial sum gives a partial sum), unless the quotient is rounded.
     """
     is_linear = isinstance(node.args[0], fx.Node) and get_node_argument(node, "rounding_mode") is None
     return shard_elementwise(node, FIRST if is_linear else ())
@@ -105,8 +107,8 @@ def shard_division(node: fx.Node) -> OpFactors:
 def shard_dtype_cast(node: fx.Node) -> OpFactors:
     """Return the sharding rule of a cast: every dim may be sharded.
 
-    It is linear if the new type is floating-point or complex, or if the type does not change. A second operand only
-    gives the type, so it is not sharded.
+    It is linear (a partial sum gives a partial sum) if the new type is floating-point or complex, or if the type does
+    not change. A second operand only gives the type, so it is not sharded.
     """
     source, *others = operands_of(node)
     names = NAMES[: len(get_meta_shape(source))]
@@ -120,17 +122,18 @@ def shard_copy(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``copy(x, source)``, whose result has the shape and type of ``x`` and the data of
     ``source``.
 
-    Every dim may be sharded. It is linear in ``source`` if the type of ``x`` is floating-point or complex.
+    Every dim may be sharded. If the type of ``x`` is floating-point or complex, a partial sum ``source`` gives a
+    partial sum.
     """
     return shard_elementwise(node, mark_linear_each(1) if is_differentiable(node.meta["val"]) else ())
 
 
 @register_family("where")
 def shard_where(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of ``where(condition, a, b)``: elementwise, and linear in ``a`` and ``b`` together if
-    both are tensors.
+    """Return the sharding rule of ``where(condition, a, b)``: every dim may be sharded.
 
-    ``None`` (no sharding) for ``where(condition)``, which lists the indices of true elements.
+    If ``a`` and ``b`` are tensors, it is linear in both together: two partial sums give a partial sum. ``None`` (no
+    sharding) for ``where(condition)``, which lists the indices of true elements.
     """
     if str(node.target).endswith(".default"):
         return None  # ``shard_where(condition)`` lists the indices of true elements

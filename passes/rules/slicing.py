@@ -248,7 +248,7 @@ def _shard_unchanged_dims(node: fx.Node, dims: Sequence[int], is_linear: bool = 
 def shard_padding(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``pad``: padded dims must not be sharded, other dims may be.
 
-    It is linear, unless it pads with a constant other than zero.
+    A padded partial sum is a partial sum, unless the padding is a constant other than zero.
     """
     is_linear = get_node_argument(node, "mode", "constant") != "constant" or not get_node_argument(node, "value")
     return _shard_unchanged_dims(node, _find_padded_dims(node, get_node_argument(node, "pad")), is_linear)

@@ -452,7 +452,7 @@ def _whole_range(given: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return the lowest integer that a call of a random operator can draw, and the number of integers in its range.
 
     ``None`` if the bounds are not known, or if the range is too large for uniform numbers. ``random_`` without bounds
-    draws from all non-negative integers that its type represents exactly.
+    draws all non-negative integers of its integer type.
     """
     low, high = given.get("low", given.get("from", 0)), given.get("high", given.get("to"))
     if high is None and "self" in given and "from" not in given:

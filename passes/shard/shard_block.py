@@ -1,8 +1,9 @@
-"""Rewrite a block's graph for the layouts chosen on one mesh axis.
+"""Rewrite a block's graph for the layouts chosen on one mesh axis, so that it has local shapes and explicit
+collectives.
 
-Requires: values and ``grad`` marks on every node. Provides: the block as one rank runs it, with local shapes and
-explicit collectives. Reshards are inserted once per (value, layout) and shared by all readers. The pass is applied once
-per axis; the next axis sees a smaller graph.
+A block is a piece of the model with one graph, such as a layer. Requires: values and ``grad`` marks on every node.
+Provides: the block as one rank runs it. Each change of a tensor's layout is inserted once and shared by all readers.
+The pass is applied once per axis; the next axis sees a smaller graph.
 
 :func:`fuse_bias` merges a bias with the matrix product that it directly follows, which the normal form had separated.
 Requires: a local graph (after the last :func:`shard_block`). Provides: an equivalent graph with fewer operators.
@@ -30,7 +31,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Reshard:
-    """The collectives that a change of layout needs in forward and in backward; ``None`` means no communication."""
+    """The collectives of a change of layout: in forward, and for its gradient in backward; ``None`` means no
+    communication.
+    """
 
     forward: str | None
     backward: str | None
@@ -57,7 +60,12 @@ RESHARDS: dict[tuple[str, str], Reshard] = {
 
 @dataclass(frozen=True)
 class BlockSharding:
-    """The layouts chosen for one block on one axis, by node name."""
+    """The layouts chosen for one block (a piece of the model with one graph) on one mesh axis.
+
+    ``strategies``: the layouts of each operator's operands and results, by node name. ``inputs``, ``states``: the
+    layouts of the placeholders for activations and for parameters and buffers, by name. ``outputs``: the layouts of the
+    outputs, in order.
+    """
 
     strategies: dict[str, Strategy]
     inputs: dict[str, Layout]
@@ -71,7 +79,10 @@ class BlockSharding:
 
 
 def shard_block(block: Block, sharding: BlockSharding, axis: str, num_ranks: int) -> Block:
-    """Return ``block`` as one rank runs it; the block itself if the axis has one rank."""
+    """Return ``block`` as one rank of ``axis`` runs it, with local shapes and collectives.
+
+    ``num_ranks``: the size of the axis; the block itself is returned if it is 1.
+    """
     if num_ranks == 1:
         return block
     rewriter = _Rewriter(axis, num_ranks)
@@ -88,7 +99,9 @@ def shard_block(block: Block, sharding: BlockSharding, axis: str, num_ranks: int
 
 
 class _Rewriter:
-    """Builds the local graph. ``made``: the local node for each (global node, layout) that exists so far."""
+    """Builds the local graph of one rank. ``made``: the local node of each global node in each layout that exists so
+    far.
+    """
 
     def __init__(self, axis: str, num_ranks: int) -> None:
         self.graph = fx.Graph()
@@ -225,8 +238,9 @@ assert _STEPS.keys() == RESHARDS.keys()
 
 
 def fuse_bias(block: Block) -> Block:
-    """Return a copy of ``block`` with additions of a bias fused: ``linear(x, w) + b`` to ``linear(x, w, b)``, ``mm`` to
-    ``addmm``.
+    """Return a copy of ``block`` in which a matrix product and the addition of a bias to it are one operator.
+
+    ``linear(x, w) + b`` becomes ``linear(x, w, b)``, and ``mm(x, w) + b`` becomes ``addmm(b, x, w)``.
     """
     block = block.copy()
     for node in list(block.graph.nodes):

@@ -73,8 +73,10 @@ def typed_errors(entry: str, passing: Callable[[Exception], bool] = lambda error
 
 
 def build_typed_error(error: Exception, entry: str) -> PartitionError:
-    """Return the typed error that replaces ``error``, an unexpected exception that left the public
-    function ``entry``.
+    """Return the :class:`PartitionError` that replaces ``error``, an unexpected exception that left a public function.
+
+    ``entry``: the name of the public function. The class depends on the cause: user code, missing resources, a wrong
+    argument, or a bug.
     """
     said = f"{type(error).__name__}: {_first_line(error)}"
     if isinstance(error, OSError):
@@ -105,8 +107,9 @@ def build_typed_error(error: Exception, entry: str) -> PartitionError:
 
 
 def phase_of(frames: list[tuple[FrameType, int]]) -> str:
-    """Return the name of the innermost phase among ``frames`` (outermost first), or an empty string if
-    there is none.
+    """Return the name of the innermost phase (step of planning or execution) among the traceback's ``frames``.
+
+    ``frames``: (frame, line number), outermost first. An empty string means that no frame belongs to a known phase.
     """
     for frame, _ in reversed(frames):
         file = frame.f_code.co_filename
@@ -132,8 +135,9 @@ def operator_of(error: BaseException) -> Any:
 
 
 def _operator_text(error: Exception) -> str:
-    """Return a phrase such as `` at the operator mul (aten.mul.Tensor) of model.py:12 in layers.0``, or an empty
-    string.
+    """Return a phrase for messages such as `` at the operator mul (aten.mul.Tensor) of model.py:12 in layers.0``.
+
+    It is empty if no operator was being processed.
     """
     node = operator_of(error)
     if node is None:
@@ -204,8 +208,9 @@ def is_ours(file: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
-    """Whether the source file ``file`` belongs to the user: not to Python, this project or a library that this project
-    calls.
+    """Whether the source file ``file`` belongs to the user.
+
+    It does if it does not belong to Python, to this project or to a library that this project calls.
     """
     in_python = file.startswith(_PYTHON) and "site-packages" not in file
     return not in_python and not is_ours(file) and not file.startswith(("<", *_find_library_folders()))
@@ -232,8 +237,8 @@ def shorten_file_path(file: str) -> str:
 
 @lru_cache(maxsize=65536)
 def source_of(stack_trace: str | None) -> str:
-    """Return ``file:line`` of the innermost frame in ``stack_trace`` that belongs to the user's code; ``""`` if there
-    is none.
+    """Return ``file:line`` of the innermost frame in ``stack_trace`` that belongs to the user's code; ``""`` if none
+    does.
     """
     frames = [f for f in FRAME.findall(stack_trace or "") if is_users(f[0])]
     return f"{shorten_file_path(frames[-1][0])}:{frames[-1][1]}" if frames else ""

@@ -174,10 +174,11 @@ class JointHalves:
 
 
 def is_early(size: int, summed: int) -> bool:
-    """Whether the first half of backward should compute a weight gradient of ``size`` bytes.
+    """Whether the first half of backward should compute a weight gradient, because it is at most a quarter of what it
+    sums over.
 
-    It should if this is much smaller than ``summed``, the bytes of the values that are summed and would otherwise be
-    kept for the second half.
+    ``size``: the bytes or elements of the gradient. ``summed``: those of the values that are summed, which would
+    otherwise be kept for the second half.
     """
     return _SMALL * size <= summed
 

@@ -147,8 +147,8 @@ class _ModuleCall:
 
     @property
     def list_prefix(self) -> str | None:
-        """The path of the module list that holds the module, such as ``model.layers`` for ``model.layers.3``;
-        ``None`` if none does.
+        """Return the path of the list that holds the module: ``model.layers`` for ``model.layers.3``; ``None`` if it
+        is in no list.
         """
         prefix, _, last = self.path.rpartition(".")
         return prefix if last.isdigit() else None

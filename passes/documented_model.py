@@ -1,4 +1,4 @@
-"""Pydantic models whose ``help()`` shows this project's own description of the fields.
+"""A metaclass for pydantic models that lets ``help()`` show the model's fields and their descriptions.
 
 ``help()`` on a plain pydantic model prints the methods of pydantic and none of the fields. A class with the metaclass
 :class:`DocumentedModel` differs in three ways. Its docstring ends with a list of its fields and their descriptions. Its

@@ -57,7 +57,8 @@ _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 @contextmanager
 def typed_errors(entry: str, passing: Callable[[Exception], bool] = lambda error: False) -> Iterator[None]:
-    """Convert unexpected exceptions that are raised inside this context (or decorated function) into typed errors.
+    """Convert unexpected exceptions that are raised in the ``with`` block (or decorated function) into a
+    :class:`PartitionError`.
 
     ``entry``: the name of the public function, for the message. ``passing``: whether an exception is raised unchanged.
     An exception from the user's progress callback is also raised unchanged, because it is a way to stop the search.
@@ -148,7 +149,9 @@ def _operator_text(error: Exception) -> str:
 
 
 def _format_error_location(error: Exception) -> str:
-    """Return the innermost line of this project in the traceback, as ``passes/shard/shard_block.py:112 (operator)``."""
+    """Return the innermost line of this project in the traceback, such as ``passes/shard/shard_block.py:112
+    (operator)``.
+    """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_ours(f.filename)]
     if not frames:
         return "no line of the partitioner"

@@ -1,7 +1,7 @@
-"""Decompose operators that have no rule of their own but consist of other operators.
+"""Decompose operators that torch defines by other operators (composite operators) and that have no factor rule.
 
-Requires: a captured graph. Provides: a graph without operators that torch itself defines by others, except operators
-that a factor rule or a rewrite of the normal form handles. Gradients are those of the parts, by torch's own definition.
+Requires: a captured graph. Provides: a graph without composite operators, except those that a factor rule or a rewrite
+of the normal form handles. Gradients are those of the parts, by torch's own definition.
 
 Recurrent networks with dropout between their layers are decomposed layer by layer here, because torch's own
 decomposition leaves the dropout out.
@@ -43,9 +43,10 @@ def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Gra
 
 
 def parts_of(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]] | None:
-    """Return a graph of the operators that ``node`` consists of, and the nodes that its placeholders stand for.
+    """Return a graph of the operators that ``node`` is composed of, and the operand nodes that its placeholders stand
+    for.
 
-    ``None`` means that torch does not define it by other operators, or that these need the numbers in a tensor.
+    ``None`` if torch does not define the operator by others, or if they read numbers out of tensors.
     """
     if not _is_composite(node.target):
         return None

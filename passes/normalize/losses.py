@@ -81,7 +81,7 @@ _MOVES = (*KEEPS, *SWAPS, aten.slice.Tensor)
 
 
 def _apply_reduction(build: Builder, terms: fx.Node, reduction: int) -> fx.Node:
-    """Return the terms themselves, their sum, or their mean over all elements."""
+    """Return ``terms`` unchanged, their sum, or their mean over all elements, by ``reduction``."""
     if reduction == NONE:
         return terms
     result = build(aten.sum.default, terms)
@@ -301,7 +301,11 @@ _LOGS = (aten.log_softmax.int, aten._log_softmax.default)
 
 
 def pick_before_softmax(graph: fx.Graph) -> None:
-    """Rewrite ``gather(log_softmax(x), index)`` in ``graph`` as a negative cross entropy, in place."""
+    """Replace ``gather(log_softmax(x), index)`` in ``graph`` by a negative cross entropy, in place, which saves the
+    large result.
+
+    Only done if nothing else reads the ``log_softmax`` and one element of each row is gathered.
+    """
     changed = False
     for node in list(graph.nodes):
         if node.target is aten.gather.default:

@@ -32,7 +32,7 @@ _ROWS = 512  # queries of a tile that an end of a window crosses
 
 
 class Band(NamedTuple):
-    """How many positions a query sees before and after its own; ``None`` means no limit."""
+    """How many positions before and after its own a query of an attention sees; ``None`` means no limit."""
 
     before: int | None = None
     after: int | None = None
@@ -128,7 +128,10 @@ def most_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band
 
 @lru_cache(maxsize=4096)
 def tiles_of(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...], band: Band) -> tuple[Tile, ...]:
-    """Return the tiles of queries and keys that the band touches. Every query of a tile sees at least one key of it."""
+    """Return the tiles (rectangles of queries and keys) that attention within ``band`` must compute.
+
+    Every query of a tile sees at least one key of it.
+    """
     found: list[Tile] = []
     for q in queries:
         for k in keys:
@@ -467,8 +470,8 @@ def band_attention_backward(
 
 
 def by_position(x: Tensor) -> Tensor:
-    """Return ``x`` ``[b, h, s, d]``, stored in memory as ``[b, s, h, d]``, so that heads can be joined
-    without a copy.
+    """Return ``x`` ``[b, h, s, d]``, stored in memory as ``[b, s, h, d]``, so that heads can be joined without a
+    copy.
     """
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 

@@ -74,7 +74,7 @@ def uniform(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
 
 
 def _bits_to_open_interval(bits: Tensor, count: int = _BITS) -> Tensor:
-    """Map integers of ``count`` bits to float64 numbers in the open interval (0, 1)."""
+    """Return float64 numbers in the open interval (0, 1) for integers of ``count`` random bits."""
     return bits.to(torch.float64).add_(0.5).mul_(2.0**-count)
 
 
@@ -572,7 +572,7 @@ _FORMULAS: dict[str, Formula] = {
 
 
 def list_drawing_operators() -> list[torch._ops.OpOverload]:
-    """Return the random operators that have a formula and do not write to their arguments."""
+    """Return torch's random operators that have a formula in this module and do not write to their arguments."""
     names = [*_FORMULAS, "normal_functional", "rrelu_with_noise_functional"]
     found = (getattr(getattr(aten, name), overload) for name in names for overload in getattr(aten, name).overloads())
     return [target for target in found if not target._schema.is_mutable]

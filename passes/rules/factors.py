@@ -170,7 +170,7 @@ class Local:
         return local_shape(self.strategy.results[index], shape, self.num_ranks)
 
     def size(self, factor: str) -> int:
-        """Return the size of ``factor`` on one rank."""
+        """Return the size of ``factor`` (a named loop dimension) on one rank."""
         size = self.factors.sizes.get(factor, 1)
         return size // self.num_ranks if factor == self.strategy.factor else size
 
@@ -259,12 +259,12 @@ def _parameters_of(target: Any) -> dict[str, tuple[int, Any]]:
 
 
 def as_dim(dim: int, rank: int) -> int:
-    """Return ``dim`` counted from the front; a negative one counts from the end."""
+    """Return ``dim`` as a nonnegative index; a negative one counts from the end of ``rank`` dims."""
     return dim + rank if dim < 0 else dim
 
 
 def as_dims(dims: Any, rank: int) -> tuple[int, ...]:
-    """Return the dims that an argument names, counted from the front.
+    """Return the dims that an operator's argument names, as nonnegative indices of ``rank`` dims.
 
     ``None`` and ``[]`` mean all dims. The result is empty for a 0-dimensional tensor.
     """

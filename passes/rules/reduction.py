@@ -59,7 +59,7 @@ def dims_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def _count_result_elements(node: fx.Node) -> int:
-    """Return the number of elements of the first result."""
+    """Return the number of elements of the operator's first result."""
     return math.prod(results_of(node)[0].shape)
 
 

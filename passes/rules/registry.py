@@ -51,11 +51,17 @@ class TextRule:
 
     @staticmethod
     def parse(text: str, name: str, linear: tuple[frozenset[int], ...] = ()) -> TextRule:
-        """Parse ``text``, the rule of the operator ``name``. Raise :class:`RuleError` if it is malformed."""
+        """Return the parsed rule of the operator ``name``. Raise :class:`RuleError` if ``text`` is malformed.
+
+        ``linear``: sets of operand positions; if these operands are partial sums, so are the results.
+        """
         return _Parser(text, name).parse_rule(linear)
 
     def fit(self, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], where: str) -> OpFactors:
-        """Return the rule for a call on tensors of these shapes. Raise :class:`RuleError` if the shapes do not fit."""
+        """Return the rule for a call on tensors of these shapes. Raise :class:`RuleError` if the shapes do not fit.
+
+        ``where``: the name of the call, for the message.
+        """
         sides: list[tuple[Dims, ...]] = []
         pairs: list[tuple[tuple[str, ...], int]] = []
         for kind, patterns, shapes in (("operand", self.operands, operands), ("result", self.results, results)):
@@ -242,7 +248,7 @@ def _shard_getitem(node: fx.Node) -> OpFactors:
 def register_family(*names: str) -> Callable[[R], R]:
     """Return a decorator that registers one rule function for several operators.
 
-    A name is that of an ATen operator (``view``, ``view.dtype``) or has a namespace (``namespace::name``).
+    ``names``: names of ATen operators (``view``, ``view.dtype``), or names with a namespace (``namespace::name``).
     """
 
     def register(function: R) -> R:
@@ -260,9 +266,10 @@ def rule(target: Any, *texts: str, linear: Iterable[Collection[int]] = (), funct
     >>> rule("mylib::swiglu", "b s f, b s f -> b s f")
     >>> rule("mylib::rope", "b h s d!, s d! -> b h s d!")
 
-    The operands (every tensor argument in order) are left of the arrow, the results right of it, with one factor for
-    each dim. ``d!`` is a factor that must be whole. ``(k r)`` is a dim of two factors, outermost first. ``...`` are any
-    dims in front, broadcast from the right. ``1`` is a dim of size 1. A factor that no result has is summed over.
+    The operands (every tensor argument in order) are left of the arrow, the results right of it. Each name is a factor,
+    a loop dimension as in an einsum, and stands for one dim. ``d!`` is a factor that must not be sharded. ``(k r)`` is
+    a dim of two factors, outermost first. ``...`` stands for any dims in front, broadcast from the right. ``1`` is a
+    dim of size 1. A factor that no result has is summed over.
 
     Args:
         target: name of an operator, its overload or overload packet, or what ``torch.library.custom_op`` returned.

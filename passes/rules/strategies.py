@@ -61,7 +61,9 @@ Wanted = Mapping[int, Collection[Layout]]
 
 
 def needs_gradient(node: fx.Node) -> bool:
-    """Whether the value of ``node`` carries a gradient. If no pass has marked it, the type of the value decides."""
+    """Whether the value of ``node`` carries a gradient: as marked in ``node.meta["grad"]``, or by its type if there
+    is no mark.
+    """
     grad = node.meta.get("grad")
     return is_differentiable(node.meta["val"]) if grad is None else bool(grad)
 

@@ -274,7 +274,11 @@ class _Accumulation:
         raise _NotLinear
 
     def _of_samples(self, name: str, node: fx.Node, strategy: Strategy) -> fx.Node:
-        """What ``node`` makes of a microbatch's part of its operands."""
+        """Append the operator ``node`` on one microbatch's rows of its sharded operands, and return its node.
+
+        ``strategy``: the layouts of the operands, which say along which dim each one is sharded. Raise
+        :class:`_NotLinear` if the rows of a microbatch cannot be found.
+        """
         operands = []
         for operand, layout in zip(operands_of(node), strategy.operands, strict=True):
             if layout.is_shard and not layout.sections:

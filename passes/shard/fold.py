@@ -72,7 +72,7 @@ def fold(captured: Captured) -> FoldedModel:
 
 
 def _join_results(graph: fx.Graph) -> None:
-    """Move each ``getitem`` next to the operator with several results that it reads."""
+    """Move each ``getitem``, in place, next to the operator with several results that it reads."""
     last: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is operator.getitem:
@@ -82,7 +82,9 @@ def _join_results(graph: fx.Graph) -> None:
 
 
 def _copy_returned_states(graph: fx.Graph) -> dict[str, str]:
-    """Insert a copy of each state that the model returns unchanged; return a map from old to new node names."""
+    """Insert a copy of each parameter or buffer that the model returns unchanged; return a map from old to new node
+    names.
+    """
     output = graph.output_node()
     moved: dict[str, str] = {}
     for node in output.all_input_nodes:
@@ -111,7 +113,7 @@ def _free_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _share_common(graph: fx.Graph, free: set[fx.Node]) -> dict[str, str]:
-    """Merge equal operators among ``free``; return a map from removed node names to the kept ones."""
+    """Merge equal operators among ``free``, in place; return a map from removed node names to the kept ones."""
     seen: dict[Any, fx.Node] = {}
     merged: dict[str, str] = {}
     for node in list(graph.nodes):

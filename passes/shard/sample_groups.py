@@ -197,7 +197,7 @@ class GroupModel:
     outputs: dict[str, Layout]
 
     def whole_shape(self, path: str, count: int) -> tuple[int, ...]:
-        """Return the shape of the input ``path`` for ``count`` groups."""
+        """Return the shape of the input ``path`` of the model for ``count`` groups together."""
         part = next(i.spec.shape for i in self.captured.inputs if i.path == path)
         return tuple(size * count if d == self.inputs[path] else size for d, size in enumerate(part))
 
@@ -303,7 +303,9 @@ def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_grou
 
 
 def _draw_apart(graph: fx.Graph, num_groups: int) -> None:
-    """Offset the indices of random numbers by the group, so that every group draws different numbers."""
+    """Offset the element indices of random operators by the group, in place, so that every group draws different
+    numbers.
+    """
     for node in list(graph.nodes) if num_groups > 1 else ():
         if node.target not in DRAWS:
             continue

@@ -67,7 +67,9 @@ def _build_shape_key(node: fx.Node) -> Any:
 
 
 def _find_frequent_periods(tokens: np.ndarray[Any, Any]) -> list[int]:
-    """Return the most frequent distances between consecutive equal tokens, most frequent first."""
+    """Return the most frequent distances between consecutive equal tokens (numbers of equal operators), most
+    frequent first.
+    """
     last: dict[int, int] = {}
     distances: Counter[int] = Counter()
     for position, token in enumerate(tokens.tolist()):
@@ -78,7 +80,9 @@ def _find_frequent_periods(tokens: np.ndarray[Any, Any]) -> list[int]:
 
 
 def _find_longest_repetition(tokens: np.ndarray[Any, Any], period: int) -> tuple[int, int, int]:
-    """Return (length, start, period) of the longest stretch that repeats with ``period``."""
+    """Return (length, start, period) of the longest stretch of ``tokens`` that repeats with ``period``; length 0 if
+    none does.
+    """
     equal = np.concatenate([[False], tokens[:-period] == tokens[period:], [False]])
     edges = np.flatnonzero(equal[1:] != equal[:-1])
     starts, ends = edges[::2], edges[1::2]
@@ -89,7 +93,7 @@ def _find_longest_repetition(tokens: np.ndarray[Any, Any], period: int) -> tuple
 
 
 def _count_crossing_values(nodes: Sequence[fx.Node]) -> list[int]:
-    """Return, for each position, how many values are computed before it and read at or after it."""
+    """Return, for each position in ``nodes``, how many values are computed before it and read at or after it."""
     place = {n: i for i, n in enumerate(nodes)}
     change = [0] * (len(nodes) + 1)
     for i, node in enumerate(nodes):
@@ -155,7 +159,7 @@ class _ModuleCall:
 
     @property
     def parts(self) -> list[_ModuleCall]:
-        """Return the children that hold parameters."""
+        """Return the calls of submodules that read parameters."""
         return [c for c in self.children.values() if c.parameters]
 
 

@@ -74,7 +74,7 @@ class BlockSharding:
 
     @property
     def key(self) -> Hashable:
-        """Return a hashable key; it is equal for equal layouts."""
+        """Return a hashable key that is equal for equal layouts."""
         return *(tuple(of.items()) for of in (self.strategies, self.inputs, self.states)), self.outputs
 
 
@@ -135,7 +135,9 @@ class _Rewriter:
         self.made[node, strategy.results[0]] = local
 
     def read_in_layout(self, node: fx.Node, to: Layout) -> fx.Node:
-        """Return the local node with the value of ``node`` in the layout ``to``; reshard it if necessary."""
+        """Return the local node with the value of ``node`` in the layout ``to``; insert the change of layout if
+        necessary.
+        """
         if (node, to) not in self.made:
             (layout,) = self.produced[node]
             self.made[node, to] = self.insert_reshard(node, self.made[node, layout], layout, to)
@@ -151,14 +153,18 @@ class _Rewriter:
         return insert_operator_node(self.graph, getattr(ops, name).default, (local, *args), like=local)
 
     def rank_major(self, local: fx.Node, layout: Layout) -> fx.Node:
-        """Reorder a whole dim so that an even split into contiguous parts gives each rank its shard of ``layout``."""
+        """Reorder the dim of ``layout`` in a whole tensor so that an even split into contiguous parts gives each rank
+        its shard.
+
+        Only a dim with separately sharded sections, or a zigzag layout, needs this.
+        """
         if not layout.sections and not layout.zigzag:
             return local
         parts, order = _order_dim_pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
         return self.reorder_parts(local, layout.dim, parts, order)
 
     def section_major(self, local: fx.Node, layout: Layout) -> fx.Node:
-        """Undo the reordering of :meth:`rank_major`."""
+        """Undo the reordering of :meth:`rank_major`: restore the order of a gathered dim."""
         if not layout.sections and not layout.zigzag:
             return local
         parts, order = _order_dim_pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
@@ -210,7 +216,9 @@ class _Rewriter:
 
 
 def _order_dim_pieces(layout: Layout, size: int, num_ranks: int) -> tuple[list[int], list[int]]:
-    """Return the sizes of the equal pieces of a dim's sections, and the piece indices ordered by rank."""
+    """Return the sizes of the pieces into which a layout cuts a dim, and the indices of the pieces in the order of
+    ranks.
+    """
     by_rank = piece_order(layout, num_ranks)
     count = sum(map(len, by_rank))
     sections = sections_of(layout, size)

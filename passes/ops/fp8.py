@@ -201,15 +201,17 @@ def can_multiply_in_fp8(product: Product) -> bool:
 
 
 def found_in(block: Block) -> dict[fx.Node, Product]:
-    """Return the products of ``block`` that can be computed in 8 bits, by node."""
+    """Return the matrix products in the graph of ``block`` that can be computed in 8 bits, by node."""
     states = frozenset(block.states)
     known = {node: product_of(node, states) for node in block.graph.nodes}
     return {node: product for node, product in known.items() if product is not None and can_multiply_in_fp8(product)}
 
 
 def in_eight_bits(block: Block) -> int:
-    """Replace the products of ``block`` that can be computed in 8 bits by ``linear_fp8``, in place; return their
-    number.
+    """Replace the matrix products in the graph of ``block`` that can be computed in 8 bits by ``linear_fp8``; return
+    their number.
+
+    The graph is changed in place.
     """
     found = found_in(block)
     for node, product in found.items():

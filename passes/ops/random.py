@@ -39,7 +39,10 @@ _BITS = 24  # random bits per number: the significand of a float32
 
 
 def stream_name(index: int) -> str:
-    """Return the name of the constant that holds the stream number of the model's ``index``-th random operator."""
+    """Return the name of the constant that holds the stream number of the model's ``index``-th random operator.
+
+    Operators with different stream numbers draw different numbers from one seed.
+    """
     return f"random.stream.{index}"
 
 
@@ -64,9 +67,11 @@ def _finalize_hash_bits(x: Tensor) -> Tensor:
 
 
 def uniform(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
-    """Draw uniform float32 numbers in [0, 1), one per element of ``index``.
+    """Draw uniform float32 numbers in [0, 1), one per element of ``index``, each from a hash of its index, seed and
+    stream.
 
-    ``index`` (int64, any shape): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-d int64 tensors.
+    ``index`` (int64, any shape): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-d int64 tensors;
+    operators with different streams draw different numbers.
     """
     return (
         _shift_right_unsigned(_hash_element_index(index, seed, stream), 64 - _BITS).to(torch.float32).mul_(2.0**-_BITS)
@@ -313,7 +318,8 @@ def draw_whole_tensor(
     group: int = 0,
     parameters: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Draw the numbers of a whole tensor of ``shape`` by ``distribution``, one of ``DRAWS``.
+    """Draw the numbers of a whole tensor of ``shape`` by ``distribution``, one of ``DRAWS``, the operators that draw
+    numbers.
 
     ``at``: seed and stream number. ``group``: the number of groups of samples in front of this one; their elements are
     counted first. ``parameters``: the distribution's own operands.
@@ -337,11 +343,11 @@ _MOST_WHOLE = 1 << 40  # of more whole numbers that are no power of two the firs
 
 @dataclass(frozen=True)
 class Sampler:
-    """What the formula of a random operator needs.
+    """What the formula of a random operator needs to draw its numbers, on tensors or on graph nodes.
 
     ``run(operator, *arguments)`` executes an operator or appends it to a graph. ``numbers(distribution, sizes,
-    *parameters)`` draws numbers in a new stream. ``given``: the operator's arguments by name. ``made``: the first
-    tensor that torch's operator returns, a meta or real tensor, for its sizes and type.
+    *parameters)`` draws numbers that no other draw uses (a new stream). ``given``: the operator's arguments by name.
+    ``made``: the first tensor that torch's operator returns, a meta or real tensor, for its sizes and type.
     """
 
     run: Run

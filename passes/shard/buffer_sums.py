@@ -35,10 +35,10 @@ Part = tuple[fx.Node | None, fx.Node | None]  # what a microbatch adds, and the 
 
 
 def accumulate_updates(model: FoldedModel, axis: str, parts: int) -> FoldedModel:
-    """Return the model with buffers that are sums over ``axis`` added up over the microbatches at the end of a step.
+    """Return the model with buffers that are sums over the batch computed as a sum of addends, one for each microbatch.
 
-    ``parts``: the number of parts of the global batch on ``axis``. Blocks are changed in place. A buffer whose new
-    value is not such a sum is left alone.
+    ``axis``: the mesh axis of all parts of the global batch. ``parts``: their number. Graphs are changed in place. A
+    buffer whose new value is not such a sum is left alone.
     """
     if not model.updates:
         return model
@@ -94,8 +94,8 @@ class _Accumulation:
         return named is not None and named[0] == self.axis and collective_name(node.target) in COMMUNICATING
 
     def add_up(self, name: str, place: int) -> bool:
-        """Replace the output ``place`` of the block ``name`` by the addend of one microbatch; return whether it was
-        replaced.
+        """Replace the output ``place`` of the block (graph) ``name`` by the addend of one microbatch; return whether it
+        was replaced.
 
         It is not replaced if it is equal in every microbatch, or if it is not a sum.
         """
@@ -342,10 +342,10 @@ class _Accumulation:
         return run.outputs[self._passed[source] + further]
 
     def _pass_on(self, output: tuple[str, int]) -> None:
-        """Add two outputs to a block and all its calls: the addend of a microbatch and the term that is added once of
-        ``output``.
+        """Add two outputs to a block (a graph) and all its runs: the addend of a microbatch, and the term that is added
+        once.
 
-        ``output``: the block's name and the index of the output.
+        ``output``: the name of the block and the index of the output that is their sum.
         """
         if output in self._passed:
             return
@@ -366,9 +366,9 @@ class _Accumulation:
                 self.calls[i] = replace(run, outputs=(*run.outputs, *values))
 
     def _add_input(self, name: str, place: int, values: dict[str, str], like: Tensor) -> fx.Node:
-        """Add an input to a block and all its calls, and return its placeholder.
+        """Add an input to a block (a graph) and all its runs, and return its placeholder.
 
-        ``values``: for each value that a call reads at the input ``place``, the value to read at the new input.
+        ``values``: for each value that a run reads at the input ``place``, the value to read at the new input.
         ``like``: a tensor of the new input's shape and type.
         """
         block = self.blocks[name]

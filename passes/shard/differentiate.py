@@ -169,10 +169,11 @@ class Differentiated:
 
 @dataclass(frozen=True)
 class JointGraph:
-    """Forward and backward of a block in one graph, from (states, inputs, output gradients) to (outputs, gradients).
+    """Forward and backward of a block (a piece of the model, such as a layer) in one graph.
 
-    States are parameters, buffers and constants. ``needs``: for each state and input, whether it gets a gradient.
-    ``with_grad``: positions of the outputs that have a gradient.
+    It maps (states, inputs, output gradients) to (outputs, gradients). States are parameters, buffers and constants.
+    ``needs``: for each state and input, whether it gets a gradient. ``with_grad``: positions of the outputs that have a
+    gradient.
     """
 
     graph: fx.Graph
@@ -198,7 +199,8 @@ def differentiate(
     *,
     fused: bool = False,
 ) -> Differentiated:
-    """Return the forward and backward functions of ``block`` for one rank.
+    """Return the functions for forward and backward of ``block``, the graph of a piece of the model, such as a layer,
+    on one rank.
 
     ``again``: names of forward nodes whose results backward recomputes instead of reading saved ones. The other
     arguments are those of :func:`joint_of`: which inputs, states and outputs have a gradient, and on which device the
@@ -216,7 +218,7 @@ def joint_of(
     *,
     fused: bool = False,
 ) -> JointGraph:
-    """Trace forward and backward of ``block`` into one graph; no numbers are computed.
+    """Trace forward and backward of ``block``, a piece of the model, into one graph; no numbers are computed.
 
     ``needs_input_grad``, ``needs_state_grad``, ``output_grads``: which inputs, states (parameters, buffers, constants)
     and outputs have a gradient. Operators that differ between devices, such as fused attention, are those of

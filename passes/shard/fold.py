@@ -29,9 +29,10 @@ _SHARED = "shared"
 
 
 def fold(captured: Captured) -> FoldedModel:
-    """Return the model of a captured graph as blocks and calls of them; equal layers share one block.
+    """Return the model of a captured graph as blocks and calls of them.
 
-    The captured graph is changed in place.
+    A block is a piece of the model with one graph, such as a layer; a call is one run of a block with its own
+    parameters and inputs. Equal layers share one block. The captured graph is changed in place.
     """
     graph = captured.graph
     for node in graph.nodes:
@@ -140,10 +141,11 @@ def _freeze_argument(argument: Any) -> Any:
 
 
 def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[fx.Node]], list[Unit]]:
-    """Distribute the operators of ``free`` over the units, which become the model's calls.
+    """Distribute the operators of ``free`` over the units, which are groups of operators that become the calls of the
+    model.
 
-    An operator that one unit reads moves into that unit. The rest are returned as connected groups, which become shared
-    calls, together with the new units.
+    An operator that only one unit reads moves into that unit. Return the other operators of ``free`` as connected
+    groups, which become shared calls, and the new units.
     """
     if not units:
         return [], [Unit("", list(free))] if free else []
@@ -225,7 +227,7 @@ def _find_connected_components(nodes: Sequence[fx.Node], order: Mapping[fx.Node,
 
 # --- blocks and calls -------------------------------------------------------------------------------------------------
 class _Folder:
-    """Creates the blocks and calls of a model, in execution order.
+    """Creates the blocks (graphs that equal layers share) and calls (runs of a block) of a model, in execution order.
 
     ``shared``: groups of operators that become shared calls. ``units``: groups that become the other calls.
     ``value_of``: the name of the value for every node that passes between calls.

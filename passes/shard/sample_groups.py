@@ -46,7 +46,8 @@ class Recurrences:
 
 
 def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) -> Recurrences:
-    """Rewrite the buffer updates in the graph of one ``group`` so that the groups' addends can be summed in any order.
+    """Rewrite the buffer updates in the graph of one group of samples so that the groups' addends can be summed in any
+    order.
 
     The graph is changed in place; the updates are returned. ``num_groups``: the number of groups in a step. ``apart``:
     the nodes that depend on the samples of the group. Raise :class:`UnsupportedError` for a buffer whose update needs
@@ -205,12 +206,14 @@ class GroupModel:
 def mean_over_groups(
     group: Captured, dims: Mapping[str, int | None], num_groups: int, twice: Callable[[], Captured]
 ) -> GroupModel:
-    """Return the model of one ``group``, whose loss is its share of the mean over ``num_groups`` groups.
+    """Return the model of one group of consecutive samples, whose loss is its share of the mean over ``num_groups``
+    groups.
 
-    ``dims``: the dim of samples of each input, by path (default: the first). ``twice``: captures the model with twice
-    the samples, which shows the dims of samples in its results. Results with such a dim are joined along it. Other
-    results are averaged, or left alone if they depend on no sample. Raise :class:`UnsupportedError` for a result or
-    changed buffer that cannot be combined in these ways.
+    ``group``: the captured model of one group; samples of different groups do not interact. ``dims``: the dim of
+    samples of each input, by path (default: the first). ``twice``: captures the model with twice the samples, which
+    shows the dims of samples in its results. Results with such a dim are joined along it. Other results are averaged,
+    or left alone if they depend on no sample. Raise :class:`UnsupportedError` for a result or changed buffer that
+    cannot be combined in these ways.
     """
     inputs = {i.path: dims.get(i.path, 0) if i.spec.shape else None for i in group.inputs}
     nodes = {n.name: n for n in group.graph.nodes}

@@ -116,7 +116,7 @@ _DOMINANT = 0.5  # of a module's work, for repeated children to be what it is ma
 
 @dataclass
 class Unit:
-    """Consecutive operators that become one call of the folded model.
+    """Consecutive operators that become one call of the folded model, such as the run of one layer.
 
     ``path``: the module call that they belong to. ``glue``: they belong to no module that is a unit and read no
     parameter. ``leaf``: they are one module without submodules that have parameters.
@@ -164,10 +164,10 @@ class _ModuleCall:
 
 
 def segment_operators(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[Unit]:
-    """Return the units of ``nodes`` (operators, in order): runs of operators that become calls. Every node is in
-    exactly one unit.
+    """Cut ``nodes`` (operators, in order) into units, which become the calls of the model, such as the run of one
+    layer.
 
-    ``classes``: the class name of each module path.
+    Every node is in exactly one unit. ``classes``: the class name of each module path.
     """
     root = _call_tree(nodes, classes)
     atoms: list[_ModuleCall] = []
@@ -226,7 +226,7 @@ def is_product(node: fx.Node) -> bool:
 
 # --- which module calls are units -------------------------------------------------------------------------------------
 def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall], is_root: bool = False) -> None:
-    """Append to ``atoms`` the module calls below ``call`` that become units of the model."""
+    """Append to ``atoms`` the module calls inside ``call`` that become units (calls of the folded model)."""
     parts = call.parts
     for part in parts:
         part.key = hash(compute_signature(part.nodes).key)
@@ -245,7 +245,7 @@ def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall], is_root: bo
 
 
 def _is_unit_container(call: _ModuleCall) -> bool:
-    """Whether a module that occurs once is a container of units rather than a unit itself."""
+    """Whether a module that occurs once is divided into units (calls of the folded model) instead of being one unit."""
     parts = call.parts
     if not parts:
         return False
@@ -256,8 +256,8 @@ def _is_unit_container(call: _ModuleCall) -> bool:
 
 
 def _longest_chain(call: _ModuleCall) -> int:
-    """Return the number of equal child calls that follow one another, in ``call`` or in a child that does most of its
-    work.
+    """Return the number of equal submodule calls that follow one another, in ``call`` or in a child that does most of
+    its work.
 
     Chains that do less than half of the work of their parent count as 0.
     """
@@ -272,7 +272,7 @@ def _longest_chain(call: _ModuleCall) -> int:
 
 
 def _is_call_chain(calls: Sequence[_ModuleCall]) -> bool:
-    """Whether each call reads, directly or indirectly, a result of the call before it."""
+    """Whether each module call in ``calls`` reads, directly or indirectly, a result of the one before it."""
     for before, after in itertools.pairwise(calls):
         last = after.nodes[-1]
         reached = set(before.nodes)

@@ -79,9 +79,10 @@ class BlockSharding:
 
 
 def shard_block(block: Block, sharding: BlockSharding, axis: str, num_ranks: int) -> Block:
-    """Return ``block`` as one rank of ``axis`` runs it, with local shapes and collectives.
+    """Return the graph of ``block``, a piece of the model such as a layer, as one rank of ``axis`` runs it.
 
-    ``num_ranks``: the size of the axis; the block itself is returned if it is 1.
+    It has local shapes and explicit collectives. ``sharding``: the layouts of all tensors. ``num_ranks``: the size of
+    the axis; the block itself is returned if it is 1.
     """
     if num_ranks == 1:
         return block
@@ -135,8 +136,8 @@ class _Rewriter:
         self.made[node, strategy.results[0]] = local
 
     def read_in_layout(self, node: fx.Node, to: Layout) -> fx.Node:
-        """Return the local node with the value of ``node`` in the layout ``to``; insert the change of layout if
-        necessary.
+        """Return the local node with the value of ``node`` in the layout ``to``; insert collectives if its layout
+        must change.
         """
         if (node, to) not in self.made:
             (layout,) = self.produced[node]
@@ -206,7 +207,7 @@ class _Rewriter:
         return self.insert_collective("copy", local, self.axis, self.num_ranks)
 
     def spread_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Turn a whole value into a partial sum: each rank divides it by the number of ranks."""
+        """Turn a tensor that is whole on every rank into a partial sum: each rank divides it by the number of ranks."""
         if source.kind == "R" and local.meta.get("grad"):
             local = self.copy_whole(local, source, to)
         return insert_operator_node(self.graph, aten.mul.Tensor, (local, 1.0 / self.num_ranks), like=local)

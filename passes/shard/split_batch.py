@@ -47,9 +47,10 @@ def split_batch(
 ) -> FoldedModel:
     """Return the model of one microbatch on one data-parallel rank.
 
-    ``blocks`` and ``values``: the layouts on the axis ``data``. ``parts``: the number of parts of the global batch.
-    ``num_microbatches``: the number of parts that each rank runs. Raise :class:`UnsupportedError` if samples depend on
-    each other in a way that several microbatches cannot compute exactly.
+    ``model``: the model on the global batch, as blocks (graphs of layers) and their calls. ``blocks`` and ``values``:
+    the layouts of each block and value on the axis ``data``, which stands for all parts of the global batch. ``parts``:
+    the number of parts of the global batch. ``num_microbatches``: the number of parts that each rank runs. Raise
+    :class:`UnsupportedError` if samples depend on each other in a way that several microbatches cannot compute exactly.
     """
     if parts == 1:
         return model
@@ -107,7 +108,8 @@ def _is_independent_total(
 ) -> bool:
     """Whether ``node``, a sum over the batch in ``call``, depends on no parameter and on no other sum over the batch.
 
-    ``producers``: for each value, the index of the call that computes it and of its output.
+    ``call``: the run of a block that contains ``node``. ``producers``: for each value, the index of the call that
+    computes it and of its output.
     """
     block = model.blocks[call.block]
     bound = dict(zip(block.states, call.states, strict=True))
@@ -139,7 +141,8 @@ def _list_ancestor_nodes(node: fx.Node) -> list[fx.Node]:
 def _totals_block(
     model: FoldedModel, call: Call, totals: list[fx.Node], name: str, producers: Mapping[str, tuple[int, int]]
 ) -> tuple[Block, tuple[str, ...], tuple[str, ...]]:
-    """Return a block that computes the operands of ``totals``, and the names of the states and inputs that it reads.
+    """Return a new block (a graph) that computes the operands of the sums ``totals``, and the names of the states and
+    inputs it reads.
 
     States are parameters, buffers and constants. ``producers``: for each value, the index of its call and of its
     output.
@@ -204,7 +207,9 @@ class _CallInliner:
 
 
 def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
-    """Return ``block`` with the nodes ``totals`` as additional inputs instead of computed values."""
+    """Return ``block`` with the nodes ``totals`` (sums over the batch) as additional inputs instead of computed
+    values.
+    """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in block.placeholders:
@@ -263,7 +268,8 @@ _MOVING = (aten.split_with_sizes.default, aten.cat.default, operator.getitem)
 
 
 def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.Node | None:
-    """Return the first operator that reads the result of the collective ``node``, in this block or in a later call.
+    """Return the first operator that reads the result of the collective ``node``, in this block or in one that runs
+    later.
 
     Operators that belong to the collective itself are skipped. ``None`` if there is none.
     """
@@ -283,7 +289,10 @@ def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.No
 
 
 def _passed_on(model: FoldedModel, block: Block, output: fx.Node) -> list[tuple[Block, fx.Node]]:
-    """Return (block, placeholder) for each placeholder in later calls that reads ``output`` of ``block``."""
+    """Return (block, placeholder) for each placeholder through which a later call reads ``output`` of ``block``.
+
+    A block is a graph, such as that of a layer, and a call is one run of it.
+    """
     number = block.outputs.index(output)
     values = {c.outputs[number] for c in model.calls if c.block == block.name}
     found = []
@@ -316,7 +325,7 @@ Results = tuple[Samples, ...]  # of each result of an operator
 
 
 def sample_dims(model: FoldedModel, dims: Mapping[str, int | None], count: int) -> dict[fx.Node, Results]:
-    """Return, for each node of each block, which dims of its results hold the ``count`` samples of the batch.
+    """Return, for each graph node of the model, which dims of its results hold the ``count`` samples of the batch.
 
     ``dims``: the batch dim of each input value, by name. There is one map for each result of a node, from dim to the
     number of samples in it; it is empty for a result without a batch dim.

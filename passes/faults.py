@@ -23,13 +23,13 @@ from typing import Any
 
 from partitioner.passes.errors import InputsError, InternalError, PartitionError, ResourceError, UserCodeError
 
-_ROOT = Path(__file__).parent.parent  # of the package `partitioner`, in which this one is imported
+_ROOT = Path(__file__).parent.parent  # folder of the package `partitioner`
 _OURS = f"{_ROOT}/"
-FRAME = re.compile(r'File "(.+?)", line (\d+)')  # of a traceback that is text
+FRAME = re.compile(r'File "(.+?)", line (\d+)')  # a frame in the text of a traceback
 _PYTHON = str(Path(traceback.__file__).parent)
-# Packages that this project calls, and whose own frames say nothing of who is at fault.
+# Packages that this project calls. A traceback frame in them does not tell who caused the error.
 _LIBRARIES = ("torch", "ortools", "networkx", "pydantic", "safetensors", "numpy", "sympy", "yaml", "rich", "typer")
-# The function that a phase begins with -> its name; the innermost one of a traceback is told.
+# (file, function) in which a phase begins -> name of the phase; messages name the innermost one of a traceback.
 PHASES = {
     ("passes/capture/inputs.py", "bind_inputs"): "reading the inputs",
     ("passes/capture/export.py", "make_twin"): "copying the model without its numbers",
@@ -50,7 +50,12 @@ PHASES = {
     ("runtime/state/parameters.py", "load_states"): "loading the weights",
 }
 _REPORTS_PROGRESS = ("partitioner/solve/search/best_first.py", "_report_progress")
-_OF_ARGUMENTS = (TypeError, AttributeError, ValueError, RuntimeError)  # where an entry point itself raises them
+_OF_ARGUMENTS = (
+    TypeError,
+    AttributeError,
+    ValueError,
+    RuntimeError,
+)  # the argument is to blame if a public function itself raises one of these
 _BEFORE_GRAPHS = ("reading the inputs", "copying the model without its numbers", "capturing the model")
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 

@@ -38,9 +38,9 @@ def add_product(product: Any) -> Rule:
     def rule(build: Builder, c: fx.Node, a: fx.Node, b: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> Any:
         whole_numbers = not get_node_tensor(c).dtype.is_floating_point and not get_node_tensor(c).dtype.is_complex
         if whole_numbers and not (isinstance(beta, int) and isinstance(alpha, int)):
-            return KEEP  # torch rounds the factors
+            return KEEP  # torch rounds the factors to integers
         result = _scale_by_factor(build, build(product, a, b), alpha)
-        # beta = 0 leaves c out, whatever numbers it has
+        # beta = 0 ignores c, even if it has NaN or infinity
         return result if beta == 0 else build(aten.add.Tensor, result, _scale_by_factor(build, c, beta))
 
     return rule
@@ -193,7 +193,7 @@ def batch_norm(build: Builder, x: fx.Node, *arguments: Any) -> Any:
 
 
 def _rewrite_batch_norm(build: Builder, x: fx.Node, norm: BatchNorm) -> Any:
-    if len(list_node_sizes(x)) < 2:  # of no elements
+    if len(list_node_sizes(x)) < 2:  # a tensor without channels
         return KEEP
     if norm.training or norm.running_mean is None or norm.running_var is None:
         return _normalize_channels(build, x, norm, *_compute_moments(build, x, _per_channel(x), 0.0, True))
@@ -240,7 +240,7 @@ def batch_norm_of_training(build: Builder, x: fx.Node, *arguments: Any) -> Any:
         seen = build(aten.mul.Tensor, to_dtype(build, seen, get_node_tensor(running).dtype), part)
         return build(aten.add.Tensor, build(aten.mul.Tensor, running, 1.0 - momentum), seen)
 
-    unbiased = momentum * size / (size - 1) if size > 1 else math.nan  # of one value torch divides by zero
+    unbiased = momentum * size / (size - 1) if size > 1 else math.nan  # with one value, torch divides by zero
     return result, None, None, moved(running_mean, centre, momentum), moved(running_var, variance, unbiased)
 
 

@@ -20,7 +20,7 @@ from partitioner.passes.ir.rewrite import aten, drop_unused, list_node_sizes
 from partitioner.passes.normalize.constant_folding import LIMIT, ConditionalValue, ConstantEvaluator, Term, Value
 from partitioner.passes.ops.attention import Band, limits_of
 
-_MASKED = -6e4  # what is added to a score to hide it is at most this: the type's smallest number, or -inf
+_MASKED = -6e4  # hiding a score adds at most this, usually the type's lowest number or -inf
 
 
 def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:

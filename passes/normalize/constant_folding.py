@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from partitioner.passes.ir.rewrite import aten, get_node_tensor, list_node_sizes
 
-LIMIT = 1 << 22  # elements of a tensor that is evaluated as it is
+LIMIT = 1 << 22  # most elements of a tensor that is created in full
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ConditionalValue:
     hidden: Tensor
 
 
-# A tensor of size 1 where it does not change; or terms that must all hold; or a choice.
+# A tensor with size 1 in constant dims; or comparisons that must all hold; or a choice between two numbers.
 Value = Tensor | tuple[Term, ...] | ConditionalValue
 
 

@@ -56,7 +56,7 @@ def parts_of(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]] | None:
         return None
     try:
         traced = make_fx(torch.func.functionalize(run))(*values)
-    except Exception:  # it looks at numbers
+    except Exception:  # it reads numbers out of tensors
         return None
     pure = remove_inplace(traced.graph) and _is_fit(traced.graph)
     return (traced.graph, operands) if pure and all(n.target is not node.target for n in traced.graph.nodes) else None
@@ -92,7 +92,9 @@ def _trace_operators(run: Callable[..., Any], values: list[Any]) -> fx.Graph | N
     tensor.
     """
     traced = make_fx(torch.func.functionalize(run))(*values)
-    if any(_is_mutating(n.target) for n in traced.graph.nodes):  # of torch's own composition, out of its sight
+    if any(
+        _is_mutating(n.target) for n in traced.graph.nodes
+    ):  # the first pass missed operators that torch composes itself
         traced = make_fx(torch.func.functionalize(traced))(*values)
     return traced.graph if _is_fit(traced.graph) else None
 
@@ -113,7 +115,7 @@ def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
     try:
         with META:
             graph = _trace_operators(run, [o.meta["val"] for o in operands])
-    except Exception:  # it looks at numbers, or its kernel knows no tensors without any
+    except Exception:  # it reads numbers out of tensors, or has no meta kernel
         return KEEP
     if graph is None:
         return KEEP

@@ -84,7 +84,9 @@ def _reduce_bags(build: Builder, rows: fx.Node, kept: fx.Node | None, mode: int)
         left_out = build(aten.unsqueeze.default, build(aten.logical_not.default, kept), -1)
     if mode == _MAX:
         compared = rows if left_out is None else build(aten.masked_fill.Scalar, rows, left_out, float("-inf"))
-        largest = build(operator.getitem, build(aten.max.dim, compared, 1), 0)  # one row has the gradient, as there
+        largest = build(
+            operator.getitem, build(aten.max.dim, compared, 1), 0
+        )  # the gradient goes to one row, as in torch
         if kept is None:
             return largest
         empty = build(aten.logical_not.default, build(aten.any.dim, kept, 1, True))

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 CASTS = (aten._to_copy.default, aten.to.dtype)
 
 KEEPS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.clone.default)
-_DEFAULTS: tuple[Any, ...] = (None, 0, None, None, 1)  # of a slice
+_DEFAULTS: tuple[Any, ...] = (None, 0, None, None, 1)  # arguments of a slice
 SWAPS = (aten.transpose.int, aten.permute.default)
 _PASSED: tuple[object, ...] = (*CASTS, *KEEPS, *SWAPS)
 
@@ -267,7 +267,7 @@ def make_loss_rule(target: Any, position: int) -> Rule:
     return rule
 
 
-# Losses of one term for each element, or for each sample -> the position of their reduction.
+# Losses with one term per element or sample -> the position of the argument ``reduction``.
 REDUCTION_AT = {
     aten.mse_loss.default: 2,
     aten.l1_loss.default: 2,
@@ -283,7 +283,7 @@ REDUCTION_AT = {
     aten.multi_margin_loss.default: 5,
 }
 
-# One result of several: without a rule here.
+# Operators with several results, which have no rule here.
 _OF_TWO = {aten.multilabel_margin_loss_forward.default}
 
 LOSSES: dict[Any, Rule] = {

@@ -46,8 +46,8 @@ from partitioner.passes.ops.fake_quantize import QUANTIZED
 STRIDED = torch.strided
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-# Operators that torch computes in one type alone, which it only looks at where there are numbers: the first operands
-# that have to be of one type.
+# Operators whose first operands must have one type, with the number of these operands. Torch checks this only when it
+# computes with real numbers.
 _ONE_TYPE: dict[Any, int] = {
     torch.ops.aten.linear: 2,
     torch.ops.aten.matmul: 2,
@@ -124,7 +124,7 @@ def normalize(captured: Captured) -> Captured:
         for empty, left_out in zip(captured.turns[::2], captured.turns[1::2], strict=True):
             check_turns(_normalize_graph(empty).graph, _normalize_graph(left_out).graph)
         normal = stack_experts(_unflatten_captured(route_loops(_normalize_graph(captured))))
-    except GuardOnDataDependentSymNode:  # a rule asked what a number is that only the data tell
+    except GuardOnDataDependentSymNode:  # a rule read a number that depends on data
         refuse_unsupported_nodes(captured.graph)
         raise
     refuse_unsupported_nodes(normal.graph)
@@ -160,7 +160,7 @@ def _unflatten_captured(captured: Captured) -> Captured:
     graph, results = captured.graph, _list_result_names(captured.graph)
     unflatten_dims(graph)
     moved = _deduplicate_results(graph, results)
-    if any(node.target in PLACES for node in graph.nodes):  # that are not a mask's, or counted in order
+    if any(node.target in PLACES for node in graph.nodes):  # indices that no earlier rule has rewritten
         graph, last, _ = rewrite_by_rules(graph, PLACES)
         moved = {old: last[new] for old, new in moved.items()}
     return _replace_graph(captured, graph, moved)

@@ -198,7 +198,7 @@ def _build_causal_mask(build: Builder, rows: int, columns: int) -> fx.Node:
     return build(aten.ge.Tensor, build(aten.unsqueeze.default, row, 1), column)
 
 
-_SWITCHES = ("train", "training", "dropout", "dropout_p")  # arguments that draw nothing where they are off
+_SWITCHES = ("train", "training", "dropout", "dropout_p")  # arguments that switch the drawing off if false or 0
 
 
 def refuse_draws(graph: fx.Graph) -> None:
@@ -266,7 +266,7 @@ def make_alpha_dropout_rule(of_channels: bool) -> Rule:
     return rule
 
 
-_SATURATED = 1.7580993408473766  # what SELU gives far below zero, without its sign
+_SATURATED = 1.7580993408473766  # the negated limit of SELU at minus infinity
 
 
 def _draw_kept_mask(build: Builder, x: fx.Node, p: float, of_channels: bool) -> fx.Node:

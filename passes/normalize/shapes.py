@@ -31,7 +31,7 @@ def to_dtype(build: Builder, x: fx.Node, dtype: torch.dtype | None) -> fx.Node:
 
 def cast_to(build: Builder, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Rewrite any form of ``to`` as a cast to the given type or the given tensor's type; devices are ignored."""
-    if not isinstance(x, fx.Node):  # a plain number, as nested vmaps have it
+    if not isinstance(x, fx.Node):  # a plain number, which nested vmaps pass
         return _create_full_tensor(build, x)
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, torch.dtype):
@@ -274,7 +274,7 @@ def diagonal_scatter(
     """Rewrite ``diagonal_scatter`` as a ``where``: ``source`` on the diagonal, ``x`` elsewhere."""
     sizes = list_node_sizes(x)
     first, second = dim1 % len(sizes), dim2 % len(sizes)
-    along, across = (first, second) if offset >= 0 else (second, first)  # a place counts the diagonal along the first
+    along, across = (first, second) if offset >= 0 else (second, first)  # the diagonal is indexed along the first
 
     def count(dim: int, start: int = 0) -> fx.Node:
         numbers = build(aten.arange.start_step, start, start + sizes[dim], 1, dtype=torch.int64, device=META)

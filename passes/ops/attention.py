@@ -28,7 +28,7 @@ from partitioner.passes.ir.layouts import make_shard_layout, shard_slices
 
 aten = torch.ops.aten
 
-_ROWS = 512  # queries of a tile that an end of a window crosses
+_ROWS = 512  # most queries of a tile that an end of a window crosses
 
 
 class Band(NamedTuple):
@@ -223,7 +223,7 @@ class Attention:
     q: Tensor
     band: Band
     scale: float | None
-    width: int  # of a value
+    width: int  # width of a value
     out: Tensor | None = None
     lse: Tensor | None = None
     _seen: list[tuple[int, int]] = field(default_factory=list)
@@ -442,7 +442,7 @@ def _sum_repeated_heads(gradient: Tensor, x: Tensor) -> Tensor:
     return summed
 
 
-# The operator: one place has all queries, keys and values. -1 is no limit.
+# The operator for one device that has all queries, keys and values. -1 means no limit.
 def band_attention(
     q: Tensor, k: Tensor, v: Tensor, before: int, after: int, scale: float | None
 ) -> tuple[Tensor, Tensor]:

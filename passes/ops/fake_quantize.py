@@ -63,13 +63,13 @@ def _build_fake_quantize(run: Run, x: Any, scale: Any, zero_point: Any, low: int
     if isinstance(scale, Tensor | fx.Node):
         scale = run(aten.detach.default, scale)
         inverse = run(aten.reciprocal.default, scale)
-    else:  # a number, which torch's kernels round to float32
+    else:  # torch's kernels round a number to float32
         rounded = torch.tensor(scale, dtype=torch.float32)
         scale, inverse = rounded.item(), rounded.reciprocal().item()
     scaled = run(aten.mul.Tensor, fixed, inverse)
     if isinstance(zero_point, Tensor | fx.Node):
         zero_point = run(aten.detach.default, zero_point)
-        if _type_of(zero_point).is_floating_point:  # not rounded by itself
+        if _type_of(zero_point).is_floating_point:  # such a zero point is not rounded by itself
             places = run(aten.round.default, run(aten.add.Tensor, scaled, zero_point))
             return _straight_through(run, x, fixed, places, scale, zero_point, low, high)
     places = run(aten.add.Tensor, run(aten.round.default, scaled), zero_point)
@@ -96,7 +96,7 @@ def _build_learnable_quantize(run: Run, x: Any, scale: Any, zero_point: Any, low
     scaled = run(aten.mul.Tensor, fixed, run(aten.reciprocal.default, scale_now))
     places = run(aten.clamp.default, run(aten.add.Tensor, run(aten.round.default, scaled), zero), low, high)
     value = run(aten.mul.Tensor, run(aten.sub.Tensor, places, zero), scale_now)
-    # Backward rounds what forward has shifted: the two differ half way between two places.
+    # Forward rounds, then adds the zero point; backward adds first. They differ halfway between two levels.
     places = run(aten.round.default, run(aten.add.Tensor, scaled, zero))
     clamped = run(aten.clamp.default, places, low, high)
     inside = run(aten.eq.Tensor, clamped, places)
@@ -115,7 +115,7 @@ def _type_of(value: Tensor | fx.Node) -> torch.dtype:
     return tensor.dtype
 
 
-# By the names of torch's functions.
+# Formulas by the names of torch's functions.
 FORMULAS: dict[str, Callable[..., Any]] = {
     "fake_quantize_per_tensor_affine": per_tensor,
     "fake_quantize_per_channel_affine": per_channel,

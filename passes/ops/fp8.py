@@ -22,10 +22,10 @@ from partitioner.passes.ir.model import Block
 
 aten = torch.ops.aten
 
-ALIGNED = 16  # rows and columns of both operands of a product, of which the kernels take multiples
+ALIGNED = 16  # the kernels need rows and columns that are multiples of this
 _NUMBERS, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 _SHORT = (torch.bfloat16, torch.float16)
-_LEAST = 1e-30  # of a largest number: tensors of zeros have a scale too
+_LEAST = 1e-30  # lower limit of a largest magnitude, so that a tensor of zeros has a scale
 
 
 def _quantize_to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ def _save_linear_operands(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None,
 
 
 def _compute_linear_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (x, weight), needed = ctx.saved_tensors, ctx.needs_input_grad  # of what was given, without what is as by default
+    (x, weight), needed = ctx.saved_tensors, ctx.needs_input_grad  # one entry per given argument; defaults have none
     of_x = ops.linear_fp8_input(grad, weight, ctx.transposed) if needed[0] else None
     of_weight = ops.linear_fp8_weight(grad, x, ctx.transposed) if needed[1] else None
     of_bias = _flatten_to_rows(grad).sum(0) if any(needed[2:]) else None
@@ -152,7 +152,7 @@ class Product:
         return x.numel() // max(1, x.shape[-1]), inner, out
 
 
-# The places of activations, weight and bias among the operands, and whether the weight is [in, out].
+# The positions of activations, weight and bias among the arguments, and whether the weight is [in, out].
 _PLACES: dict[Any, tuple[int, int, int, bool]] = {
     aten.linear.default: (0, 1, 2, False),
     aten.mm.default: (0, 1, 2, True),

@@ -55,7 +55,7 @@ def _shift_right_unsigned(x: Tensor, bits: int) -> Tensor:
 
 
 def _hash_element_index(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
-    # The finalizer maps zero to zero, so that the first element of the first stream counts from one.
+    # The finalizer maps zero to zero, so one is added first.
     return _finalize_hash_bits((index + (stream * _STREAM_STRIDE + seed * _GOLDEN)).add_(1).mul_(_GOLDEN))
 
 
@@ -270,7 +270,7 @@ MOST_BITS = 1 << 63
 
 ROUNDS = 32  # rounds of a rejection method
 _FINE_BITS = 52
-_BISECTIONS = 40  # for means up to 1e15, beyond which a float64 has no whole numbers
+_BISECTIONS = 40  # enough for means up to 1e15, beyond which a float64 cannot represent all integers
 _FEW, _MOST_SUCCESSES = 10, 96  # with fewer than 10 expected, more than 96 have a probability below 2**-53
 _NUMBERS = {
     uniform: torch.float32,
@@ -336,9 +336,9 @@ def apply_dropout(x: Tensor, p: float, seed: int, stream: int, group: int = 0) -
 
 
 Run = Callable[..., Any]  # (operator, *its arguments) -> its result
-# (operator of ``DRAWS``, sizes, *parameters of the distribution) -> numbers, of a stream of their own
+# (operator of ``DRAWS``, sizes, *parameters of the distribution) -> numbers in a new stream
 Numbers = Callable[..., Any]
-_MOST_WHOLE = 1 << 40  # of more whole numbers that are no power of two the first would be drawn more often
+_MOST_WHOLE = 1 << 40  # in a larger range that is no power of two, low integers would be noticeably more frequent
 
 
 @dataclass(frozen=True)

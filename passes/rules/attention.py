@@ -87,7 +87,7 @@ def shard_attention(node: fx.Node) -> OpFactors:
     result, *others = results_of(node)
     made = tuple(f if size > 1 else () for f, size in zip([*batch, ("q",), ("v",)], result.shape, strict=True))
     if others:
-        whole.add("q")  # kernels pad the positions of their sums
+        whole.add("q")  # kernels pad the positions of the logsumexp
     sums = tuple((*made[:2], *((),) * (r.dim() - 2)) if r.dim() > 2 else ((),) * r.dim() for r in others)
     found = OpFactors(sizes, operands, (made, *sums), frozenset(whole))
     return found if find_attention_band(node) is None else replace(found, forms=_context_forms(node))
@@ -201,7 +201,7 @@ def grouped_product(node: fx.Node) -> OpFactors | None:
     if ranks != (2, 3, 1):
         return None
     lower = {"e": Lowering(_own_experts, PARTIAL, divides_work=True)}
-    # The ends are needed of all experts, so they have no factor.
+    # Every rank needs the ends of all experts, so they have no factor.
     patterns = [("t", "k"), ("e", "k", "n"), (None,)]
     return build_factor_rule(
         node, patterns, [("t", "n")], whole=frozenset("t"), linear=mark_linear_each(0, 1), lower=lower
@@ -231,7 +231,7 @@ def _own_experts(local: Local) -> fx.Node:
     to_front = local.call(aten.remainder.Scalar, local.call(aten.add.Tensor, place, start), num_rows)
     to_back = local.call(aten.remainder.Scalar, local.call(aten.sub.Tensor, place, start), num_rows)
 
-    # Rows of no group are not computed, forward or backward: what stands there is not to be read.
+    # Rows outside all groups are not computed, forward or backward, so their values must not be read.
     rows = local.call(aten.masked_fill.Scalar, local.call(aten.index_select.default, x, 0, to_front), others, 0.0)
     assert callable(local.node.target)
     made = local.call(

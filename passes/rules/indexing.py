@@ -164,7 +164,7 @@ def shard_index(node: fx.Node) -> OpFactors | None:
     x, *tensors = operands_of(node)
     indices = list(get_node_argument(node, "indices"))
     if not tensors or any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in tensors):
-        return None  # how many places a mask picks only the data tells
+        return None  # the number of elements that a mask selects depends on data
     at, places, indexed = _index_dims(indices, len(get_meta_shape(x)))
     names: list[str | None] = list(NAMES[: len(get_meta_shape(x))])
     left = [n for d, n in enumerate(names) if d not in indexed]

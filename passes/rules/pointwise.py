@@ -136,7 +136,7 @@ def shard_where(node: fx.Node) -> OpFactors | None:
     sharding) for ``where(condition)``, which lists the indices of true elements.
     """
     if str(node.target).endswith(".default"):
-        return None  # ``shard_where(condition)`` lists the indices of true elements
+        return None  # ``where(condition)`` lists the indices of true elements
     return shard_elementwise(node, (frozenset((1, 2)),) if len(operands_of(node)) == 3 else ())
 
 
@@ -273,7 +273,7 @@ def shard_arange(node: fx.Node) -> OpFactors:
 def _local_arange(local: Local) -> fx.Node:
     val = local.node.meta["val"]
     start, step = get_node_argument(local.node, "start", 0), get_node_argument(local.node, "step", 1)
-    if not val.dtype.is_floating_point:  # torch rounds them before it counts
+    if not val.dtype.is_floating_point:  # torch rounds start and step first
         start, step = int(start), int(step)
     options = {**local.node.kwargs, "dtype": val.dtype}
     rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)

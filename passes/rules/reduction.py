@@ -360,7 +360,7 @@ def weight_norm(node: fx.Node) -> OpFactors:
     dim = as_dim(get_node_argument(node, "dim"), len(names))
     lengths = [n if d == dim else None for d, n in enumerate(names)]
     whole = frozenset(n for d, n in enumerate(names) if d != dim)
-    single = len(results_of(node)) == 1  # the norms beside it are not linear in the lengths
+    single = len(results_of(node)) == 1  # a second result, the norms, is not linear in the lengths
     return build_factor_rule(node, [names, lengths], [names, lengths][: len(results_of(node))], whole=whole,
                  linear=mark_linear_each(1) if single else ())  # fmt: skip
 

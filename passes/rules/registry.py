@@ -136,7 +136,7 @@ class _Parser:
         if len(sides) != 2:
             raise self.create_error(f"expected one '->', got {len(sides) - 1}")
         operands = tuple(map(self.parse_pattern, sides[0].split(","))) if sides[0].strip() else ()
-        results = tuple(map(self.parse_pattern, sides[1].split(",")))  # nothing is a result without dims
+        results = tuple(map(self.parse_pattern, sides[1].split(",")))  # empty text is a result without dims
         for positions in linear:
             if not positions or any(not 0 <= p < len(operands) for p in positions):
                 raise self.create_error(
@@ -144,7 +144,7 @@ class _Parser:
                 )
         known = {f for p in operands for d in p.dims for f in d}
         new = {f for p in results for d in p.dims for f in d} - known
-        # A factor that only results have was made by the operator from its arguments: only whole is it surely right.
+        # The operator creates a factor that only results have from its arguments, so it is correct only if not sharded.
         if new - self.whole:
             raise self.create_error(
                 f"no operand has {', '.join(sorted(new - self.whole))}: mark it '!', it must be whole"

@@ -59,7 +59,7 @@ def find_shared_factors(
             put(common, sides)
             if sides[0].left == 1 or sides[1].left == 1:
                 continue
-        # Neither divides the other: opaque up to where the products agree again.
+        # Neither divides the other: no common factor up to where the running products agree again.
         done = [1, 1]
         while done[0] != done[1] or done[0] == 1:
             behind = 0 if done[0] <= done[1] else 1
@@ -115,7 +115,7 @@ def shard_reshape(node: fx.Node) -> OpFactors | None:
 
 
 def _local_reshape(local: Local) -> fx.Node:
-    # reshape, not view: a shard may lie in memory with gaps where the whole did not.
+    # reshape, not view: a shard may have gaps in memory that the whole tensor has not.
     return local.call(aten.reshape.default, local.operands[0], list(local.result_shape()))
 
 

@@ -56,7 +56,7 @@ def shard_split(node: fx.Node) -> OpFactors | None:
     names = NAMES[: len(get_meta_shape(x))]
     sizes = tuple(r.shape[dim] for r in results_of(node))
     if sum(sizes) != get_meta_shape(x)[dim]:
-        return None  # borders in no order: pieces that overlap
+        return None  # unordered borders: the pieces overlap
     spans = Spans(names[dim], tuple(s for s in sizes if s), (_WHOLE,), tuple(_list_part_spans(sizes)))
     pieces = [_unless_empty(names, dim, s) for s in sizes]
     return build_factor_rule(node, [names], pieces, linear=FIRST, local=_local_split, spans=spans)
@@ -106,7 +106,7 @@ def shard_slice_operator(node: fx.Node) -> OpFactors | None:
     """
     x, *others = operands_of(node)
     if others:
-        return None  # a start that only the data tells
+        return None  # the start depends on data
     names = list(NAMES[: len(get_meta_shape(x))])
     dim = as_dim(get_node_argument(node, "dim", 0), len(names))
     size, length = get_meta_shape(x)[dim], int(node.meta["val"].shape[dim])

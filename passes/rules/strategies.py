@@ -111,7 +111,7 @@ def enumerate_strategies(
         if any(i >= len(nodes) for i in positions):
             continue  # the operand is a number
         if not all(is_differentiable(v) for v in (*(nodes[i].meta["val"] for i in positions), *results_of(node))):
-            continue  # booleans do not add up, integers cannot be divided by n, and a cast to either rounds
+            continue  # no partial sums of booleans or integers: a whole value could not be divided over the ranks
         operands = tuple(PARTIAL if i in positions else layout for i, layout in enumerate(reads))
         found.append(Strategy(None, (), operands, (PARTIAL,) * len(makes)))
     return found

@@ -204,7 +204,7 @@ def find_shape_mismatches(factors: OpFactors, operands: Sequence[Tensor], result
     """
     found: list[str] = []
     if not factors.sizes:
-        return found  # everything is whole
+        return found  # nothing is sharded
     sides = ("operand", factors.operands, operands), ("result", factors.results, results)
     for kind, patterns, tensors in sides:
         if len(patterns) != len(tensors):

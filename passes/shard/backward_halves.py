@@ -124,7 +124,7 @@ def _is_view(node: fx.Node) -> bool:
 
 _SUMMING = frozenset("sum mul neg add div _to_copy clone view _unsafe_view expand squeeze unsqueeze permute".split())
 
-_SMALL = 4  # times smaller than what it is a sum over is a gradient that the first half makes
+_SMALL = 4  # the first half computes weight gradients that are this many times smaller than their operands
 
 Half = list[fx.Node]
 
@@ -166,7 +166,7 @@ class JointHalves:
         for ahead in ([], early):
             later = insert_recomputed_nodes(last, left.difference(ahead), self.nodes)
             known = {*self.start, *through, *first, *ahead}
-            picked = [n for n in later if n.target is operator.getitem and n.args[0] in known]  # of several results
+            picked = [n for n in later if n.target is operator.getitem and n.args[0] in known]  # one of several results
             later, known = [n for n in later if n not in picked], known.union(picked)
             read = {o for n in later for o in n.all_input_nodes} | set(gradients)
             found.append(([*first, *ahead, *picked], later, [n for n in self.nodes if n in known and n in read]))

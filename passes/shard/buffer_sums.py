@@ -31,7 +31,9 @@ from partitioner.passes.rules.strategies import enumerate_strategies, local_call
 
 aten = torch.ops.aten
 
-Part = tuple[fx.Node | None, fx.Node | None]  # what a microbatch adds, and the term that is added once; ``None``: zero
+Part = tuple[
+    fx.Node | None, fx.Node | None
+]  # the addend of a microbatch, and the term that is added once; ``None``: zero
 
 
 def accumulate_updates(model: FoldedModel, axis: str, parts: int) -> FoldedModel:
@@ -42,7 +44,7 @@ def accumulate_updates(model: FoldedModel, axis: str, parts: int) -> FoldedModel
     """
     if not model.updates:
         return model
-    states: dict[str, list[str]] = {}  # value -> the states that take it
+    states: dict[str, list[str]] = {}  # value -> the buffers that it is stored in
     for state, value in model.updates.items():
         if state not in model.keeps:
             states.setdefault(value, []).append(state)
@@ -67,7 +69,7 @@ class _Accumulation:
         self.producer = {v: (c.block, k) for c in self.calls for k, v in enumerate(c.outputs)}
         self.meeting = self._find_combining_nodes()
         self._found: dict[fx.Node, Part] = {}
-        self._passed: dict[tuple[str, int], int] = {}  # output of a block -> the place of its part among the outputs
+        self._passed: dict[tuple[str, int], int] = {}  # output of a block -> the index of its addend among the outputs
         self._looking: set[fx.Node] = set()
 
     def _find_combining_nodes(self) -> set[fx.Node]:
@@ -102,7 +104,7 @@ class _Accumulation:
         block = self.blocks[name]
         node = block.outputs[place]
         if node not in self.meeting:
-            return False  # the same in every microbatch
+            return False  # equal in every microbatch
         try:
             part = self._build_microbatch_addend(name, node)
         except _NotLinear:
@@ -181,7 +183,7 @@ class _Accumulation:
             return None, node
         if node not in self._found:
             if node in self._looking:
-                raise _NotLinear  # a value that goes from layer to layer
+                raise _NotLinear  # a value that each layer gets from the layer before it
             self._looking.add(node)
             try:
                 self._found[node] = self._compute_node_part(name, node)
@@ -323,7 +325,7 @@ class _Accumulation:
         sources = {c.inputs[place]: self.producer.get(c.inputs[place]) for c in self.calls if c.block == name}
         outputs = {source for source in sources.values() if source is not None}
         if None in sources.values() or any(self._find_output_node(o) not in self.meeting for o in outputs):
-            raise _NotLinear  # some calls read what is the same for all microbatches
+            raise _NotLinear  # some calls read a value that is equal for all microbatches
         for output in outputs:
             self._pass_on(output)
         made = []
@@ -385,7 +387,7 @@ class _Accumulation:
 
 
 _SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar)
-# Operators that are linear in operands together, where their rule for mesh axes does not say so.
+# Sets of operands in which an operator is linear together, if its sharding rule does not say so.
 _LINEAR: dict[Any, tuple[frozenset[int], ...]] = {
     aten.lerp.Scalar: (frozenset((0, 1)),),
     aten.lerp.Tensor: (frozenset((0, 1)),),

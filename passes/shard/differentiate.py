@@ -41,7 +41,7 @@ from partitioner.passes.shard.backward_halves import (
 
 aten = torch.ops.aten
 
-# Zero if either operand is; if the first is; if both are, and else the other one.
+# The result is zero if either operand is (_EITHER), if the first is (_FIRST), or if both are (_BOTH).
 _EITHER = frozenset((aten.mul.Tensor, aten.mm.default, aten.bmm.default))
 _FIRST = frozenset(
     (
@@ -243,14 +243,14 @@ def joint_of(
         seeds = [tangents[i] for i in with_grad]
         try:
             grads = torch.autograd.grad([outputs[i] for i in with_grad], wanted, seeds, allow_unused=True)
-        except RuntimeError as error:  # NotImplementedError among them
+        except RuntimeError as error:  # includes NotImplementedError
             raise _build_derivative_error(block, error) from error
         return outputs, [None if g is None else g.contiguous() for g in grads]
 
-    # Rows that are dispatched are of a number that is not known before they are.
+    # The number of rows that a rank gets from expert routing is not known when the block is traced.
     sizes = ShapeEnv() if any(collective_name(n.target) == "route" for n in block.graph.nodes) else None
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes)
-    fake.cache_enabled = False  # few operators of a block are asked for twice: to note them all takes longer
+    fake.cache_enabled = False  # few operators of a block recur, so the cache costs more time than it saves
     with fake, fx.traceback.preserve_node_meta():
         primals = [_make_empty_tensor(n.meta["val"], device) for n in placeholders]
         tangents = [_make_empty_tensor(n.meta["val"], device) for n in block.outputs]

@@ -237,7 +237,7 @@ class _Folder:
         self.captured = captured
         self.shared = shared
         self.units = units
-        self.calls: list[Call] = []  # their block's name is set at the end
+        self.calls: list[Call] = []  # the block names in them are set at the end
         self.keys: list[tuple[Any, ...]] = []
         self.specs: dict[str, TensorSpec] = {}
         self.blocks: dict[tuple[Any, ...], Block] = {}

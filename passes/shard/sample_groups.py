@@ -78,7 +78,7 @@ def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) ->
                 _format_buffer_refusal(group.states[state], _OTHER.format(line=_format_source_line(new)))
             )
         if new not in chain and new not in apart:
-            continue  # the same after every group
+            continue  # equal after every group
         if new.meta["val"].dtype == torch.bool or (
             factor not in (0.0, 1.0) and not get_node_tensor(new).dtype.is_floating_point
         ):

@@ -23,9 +23,9 @@ from torch import Tensor, fx
 from partitioner.passes.ir.value_numbering import compute_signature
 from partitioner.passes.products import is_product_name
 
-_CANDIDATES = 16  # periods that are tried
+_CANDIDATES = 16  # number of periods that are tried
 
-_SHARE = 0.5  # of the operators, at least, are in the repetition
+_SHARE = 0.5  # least share of the operators that must be in the repetition
 
 
 def split_by_period(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
@@ -111,7 +111,7 @@ def _count_crossing_values(nodes: Sequence[fx.Node]) -> list[int]:
 
 _CONTAINERS = ("Sequential", "ModuleList")
 
-_DOMINANT = 0.5  # of a module's work, for repeated children to be what it is made of
+_DOMINANT = 0.5  # share of a module's work that repeated children must do to count
 
 
 @dataclass
@@ -140,7 +140,7 @@ class _ModuleCall:
     class_name: str
     parent: _ModuleCall | None
     children: dict[str, _ModuleCall] = field(default_factory=dict)
-    nodes: list[fx.Node] = field(default_factory=list)  # all below, in order
+    nodes: list[fx.Node] = field(default_factory=list)  # all operators inside, in order
     parameters: int = 0
     work: float = 0.0
     key: int = 0  # equal for calls of equal structure

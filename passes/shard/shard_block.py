@@ -39,7 +39,7 @@ class Reshard:
     backward: str | None
 
 
-# (from, to); a pair that is absent cannot be had. A shard that stays on its dim is no reshard.
+# (from, to) -> collectives; an absent pair is not possible. A shard that stays on its dim needs no reshard.
 RESHARDS: dict[tuple[str, str], Reshard] = {
     ("S", "S"): Reshard("all_to_all", "all_to_all"),
     ("S", "R"): Reshard("all_gather", None),

@@ -319,9 +319,9 @@ def _slice_by_index(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-Samples = dict[int, int]  # dim -> how many samples it has, outermost in it
+Samples = dict[int, int]  # dim -> the number of samples in it; samples are its outermost factor
 
-Results = tuple[Samples, ...]  # of each result of an operator
+Results = tuple[Samples, ...]  # one map for each result of an operator
 
 
 def sample_dims(model: FoldedModel, dims: Mapping[str, int | None], count: int) -> dict[fx.Node, Results]:

@@ -59,8 +59,8 @@ def plus_number(sign: int) -> Rule:
     """Return the rule for ``x + sign * alpha * number``; ``sign`` is 1 or -1.
 
     If ``x`` is a 0-dimensional floating-point tensor, the number becomes a tensor, so that it is added only once if
-    ``x`` is sharded into partial sums. For any other ``x``, the rule removes the addition of an integer zero to an
-    integer tensor and keeps everything else.
+    ``x`` is a partial sum over ranks. For any other ``x``, the rule only removes the addition of an integer zero to an
+    integer tensor.
     """
 
     def rule(build: Builder, x: Any, other: Any, alpha: Any = 1) -> Any:
@@ -254,7 +254,7 @@ def functional_batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Rewrite inference batch norm in torch's functional form, which normalises by the running statistics.
+    """Rewrite batch norm outside of training, which normalises by the running statistics, from torch's functional form.
 
     Return the normalised node and two ``None`` for the results that nothing reads.
     """

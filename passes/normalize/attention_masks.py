@@ -24,7 +24,8 @@ _MASKED = -6e4  # hiding a score adds at most this, usually the type's lowest nu
 
 
 def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
-    """Replace constant masks of attention operators in ``graph``, in place, where the mask is a band of positions.
+    """Replace each constant attention mask in ``graph``, in place, if it shows each query a band of positions around
+    its own.
 
     ``constants``: the values of placeholders by placeholder name. Attention under any other mask is left alone.
     """
@@ -134,10 +135,9 @@ def _intersect_bands(bands: Sequence[Band | None], queries: int, keys: int) -> B
 
 
 def _find_shown_terms(choice: ConditionalValue) -> tuple[Term, ...] | None:
-    """Return the comparisons that all hold exactly where an additive mask shows a score; ``None`` if it is no such
-    mask.
+    """Return the comparisons that hold together exactly at the scores that an additive mask shows.
 
-    An additive mask is 0 where a score is shown and -6e4 or less where it is hidden.
+    An additive mask is 0 at shown scores and -6e4 or less at hidden ones; ``None`` if ``choice`` is no such mask.
     """
     if choice.shown == 0 and choice.hidden <= _MASKED:
         return choice.terms

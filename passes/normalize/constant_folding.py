@@ -40,8 +40,10 @@ _OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
 
 @dataclass(frozen=True)
 class ConditionalValue:
-    """A tensor that is ``shown`` where all comparisons in ``terms`` hold and ``hidden`` elsewhere; both are
-    0-dimensional.
+    """A tensor with two values: ``shown`` at elements for which all comparisons in ``terms`` hold, ``hidden`` at the
+    others.
+
+    Both are 0-dimensional tensors.
     """
 
     terms: tuple[Term, ...]

@@ -105,7 +105,7 @@ def _is_fit(graph: fx.Graph) -> bool:
 
 
 def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
-    """Replace the operator at hand, ``build.node``, by the operators of torch's decomposition, and return their result.
+    """Replace ``build.node`` by the operators of torch's decomposition, and return their result.
 
     Leave it alone (``KEEP``) if it cannot be traced, because it reads numbers out of tensors or has no meta kernel.
     """

@@ -162,8 +162,8 @@ _PLACES: dict[Any, tuple[int, int, int, bool]] = {
 
 
 def product_of(node: fx.Node, states: Collection[str]) -> Product | None:
-    """Return the operands of ``node`` if it is a product with a weight that could be computed in 8 bits; ``None`` if
-    not.
+    """Return the operands of ``node`` if it is a matrix product with a parameter that could be computed in 8 bits;
+    ``None`` if not.
 
     ``states``: the names of the placeholders that are parameters or buffers. Types and divisibility of the sizes are
     not checked here.
@@ -182,7 +182,7 @@ def product_of(node: fx.Node, states: Collection[str]) -> Product | None:
 
 
 def _is_state(node: fx.Node, states: Collection[str]) -> bool:
-    """Whether ``node`` is a parameter or buffer of the model, or a view of one."""
+    """Whether ``node`` is a placeholder named in ``states`` (parameters and buffers), or a view of one."""
     while isinstance(node.target, torch._ops.OpOverload) and len(node.all_input_nodes) == 1:
         if all(result.alias_info is None for result in node.target._schema.returns):
             return False

@@ -54,11 +54,11 @@ class Strategy:
 class Lowering:
     """Special local operators for an operator with a sharded factor (named loop dimension).
 
-    They are needed where plain execution on the shards would give a wrong result. ``build`` appends them to the graph.
-    ``result``: the layout of a result without the factor. ``collectives``: the name and the number of elements per rank
-    of each collective that forward and backward add. ``sections``: whether the factor may be cut into parts that are
-    sharded separately. ``divides_work``: whether each rank does only its share of the work although the tensor shapes
-    do not show it.
+    They are needed if the operator itself, run on the shards, would compute a wrong result. ``build`` appends them to
+    the graph. ``result``: the layout of a result without the factor. ``collectives``: the name and the number of
+    elements per rank of each collective that forward and backward add. ``sections``: whether the factor may be cut into
+    parts that are sharded separately. ``divides_work``: whether each rank does only its share of the work although the
+    tensor shapes do not show it.
     """
 
     build: Callable[[Local], fx.Node]

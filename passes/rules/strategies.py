@@ -182,7 +182,8 @@ def _in_forms(
 ) -> list[Strategy]:
     """Return the strategies for an operator's special forms, which shard several factors, such as queries and keys.
 
-    Each form is offered with contiguous shards and with zigzag shards, where the sizes are divisible.
+    Each form is offered with contiguous shards and with zigzag shards (one piece from each end), if the sizes are
+    divisible.
     """
     found = []
     for name, form in factors.forms.items():

@@ -131,7 +131,7 @@ Half = list[fx.Node]
 
 @dataclass(frozen=True)
 class JointHalves:
-    """The graph of forward and backward of a block, as the input for cutting backward into two halves.
+    """Forward and backward of one piece of the model in one graph, to be cut into forward and two halves of backward.
 
     ``nodes``: all nodes, in order. ``forward``, ``backward``: the nodes of each part. ``remade``: forward nodes that
     backward recomputes. ``start``: the values that backward reads.

@@ -1,3 +1,3 @@
-"""Passes over FX graphs: trace a model, normalize its graph, fold it into repeated blocks, shard
-and differentiate it.
+"""Passes over FX graphs: trace a model, rewrite it to normal form, fold it into repeated blocks, shard and
+differentiate it.
 """

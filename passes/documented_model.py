@@ -1,4 +1,4 @@
-"""Pydantic models whose ``help()`` shows this project's own description of the fields.
+"""A metaclass for pydantic models that lets ``help()`` show the model's fields and their descriptions.
 
 ``help()`` on a plain pydantic model prints the methods of pydantic and none of the fields. A class with the metaclass
 :class:`DocumentedModel` differs in three ways. Its docstring ends with a list of its fields and their descriptions. Its
@@ -28,7 +28,9 @@ _WIDTH = 104
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(Field, PrivateAttr))
 class DocumentedModel(ModelMetaclass):
-    """The metaclass of models that document themselves."""
+    """The metaclass of pydantic models whose docstring ends with a list of their fields, so that ``help()`` shows
+    them.
+    """
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> Any:
         cls: Any = super().__new__(mcs, name, bases, namespace, **options)
@@ -45,9 +47,7 @@ class DocumentedModel(ModelMetaclass):
 
 
 def strip_fields(docstring: str) -> str:
-    """Return ``docstring``, the docstring of a :class:`DocumentedModel` class, without the list of
-    fields at its end.
-    """
+    """Return the docstring of a :class:`DocumentedModel` class without the list of fields at its end."""
     return docstring.partition(f"\n\n{HEADING}\n")[0]
 
 

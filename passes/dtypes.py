@@ -34,8 +34,9 @@ OTHERS = {
 
 
 def get_dtype_itemsize(name: str) -> int:
-    """Return the bytes of one element of the tensor type ``name``. Raise ``GraphFormatError`` if there
-    is no such type.
+    """Return the bytes of one element of the tensor type ``name``, such as ``bfloat16``.
+
+    Raise ``GraphFormatError`` if there is no such type.
     """
     size = FLOATING.get(name) or OTHERS.get(name)
     if size is not None:
@@ -46,8 +47,9 @@ def get_dtype_itemsize(name: str) -> int:
 
 
 def is_floating(name: str) -> bool:
-    """Whether the tensor type ``name`` is a floating-point type. Raise ``GraphFormatError`` if there is
-    no such type.
+    """Whether the tensor type ``name``, such as ``bfloat16``, is a floating-point type.
+
+    Raise ``GraphFormatError`` if there is no such type.
     """
     if name in FLOATING or name in OTHERS:
         return name in FLOATING
@@ -59,7 +61,7 @@ def is_floating(name: str) -> bool:
 def sum_type(name: str) -> str:
     """Return the name of the type in which elements of the type ``name`` are summed.
 
-    It is ``float32`` for floating-point types of less than 4 bytes, and ``name`` otherwise. The same rule for torch
-    types is :func:`partitioner.passes.ir.gradient_flow.accumulated_in`.
+    It is ``float32`` for floating-point types of less than 4 bytes, and ``name`` otherwise. For torch types,
+    :func:`partitioner.passes.ir.gradient_flow.accumulated_in` applies the same rule.
     """
     return "float32" if is_floating(name) and get_dtype_itemsize(name) < 4 else name

@@ -23,13 +23,13 @@ from typing import Any
 
 from partitioner.passes.errors import InputsError, InternalError, PartitionError, ResourceError, UserCodeError
 
-_ROOT = Path(__file__).parent.parent  # of the package `partitioner`, in which this one is imported
+_ROOT = Path(__file__).parent.parent  # folder of the package `partitioner`
 _OURS = f"{_ROOT}/"
-FRAME = re.compile(r'File "(.+?)", line (\d+)')  # of a traceback that is text
+FRAME = re.compile(r'File "(.+?)", line (\d+)')  # a frame in the text of a traceback
 _PYTHON = str(Path(traceback.__file__).parent)
-# Packages that this project calls, and whose own frames say nothing of who is at fault.
+# Packages that this project calls. A traceback frame in them does not tell who caused the error.
 _LIBRARIES = ("torch", "ortools", "networkx", "pydantic", "safetensors", "numpy", "sympy", "yaml", "rich", "typer")
-# The function that a phase begins with -> its name; the innermost one of a traceback is told.
+# (file, function) in which a phase begins -> name of the phase; messages name the innermost one of a traceback.
 PHASES = {
     ("passes/capture/inputs.py", "bind_inputs"): "reading the inputs",
     ("passes/capture/export.py", "make_twin"): "copying the model without its numbers",
@@ -50,14 +50,20 @@ PHASES = {
     ("runtime/state/parameters.py", "load_states"): "loading the weights",
 }
 _REPORTS_PROGRESS = ("partitioner/solve/search/best_first.py", "_report_progress")
-_OF_ARGUMENTS = (TypeError, AttributeError, ValueError, RuntimeError)  # where an entry point itself raises them
+_OF_ARGUMENTS = (
+    TypeError,
+    AttributeError,
+    ValueError,
+    RuntimeError,
+)  # the argument is to blame if a public function itself raises one of these
 _BEFORE_GRAPHS = ("reading the inputs", "copying the model without its numbers", "capturing the model")
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 
 @contextmanager
 def typed_errors(entry: str, passing: Callable[[Exception], bool] = lambda error: False) -> Iterator[None]:
-    """Convert unexpected exceptions that are raised inside this context (or decorated function) into typed errors.
+    """Convert unexpected exceptions that are raised in the ``with`` block (or decorated function) into a
+    :class:`PartitionError`.
 
     ``entry``: the name of the public function, for the message. ``passing``: whether an exception is raised unchanged.
     An exception from the user's progress callback is also raised unchanged, because it is a way to stop the search.
@@ -73,8 +79,10 @@ def typed_errors(entry: str, passing: Callable[[Exception], bool] = lambda error
 
 
 def build_typed_error(error: Exception, entry: str) -> PartitionError:
-    """Return the typed error that replaces ``error``, an unexpected exception that left the public
-    function ``entry``.
+    """Return the :class:`PartitionError` that replaces ``error``, an unexpected exception that left a public function.
+
+    ``entry``: the name of the public function. The class depends on the cause: user code, missing resources, a wrong
+    argument, or a bug.
     """
     said = f"{type(error).__name__}: {_first_line(error)}"
     if isinstance(error, OSError):
@@ -105,8 +113,9 @@ def build_typed_error(error: Exception, entry: str) -> PartitionError:
 
 
 def phase_of(frames: list[tuple[FrameType, int]]) -> str:
-    """Return the name of the innermost phase among ``frames`` (outermost first), or an empty string if
-    there is none.
+    """Return the name of the innermost phase (step of planning or execution) among the traceback's ``frames``.
+
+    ``frames``: (frame, line number), outermost first. An empty string means that no frame belongs to a known phase.
     """
     for frame, _ in reversed(frames):
         file = frame.f_code.co_filename
@@ -132,8 +141,9 @@ def operator_of(error: BaseException) -> Any:
 
 
 def _operator_text(error: Exception) -> str:
-    """Return a phrase such as `` at the operator mul (aten.mul.Tensor) of model.py:12 in layers.0``, or an empty
-    string.
+    """Return a phrase for messages such as `` at the operator mul (aten.mul.Tensor) of model.py:12 in layers.0``.
+
+    It is empty if no operator was being processed.
     """
     node = operator_of(error)
     if node is None:
@@ -144,7 +154,9 @@ def _operator_text(error: Exception) -> str:
 
 
 def _format_error_location(error: Exception) -> str:
-    """Return the innermost line of this project in the traceback, as ``passes/shard/shard_block.py:112 (operator)``."""
+    """Return the innermost line of this project in the traceback, such as ``passes/shard/shard_block.py:112
+    (operator)``.
+    """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_ours(f.filename)]
     if not frames:
         return "no line of the partitioner"
@@ -204,8 +216,9 @@ def is_ours(file: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
-    """Whether the source file ``file`` belongs to the user: not to Python, this project or a library that this project
-    calls.
+    """Whether the source file ``file`` belongs to the user.
+
+    It does if it does not belong to Python, to this project or to a library that this project calls.
     """
     in_python = file.startswith(_PYTHON) and "site-packages" not in file
     return not in_python and not is_ours(file) and not file.startswith(("<", *_find_library_folders()))
@@ -232,8 +245,8 @@ def shorten_file_path(file: str) -> str:
 
 @lru_cache(maxsize=65536)
 def source_of(stack_trace: str | None) -> str:
-    """Return ``file:line`` of the innermost frame in ``stack_trace`` that belongs to the user's code; ``""`` if there
-    is none.
+    """Return ``file:line`` of the innermost frame in ``stack_trace`` that belongs to the user's code; ``""`` if none
+    does.
     """
     frames = [f for f in FRAME.findall(stack_trace or "") if is_users(f[0])]
     return f"{shorten_file_path(frames[-1][0])}:{frames[-1][1]}" if frames else ""

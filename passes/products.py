@@ -1,4 +1,4 @@
-"""Names of product operators (matrix products, convolutions, attention).
+"""Names of product operators, which are matrix products, convolutions and attention.
 
 A product does more than a few operations per element of its operands, so it dominates the cost of a graph.
 """
@@ -21,5 +21,7 @@ _PRODUCTS = (
 
 
 def is_product_name(name: str) -> bool:
-    """Whether ``name``, the name of an operator without its namespace, is the name of a product."""
+    """Whether ``name``, an operator name without its namespace, is that of a matrix product, convolution or
+    attention.
+    """
     return any(product in name for product in _PRODUCTS)

@@ -1,1 +1,4 @@
-"""The normal form of a captured graph: decompositions, losses, attention masks, random numbers."""
+"""Passes that rewrite a captured graph to normal form, in which each computation is written in one way.
+
+They decompose operators and rewrite losses, attention masks and random numbers.
+"""

@@ -1,4 +1,9 @@
-"""Normal form of products, means and norms."""
+"""Rewrite rules for products with an addend, means, variances and batch norms.
+
+A product with a bias becomes a product and an addition. A mean becomes a sum times a constant, so that the mean of a
+sharded tensor is a partial sum. Variances and batch norms become elementary operators on these means. ``ALGEBRA`` maps
+each operator to its rule.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +29,18 @@ def _scale_by_factor(build: Builder, x: fx.Node, factor: Any) -> fx.Node:
 
 
 def add_product(product: Any) -> Rule:
-    """``beta * c + alpha * product(a, b)``."""
+    """Return the rule that rewrites ``beta * c + alpha * product(a, b)`` as a separate product and sum.
+
+    ``product``: the operator that multiplies, such as ``aten.mm.default`` for ``addmm``. The rule leaves the operator
+    alone (``KEEP``) if ``c`` is an integer tensor and a factor is not an integer, because torch then rounds the factor.
+    """
 
     def rule(build: Builder, c: fx.Node, a: fx.Node, b: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> Any:
         whole_numbers = not get_node_tensor(c).dtype.is_floating_point and not get_node_tensor(c).dtype.is_complex
         if whole_numbers and not (isinstance(beta, int) and isinstance(alpha, int)):
-            return KEEP  # torch rounds the factors
+            return KEEP  # torch rounds the factors to integers
         result = _scale_by_factor(build, build(product, a, b), alpha)
-        # beta = 0 leaves c out, whatever numbers it has
+        # beta = 0 ignores c, even if it has NaN or infinity
         return result if beta == 0 else build(aten.add.Tensor, result, _scale_by_factor(build, c, beta))
 
     return rule
@@ -47,7 +56,12 @@ def rewrite_bitwise_or(build: Builder, a: Any, b: Any) -> fx.Node:
 
 # --- numbers beside tensors of no dims: tensors themselves, so that a partial sum gets them once ----------------------
 def plus_number(sign: int) -> Rule:
-    """``x + sign * alpha * number``."""
+    """Return the rule for ``x + sign * alpha * number``; ``sign`` is 1 or -1.
+
+    If ``x`` is a 0-dimensional floating-point tensor, the number becomes a tensor, so that it is added only once if
+    ``x`` is a partial sum over ranks. For any other ``x``, the rule only removes the addition of an integer zero to an
+    integer tensor.
+    """
 
     def rule(build: Builder, x: Any, other: Any, alpha: Any = 1) -> Any:
         if not _is_sum_and_number(x, other):
@@ -58,7 +72,10 @@ def plus_number(sign: int) -> Rule:
 
 
 def number_minus(build: Builder, x: fx.Node, other: Any, alpha: Any = 1) -> Any:
-    """``number - alpha * x``."""
+    """Rewrite ``number - alpha * x`` with the number as a tensor if ``x`` is a 0-dimensional floating-point tensor.
+
+    Leave the operator alone (``KEEP``) for any other ``x``.
+    """
     if not _is_sum_and_number(x, other):
         return KEEP
     return build(aten.add.Tensor, _scale_by_factor(build, x, -alpha), _create_scalar(build, x, other))
@@ -74,7 +91,10 @@ def _create_scalar(build: Builder, like: fx.Node, value: float) -> fx.Node:
 
 
 def drop_error_check(build: Builder, *_: Any, **__: Any) -> None:
-    """What only looks whether a factorisation went well has no result: a rank goes on where eager torch would stop."""
+    """Remove an operator that only checks whether a factorisation succeeded.
+
+    Eager torch raises an error there; a plan continues with the result of the failed factorisation.
+    """
 
 
 # --- means and variances ----------------------------------------------------------------------------------------------
@@ -85,7 +105,9 @@ def sum_over_dims(build: Builder, x: fx.Node, dims: Sequence[int] | None, keepdi
 
 
 def count_reduced_elements(x: fx.Node, dims: Sequence[int] | None) -> int:
-    """How many elements of ``x`` go into one element of its reduction over ``dims`` (none: all)."""
+    """Return how many elements of ``x`` a reduction over ``dims`` combines into one; ``None`` or no dims means all
+    dims.
+    """
     sizes = list_node_sizes(x)
     return math.prod(sizes[d] for d in dims) if dims and sizes else math.prod(sizes)
 
@@ -101,7 +123,10 @@ def rewrite_mean(
 def _compute_moments(
     build: Builder, x: fx.Node, dims: Any, correction: float, keepdim: bool
 ) -> tuple[fx.Node, fx.Node]:
-    """(variance, mean)"""
+    """Return the nodes of the variance and the mean of ``x`` over ``dims``, in this order.
+
+    ``correction``: what is subtracted from the number of elements in the variance's divisor.
+    """
     centre = rewrite_mean(build, x, dims or list(range(len(list_node_sizes(x)))), True)
     distance = build(aten.sub.Tensor, x, centre)
     square = build(aten.mul.Tensor, distance, distance)
@@ -146,7 +171,7 @@ def _checked_moments(
 
 # --- norms ------------------------------------------------------------------------------------------------------------
 class BatchNorm(NamedTuple):
-    """What torch's operators of batch norm take after the input, in their order."""
+    """The arguments of torch's batch-norm operators after the input, in the order of ``aten.batch_norm``."""
 
     weight: fx.Node | None
     bias: fx.Node | None
@@ -158,12 +183,17 @@ class BatchNorm(NamedTuple):
 
 
 def batch_norm(build: Builder, x: fx.Node, *arguments: Any) -> Any:
-    """Per channel: by the running statistics, or by those of the batch. ``arguments``: of ``aten.batch_norm``."""
+    """Rewrite ``aten.batch_norm`` as elementary operators and return the node of the normalised tensor.
+
+    The statistics are those of the batch in training or if there are no running statistics, otherwise the running
+    statistics. ``arguments``: the arguments of the operator after ``x``; extra ones are ignored. If ``x`` has fewer
+    than two dims, leave the operator alone (``KEEP``).
+    """
     return _rewrite_batch_norm(build, x, BatchNorm(*arguments[: len(BatchNorm._fields)]))
 
 
 def _rewrite_batch_norm(build: Builder, x: fx.Node, norm: BatchNorm) -> Any:
-    if len(list_node_sizes(x)) < 2:  # of no elements
+    if len(list_node_sizes(x)) < 2:  # a tensor without channels
         return KEEP
     if norm.training or norm.running_mean is None or norm.running_var is None:
         return _normalize_channels(build, x, norm, *_compute_moments(build, x, _per_channel(x), 0.0, True))
@@ -172,7 +202,7 @@ def _rewrite_batch_norm(build: Builder, x: fx.Node, norm: BatchNorm) -> Any:
 
 
 def _per_channel(x: fx.Node) -> list[int]:
-    """The dims besides that of the channels."""
+    """List all dims of ``x`` except the channel dim 1: the dims over which the statistics of a channel are computed."""
     return [0, *range(2, len(list_node_sizes(x)))]
 
 
@@ -189,7 +219,12 @@ def _normalize_channels(build: Builder, x: fx.Node, norm: BatchNorm, variance: f
 
 
 def batch_norm_of_training(build: Builder, x: fx.Node, *arguments: Any) -> Any:
-    """Batch norm, and what it leaves in the running statistics: a part of the batch's mean and unbiased variance."""
+    """Rewrite batch norm with updated running statistics.
+
+    Return the normalised node, two ``None`` for saved statistics that nothing reads, and the new running mean and
+    variance. In training, the new running statistics are moving averages that take in the batch's mean and unbiased
+    variance with weight ``momentum``. Outside of training, they are the old ones.
+    """
     norm = BatchNorm(*arguments)
     running_mean, running_var, momentum = norm.running_mean, norm.running_var, norm.momentum
     assert running_mean is not None
@@ -205,7 +240,7 @@ def batch_norm_of_training(build: Builder, x: fx.Node, *arguments: Any) -> Any:
         seen = build(aten.mul.Tensor, to_dtype(build, seen, get_node_tensor(running).dtype), part)
         return build(aten.add.Tensor, build(aten.mul.Tensor, running, 1.0 - momentum), seen)
 
-    unbiased = momentum * size / (size - 1) if size > 1 else math.nan  # of one value torch divides by zero
+    unbiased = momentum * size / (size - 1) if size > 1 else math.nan  # with one value, torch divides by zero
     return result, None, None, moved(running_mean, centre, momentum), moved(running_var, variance, unbiased)
 
 
@@ -219,7 +254,10 @@ def functional_batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Batch norm outside of training as torch's functional form writes it, with two more results that nothing reads."""
+    """Rewrite batch norm outside of training, which normalises by the running statistics, from torch's functional form.
+
+    Return the normalised node and two ``None`` for the results that nothing reads.
+    """
     norm = BatchNorm(weight, bias, running_mean, running_var, False, momentum, eps)
     return _rewrite_batch_norm(build, x, norm), None, None
 
@@ -233,7 +271,10 @@ def batch_norm_of_batch(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Batch norm that keeps no statistics."""
+    """Rewrite batch norm without running statistics: it normalises by the mean and variance of the batch.
+
+    Return the normalised node and two ``None`` for the results that nothing reads.
+    """
     norm = BatchNorm(weight, bias, None, None, True, momentum, eps)
     return _rewrite_batch_norm(build, x, norm), None, None
 

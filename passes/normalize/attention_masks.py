@@ -1,8 +1,9 @@
-"""Recognise constant attention masks: those that are a band of positions become arguments, and are made no more.
+"""Replace constant attention masks by an ``is_causal`` flag or by attention within a band, so that no mask is computed.
 
-Requires: a graph in normal form. A mask counts where it depends on nothing but constants, however it is written. A
-causal one becomes ``is_causal``, one that shows everything is dropped; windows, causal or to both sides, become
-``partition::band_attention``. A window that is as long as the sequence counts as none.
+A band means that each query sees only the keys within a fixed distance before and after it. The mask is recognised by
+its values, however the model computes it, if they depend on constants only. A causal mask becomes ``is_causal``. A mask
+that hides nothing is removed. A sliding window becomes ``partition::band_attention``; a window limit of the sequence's
+length or more counts as no limit. Requires: a graph in normal form.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from partitioner.passes.ir.rewrite import aten, drop_unused, list_node_sizes
 from partitioner.passes.normalize.constant_folding import LIMIT, ConditionalValue, ConstantEvaluator, Term, Value
 from partitioner.passes.ops.attention import Band, limits_of
 
-_MASKED = -6e4  # what is added to a score to hide it is at most this: the type's smallest number, or -inf
+_MASKED = -6e4  # hiding a score adds at most this, usually the type's lowest number or -inf
 
 
 def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
-    """Rewrite attention under constant masks in place; ``constants``: values of placeholders, by name."""
+    """Replace each constant attention mask in ``graph``, in place, if it shows each query a band of positions around
+    its own.
+
+    ``constants``: the values of placeholders by placeholder name. Attention under any other mask is left alone.
+    """
     evaluator = ConstantEvaluator(constants)
     kinds: dict[tuple[fx.Node, int], Band | None] = {}
     for node in list(graph.nodes):
@@ -43,7 +48,11 @@ def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> Non
 
 
 def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> None:
-    """Let the attention ``node`` have ``band`` in place of its mask."""
+    """Rewrite the attention ``node`` so that it uses ``band`` instead of its mask.
+
+    A full or causal band only changes arguments of ``node``. A window replaces ``node`` by
+    ``partition::band_attention`` if :func:`_is_plain` allows it; otherwise ``node`` keeps its mask.
+    """
     if band.is_full or band.is_causal:
         node.args = (*node.args[:3], None, 0.0, band.is_causal)
         node.kwargs = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
@@ -59,7 +68,11 @@ def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> None:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether the attention is on ``[batch, heads, positions, d]`` of one batch, and no result of the model."""
+    """Whether ``partition::band_attention`` can replace this attention.
+
+    The operands must have four dims (batch, heads, positions, width) and equal batch sizes, and equal numbers of heads
+    unless ``enable_gqa`` is set. The result must not be an output of the model.
+    """
     query, key, value = (list_node_sizes(n) for n in node.args[:3])  # type: ignore[arg-type]
     if any(user.op == "output" for user in node.users) or not len(query) == len(key) == len(value) == 4:
         return False
@@ -68,7 +81,10 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _classify_mask(value: Value | None, queries: int, keys: int) -> Band | None:
-    """The band that a mask ``[..., queries, keys]`` shows, if it is one."""
+    """Return the band of positions that a mask ``[..., queries, keys]`` shows; ``None`` if it is no band or not known.
+
+    ``value``: the mask as :class:`ConstantEvaluator` found it. A band without limits means that nothing is hidden.
+    """
     if value is None:
         return None
     if isinstance(value, Tensor):
@@ -88,7 +104,10 @@ def _classify_mask(value: Value | None, queries: int, keys: int) -> Band | None:
 
 
 def _term_to_band(strict: bool, over_keys: Tensor, over_queries: Tensor) -> Band | None:
-    """The band that one term shows: places of keys against places of queries, both counted by ones."""
+    """Return the band of positions at which ``over_keys[j] <= over_queries[i]``; ``<`` if ``strict``.
+
+    ``None`` if the two vectors do not both count up, or both count down, by ones.
+    """
     if over_keys.numel() < 2 or over_queries.numel() < 2:
         return None
     step = int(over_keys[1] - over_keys[0])
@@ -100,7 +119,11 @@ def _term_to_band(strict: bool, over_keys: Tensor, over_queries: Tensor) -> Band
 
 
 def _intersect_bands(bands: Sequence[Band | None], queries: int, keys: int) -> Band | None:
-    """What all bands show; ``None`` where a term is no band, or a query sees nothing before or ahead of itself."""
+    """Return the band of positions that all ``bands`` show.
+
+    ``None`` if one of ``bands`` is ``None``, if ``queries`` differs from ``keys``, or if a limit is negative, so that a
+    query would not see its own position. A limit that reaches the end of the sequence becomes ``None`` (no limit).
+    """
     known = [b for b in bands if b is not None]
     if len(known) < len(bands) or queries != keys:
         return None
@@ -112,7 +135,10 @@ def _intersect_bands(bands: Sequence[Band | None], queries: int, keys: int) -> B
 
 
 def _find_shown_terms(choice: ConditionalValue) -> tuple[Term, ...] | None:
-    """The terms that must hold where a score is shown under an additive mask."""
+    """Return the comparisons that hold together exactly at the scores that an additive mask shows.
+
+    An additive mask is 0 at shown scores and -6e4 or less at hidden ones; ``None`` if ``choice`` is no such mask.
+    """
     if choice.shown == 0 and choice.hidden <= _MASKED:
         return choice.terms
     if choice.hidden == 0 and choice.shown <= _MASKED and len(choice.terms) == 1:
@@ -143,7 +169,11 @@ def _classify_tensor(value: Tensor, queries: int, keys: int) -> Band | None:
 
 
 def _split_term_sides(term: Term, queries: int, keys: int) -> tuple[bool, Tensor, Tensor] | None:
-    """(strict, vector over keys, vector over queries) of a term written as keys < or <= queries."""
+    """Write a comparison as "value of the key < (or <=) value of the query".
+
+    Return whether it is strict, the values by key ``[keys]`` and the values by query ``[queries]``; ``None`` if a side
+    of the comparison changes along both dims or along another dim.
+    """
     a, b = term.a, term.b
     if term.compare in ("gt", "ge"):
         a, b = b, a
@@ -167,11 +197,11 @@ def _holds_everywhere(strict: bool, over_keys: Tensor, over_queries: Tensor) -> 
 
 
 def _holds_below(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
-    """Whether every query sees all keys up to itself."""
+    """Whether every query sees all keys up to its own position."""
     return bool(_select_comparison(strict)(over_keys.cummax(0).values, over_queries).all())
 
 
 def _fails_above(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
-    """Whether no query sees a key after itself."""
+    """Whether no query sees a key after its own position."""
     smallest_after = over_keys.flip(0).cummin(0).values.flip(0)[1:]
     return not bool(_select_comparison(strict)(smallest_after, over_queries[:-1]).any())

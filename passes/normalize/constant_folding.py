@@ -1,8 +1,8 @@
-"""The values of nodes that depend on nothing but constants, found without making large tensors.
+"""Compute the values of graph nodes that depend on constants only, without creating large tensors.
 
-A tensor is held with size 1 in every dim along which it does not change, and a comparison of something that varies
-along one dim with something that varies along another stays a pair of vectors. So the cost of a mask grows with the
-sequence's length, not its square.
+A tensor is kept with size 1 in every dim along which it is constant. A comparison of a value that varies along one dim
+with a value that varies along another, such as ``column <= row`` of a causal mask, is kept as the two vectors. The cost
+of a mask thus grows with the length of the sequence, not with its square.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from torch import Tensor, fx
 
 from partitioner.passes.ir.rewrite import aten, get_node_tensor, list_node_sizes
 
-LIMIT = 1 << 22  # elements of a tensor that is evaluated as it is
+LIMIT = 1 << 22  # most elements of a tensor that is created in full
 
 
 @dataclass(frozen=True)
 class Term:
-    """``compare(a, b)``, broadcast; size 1 wherever it does not change; of int64, or float64."""
+    """A comparison of two constant tensors that is not evaluated: ``compare(a, b)`` with broadcasting.
+
+    ``compare``: ``lt``, ``le``, ``gt`` or ``ge``. ``a`` and ``b`` are of int64 or float64, with size 1 in every dim
+    along which they are constant.
+    """
 
     compare: str
     a: Tensor
@@ -36,30 +40,41 @@ _OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
 
 @dataclass(frozen=True)
 class ConditionalValue:
-    """``shown`` where all of ``terms`` hold, else ``hidden``; both 0-d."""
+    """A tensor with two values: ``shown`` at elements for which all comparisons in ``terms`` hold, ``hidden`` at the
+    others.
+
+    Both are 0-dimensional tensors.
+    """
 
     terms: tuple[Term, ...]
     shown: Tensor
     hidden: Tensor
 
 
-# A tensor of size 1 where it does not change; or terms that must all hold; or a choice.
+# A tensor with size 1 in constant dims; or comparisons that must all hold; or a choice between two numbers.
 Value = Tensor | tuple[Term, ...] | ConditionalValue
 
 
 class _Unknown(Exception):
-    """The value cannot be found at this cost."""
+    """Raised if the value of a node cannot be computed or would cost too much."""
 
 
 class ConstantEvaluator:
-    """Values of nodes; ``constants`` are those of placeholders, by name."""
+    """Computes the values of graph nodes that depend on constants only, and caches them.
+
+    ``constants``: the values of placeholders, by placeholder name.
+    """
 
     def __init__(self, constants: Mapping[str, Tensor]) -> None:
         self.constants = constants
         self.values: dict[fx.Node, Value | None] = {}
 
     def find_value(self, node: fx.Node) -> Value | None:
-        """Return the value of ``node``; ``None`` if it depends on more than constants or costs too much."""
+        """Return the value of ``node``; ``None`` if it depends on more than constants or costs too much.
+
+        The value is a tensor with size 1 in every dim along which it is constant, a tuple of :class:`Term` that must
+        all hold (a boolean tensor), or a :class:`ConditionalValue`.
+        """
         stack = [node]
         while stack:
             top = stack[-1]
@@ -90,7 +105,11 @@ class ConstantEvaluator:
             return None
 
     def as_it_is(self, node: fx.Node) -> Tensor:
-        """What any other operator gives, run on operands of their true sizes."""
+        """Run the operator of ``node`` on operands of their full sizes and return the result.
+
+        Raise :class:`_Unknown` if it draws random numbers, or if its result or an operand has more than ``LIMIT``
+        elements.
+        """
         target: Any = node.target
         random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
         if random or not isinstance(get_node_tensor(node), Tensor) or get_node_tensor(node).numel() > LIMIT:
@@ -106,7 +125,7 @@ class ConstantEvaluator:
 
 
 def _squeeze_constant_dims(tensor: Tensor) -> Tensor:
-    """Size 1 in every dim along which ``tensor`` does not change."""
+    """Return ``tensor`` reduced to size 1 in every dim along which it is constant."""
     for dim in range(tensor.dim()):
         first = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
         if tensor.shape[dim] > 1 and bool((tensor == first).all()):
@@ -121,7 +140,7 @@ def _expand_to_sizes(tensor: Any, sizes: list[int]) -> Tensor:
 
 
 def _expand_along_dim(tensor: Any, dim: int, size: int) -> Tensor:
-    """``tensor`` with its true size along ``dim``."""
+    """Return ``tensor`` expanded to ``size`` along ``dim``; other dims that are constant keep size 1."""
     if not isinstance(tensor, Tensor):
         raise _Unknown
     sizes = list(tensor.shape)
@@ -164,7 +183,7 @@ def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
 
 
 def _widen_number_type(x: Tensor) -> Tensor:
-    """``x`` in a type in which differences and signs are what they are of numbers."""
+    """Return ``x`` as int64 or float64, so that negations are exact."""
     return x.double() if x.is_floating_point() else x.long()
 
 
@@ -213,7 +232,7 @@ def _masked_fill(node: fx.Node, x: Any, mask: Any, value: Any) -> Value:
 
 
 def _make_structural_rule(operation: Callable[..., Tensor]) -> Callable[..., Value]:
-    """An operator that only moves dims: it does so to every part of a value."""
+    """Return the rule of an operator that only moves dims: it applies ``operation`` to every tensor in a value."""
 
     def rule(node: fx.Node, value: Value, *args: Any) -> Value:
         return _map_value_parts(value, lambda t: operation(t, *args))
@@ -262,7 +281,10 @@ def _evaluate_select(node: fx.Node, value: Value, dim: int, index: int) -> Value
 
 
 def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Tensor:
-    """Indices into a dim along which ``source`` does not change do not matter."""
+    """Evaluate ``source[indices]`` if every dim of ``source`` is indexed by a known tensor.
+
+    ``source`` has size 1 in dims along which it is constant; indices into these dims are ignored.
+    """
     if (
         not isinstance(source, Tensor)
         or len(indices) != source.dim()
@@ -293,7 +315,11 @@ def _evaluate_diff(node: fx.Node, x: Any, n: int = 1, dim: int = -1, prepend: An
 
 
 def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
-    """``tril`` and ``triu``; of a constant also where it is too large to be made."""
+    """Evaluate ``tril`` and ``triu``.
+
+    If the result is too large to be created, ``x`` must be one constant; the result is then a comparison of row and
+    column numbers, or a :class:`ConditionalValue` on it.
+    """
     lower = node.target is aten.tril.default
     rows, columns = list_node_sizes(node)[-2:]
     if isinstance(x, Tensor) and x[..., :1, :1].numel() * rows * columns <= LIMIT:

@@ -1,7 +1,7 @@
-"""Decompose operators that have no rule of their own but consist of other operators.
+"""Decompose operators that torch defines by other operators (composite operators) and that have no factor rule.
 
-Requires: a captured graph. Provides: a graph without operators that torch itself defines by others, except operators
-that a factor rule or a rewrite of the normal form handles. Gradients are those of the parts, by torch's own definition.
+Requires: a captured graph. Provides: a graph without composite operators, except those that a factor rule or a rewrite
+of the normal form handles. Gradients are those of the parts, by torch's own definition.
 
 Recurrent networks with dropout between their layers are decomposed layer by layer here, because torch's own
 decomposition leaves the dropout out.
@@ -31,7 +31,8 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Graph, dict[str, str]]:
     """Return a new graph without composite operators, and a map from old node names to new ones.
 
-    ``known``: operators that a later rewrite handles; they stay.
+    A composite operator is one that torch defines by other operators. Those with a factor rule stay. ``known``:
+    operators that a later rewrite handles; they stay, too.
     """
     targets = {n.target for n in graph.nodes if n.op == "call_function"}
     apart = {t for t in targets if _is_composite(t) and t not in known and not has_rule(t)}
@@ -42,9 +43,10 @@ def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Gra
 
 
 def parts_of(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]] | None:
-    """Return a graph of the operators that ``node`` consists of, and the nodes that its placeholders stand for.
+    """Return a graph of the operators that ``node`` is composed of, and the operand nodes that its placeholders stand
+    for.
 
-    ``None`` means that torch does not define it by other operators, or that these need the numbers in a tensor.
+    ``None`` if torch does not define the operator by others, or if they read numbers out of tensors.
     """
     if not _is_composite(node.target):
         return None
@@ -54,7 +56,7 @@ def parts_of(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]] | None:
         return None
     try:
         traced = make_fx(torch.func.functionalize(run))(*values)
-    except Exception:  # it looks at numbers
+    except Exception:  # it reads numbers out of tensors
         return None
     pure = remove_inplace(traced.graph) and _is_fit(traced.graph)
     return (traced.graph, operands) if pure and all(n.target is not node.target for n in traced.graph.nodes) else None
@@ -69,7 +71,9 @@ def _is_mutating(target: Any) -> bool:
 
 
 def _as_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], Callable[..., Any]]:
-    """The nodes that ``node`` is given, and a function of their values that runs its parts."""
+    """Return the operand nodes of ``node``, and a function of their values that runs torch's decomposition of
+    ``node``.
+    """
     leaves, tree = pytree.tree_flatten((args, kwargs))
     operands = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
 
@@ -82,9 +86,15 @@ def _as_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], 
 
 
 def _trace_operators(run: Callable[..., Any], values: list[Any]) -> fx.Graph | None:
-    """The operators of ``run``; ``None``: they are too many, or write to what they are given."""
+    """Return the graph of the operators that ``run`` calls on ``values``.
+
+    ``None`` if there are more than ``_MOST_PARTS`` of them, or if one writes to its operands or reads a constant
+    tensor.
+    """
     traced = make_fx(torch.func.functionalize(run))(*values)
-    if any(_is_mutating(n.target) for n in traced.graph.nodes):  # of torch's own composition, out of its sight
+    if any(
+        _is_mutating(n.target) for n in traced.graph.nodes
+    ):  # the first pass missed operators that torch composes itself
         traced = make_fx(torch.func.functionalize(traced))(*values)
     return traced.graph if _is_fit(traced.graph) else None
 
@@ -95,14 +105,17 @@ def _is_fit(graph: fx.Graph) -> bool:
 
 
 def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
-    """The parts of the operator at hand, in its place; ``KEEP`` where it cannot be taken apart."""
+    """Replace ``build.node`` by the operators of torch's decomposition, and return their result.
+
+    Leave it alone (``KEEP``) if it cannot be traced, because it reads numbers out of tensors or has no meta kernel.
+    """
     node = build.node
     assert node is not None
     operands, run = _as_function(node, args, kwargs)
     try:
         with META:
             graph = _trace_operators(run, [o.meta["val"] for o in operands])
-    except Exception:  # it looks at numbers, or its kernel knows no tensors without any
+    except Exception:  # it reads numbers out of tensors, or has no meta kernel
         return KEEP
     if graph is None:
         return KEEP
@@ -119,9 +132,9 @@ def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
 
 
 class RecurrentLayers(NamedTuple):
-    """What torch's recurrent functions take after the input, the first state and the weights, in their order.
+    """The arguments of torch's recurrent functions after the input, the initial state and the weights, in order.
 
-    ``p``: of the dropout between layers.
+    ``p``: the probability of the dropout between layers.
     """
 
     biased: bool
@@ -148,9 +161,9 @@ class RecurrentLayers(NamedTuple):
 
 
 def layer_by_layer(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node], *layers: Any) -> Any:
-    """Rewrite a recurrent network layer by layer, with dropout between layers; ``KEEP`` if it has no dropout.
+    """Rewrite a recurrent network of several layers as one call per layer, with dropout between them.
 
-    ``layers``: the arguments in :class:`RecurrentLayers`.
+    ``layers``: the fields of :class:`RecurrentLayers`. A network without dropout is left alone (``KEEP``).
     """
     stack = RecurrentLayers(*layers)
     if not stack.drops:

@@ -1,12 +1,11 @@
-"""Normal form of look-ups and writes by index: ``embedding_bag``, ``gather``, ``scatter``, ``index``, ``index_put``.
+"""Rewrite rules for reads and writes by index: ``embedding_bag``, ``gather``, ``scatter``, ``index``, ``index_put``.
 
-* ``embedding_bag`` becomes a look-up, and a sum, mean or maximum over the ids of each bag. The operator itself takes
-  ids and the offsets of the bags, and has one kernel for training and one without gradients. Where all bags have one
-  size, as ``nn.EmbeddingBag`` makes them from ids ``[bags, size]``, the bags are a dim that can be sharded.
-* Where one vector of indices is expanded over all other dims, ``gather`` becomes ``index_select``, ``scatter_add``
+* ``embedding_bag`` becomes an embedding and a sum, mean or maximum over the ids of each bag. All bags must have the
+  same size, as they have if ``nn.EmbeddingBag`` gets ids ``[bags, size]``. The bags are then a dim that can be sharded.
+* If the index is one vector that is expanded over all other dims, ``gather`` becomes ``index_select``, ``scatter_add``
   becomes ``index_add`` and ``scatter`` becomes ``index_copy``.
-* Look-ups that stay within their rows: ``x[arange(n), places]`` becomes a gather, and ``x[mask] = number`` becomes a
-  choice between ``x`` and the number.
+* ``x[arange(n), index]``, which reads within row ``i`` for each ``i``, becomes a ``gather``. ``x[mask] = value``
+  becomes a ``where``.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _SUM, _MEAN, _MAX = range(3)  # as torch numbers the modes
 
 
 class BagReduction(NamedTuple):
-    """How ``embedding_bag`` adds up the rows of a bag: what it takes after the offsets, in its order."""
+    """The arguments of ``embedding_bag`` after the offsets, in order: how the rows of a bag are combined."""
 
     scale_grad_by_freq: bool = False
     mode: int = _SUM
@@ -38,9 +37,11 @@ class BagReduction(NamedTuple):
 
 
 def embedding_bag(build: Builder, weight: fx.Node, ids: fx.Node, offsets: fx.Node, *reduction: Any) -> Any:
-    """``[bags, width]``. Raises :class:`UnsupportedError` for bags of several sizes.
+    """Rewrite ``embedding_bag`` as an embedding and a reduction over each bag.
 
-    ``reduction``: see :class:`BagReduction`.
+    Return the result ``[bags, width]`` and three ``None`` for results that nothing reads. ``ids`` is flat; bag ``i``
+    starts at ``offsets[i]``. ``reduction``: the fields of :class:`BagReduction`. Raise :class:`UnsupportedError` if
+    bags are not known to have the same size, or if ``scale_grad_by_freq`` is set.
     """
     how = BagReduction(*reduction)
     bags, length = list_node_sizes(offsets)[0] - how.include_last_offset, list_node_sizes(ids)[0]
@@ -74,13 +75,18 @@ def _by_bag(build: Builder, flat: fx.Node, sizes: list[int]) -> fx.Node:
 
 
 def _reduce_bags(build: Builder, rows: fx.Node, kept: fx.Node | None, mode: int) -> fx.Node:
-    """``rows`` (``[bags, size, width]``) over the ids ``kept`` (``[bags, size]``, all: ``None``); 0 where none is."""
+    """Return the sum, mean or maximum (by ``mode``) of ``rows`` ``[bags, size, width]`` over dim 1.
+
+    ``kept`` ``[bags, size]`` says which ids count; ``None`` means all. A bag in which no id counts gives 0.
+    """
     left_out = None
     if kept is not None:
         left_out = build(aten.unsqueeze.default, build(aten.logical_not.default, kept), -1)
     if mode == _MAX:
         compared = rows if left_out is None else build(aten.masked_fill.Scalar, rows, left_out, float("-inf"))
-        largest = build(operator.getitem, build(aten.max.dim, compared, 1), 0)  # one row has the gradient, as there
+        largest = build(
+            operator.getitem, build(aten.max.dim, compared, 1), 0
+        )  # the gradient goes to one row, as in torch
         if kept is None:
             return largest
         empty = build(aten.logical_not.default, build(aten.any.dim, kept, 1, True))
@@ -99,7 +105,9 @@ def _reduce_bags(build: Builder, rows: fx.Node, kept: fx.Node | None, mode: int)
 def rewrite_embedding(
     build: Builder, weight: fx.Node, ids: fx.Node, padding: int = -1, by_frequency: bool = False, sparse: bool = False
 ) -> Any:
-    """A look-up whose gradient is dense: torch's sparse tensors say the same in another form."""
+    """Rewrite an embedding with ``sparse=True`` as one with a dense gradient of the same values; leave others alone
+    (``KEEP``).
+    """
     return build(aten.embedding.default, weight, ids, padding, by_frequency) if sparse else KEEP
 
 
@@ -126,7 +134,11 @@ def rewrite_scatter(build: Builder, x: fx.Node, dim: int, index: fx.Node, source
 
 
 def index_fill(build: Builder, x: fx.Node, dim: int, index: fx.Node, value: fx.Node) -> Any:
-    """A choice: the operator's own gradient counts the places that recur, of which only the data tell how many."""
+    """Rewrite ``index_fill`` as a ``where`` on a mask of the indexed positions.
+
+    The gradient of ``index_fill`` itself counts repeated indices, and their number depends on data. If ``x`` has no
+    dims, leave the operator alone (``KEEP``).
+    """
     if not list_node_sizes(x):
         return KEEP
     rank, size = len(list_node_sizes(x)), list_node_sizes(x)[dim]
@@ -142,7 +154,10 @@ def _rewrite_slice_write(build: Builder, target: Any, x: fx.Node, dim: int, inde
 
 
 def _find_slice_indices(build: Builder, x: fx.Node, dim: int, index: fx.Node) -> fx.Node | None:
-    """The vector that ``index`` holds along ``dim`` for every slice of ``x``."""
+    """Return the vector of indices along ``dim`` that ``index`` repeats for every slice of ``x``.
+
+    ``None`` if ``index`` is not such a vector expanded over all other dims of ``x``.
+    """
     sizes, rank = list_node_sizes(index), len(list_node_sizes(index))
     if rank < 2 or index.target not in _VIEWS or get_node_tensor(index).dtype != torch.int64:
         return None
@@ -169,7 +184,11 @@ _RESHAPES = (aten.unsqueeze.default, aten.reshape.default, aten.view.default, at
 
 
 def rewrite_index(build: Builder, x: fx.Node, indices: list[fx.Node | None]) -> Any:
-    """Leading indices that count the rows of their dim, and one more: along its dim, ``x`` is gathered."""
+    """Rewrite ``x[arange(n), ..., index]`` as a ``gather`` of ``x`` along the dim of the last index.
+
+    Every index but the last must be the numbers 0, 1, ... of its dim of ``x``, along the same dim of the result. For
+    any other indices, leave the operator alone (``KEEP``).
+    """
     if any(i is None or get_node_tensor(i).dtype not in (torch.int64, torch.int32) for i in indices):
         return KEEP
     *rows, places = (i for i in indices if i is not None)
@@ -192,7 +211,10 @@ def rewrite_index(build: Builder, x: fx.Node, indices: list[fx.Node | None]) -> 
 
 
 def _find_counted_dim(node: fx.Node, rank: int) -> tuple[int, int] | None:
-    """The dim of ``rank`` that numbers 0, 1, .. run along, and how many there are; ``None`` for other numbers."""
+    """Return the dim along which ``node`` is ``arange(size)``, and the size; ``None`` if ``node`` has other values.
+
+    ``node`` is taken as broadcast to ``rank`` dims; the dim refers to these.
+    """
     sizes = [1] * (rank - len(list_node_sizes(node))) + list_node_sizes(node)
     along = [d for d, size in enumerate(sizes) if size > 1]
     while node.target in _RESHAPES and isinstance(node.args[0], fx.Node):
@@ -209,7 +231,11 @@ def _find_counted_dim(node: fx.Node, rank: int) -> tuple[int, int] | None:
 def index_put(
     build: Builder, x: fx.Node, indices: list[fx.Node | None], value: fx.Node, accumulate: bool = False
 ) -> Any:
-    """One value wherever a mask of the leading dims is true, be it a number or of the dims behind."""
+    """Rewrite ``x[mask] = value`` (or ``+=`` if ``accumulate``) as a ``where``.
+
+    ``mask`` covers the leading dims of ``x``. ``value`` must be one value for all masked positions: a number, or a
+    tensor of the dims of ``x`` behind the mask. In any other case, leave the operator alone (``KEEP``).
+    """
     mask = indices[0] if len(indices) == 1 else None
     if mask is None or get_node_tensor(mask).dtype != torch.bool:
         return KEEP

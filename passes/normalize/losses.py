@@ -1,15 +1,15 @@
-"""Normal form of losses: one term per target, a sum, and a division by a constant or by a count of targets.
+"""Rewrite losses as one term per target, a sum, and a division by a constant or by a count of targets.
 
 The count depends on targets alone, so it can be computed over the whole global batch before anything else runs.
 
 :func:`undo_target_shift` rewrites next-token losses. The last position has no target, so models drop it:
 ``cross_entropy(logits[:, :-1], tokens[:, 1:])``. The remaining length is one less than the sequence and does not divide
-over ranks, so the logits, the largest values of the model, would have to be gathered. The rewrite keeps the last
+evenly over ranks, so the logits, the largest values of the model, would have to be gathered. The rewrite keeps the last
 position, with an ignored target, which adds nothing to the sum, the count or a gradient.
 
-:func:`pick_before_softmax` rewrites ``gather(log_softmax(x), index)`` as ``-cross_entropy(x, index)``, if the other
-elements of a row are not read. Models that rank, distil or learn from rewards write the log-probability of a token in
-this way; ``nll_loss`` of a ``log_softmax`` is handled, too. Requires: normal form.
+:func:`pick_before_softmax` rewrites ``gather(log_softmax(x), index)`` as ``-cross_entropy(x, index)`` if nothing else
+reads the ``log_softmax``. Models that rank, distil or learn from rewards write the log-probability of a token in this
+way; ``nll_loss`` of a ``log_softmax`` is covered, too. Requires: normal form.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ aten = torch.ops.aten
 CASTS = (aten._to_copy.default, aten.to.dtype)
 
 KEEPS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.clone.default)
-_DEFAULTS: tuple[Any, ...] = (None, 0, None, None, 1)  # of a slice
+_DEFAULTS: tuple[Any, ...] = (None, 0, None, None, 1)  # arguments of a slice
 SWAPS = (aten.transpose.int, aten.permute.default)
 _PASSED: tuple[object, ...] = (*CASTS, *KEEPS, *SWAPS)
 
 
 def undo_target_shift(build: Builder, logits: fx.Node, target: fx.Node, ignore_index: int) -> tuple[fx.Node, fx.Node]:
-    """Logits of all positions, and targets that are ignored where there was none; as they are in any other form.
+    """Return the logits of all positions, and targets in which the positions without a target have ``ignore_index``.
 
-    Logits ``[b * (s - n), classes]`` or ``[b, classes, s - n]`` of a slice of ``[b, s, classes]`` along its positions.
+    ``logits`` ``[b * (s - n), classes]`` or ``[b, classes, s - n]`` must come from a slice of ``[b, s, classes]`` along
+    the positions. In any other form, return ``logits`` and ``target`` unchanged.
     """
     casts: list[fx.Node] = []
     swaps = 0
@@ -80,7 +81,7 @@ _MOVES = (*KEEPS, *SWAPS, aten.slice.Tensor)
 
 
 def _apply_reduction(build: Builder, terms: fx.Node, reduction: int) -> fx.Node:
-    """Return the terms themselves, their sum, or their mean over all elements."""
+    """Return ``terms`` unchanged, their sum, or their mean over all elements, by ``reduction``."""
     if reduction == NONE:
         return terms
     result = build(aten.sum.default, terms)
@@ -96,7 +97,13 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> fx.Node:
-    """logsumexp(logits) - logits[target], summed over the targets that count. logits ``[N, C, ...]`` or ``[C]``."""
+    """Rewrite ``aten.cross_entropy_loss``: ``logsumexp(logits) - logits[target]`` per target that is not ignored,
+    reduced.
+
+    ``logits``: ``[N, C, ...]`` or ``[C]``. ``target``: class indices, or class probabilities of the sizes of
+    ``logits``. ``weight``: one weight per class. ``reduction``: ``NONE``, ``MEAN`` (over the weights of the targets) or
+    ``SUM``.
+    """
     dim = min(1, len(list_node_sizes(logits)) - 1)
     if get_node_tensor(target).dtype.is_floating_point:
         return _cross_entropy_of_probabilities(build, logits, target, weight, reduction, label_smoothing, dim)
@@ -124,7 +131,11 @@ def cross_entropy(
 
 
 def target_terms(build: Builder, logits: fx.Node, index: fx.Node, dim: int) -> fx.Node:
-    """Each row's cross entropy; logits that were widened for it are read as they were before."""
+    """Return the cross entropy of each row of ``logits`` with the class in ``index``, with size 1 along ``dim``.
+
+    If the logits were cast from a 16-bit type to float32, the operator reads them before the cast and returns float32.
+    This saves the memory of the float32 logits.
+    """
     narrow = _before_cast(build, logits)
     if narrow is None:
         return build(CROSS_ENTROPY, logits, index, dim)
@@ -132,7 +143,11 @@ def target_terms(build: Builder, logits: fx.Node, index: fx.Node, dim: int) -> f
 
 
 def _before_cast(build: Builder, node: fx.Node) -> fx.Node | None:
-    """``node`` without a cast to float32 that its elements have gone through on the way; ``None`` without one."""
+    """Return the value of ``node`` without the cast from a 16-bit type to float32 that it went through; ``None``
+    without one.
+
+    The reshapes, transposes and slices between the cast and ``node`` are applied to the uncast tensor.
+    """
     if node.target in CASTS and get_node_tensor(node).dtype == torch.float32:
         source = node.args[0]
         return source if isinstance(source, fx.Node) and get_node_tensor(source).dtype in NARROW else None
@@ -150,7 +165,10 @@ def rewrite_nll_loss(
     reduction: int = MEAN,
     ignore_index: int = -100,
 ) -> fx.Node:
-    """-logs[target], summed over the targets that count. logs ``[N, C, ...]`` or ``[C]``."""
+    """Rewrite ``nll_loss``: ``-logs[target]`` times the class weight per target that is not ignored, reduced.
+
+    ``logs``: log-probabilities ``[N, C, ...]`` or ``[C]``.
+    """
     dim = min(1, len(list_node_sizes(logs)) - 1)
     counts, index = _mask_ignored_targets(build, target, ignore_index, dim)
     terms = build(aten.neg.default, build(aten.gather.default, logs, dim, index))
@@ -162,7 +180,10 @@ def rewrite_nll_loss(
 
 
 def _mask_ignored_targets(build: Builder, target: fx.Node, ignore_index: int, dim: int) -> tuple[fx.Node, fx.Node]:
-    """Which targets count, and the targets with 0 for those that do not; both with a class dim of 1."""
+    """Return the mask of targets that are not ignored, and the targets with 0 in place of ignored ones.
+
+    Both have a class dim of size 1 at ``dim``.
+    """
     target = build(aten.unsqueeze.default, target, dim)
     counts = build(aten.ne.Scalar, target, ignore_index)
     return counts, build(aten.where.ScalarOther, counts, target, 0)
@@ -184,7 +205,11 @@ def _reduce_counted(
 
 
 def _smooth_terms(build: Builder, logits: fx.Node, normalizer: fx.Node, weight: fx.Node | None, dim: int) -> fx.Node:
-    """The sum over classes of -log softmax(logits), times the class weights."""
+    """Return the label-smoothing term of each row: the sum over classes of ``-log softmax(logits)`` times the class
+    weight.
+
+    ``normalizer``: ``logsumexp(logits)`` along ``dim``.
+    """
     if weight is None:
         whole = build(aten.mul.Tensor, normalizer, list_node_sizes(logits)[dim])
         return build(aten.sub.Tensor, whole, build(aten.sum.dim_IntList, logits, [dim], True))
@@ -225,7 +250,10 @@ def multilabel_margin(build: Builder, x: fx.Node, target: fx.Node, reduction: in
 
 
 def make_loss_rule(target: Any, position: int) -> Rule:
-    """A loss whose argument at ``position`` is its reduction: its terms, then the reduction."""
+    """Return the rule that rewrites the loss operator ``target`` as its unreduced terms and a separate sum or mean.
+
+    ``position``: the index of ``reduction`` among its arguments.
+    """
 
     def rule(build: Builder, *args: Any, **kwargs: Any) -> fx.Node:
         given = list(args)
@@ -239,7 +267,7 @@ def make_loss_rule(target: Any, position: int) -> Rule:
     return rule
 
 
-# Losses of one term for each element, or for each sample -> the position of their reduction.
+# Losses with one term per element or sample -> the position of the argument ``reduction``.
 REDUCTION_AT = {
     aten.mse_loss.default: 2,
     aten.l1_loss.default: 2,
@@ -255,7 +283,7 @@ REDUCTION_AT = {
     aten.multi_margin_loss.default: 5,
 }
 
-# One result of several: without a rule here.
+# Operators with several results, which have no rule here.
 _OF_TWO = {aten.multilabel_margin_loss_forward.default}
 
 LOSSES: dict[Any, Rule] = {
@@ -273,7 +301,11 @@ _LOGS = (aten.log_softmax.int, aten._log_softmax.default)
 
 
 def pick_before_softmax(graph: fx.Graph) -> None:
-    """Rewrite ``gather(log_softmax(x), index)`` in ``graph`` as a negative cross entropy, in place."""
+    """Replace ``gather(log_softmax(x), index)`` in ``graph`` by a negative cross entropy, in place, which saves the
+    large result.
+
+    Only done if nothing else reads the ``log_softmax`` and one element of each row is gathered.
+    """
     changed = False
     for node in list(graph.nodes):
         if node.target is aten.gather.default:
@@ -304,7 +336,11 @@ def _rewrite_gathered_logs(node: fx.Node, build: Builder) -> bool:
 
 
 def _find_softmax_scores(build: Builder, logs: fx.Node, dim: int) -> fx.Node | None:
-    """What ``logs``, which nothing else reads, are the logarithms of the softmax of, as it would lie in their place."""
+    """Return the scores whose ``log_softmax`` along ``dim`` is ``logs``, in the shape of ``logs``.
+
+    ``None`` if ``logs`` is no such value or has another reader. Reshapes and slices behind the ``log_softmax`` that
+    leave the class dim whole are applied to the scores.
+    """
     if len(logs.users) > 1:
         return None
     if logs.target in _LOGS:

@@ -1,13 +1,17 @@
-"""The normal form: one way to write each computation, so that few rules and patterns cover many models.
+"""Rewrite a captured graph to normal form: one way to write each computation, so that few rules cover many models.
 
-Requires: a captured graph. Provides: no composite operators without a rule; no aliases, no copies, casts or reshapes
-without effect, no products with a bias; means as sums times a constant, so that a sharded mean is a partial sum; losses
-as one cross entropy per target and sums over a count that depends on targets alone; constant attention masks
-recognised. Every rewrite is exact up to the order of sums.
+Requires: a captured graph. Provides a graph in which
 
-:func:`refuse_unsupported_nodes` raises an error, with the line of the model, for a graph in normal form that a plan
-cannot hold: numbers taken out of tensors, sparse tensors, operators that are not torch's own, and products of two
-types.
+* composite operators without a factor rule are decomposed;
+* aliases and copies are removed, and casts and reshapes that change nothing;
+* a product with a bias is a product and an addition;
+* a mean is a sum times a constant, so that the mean of a sharded tensor is a partial sum;
+* a loss is one cross entropy per target and a sum, divided by a count that depends on targets alone;
+* constant attention masks are replaced by flags or bands.
+
+Every rewrite is exact up to the order of sums. :func:`refuse_unsupported_nodes` raises an error, with the line of the
+model, for what a plan cannot execute: numbers read out of tensors, sparse tensors, operators that are not torch's, and
+products of operands of different types.
 """
 
 from __future__ import annotations
@@ -42,8 +46,8 @@ from partitioner.passes.ops.fake_quantize import QUANTIZED
 STRIDED = torch.strided
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-# Operators that torch computes in one type alone, which it only looks at where there are numbers: the first operands
-# that have to be of one type.
+# Operators whose first operands must have one type, with the number of these operands. Torch checks this only when it
+# computes with real numbers.
 _ONE_TYPE: dict[Any, int] = {
     torch.ops.aten.linear: 2,
     torch.ops.aten.matmul: 2,
@@ -55,8 +59,11 @@ _ONE_TYPE: dict[Any, int] = {
 
 
 def refuse_unsupported_nodes(graph: fx.Graph) -> None:
-    """Raises :class:`UnsupportedError` for numbers taken out of tensors, sparse tensors, and for what is no operator of
-    torch, :class:`InputsError` for a product of two types."""
+    """Raise an error for the first operator of ``graph`` that a plan cannot execute.
+
+    :class:`UnsupportedError`: a number read out of a tensor, a sparse tensor, or a function that is no torch operator.
+    :class:`InputsError`: a product whose operands have different types.
+    """
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -84,7 +91,10 @@ def refuse_unsupported_nodes(graph: fx.Graph) -> None:
 
 
 def _check_types(node: fx.Node) -> None:
-    """Raise :class:`InputsError` where torch would refuse the types of what is multiplied."""
+    """Raise :class:`InputsError` if ``node`` is a product or an attention whose operands have different types.
+
+    Torch refuses these, but only when it computes with real numbers, not while tracing.
+    """
     count = _ONE_TYPE.get(getattr(node.target, "overloadpacket", None), 0)
     found = [a.meta["val"].dtype for a in node.args[:count] if isinstance(a, fx.Node)]
     if len(set(found)) > 1:
@@ -105,12 +115,16 @@ RULES = {**SHAPES, **STRIDES, **ALGEBRA, **BAGS, **INDICES, **LOSSES, **RANDOM, 
 
 
 def normalize(captured: Captured) -> Captured:
-    """The captured model in normal form. Raises :class:`UnsupportedError` for what no plan can hold."""
+    """Return the captured model in normal form. Raise :class:`UnsupportedError` or :class:`InputsError` if no plan can
+    run it.
+
+    Loops over experts become products by expert, and separate modules of equal experts become stacked weights.
+    """
     try:
         for empty, left_out in zip(captured.turns[::2], captured.turns[1::2], strict=True):
             check_turns(_normalize_graph(empty).graph, _normalize_graph(left_out).graph)
         normal = stack_experts(_unflatten_captured(route_loops(_normalize_graph(captured))))
-    except GuardOnDataDependentSymNode:  # a rule asked what a number is that only the data tell
+    except GuardOnDataDependentSymNode:  # a rule read a number that depends on data
         refuse_unsupported_nodes(captured.graph)
         raise
     refuse_unsupported_nodes(normal.graph)
@@ -138,11 +152,15 @@ def _normalize_graph(captured: Captured) -> Captured:
 
 
 def _unflatten_captured(captured: Captured) -> Captured:
-    """With dims as they are sharded, and places of rows that are no expert's by operators."""
+    """Return ``captured`` with dims that were flattened for an operator as separate dims, and the last index rules
+    applied.
+
+    The index rules come last, so that indices that route rows to experts have been rewritten before.
+    """
     graph, results = captured.graph, _list_result_names(captured.graph)
     unflatten_dims(graph)
     moved = _deduplicate_results(graph, results)
-    if any(node.target in PLACES for node in graph.nodes):  # that are not a mask's, or counted in order
+    if any(node.target in PLACES for node in graph.nodes):  # indices that no earlier rule has rewritten
         graph, last, _ = rewrite_by_rules(graph, PLACES)
         moved = {old: last[new] for old, new in moved.items()}
     return _replace_graph(captured, graph, moved)
@@ -154,7 +172,10 @@ def _list_result_names(graph: fx.Graph) -> list[str]:
 
 
 def _deduplicate_results(graph: fx.Graph, results: list[str]) -> dict[str, str]:
-    """By the names that results had the names that they have; each is a result once."""
+    """Remove repeated results from the graph's output, in place.
+
+    ``results``: the names of the results before a pass. Return a map from these names to the present names.
+    """
     output: Any = graph.output_node()
     found = dict(zip(results, _list_result_names(graph), strict=True))
     output.args = (tuple(dict.fromkeys(output.args[0])),)
@@ -162,7 +183,10 @@ def _deduplicate_results(graph: fx.Graph, results: list[str]) -> dict[str, str]:
 
 
 def _replace_graph(captured: Captured, graph: fx.Graph, moved: Mapping[str, str]) -> Captured:
-    """``captured`` with another graph; ``moved``: the names in it of what was in its own."""
+    """Return ``captured`` with ``graph`` instead of its own graph.
+
+    ``moved``: for each node name in the old graph, the name of the node in ``graph`` that stands for it.
+    """
     outputs = [replace(o, value=moved[o.value]) if o.value is not None else o for o in captured.outputs]
     loss = moved[captured.loss] if captured.loss is not None else None
     updates = {state: moved[node] for state, node in captured.updates.items()}
@@ -171,7 +195,7 @@ def _replace_graph(captured: Captured, graph: fx.Graph, moved: Mapping[str, str]
 
 
 def _with_constants(captured: Captured, added: dict[str, Tensor]) -> Captured:
-    """``captured`` with further constants, whose placeholders have names of their own."""
+    """Return ``captured`` with the constants ``added`` (value by name) and a placeholder for each of them."""
     states = {name: ModelState(name, TensorSpec.of(value), "constant") for name, value in added.items()}
     return captured.with_(
         states={**captured.states, **states},

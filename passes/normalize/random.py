@@ -1,4 +1,8 @@
-"""Normal form of random operators: numbers by element index, equal under every plan (``passes/ops/random.py``)."""
+"""Rewrite random operators so that every element's number depends on its index in the whole tensor only.
+
+The numbers are then equal under every plan, because each rank draws exactly the numbers of its own shard. The operators
+and formulas are in ``passes/ops/random.py``. ``RANDOM`` maps each operator to its rule.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,10 @@ def rewrite_dropout(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
 
 
 def native_dropout(build: Builder, x: fx.Node, p: float, train: bool | None) -> Any:
-    """Dropout with what was kept as a second result, which is how torch takes dropout apart."""
+    """Rewrite ``aten.native_dropout``; return the nodes of the result and of the mask of kept elements.
+
+    Without training or with ``p`` of 0, the result is ``x`` and the mask is all ones.
+    """
     if train is False or p == 0:
         return x, build(aten.ones_like.default, x, dtype=torch.bool, device=META)
     return _build_dropout(build, x, p)
@@ -46,7 +53,10 @@ def _build_dropout(build: Builder, x: fx.Node, p: float) -> tuple[fx.Node, fx.No
 
 
 def rewrite_random_draw(build: Builder, *args: Any, **kwargs: Any) -> Any:
-    """What an operator of torch draws, by place."""
+    """Replace a random operator of torch by its formula on counter-based random numbers.
+
+    Leave the operator alone (``KEEP``) if it has no formula.
+    """
     assert build.node is not None
     formula = formula_of(build.node.target, args, kwargs)
     if formula is None:
@@ -68,7 +78,10 @@ def _create_sampler(build: Builder, given: Mapping[str, Any], made: Tensor) -> S
 
 
 def rewrite_gamma(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
-    """Numbers of the gamma distribution, with the gradient that torch has of them: by implicit differentiation."""
+    """Rewrite ``_standard_gamma`` as a counter-based sample; leave it alone (``KEEP``) if a generator is given.
+
+    The gradient with respect to the concentration is torch's, by implicit differentiation.
+    """
     if generator is not None:
         return KEEP
     sample = sample_gamma(_create_sampler(build, {"self": concentration}, get_node_tensor(concentration)))
@@ -79,7 +92,10 @@ def rewrite_gamma(build: Builder, concentration: fx.Node, generator: Any = None)
 
 
 def rewrite_dirichlet(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
-    """Numbers of Dirichlet distributions, with the gradient that torch has of them."""
+    """Rewrite ``_sample_dirichlet`` as a counter-based sample; leave it alone (``KEEP``) if a generator is given.
+
+    The gradient with respect to the concentration is torch's, by implicit differentiation.
+    """
     if generator is not None:
         return KEEP
     sample = random.sample_dirichlet(_create_sampler(build, {"self": concentration}, get_node_tensor(concentration)))
@@ -108,7 +124,10 @@ def rewrite_rrelu(
 def _draw_random_numbers(
     build: Builder, sizes: list[int], distribution: Any = ops.uniform.default, *parameters: fx.Node
 ) -> fx.Node:
-    """Random numbers, one for each element of a tensor of these sizes, in a stream of their own."""
+    """Append a draw of one random number for each element of a tensor of ``sizes``, and return its node.
+
+    Every call uses a new stream, so that no two operators draw the same numbers.
+    """
     stream = stream_name(sum(is_stream(name) for name in build.constants))
     seed = build.constant(SEED, torch.tensor(0))
     own = build.constant(stream, torch.tensor(int(stream.rsplit(".", 1)[1])))
@@ -116,7 +135,11 @@ def _draw_random_numbers(
 
 
 def _build_element_index(build: Builder, sizes: list[int]) -> fx.Node:
-    """The index of every element in the whole tensor, as sums of ``arange`` that can be sharded on any dim."""
+    """Return the node of every element's index in the flattened whole tensor of ``sizes``.
+
+    It is built from sums of ``arange``, so that any dim can be sharded and each rank gets the indices of its own
+    elements.
+    """
     total: fx.Node | None = None
     stride = 1
     for dim in reversed(range(len(sizes))):
@@ -141,7 +164,10 @@ def rewrite_attention_dropout(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Attention whose weights are dropped out is written as products and softmax: the weights must be at hand."""
+    """Rewrite attention with dropout as matrix products and a softmax, because dropout needs the weights as a tensor.
+
+    Leave the operator alone (``KEEP``) if ``dropout_p`` is 0.
+    """
     if not dropout_p:
         return KEEP
     groups = list_node_sizes(q)[-3] // list_node_sizes(k)[-3] if enable_gqa else 1
@@ -172,18 +198,23 @@ def _build_causal_mask(build: Builder, rows: int, columns: int) -> fx.Node:
     return build(aten.ge.Tensor, build(aten.unsqueeze.default, row, 1), column)
 
 
-_SWITCHES = ("train", "training", "dropout", "dropout_p")  # arguments that draw nothing where they are off
+_SWITCHES = ("train", "training", "dropout", "dropout_p")  # arguments that switch the drawing off if false or 0
 
 
 def refuse_draws(graph: fx.Graph) -> None:
-    """Raises :class:`UnsupportedError` for what draws random numbers otherwise than by place."""
+    """Raise :class:`UnsupportedError` if ``graph`` has a random operator that no rule of this module replaced."""
     for node in graph.nodes:
         if node.op == "call_function" and _is_random_draw(node):
             raise _create_draw_error(node)
 
 
 def _is_random_draw(node: fx.Node) -> bool:
-    """By torch's own word, or as it takes a generator: not all that draw are marked."""
+    """Whether ``node`` draws random numbers: its operator is tagged as random or takes a generator, and is not switched
+    off.
+
+    Both are checked because torch does not tag all random operators. A random operator is switched off by an argument
+    such as ``train=False`` or ``dropout_p=0``.
+    """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -205,7 +236,7 @@ def _create_draw_error(node: fx.Node) -> UnsupportedError:
 
 
 def rewrite_channel_dropout(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
-    """Dropout of whole channels."""
+    """Rewrite dropout that zeroes whole channels (dim 1) of a sample."""
     if not train or p == 0:
         return x
     if p == 1:
@@ -216,7 +247,10 @@ def rewrite_channel_dropout(build: Builder, x: fx.Node, p: float, train: bool) -
 
 
 def make_alpha_dropout_rule(of_channels: bool) -> Rule:
-    """Dropout that keeps mean and variance (Klambauer et al. 2017), of elements or of whole channels."""
+    """Return the rule for alpha dropout, which keeps the mean and variance of its input (Klambauer et al. 2017).
+
+    ``of_channels``: drop whole channels (dim 1) of a sample instead of single elements.
+    """
 
     def rule(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
         if not train or p == 0:
@@ -232,11 +266,14 @@ def make_alpha_dropout_rule(of_channels: bool) -> Rule:
     return rule
 
 
-_SATURATED = 1.7580993408473766  # what SELU gives far below zero, without its sign
+_SATURATED = 1.7580993408473766  # the negated limit of SELU at minus infinity
 
 
 def _draw_kept_mask(build: Builder, x: fx.Node, p: float, of_channels: bool) -> fx.Node:
-    """Ones for what is kept, of each element or each channel, and zeros."""
+    """Draw a tensor of ones where ``x`` is kept, with probability ``1 - p``, and zeros elsewhere.
+
+    It has the sizes of ``x``, or size 1 in every dim behind the channels if ``of_channels``.
+    """
     sizes = list_node_sizes(x)
     sizes = sizes[:2] + [1] * (len(sizes) - 2) if of_channels else sizes
     kept: fx.Node = random.sample_bernoulli(_create_sampler(build, {"p": 1 - p}, get_node_tensor(x).new_empty(sizes)))

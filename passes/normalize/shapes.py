@@ -1,7 +1,9 @@
-"""Normal form of copies, casts, views, slices and creation operators, and of access by memory position.
+"""Rewrite rules for copies, casts, views, slices, creation operators and access by strides.
 
-Reads and writes by strides (``as_strided``) become look-ups and writes by index, because the memory layout on a rank
-differs from that of the whole tensor. A write to a diagonal becomes a choice by index.
+Copies and views that change nothing are removed, and the many spellings of a cast, view or creation operator become
+one. Reads and writes by strides (``as_strided``) become reads and writes by index, because the memory layout on a rank
+differs from that of the whole tensor. A write to a diagonal becomes a ``where``. ``SHAPES`` and ``STRIDES`` map each
+operator to its rule.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def to_dtype(build: Builder, x: fx.Node, dtype: torch.dtype | None) -> fx.Node:
 
 def cast_to(build: Builder, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Rewrite any form of ``to`` as a cast to the given type or the given tensor's type; devices are ignored."""
-    if not isinstance(x, fx.Node):  # a plain number, as nested vmaps have it
+    if not isinstance(x, fx.Node):  # a plain number, which nested vmaps pass
         return _create_full_tensor(build, x)
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, torch.dtype):
@@ -107,7 +109,9 @@ def add_nothing(build: Builder, x: fx.Node, other: Any, **_: Any) -> Any:
 
 
 def rewrite_overwrite(build: Builder, x: fx.Node, value: Any, *_: Any) -> Any:
-    """Return the value of a tensor after all of its elements were set to ``value``."""
+    """Return the value of ``x`` after all of its elements were set to ``value``: ``value`` in the type and sizes of
+    ``x``.
+    """
     if not isinstance(value, fx.Node):
         return _create_full_tensor(build, value)
     value = to_dtype(build, value, get_node_tensor(x).dtype)
@@ -229,7 +233,7 @@ SHAPES: dict[Any, Rule] = {
 
 
 def as_strided(build: Builder, x: fx.Node, sizes: list[int], strides: list[int], offset: int | None = None) -> fx.Node:
-    """Rewrite access by memory position as a look-up by index, because a rank's memory layout differs."""
+    """Rewrite ``as_strided`` as an index into the flattened tensor, because a rank's memory layout differs."""
     flat, _ = flat_in_memory(
         build, x, 1 + (offset or 0) + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
     )
@@ -237,7 +241,11 @@ def as_strided(build: Builder, x: fx.Node, sizes: list[int], strides: list[int],
 
 
 def flat_in_memory(build: Builder, x: fx.Node, reach: int = 0) -> tuple[fx.Node, list[int]]:
-    """The first operand's elements as they lie in memory, and its dims in this order; ``reach``: how many are read."""
+    """Return ``x`` as a vector in the order of its elements in memory, and the order of its dims by decreasing stride.
+
+    ``reach``: the number of elements from the start that are accessed. Raise :class:`UnsupportedError` if this is more
+    than ``x`` has, or if ``x`` has gaps in memory.
+    """
     assert build.node is not None
     old = build.node.args[0].meta["val"]  # type: ignore[union-attr]
     order = sorted(range(old.dim()), key=lambda d: (-old.stride(d), -old.shape[d]))
@@ -249,7 +257,7 @@ def flat_in_memory(build: Builder, x: fx.Node, reach: int = 0) -> tuple[fx.Node,
 
 
 def strided_places(build: Builder, sizes: list[int], strides: list[int], offset: int | None) -> fx.Node:
-    """The places in memory that ``as_strided`` speaks of."""
+    """Return the int64 tensor of ``sizes`` with the memory position of each element that ``as_strided`` accesses."""
     places = build(aten.full.default, [], offset or 0, dtype=torch.int64, device=META)
     for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
         along = build(
@@ -263,10 +271,10 @@ def strided_places(build: Builder, sizes: list[int], strides: list[int], offset:
 def diagonal_scatter(
     build: Builder, x: fx.Node, source: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> fx.Node:
-    """A choice by place between what is written and what was there."""
+    """Rewrite ``diagonal_scatter`` as a ``where``: ``source`` on the diagonal, ``x`` elsewhere."""
     sizes = list_node_sizes(x)
     first, second = dim1 % len(sizes), dim2 % len(sizes)
-    along, across = (first, second) if offset >= 0 else (second, first)  # a place counts the diagonal along the first
+    along, across = (first, second) if offset >= 0 else (second, first)  # the diagonal is indexed along the first
 
     def count(dim: int, start: int = 0) -> fx.Node:
         numbers = build(aten.arange.start_step, start, start + sizes[dim], 1, dtype=torch.int64, device=META)
@@ -286,7 +294,11 @@ def diagonal_scatter(
 def as_strided_scatter(
     build: Builder, x: fx.Node, source: fx.Node, sizes: list[int], strides: list[int], offset: int | None = None
 ) -> fx.Node:
-    """By place; torch's own operator has a wrong gradient (2.13: zero for what is kept)."""
+    """Rewrite ``as_strided_scatter`` as a write by index, or as a write to a diagonal if it is one.
+
+    The operator itself has a wrong gradient in torch 2.13: zero for the elements that are kept. Raise
+    :class:`UnsupportedError` if several elements are written to one position.
+    """
     assert build.node is not None
     old = build.node.args[0].meta["val"]  # type: ignore[union-attr]
     if old.dim() == 2 and not offset and [sum(old.stride())] == strides and [min(old.shape)] == sizes:
@@ -301,7 +313,11 @@ def as_strided_scatter(
 
 
 def written_piece(target: Any) -> Rule:
-    """``target`` puts a piece into a whole; of complex numbers by their parts, since torch differentiates no other."""
+    """Return the rule for ``target``, which writes a slice into a tensor (``slice_scatter`` or ``select_scatter``).
+
+    Complex tensors are rewritten as real and imaginary parts, because torch does not differentiate the operator for
+    them. Real ones are left alone (``KEEP``).
+    """
 
     def rule(build: Builder, x: fx.Node, source: fx.Node, dim: int = 0, *place: Any, **named: Any) -> Any:
         if not get_node_tensor(x).dtype.is_complex:

@@ -1,9 +1,12 @@
-"""Undo the flattening of dims around matrix products, transposes and elementwise operators, so that each dim can be
-sharded by itself.
+"""Undo the flattening of dims around matrix products, transposes and elementwise operators.
 
-``reshape(reshape(x, [b * s, k]) @ w + bias, [b, s, n])`` is ``linear(x, w.t()) + bias``;
-``reshape(transpose(reshape(x, [s, b * h, d]), 0, 1), [b, h, s, d])`` is ``permute(reshape(x, [s, b, h, d]), ...)``;
-``reshape(repeat(x, [e, 1]) * reshape(w, [e * s, 1]), [e, s, d])`` is ``expand(x, [e, s, d]) * reshape(w, [e, s, 1])``.
+Flattening merges several dims into one. Without it, each dim can be sharded separately. Examples:
+
+* ``reshape(reshape(x, [b * s, k]) @ w + bias, [b, s, n])`` becomes ``linear(x, w.t()) + bias``;
+* ``reshape(transpose(reshape(x, [s, b * h, d]), 0, 1), [b, h, s, d])``
+  becomes ``permute(reshape(x, [s, b, h, d]), ...)``;
+* ``reshape(repeat(x, [e, 1]) * reshape(w, [e * s, 1]), [e, s, d])``
+  becomes ``expand(x, [e, s, d]) * reshape(w, [e, s, 1])``.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ _FLAT = (aten.reshape.default, aten.repeat.default)
 
 
 def unflatten_dims(graph: fx.Graph) -> None:
-    """Undo the flattening of dims in ``graph``, in place. Requires: normal form (``reshape`` only, biases separate)."""
+    """Rewrite ``graph`` in place so that dims which were flattened for an operator stay separate.
+
+    Requires: normal form, in which every view is a ``reshape`` and biases are separate additions.
+    """
     for node in list(graph.nodes):
         if node.target is aten.reshape.default:
             _unflatten_product(graph, node)
@@ -54,7 +60,10 @@ def _unflatten_product(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _is_flat_product(value: Any, sizes: list[int]) -> bool:
-    """Whether ``value`` is a product of ``[b * s, k]``, read here alone, where ``sizes`` are ``[b, s, n]``."""
+    """Whether ``value`` is a matrix product ``[rows, n]`` that a reshape splits into ``sizes`` ``[..., n]``.
+
+    The reshape must be the only reader of ``value``.
+    """
     if not isinstance(value, fx.Node) or value.target not in _PRODUCTS or len(value.users) > 1:
         return False
     flat = list_node_sizes(value)
@@ -87,7 +96,11 @@ def _unflatten_transpose(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _unflatten_elementwise(graph: fx.Graph, node: fx.Node) -> None:
-    """Where all that an elementwise operator reads was flattened or repeated for it, or broadcasts."""
+    """Move the reshape ``node`` from the result of an elementwise operator to its operands.
+
+    This is done if each operand was itself flattened or repeated for the operator, or broadcasts over the split dims,
+    so that at most views are added.
+    """
     value: Any = node.args[0]
     if not _is_elementwise(value) or len(value.users) > 1 or len(list_node_sizes(node)) <= len(list_node_sizes(value)):
         return
@@ -114,14 +127,22 @@ def _is_elementwise(value: Any) -> bool:
 
 
 def _broadcast_dim_parts(x: fx.Node, sizes: list[int], parts: list[list[int]]) -> list[list[int]]:
-    """The parts that the dims of an operand are split into where those of ``sizes`` are split into ``parts``."""
+    """Return, for each dim of the operand ``x``, the sizes that this dim is split into.
+
+    ``sizes``: the sizes of the operator's result. ``parts``: the sizes that each of its dims is split into. A dim along
+    which ``x`` broadcasts is split into ones.
+    """
     own = list_node_sizes(x)
     last = list(zip(sizes, parts, strict=True))[len(sizes) - len(own) :]
     return [part if size == whole else [1] * len(part) for size, (whole, part) in zip(own, last, strict=True)]
 
 
 def _can_split(x: fx.Node, parts: list[list[int]]) -> bool:
-    """Whether no more than a view, or none, is left of what flattened or repeated ``x``."""
+    """Whether the dims of ``x`` can be split into ``parts`` at no cost beyond a view.
+
+    This is true if ``x`` comes from a ``reshape``, from a ``repeat`` whose number of copies is the first part of each
+    repeated dim, or if no dim is split.
+    """
     if x.target is aten.repeat.default:
         of = _read_repeat_counts(x)
         return all(times in (1, part[0]) for (times, _), part in zip(of, parts, strict=True))
@@ -129,7 +150,7 @@ def _can_split(x: fx.Node, parts: list[list[int]]) -> bool:
 
 
 def _read_repeat_counts(x: fx.Node) -> list[tuple[int, int]]:
-    """How often each dim of what ``repeat`` makes was repeated, and the size that it had."""
+    """Return, for each dim of the ``repeat`` node ``x``, the number of copies and the size before the repetition."""
     source: Any = x.args[0]
     times: Any = x.args[1]
     own = [1] * (len(times) - len(list_node_sizes(source))) + list_node_sizes(source)
@@ -137,7 +158,10 @@ def _read_repeat_counts(x: fx.Node) -> list[tuple[int, int]]:
 
 
 def _split_operand(build: Builder, x: fx.Node, parts: list[list[int]]) -> fx.Node:
-    """``x`` with dims split into ``parts``, which :func:`_can_split` says there can be."""
+    """Append ``x`` with each dim split into the sizes in ``parts``, and return its node.
+
+    :func:`_can_split` must hold. A ``repeat`` becomes an ``expand``.
+    """
     source: Any = x.args[0] if x.target in _FLAT else x
     sizes = [size for part in parts for size in part]
     if x.target is not aten.repeat.default:
@@ -166,7 +190,10 @@ def _find_transpose_order(node: fx.Node) -> list[int] | None:
 
 
 def _split_dim_sizes(sizes: list[int], into: list[int]) -> list[list[int]] | None:
-    """``into`` as the parts that each of ``sizes`` is split into; ``None`` where some are merged."""
+    """Assign the sizes ``into`` of a reshape's result to the dims ``sizes`` that it splits; return one list per dim.
+
+    ``None`` if the reshape merges dims.
+    """
     parts, rest = [], list(into)
     for size in sizes:
         part: list[int] = []

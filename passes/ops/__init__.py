@@ -1,1 +1,3 @@
-"""Operators of this project with shape functions and gradients: attention, experts, random, fp8."""
+"""Operators that this project adds to torch, with shape functions and gradients: attention, experts, random numbers,
+fp8.
+"""

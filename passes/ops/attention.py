@@ -1,13 +1,13 @@
 """Attention within a band of positions, computed in tiles on one rank or on ranks that share a sequence.
 
-A query at position ``i`` sees the keys at ``i - before`` to ``i + after``; ``None`` is no limit. Full attention has no
-limits, causal attention ``after = 0``, a sliding window both. :func:`tiles_of` gives the tiles of queries and keys that
-a band touches. Tiles that are seen whole or up to their diagonal go to the device's fused kernel unchanged; only tiles
-that an end of a window crosses have a mask, of the tile's size.
+A query at position ``i`` sees the keys at ``i - before`` to ``i + after``; ``None`` means no limit. Full attention has
+no limits, causal attention ``after = 0``, a sliding window both. :func:`tiles_of` returns the tiles of queries and keys
+that a band touches. The device's fused kernel computes tiles that are visible completely or up to their diagonal
+without a mask. Only tiles that an end of a window crosses need a mask, of the tile's size.
 
-Tiles of the same queries are combined by the logarithms of their sums of exponents, which no score overflows (Milakov
-and Gimelshein 2018; Dao et al. 2022): ``out = sum_t out_t * exp(lse_t - lse)``. In backward, each tile gives its addend
-of the gradients from the result and the logarithm of the whole (Liu et al. 2023, ring attention).
+Tiles of the same queries are combined by their logsumexp, which does not overflow (Milakov and Gimelshein 2018; Dao et
+al. 2022): ``out = sum_t out_t * exp(lse_t - lse)``. In backward, each tile computes its addend of the gradients from
+the result and the logsumexp over all tiles (Liu et al. 2023, ring attention).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from partitioner.passes.ir.layouts import make_shard_layout, shard_slices
 
 aten = torch.ops.aten
 
-_ROWS = 512  # queries of a tile that an end of a window crosses
+_ROWS = 512  # most queries of a tile that an end of a window crosses
 
 
 class Band(NamedTuple):
-    """How many positions a query sees before and after its own; ``None`` means no limit."""
+    """How many positions before and after its own a query of an attention sees; ``None`` means no limit."""
 
     before: int | None = None
     after: int | None = None
@@ -48,7 +48,9 @@ class Band(NamedTuple):
 
 
 class PositionRange(NamedTuple):
-    """Consecutive positions: start in the local tensor, number, and start in the whole sequence (``place``)."""
+    """Consecutive positions of a sequence: the start in the local tensor, the number, and ``place``, the start in
+    the sequence.
+    """
 
     start: int
     length: int
@@ -56,8 +58,12 @@ class PositionRange(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Queries and keys, from and to, by their places in the tensors at hand: ``all`` is seen, or up to the
-    ``diagonal``, or what is within the ``band``. ``offset``: places from the first key to the first query."""
+    """A rectangle of queries and keys that attention computes at once.
+
+    ``rows`` and ``keys``: (start, stop) in the local tensors. ``kind``: whether queries see all keys of the tile, keys
+    up to the tile's diagonal, or keys within the band. ``offset``: the position of the first query minus that of the
+    first key.
+    """
 
     rows: tuple[int, int]
     keys: tuple[int, int]
@@ -66,7 +72,10 @@ class Tile(NamedTuple):
 
 
 def parts_of(length: int, num_ranks: int, rank: int, zigzag: bool) -> tuple[PositionRange, ...]:
-    """Return the ranges of positions that ``rank`` holds of a sequence; each rank holds ``length`` positions."""
+    """Return the ranges of positions that ``rank`` holds of a sequence; each rank holds ``length`` positions.
+
+    ``zigzag``: each rank has one range from each end of the sequence, which balances causal attention.
+    """
     slices = shard_slices(make_shard_layout(0, (), zigzag), length * num_ranks, num_ranks, rank)
     starts = accumulate((n for _, n in slices), initial=0)
     return tuple(PositionRange(start, n, place) for start, (place, n) in zip(starts, slices, strict=False))
@@ -75,9 +84,10 @@ def parts_of(length: int, num_ranks: int, rank: int, zigzag: bool) -> tuple[Posi
 def ring_tiles(
     queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band, rank: int, step: int
 ) -> tuple[Tile, ...]:
-    """Return the tiles that ``rank`` computes with the keys of the rank ``step`` before it.
+    """Return the tiles that ``rank`` computes with the keys of the rank ``step`` positions before it in the ring.
 
-    ``queries``, ``keys``: the number of each per rank.
+    ``queries``, ``keys``: the number of each per rank. ``zigzag``: each rank has one range from each end of the
+    sequence.
     """
     own = parts_of(queries, num_ranks, rank, zigzag)
     return tiles_of(own, parts_of(keys, num_ranks, (rank - step) % num_ranks, zigzag), band)
@@ -85,7 +95,11 @@ def ring_tiles(
 
 @lru_cache(maxsize=4096)
 def ring_steps(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band) -> tuple[int, ...]:
-    """Return the ring steps in which some rank sees keys, starting with 0, its own keys."""
+    """Return the steps of ring attention in which some rank sees keys; step 0, the rank's own keys, is always first.
+
+    In step ``s``, a rank has the keys of the rank ``s`` positions before it. ``queries``, ``keys``: the number of each
+    per rank.
+    """
     seen = [
         s for s in range(1, num_ranks)
         if any(ring_tiles(queries, keys, num_ranks, zigzag, band, r, s) for r in range(num_ranks))
@@ -95,8 +109,8 @@ def ring_steps(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band
 
 @lru_cache(maxsize=4096)
 def most_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band) -> int:
-    """Return the largest number of visible query-key pairs on any rank. ``queries``, ``keys``: the number of each per
-    rank.
+    """Return the largest number of visible query-key pairs on any rank. ``queries``, ``keys``: the number of each
+    per rank.
     """
     before, after = band
     most = 0
@@ -114,7 +128,10 @@ def most_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band
 
 @lru_cache(maxsize=4096)
 def tiles_of(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...], band: Band) -> tuple[Tile, ...]:
-    """Return the tiles of queries and keys that the band touches. Every query of a tile sees at least one key of it."""
+    """Return the tiles (rectangles of queries and keys) that attention within ``band`` must compute.
+
+    Every query of a tile sees at least one key of it.
+    """
     found: list[Tile] = []
     for q in queries:
         for k in keys:
@@ -132,7 +149,9 @@ def tiles_of(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...]
 
 
 def _merge_adjacent_tiles(found: list[Tile], place: int, tile: Tile) -> bool:
-    """Make one of two tiles that are seen whole and lie side by side, if they do."""
+    """Merge ``tile`` into ``found[place]`` if both are completely visible and side by side; return whether it was
+    done.
+    """
     other = found[place]
     if tile.kind != "all" or other.kind != "all":
         return False
@@ -148,7 +167,7 @@ _Tile = tuple[tuple[int, int], tuple[int, int], Literal["all", "diagonal", "band
 
 
 def _generate_band_tiles(num_queries: int, num_keys: int, offset: int, band: Band) -> Iterator[_Tile]:
-    """The tiles where query 0 stands ``offset`` places after key 0."""
+    """Yield the tiles (rows, keys, kind) that ``band`` touches, if query 0 is ``offset`` positions after key 0."""
     before, after = band
     first = 0 if after is None else max(0, -offset - after)
     last = num_queries if before is None else min(num_queries, num_keys + before - offset)
@@ -164,7 +183,10 @@ def _generate_band_tiles(num_queries: int, num_keys: int, offset: int, band: Ban
 
 
 def _generate_causal_tiles(first: int, last: int, num_keys: int, shared: int) -> Iterator[_Tile]:
-    """Queries ``first`` to ``last``, of which the first sees the keys up to place ``shared``, the next one more."""
+    """Yield the tiles of queries ``first`` to ``last`` under a causal mask.
+
+    Query ``first`` sees the keys up to and including ``shared``; each further query sees one more.
+    """
     shared = min(shared, num_keys)
     if shared > 0:
         yield (first, last), (0, shared), "all"
@@ -192,22 +214,23 @@ _NARROW = frozenset({torch.float16, torch.bfloat16})
 
 @dataclass
 class Attention:
-    """Attention of the queries ``q`` ``[..., heads, queries, d]``, to which keys are given bit by bit.
+    """Accumulates the attention of the queries ``q`` ``[..., heads, queries, d]`` over tiles of keys.
 
-    ``out`` and ``lse`` are of the keys so far; of narrow types they are held in float32.
+    ``width``: the width of a value. ``out`` and ``lse``: result and logsumexp over the keys so far, in float32 for
+    16-bit types.
     """
 
     q: Tensor
     band: Band
     scale: float | None
-    width: int  # of a value
+    width: int  # width of a value
     out: Tensor | None = None
     lse: Tensor | None = None
     _seen: list[tuple[int, int]] = field(default_factory=list)
     _masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
 
     def add(self, tile: Tile, k: Tensor, v: Tensor) -> None:
-        """Let queries see some of the keys ``k`` ``[..., kv heads, keys, d]`` and of the values ``v``."""
+        """Add the keys ``k`` ``[..., kv heads, keys, d]`` and values ``v`` of one tile to the accumulated attention."""
         rows, keys = slice(*tile.rows), slice(*tile.keys)
         mask = _mask_of(tile, self.band, self.q, self._masks)
         scoring = TileScoring(tile.kind == "diagonal", mask, self.scale)
@@ -243,14 +266,18 @@ class Attention:
             all_lse[..., rows] = lse
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """The whole attention in the queries' type, and the logarithms of its sums."""
+        """Return the accumulated attention in the type of the queries, and the logsumexp of each query."""
         out, lse = self._ensure_result_tensors()
         return by_position(out.to(self.q.dtype)), lse
 
 
 @dataclass
 class AttentionGradients:
-    """The gradients of an attention whose result ``out`` and sums ``lse`` are of all keys; ``of_q`` grows."""
+    """Accumulates the gradients of an attention over tiles of keys.
+
+    ``grad``: the gradient of the result. ``out`` and ``lse``: result and logsumexp over all keys. ``of_q``: the
+    gradient of the queries so far.
+    """
 
     grad: Tensor
     q: Tensor
@@ -265,7 +292,7 @@ class AttentionGradients:
         self.of_q = torch.zeros_like(self.q, dtype=_find_accumulation_dtype(self.q))
 
     def add(self, tile: Tile, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
-        """Add what the queries of a tile give to the gradients of its keys and values, and these to theirs."""
+        """Add the gradients through one tile to ``of_q``, and to ``of_k`` and ``of_v`` in place."""
         rows, keys = slice(*tile.rows), slice(*tile.keys)
         found = attend_backward(
             self.grad[..., rows, :],
@@ -285,7 +312,7 @@ _Masks = dict[tuple[int, int, int], Tensor]
 
 
 def _mask_of(tile: Tile, band: Band, q: Tensor, made: _Masks) -> Tensor | None:
-    """The mask of a tile; one serves all of the same size and offset."""
+    """Return the additive mask of ``tile``, cached in ``made`` by size and offset; ``None`` if it needs none."""
     if tile.kind != "band":
         return None
     key = (tile.rows[1] - tile.rows[0], tile.keys[1] - tile.keys[0], tile.offset)
@@ -295,7 +322,9 @@ def _mask_of(tile: Tile, band: Band, q: Tensor, made: _Masks) -> Tensor | None:
 
 
 def _find_accumulation_dtype(x: Tensor) -> torch.dtype:
-    """The type in which addends of ``x``'s type are added up."""
+    """Return the type in which tensors of the type of ``x`` are summed: float32 for 16-bit types, otherwise the type
+    itself.
+    """
     return torch.float32 if x.dtype in _NARROW else x.dtype
 
 
@@ -314,9 +343,10 @@ def band_mask(num_queries: int, num_keys: int, offset: int, band: Band, like: Te
 # One tile on one device. Tensors are [batch, heads, positions, d]; with fewer heads of keys than of queries, several
 # query heads share one.
 class TileScoring(NamedTuple):
-    """How a tile's scores are masked and scaled: up to the ``diagonal``, or with a ``mask`` that is added to them.
+    """How the scores of a tile are masked and scaled.
 
-    ``scale``: of the products; ``None`` is that of the width.
+    ``diagonal``: hide keys after the diagonal. ``mask``: added to the scores. ``scale``: the factor of the scores;
+    ``None`` means ``1 / sqrt(d)``.
     """
 
     diagonal: bool
@@ -325,7 +355,7 @@ class TileScoring(NamedTuple):
 
 
 def compute_tile_attention(q: Tensor, k: Tensor, v: Tensor, scoring: TileScoring) -> tuple[Tensor, Tensor]:
-    """The result and the logarithms of the sums of exponents of one tile."""
+    """Return the attention of the queries over the keys of one tile, and its logsumexp for each query."""
     diagonal, mask, scale = scoring
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, diagonal, attn_mask=mask, scale=scale)
@@ -342,7 +372,9 @@ def compute_tile_attention(q: Tensor, k: Tensor, v: Tensor, scoring: TileScoring
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: TileScoring
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of queries, keys and values through one tile; ``out`` and ``lse`` are those of all tiles."""
+    """Return the gradients of queries, keys and values through one tile; ``out`` and ``lse`` are those over all
+    tiles.
+    """
     diagonal, mask, scale = scoring
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
         of_q, of_k, of_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -390,19 +422,19 @@ def _compute_masked_scores(q: Tensor, k: Tensor, scoring: TileScoring) -> Tensor
 
 
 def _repeat_key_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values with a head for each head of queries."""
+    """Return keys or values ``x`` with heads repeated, so that there is one for each query head."""
     if x.dim() < 3 or x.shape[-3] == q.shape[-3]:
         return x
     return x.repeat_interleave(q.shape[-3] // x.shape[-3], -3)
 
 
 def _for_flash(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values as the device's fused kernel takes them: that of CUDA shares a head among several of queries."""
+    """Return keys or values as the flash kernel needs them: with repeated heads on ROCm, unchanged on CUDA."""
     return x if torch.version.hip is None else _repeat_key_heads(x, q)
 
 
 def _sum_repeated_heads(gradient: Tensor, x: Tensor) -> Tensor:
-    """The inverse for gradients: one for each head of ``x``."""
+    """Return ``gradient``, which has one head per query head, summed to the heads of the keys or values ``x``."""
     if gradient.shape == x.shape:
         return gradient
     heads = x.shape[-3]
@@ -410,11 +442,15 @@ def _sum_repeated_heads(gradient: Tensor, x: Tensor) -> Tensor:
     return summed
 
 
-# The operator: one place has all queries, keys and values. -1 is no limit.
+# The operator for one device that has all queries, keys and values. -1 means no limit.
 def band_attention(
     q: Tensor, k: Tensor, v: Tensor, before: int, after: int, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention within a band: q ``[b, h, s, d]``, k and v ``[b, kv, t, d]``; the result and ``lse`` ``[b, h, s]``."""
+    """Compute attention within a band: ``q`` ``[b, h, s, d]``, ``k`` and ``v`` ``[b, kv, t, d]``.
+
+    Return the result and the logsumexp ``[b, h, s]``. ``before`` and ``after``: how many positions a query sees before
+    and after its own; -1 means no limit.
+    """
     attention = Attention(q, band_of(before, after), scale, v.shape[-1])
     for tile in tiles_of((PositionRange(0, q.shape[-2], 0),), (PositionRange(0, k.shape[-2], 0),), attention.band):
         attention.add(tile, k, v)
@@ -434,14 +470,16 @@ def band_attention_backward(
 
 
 def by_position(x: Tensor) -> Tensor:
-    """Return ``x`` ``[b, h, s, d]``, stored in memory as ``[b, s, h, d]``, so that heads can be joined
-    without a copy.
+    """Return ``x`` ``[b, h, s, d]``, stored in memory as ``[b, s, h, d]``, so that heads can be joined without a
+    copy.
     """
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def empty_by_position(like: Tensor, width: int) -> Tensor:
-    """A tensor of that form, of the shape of ``like`` but for its last dim."""
+    """Return an empty tensor of the shape of ``like`` with last dim ``width``, stored in memory as ``[b, s, h,
+    width]``.
+    """
     batch, heads, length, _ = like.shape
     return like.new_empty((batch, length, heads, width)).transpose(1, 2)
 

@@ -1,9 +1,10 @@
-"""Cross entropy without copies of the logits, which are the largest values of a language model.
+"""Cross entropy without copies of the logits, which are the largest tensors of a language model.
 
-``partition::cross_entropy(logits, index, dim)`` is ``logsumexp(logits) - logits[index]`` for each row. A few rows go
-through at a time, so that what is made of them on the way (exponents, in float32 for shorter types) stays small;
-backward makes it again from the logits and each row's sum. A rank that has some of the classes finds two numbers a row,
-``target_and_logsumexp`` of its own, which are then brought together (Shoeybi et al. 2019, Megatron-LM, section 3).
+``partition::cross_entropy(logits, index, dim)`` is ``logsumexp(logits) - logits[index]`` for each row. Rows are
+processed in pieces, so that temporary tensors (exponentials, in float32 for 16-bit types) stay small. Backward
+recomputes them from the logits and each row's logsumexp. If the classes are sharded, each rank computes
+``target_and_logsumexp`` of its own classes, two numbers per row, and these are combined (Shoeybi et al. 2019,
+Megatron-LM, section 3).
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from partitioner.passes.ir.gradient_flow import accumulated_in
 
 MOST_PIECES = 16
 
-_PIECE = 1 << 24  # elements that go through at a time, so many that starting kernels takes little beside them
-_PIECE_CPU = 1 << 17  # for each thread: they stay in its cache, which is 2 to 5 times as fast (measured)
+_PIECE = 1 << 24  # elements processed at a time; enough to make kernel launches negligible
+_PIECE_CPU = 1 << 17  # per thread; a piece stays in its cache, which is 2 to 5 times as fast (measured)
 NARROW = frozenset({torch.float16, torch.bfloat16})
 
 
 def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Logits ``[..., classes]`` and other tensors ``[..., 1]`` or ``[..., classes]``, some rows of each at a time."""
+    """Yield matching pieces of ``logits`` ``[..., classes]`` and of ``others`` ``[..., 1]`` or ``[..., classes]``,
+    some rows each.
+    """
     sizes, numel = logits.shape[:-1], logits.numel()
     on_cpu = logits.device.type == "cpu"
     most = _PIECE_CPU * torch.get_num_threads() if on_cpu else max(_PIECE, -(-numel // MOST_PIECES))
@@ -38,14 +41,18 @@ def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def target_and_logsumexp(logits: Tensor, index: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Along ``dim`` what is at ``index``, which is of size 1 there, and the logarithm of the sum of exponents; wide."""
+    """Return the logit of each row's target and the logsumexp of each row along ``dim``, both with size 1 there.
+
+    ``index``: the target class of each row, with size 1 along ``dim``. The results have the accumulation type, float32
+    for 16-bit logits.
+    """
     dtype = accumulated_in(logits.dtype)
     rows = logits.movedim(dim, -1)
     largest, of_largest = (rows.new_empty((*rows.shape[:-1], 1), dtype=dtype) for _ in range(2))
     for scores, most, of_most in _in_pieces(rows, largest, of_largest):
         most.copy_(scores.amax(-1, keepdim=True))
         of_most.copy_(torch.log_softmax(scores, -1, dtype=dtype).amax(-1, keepdim=True))
-    # of a row of -inf alone, the sum is 0
+    # the sum of exponentials of a row of -inf is 0
     logsumexp = torch.where(largest.isinf(), largest, largest - of_largest)
     return logits.gather(dim, index).to(dtype), logsumexp.movedim(-1, dim).contiguous()
 
@@ -53,7 +60,11 @@ def target_and_logsumexp(logits: Tensor, index: Tensor, dim: int) -> tuple[Tenso
 def target_and_logsumexp_backward(
     of_target: Tensor, of_logsumexp: Tensor, logits: Tensor, index: Tensor, logsumexp: Tensor, dim: int
 ) -> Tensor:
-    """The gradient of the logits: a softmax for each row, and what the target's own gradient adds at its place."""
+    """Return the gradient of the logits from the gradients of the two results of :func:`target_and_logsumexp`.
+
+    ``of_target``, ``of_logsumexp``: these gradients. It is the softmax times ``of_logsumexp``, plus ``of_target`` at
+    the index of the target. ``logsumexp``: the second result of forward.
+    """
     found = torch.empty_like(logits)
     sums = logsumexp.masked_fill(logsumexp.isinf(), 0.0)  # exp(-inf - 0) is 0, exp(-inf + inf) nan
     given = (logits, found, index, sums, of_target.to(sums.dtype), of_logsumexp.to(sums.dtype))
@@ -66,7 +77,10 @@ def target_and_logsumexp_backward(
 
 
 def cross_entropy(logits: Tensor, index: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """``logsumexp(logits) - logits[index]`` along ``dim``, of size 1 there, in ``dtype`` (default: the logits')."""
+    """Return ``logsumexp(logits) - logits[index]`` along ``dim``, with size 1 there.
+
+    ``dtype``: the type of the result; by default that of the logits.
+    """
     target, logsumexp = ops.target_and_logsumexp(logits, index, dim)
     terms: Tensor = logsumexp - target
     return terms.to(dtype or logits.dtype)

@@ -1,8 +1,8 @@
-"""Products of rows with the matrix of their expert, as one operator on rows in any order, and as grouped products.
+"""Operators that multiply each row by the matrix of its expert, for mixtures of experts.
 
 Models sort the rows by expert, multiply group by group and sort back. Sorted rows of a whole batch cannot be sharded;
-rows in their own order can. The factor rules see ``expert_mm`` on unsorted rows, and the sort is inside the operator.
-``passes/experts/sorted_rows.py`` rewrites one form into the other.
+rows in their original order can. The sharding rules therefore see ``expert_mm`` on unsorted rows, and the sort is
+inside this operator. ``passes/experts/sorted_rows.py`` rewrites the sorted form to it.
 
 ``sort_experts`` computes the order, ``sort_rows`` and ``unsort_rows`` apply and undo it (each is the gradient of the
 other), ``grouped_mm`` multiplies each expert's rows by its matrix. The gradients of ``grouped_mm`` are ``grouped_mm``
@@ -34,7 +34,7 @@ _KERNELS = {
 def sort_experts(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Sort rows by expert, stably. ``expert`` ``[t]`` has the expert number of each row.
 
-    Returns the order ``[t]`` (int64 row indices) and the end of each expert's rows in that order, ``[num_experts]``
+    Return the order ``[t]`` (int64 row indices) and the end of each expert's rows in that order, ``[num_experts]``
     (int32). Rows whose number is outside ``[0, num_experts)`` come last.
     """
     others = (expert < 0) | (expert >= num_experts)
@@ -44,7 +44,7 @@ def sort_experts(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def sort_rows(x: Tensor, order: Tensor) -> Tensor:
-    """``x[order]`` for rows ``x`` ``[t, ...]`` and a permutation ``order`` ``[t]``."""
+    """Return ``x[order]`` for rows ``x`` ``[t, ...]`` and a permutation ``order`` ``[t]``."""
     return x.index_select(0, order)
 
 
@@ -71,7 +71,11 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_mm_weight(rows: Tensor, grads: Tensor, ends: Tensor) -> Tensor:
-    """The gradient of ``weight`` ``[e, k, n]``: for each expert, the sum of its rows' ``outer(rows[i], grads[i])``."""
+    """Return the gradient of the weight of :func:`grouped_mm`, ``[e, k, n]``.
+
+    It is the sum of ``outer(rows[i], grads[i])`` over the rows of each expert. ``rows`` ``[t, k]`` and ``grads`` ``[t,
+    n]`` are sorted by expert; ``ends`` ``[e]`` has the end of each expert's rows.
+    """
     if _has_kernel(rows, grads):
         return torch._grouped_mm(rows.contiguous().t(), grads.contiguous(), offs=ends)
     made = rows.new_empty(len(ends), rows.shape[1], grads.shape[1])
@@ -174,16 +178,22 @@ torch.library.register_autograd(
 
 
 def expert_mm(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
-    """``x[i] @ weight[expert[i]]``: x ``[t, k]``, weight ``[e, k, n]``, expert ``[t]``; result ``[t, n]``.
+    """Multiply each row by the matrix of its expert: return ``x[i] @ weight[expert[i]]`` for each row ``i``, ``[t,
+    n]``.
 
-    The result is zero for rows whose expert is none of the e.
+    ``x`` ``[t, k]``, ``weight`` ``[e, k, n]``, ``expert`` ``[t]``. Rows whose expert number is outside ``[0, e)`` give
+    zeros.
     """
     order, ends = sort_experts(expert, weight.shape[0])
     return unsort_rows(grouped_mm(sort_rows(x, order), weight, ends), order)
 
 
 def expert_mm_weight(x: Tensor, grad: Tensor, expert: Tensor, num_experts: int) -> Tensor:
-    """The gradient of ``weight``: for each expert, the sum of ``outer(x[i], grad[i])`` over its rows, ``[e, k, n]``."""
+    """Return the gradient of the weight of :func:`expert_mm`: for each expert, the sum of ``outer(x[i], grad[i])`` over
+    its rows.
+
+    Its shape is ``[num_experts, k, n]``.
+    """
     order, ends = sort_experts(expert, num_experts)
     return grouped_mm_weight(sort_rows(x, order), sort_rows(grad, order), ends)
 
@@ -192,7 +202,10 @@ _PRODUCTS_BY_GROUP = (torch._grouped_mm, getattr(torch.nn.functional, "grouped_m
 
 
 class _GroupedProductMode(TorchFunctionMode):
-    """Grouped products as products by expert: of the former, torch traces those of bfloat16 alone."""
+    """Replaces torch's grouped matrix products by ``partition::expert_mm`` while it is active.
+
+    Torch can trace its own operator for bfloat16 only.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -203,7 +216,10 @@ class _GroupedProductMode(TorchFunctionMode):
 
 
 def _of_rows(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor | None:
-    """``torch.nn.functional.grouped_mm`` of sorted rows, or of matrices one by one; ``None``: another of its forms."""
+    """Return the result of ``torch.nn.functional.grouped_mm`` by operators that can be traced for any floating type.
+
+    It handles sorted rows with ``offs``, the end of each group, and batches of matrices. ``None`` for any other form.
+    """
     if mat_a.dtype != mat_b.dtype or any(options.get(name) is not None for name in ("bias", "out_dtype")):
         return None
     if mat_a.dim() == mat_b.dim() == 3 and offs is None:
@@ -217,15 +233,18 @@ def _of_rows(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, **options
 
 @contextmanager
 def grouped_traced() -> Iterator[None]:
-    """Inside, torch's grouped products of any floating type can be traced."""
+    """Make torch's grouped matrix products traceable for all floating types inside the ``with`` block."""
     with _GroupedProductMode():
         yield
 
 
 @dataclass(frozen=True)
 class GroupedProduct:
-    """A product of rows, sorted by expert, with their groups: whether these are told by their ends or their sizes, and
-    whether a weight is ``[e, n, k]`` instead of ``[e, k, n]``. Its operands are rows, weight and groups."""
+    """The form of an operator that multiplies rows, sorted by expert, by the matrices of their experts.
+
+    Its operands are rows, weight and groups. ``groups``: whether the third operand has the end of each expert's rows or
+    their number. ``transposed``: whether the weight is ``[e, n, k]`` instead of ``[e, k, n]``.
+    """
 
     groups: Literal["ends", "sizes"] = "ends"
     transposed: bool = False
@@ -245,20 +264,25 @@ def by_group(name: str, groups: Literal["ends", "sizes"] = "ends", transposed: b
 
     Args:
         name: name of the operator, as ``namespace::name``.
-        groups: whether ``groups`` has the end of each expert's rows, or their number.
+        groups: whether the argument ``groups`` has the end of each expert's rows, or their number.
         transposed: whether the weight is ``[e, n, k]``.
     """
     _grouped[name] = GroupedProduct(groups, transposed)
 
 
 def find_grouped_product(target: Any) -> GroupedProduct | None:
-    """What is known of an operator as a product by group."""
+    """Return the form of ``target`` if it is an operator that multiplies rows by group; ``None`` if it is not.
+
+    These are the built-in operators and those declared with :func:`by_group`.
+    """
     return _grouped.get(target._schema.name) if isinstance(target, torch._ops.OpOverload) else None
 
 
 def by_expert(target: torch._ops.OpOverload, rows: int = 0, weight: int = 1, expert: int = 2) -> None:
-    """Declare that an operator works on each row with the weight of the row's expert. Experts may then be spread over
-    ranks. :func:`partitioner.passes.rules.rule` declares how it may be sharded otherwise.
+    """Declare that an operator works on each row with the weight of the row's expert, so that experts may be spread
+    over ranks.
+
+    :func:`partitioner.passes.rules.rule` declares how the operator may be sharded otherwise.
 
     Args:
         target: the operator.
@@ -270,7 +294,11 @@ def by_expert(target: torch._ops.OpOverload, rows: int = 0, weight: int = 1, exp
 
 
 def row_products() -> Mapping[Any, Callable[[fx.Node], tuple[fx.Node, fx.Node, fx.Node]]]:
-    """The operators that multiply rows with the matrix of their expert, with their rows, weight and experts."""
+    """Return the operators that multiply each row by its expert's matrix, and how to read their arguments.
+
+    The value for an operator is a function that returns the nodes of the rows, the weight and the expert numbers of a
+    node.
+    """
     return _products
 
 

@@ -1,9 +1,11 @@
-"""Fake quantisation, for quantisation-aware training, as plain operators: for plans and for the reference.
+"""Fake quantisation, for quantisation-aware training, written in elementary operators, for plans and for the reference.
 
-``y = (clamp(round(x / scale) + zero_point) - zero_point) * scale``. The gradient passes straight through where nothing
-is clamped; scales and zero points that are learned have that of "Learned step size quantization" (Esser et al., 2020),
-as torch's operators define it. Torch's kernels compute in float32 even on float64, so that the reference runs these
-formulas, too. A formula is computed by whatever runs operators, on tensors or on a graph's nodes.
+``y = (clamp(round(x / scale) + zero_point) - zero_point) * scale``. The gradient of ``x`` passes unchanged where
+nothing is clamped and is zero elsewhere. Learned scales and zero points have the gradients of "Learned step size
+quantization" (Esser et al., 2020), as torch's operators define them. The reference (the unmodified model on one
+process) uses these formulas, too, because torch's kernels compute in float32 even on float64.
+
+In each formula, ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ Run = Callable[..., Any]  # (operator, *its arguments) -> its result
 
 
 def per_tensor(run: Run, x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> Any:
-    """One scale and zero point for all elements, numbers or tensors."""
+    """Return ``x`` fake-quantised with one scale and zero point for all elements; each is a number or a tensor."""
     return _build_fake_quantize(run, x, scale, zero_point, quant_min, quant_max)
 
 
 def per_channel(run: Run, x: Any, scale: Any, zero_point: Any, axis: int, quant_min: int, quant_max: int) -> Any:
-    """A scale and a zero point for each place of a dim."""
+    """Return ``x`` fake-quantised with one scale and one zero point for each index of the dim ``axis``."""
     scale, zero_point = (_broadcast_along_axis(run, p, x, axis) for p in (scale, zero_point))
     return _build_fake_quantize(run, x, scale, zero_point, quant_min, quant_max)
 
@@ -50,7 +52,7 @@ def learnable_per_channel(
 
 
 def _broadcast_along_axis(run: Run, parameter: Any, x: Any, axis: int) -> Any:
-    """A parameter for each place of a dim of ``x``, to be broadcast."""
+    """Return the vector ``parameter`` reshaped so that it broadcasts along the dim ``axis`` of ``x``."""
     dims = [1] * len(sizes_of(x))
     dims[axis] = sizes_of(parameter)[0]
     return run(aten.reshape.default, parameter, dims)
@@ -61,13 +63,13 @@ def _build_fake_quantize(run: Run, x: Any, scale: Any, zero_point: Any, low: int
     if isinstance(scale, Tensor | fx.Node):
         scale = run(aten.detach.default, scale)
         inverse = run(aten.reciprocal.default, scale)
-    else:  # a number, which torch's kernels round to float32
+    else:  # torch's kernels round a number to float32
         rounded = torch.tensor(scale, dtype=torch.float32)
         scale, inverse = rounded.item(), rounded.reciprocal().item()
     scaled = run(aten.mul.Tensor, fixed, inverse)
     if isinstance(zero_point, Tensor | fx.Node):
         zero_point = run(aten.detach.default, zero_point)
-        if _type_of(zero_point).is_floating_point:  # not rounded by itself
+        if _type_of(zero_point).is_floating_point:  # such a zero point is not rounded by itself
             places = run(aten.round.default, run(aten.add.Tensor, scaled, zero_point))
             return _straight_through(run, x, fixed, places, scale, zero_point, low, high)
     places = run(aten.add.Tensor, run(aten.round.default, scaled), zero_point)
@@ -77,7 +79,11 @@ def _build_fake_quantize(run: Run, x: Any, scale: Any, zero_point: Any, low: int
 def _straight_through(
     run: Run, x: Any, fixed: Any, places: Any, scale: Any, zero_point: Any, low: int, high: int
 ) -> Any:
-    """What the places on the grid stand for, with the gradient of ``x`` where they are on it."""
+    """Return the dequantised values of ``places``, clamped to ``low`` to ``high``, with a straight-through gradient.
+
+    ``places``: the quantised levels before clamping. The gradient of ``x`` is 1 where nothing is clamped and 0
+    elsewhere.
+    """
     clamped = run(aten.clamp.default, places, low, high)
     value = run(aten.mul.Tensor, run(aten.sub.Tensor, clamped, zero_point), scale)
     change = run(aten.mul.Tensor, run(aten.sub.Tensor, x, fixed), run(aten.eq.Tensor, clamped, places))
@@ -90,7 +96,7 @@ def _build_learnable_quantize(run: Run, x: Any, scale: Any, zero_point: Any, low
     scaled = run(aten.mul.Tensor, fixed, run(aten.reciprocal.default, scale_now))
     places = run(aten.clamp.default, run(aten.add.Tensor, run(aten.round.default, scaled), zero), low, high)
     value = run(aten.mul.Tensor, run(aten.sub.Tensor, places, zero), scale_now)
-    # Backward rounds what forward has shifted: the two differ half way between two places.
+    # Forward rounds, then adds the zero point; backward adds first. They differ halfway between two levels.
     places = run(aten.round.default, run(aten.add.Tensor, scaled, zero))
     clamped = run(aten.clamp.default, places, low, high)
     inside = run(aten.eq.Tensor, clamped, places)
@@ -109,7 +115,7 @@ def _type_of(value: Tensor | fx.Node) -> torch.dtype:
     return tensor.dtype
 
 
-# By the names of torch's functions.
+# Formulas by the names of torch's functions.
 FORMULAS: dict[str, Callable[..., Any]] = {
     "fake_quantize_per_tensor_affine": per_tensor,
     "fake_quantize_per_channel_affine": per_channel,
@@ -135,7 +141,9 @@ QUANTIZED: dict[Any, Rule] = {
 
 
 class FusedQuantizer(NamedTuple):
-    """What ``torch.fused_moving_avg_obs_fake_quant`` takes after the tensor, by torch's names and in its order."""
+    """The arguments of ``torch.fused_moving_avg_obs_fake_quant`` after the tensor, in its order and by torch's
+    names.
+    """
 
     observer_on: Tensor
     fake_quant_on: Tensor
@@ -151,7 +159,11 @@ class FusedQuantizer(NamedTuple):
     symmetric_quant: bool = False
 
     def quantize(self, x: Tensor, where: str) -> Tensor:
-        """``x``, quantised where this is on. Raises :class:`UnsupportedError` where it observes."""
+        """Return ``x`` fake-quantised, or unchanged if quantisation is off.
+
+        ``where``: the source line, for the message. Raise :class:`UnsupportedError` if the observer, which updates the
+        scale from data, is on.
+        """
         if bool(self.observer_on[0] == 1):
             raise UnsupportedError(f"forward observes what it quantises{where}, which {OBSERVERS_OFF}")
         if not bool(self.fake_quant_on[0] == 1):
@@ -164,9 +176,11 @@ class FusedQuantizer(NamedTuple):
 
 @contextlib.contextmanager
 def fused_quantizers_traced(line_now: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """Inside, quantisers that could observe at the same time only quantise. ``line_now``: where forward is.
+    """Replace ``torch.fused_moving_avg_obs_fake_quant`` inside the ``with`` block by fake quantisation without an
+    observer.
 
-    Raises :class:`UnsupportedError` where one observes.
+    ``line_now`` returns the current source line of the model, for messages. The replacement raises
+    :class:`UnsupportedError` if an observer is on.
     """
 
     def quantize(x: Tensor, *quantizer: Any, **named: Any) -> Tensor:

@@ -1,10 +1,10 @@
-"""Products with weights in 8 bits: operands in ``float8_e4m3fn``, gradients in ``float8_e5m2``.
+"""Matrix products with weights in 8-bit floating point: operands in ``float8_e4m3fn``, gradients in ``float8_e5m2``.
 
-Requires: local blocks, after the last :func:`partitioner.passes.shard.shard_block.fuse_bias`. Provides:
-``partition::linear_fp8`` in place of ``linear``, ``mm``, ``matmul`` and ``addmm`` with a state of two dims, where
-kernels take it (:func:`can_multiply_in_fp8`, by which the planner prices them, too). Each tensor is scaled by its own
-largest number, found anew every time (Micikevicius et al. 2022, FP8 formats for deep learning), and what comes out is
-in the type that it had. What is not finite stays so.
+Requires: blocks with the operators of one rank, after the last :func:`partitioner.passes.shard.shard_block.fuse_bias`.
+Provides: ``partition::linear_fp8`` in place of ``linear``, ``mm``, ``matmul`` and ``addmm`` with a two-dimensional
+parameter, if the kernels support it (:func:`can_multiply_in_fp8`; the planner prices these products in the same way).
+Each tensor is scaled by its own largest magnitude, computed at every use (Micikevicius et al. 2022, FP8 formats for
+deep learning). The result has the type of the unquantised operands. Non-finite operands give non-finite results.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from partitioner.passes.ir.model import Block
 
 aten = torch.ops.aten
 
-ALIGNED = 16  # rows and columns of both operands of a product, of which the kernels take multiples
+ALIGNED = 16  # the kernels need rows and columns that are multiples of this
 _NUMBERS, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 _SHORT = (torch.bfloat16, torch.float16)
-_LEAST = 1e-30  # of a largest number: tensors of zeros have a scale too
+_LEAST = 1e-30  # lower limit of a largest magnitude, so that a tensor of zeros has a scale
 
 
 def _quantize_to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``x`` in 8 bits, and the number that it was divided by. It is scaled in its own type, in which the largest is
-    near enough to the largest of ``dtype`` to be rounded to it."""
+    """Return ``x`` scaled and rounded to the 8-bit type ``dtype``, and the scale to multiply the result by (float32).
+
+    The largest magnitude of ``x`` becomes the largest number of ``dtype``.
+    """
     largest = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
     scale = largest.clamp(min=_LEAST) / torch.finfo(dtype).max
     return (x * scale.reciprocal()).to(dtype), scale
@@ -44,7 +46,11 @@ def _multiply_in_fp8(
     exact: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """``left @ right.T``, both in rows of what is added up. ``exact``: sums in full float32, as gradients want them."""
+    """Return ``left @ right.T`` in the type of ``left``, plus ``bias`` if given, computed in 8 bits.
+
+    Both operands have rows along the summed dim. ``kinds``: the 8-bit types of the operands. ``exact``: accumulate in
+    full float32, which gradients need.
+    """
     a, of_a = _quantize_to_fp8(left, kinds[0])
     b, of_b = _quantize_to_fp8(right, kinds[1])
     product: Tensor = torch._scaled_mm(
@@ -58,22 +64,24 @@ def _flatten_to_rows(x: Tensor) -> Tensor:
 
 
 def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
-    """``x @ weight.T + bias``, with ``x[..., in]`` and ``weight[out, in]`` rounded to 8 bits; ``transposed``:
-    ``x @ weight + bias``, with ``weight[in, out]``."""
+    """Return ``x @ weight.T + bias`` with ``x`` ``[..., in]`` and ``weight`` ``[out, in]`` rounded to 8 bits.
+
+    ``transposed``: ``weight`` is ``[in, out]`` and the result ``x @ weight + bias``.
+    """
     rows = weight.t() if transposed else weight
     product = _multiply_in_fp8(_flatten_to_rows(x), rows, (_NUMBERS, _NUMBERS), exact=False, bias=bias)
     return product.view(*x.shape[:-1], rows.shape[0])
 
 
 def linear_fp8_input(grad: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
-    """The gradient of ``x``."""
+    """Return the gradient of ``x`` in :func:`linear_fp8`, from the gradient ``grad`` of its result."""
     rows = weight if transposed else weight.t()
     product = _multiply_in_fp8(_flatten_to_rows(grad), rows, (_GRADIENTS, _NUMBERS), exact=True)
     return product.view(*grad.shape[:-1], rows.shape[0])
 
 
 def linear_fp8_weight(grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
-    """The gradient of ``weight``."""
+    """Return the gradient of ``weight`` in :func:`linear_fp8`, from the gradient ``grad`` of its result."""
     if transposed:
         return _multiply_in_fp8(_flatten_to_rows(x).t(), _flatten_to_rows(grad).t(), (_NUMBERS, _GRADIENTS), exact=True)
     return _multiply_in_fp8(_flatten_to_rows(grad).t(), _flatten_to_rows(x).t(), (_GRADIENTS, _NUMBERS), exact=True)
@@ -112,7 +120,7 @@ def _save_linear_operands(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None,
 
 
 def _compute_linear_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (x, weight), needed = ctx.saved_tensors, ctx.needs_input_grad  # of what was given, without what is as by default
+    (x, weight), needed = ctx.saved_tensors, ctx.needs_input_grad  # one entry per given argument; defaults have none
     of_x = ops.linear_fp8_input(grad, weight, ctx.transposed) if needed[0] else None
     of_weight = ops.linear_fp8_weight(grad, x, ctx.transposed) if needed[1] else None
     of_bias = _flatten_to_rows(grad).sum(0) if any(needed[2:]) else None
@@ -126,7 +134,10 @@ torch.library.register_autograd(
 
 @dataclass(frozen=True)
 class Product:
-    """``x`` times a state of two dims or a view of one; ``transposed``: ``x @ weight`` rather than ``x @ weight.T``."""
+    """A matrix product of activations ``x`` with a two-dimensional parameter or buffer, or a view of one.
+
+    ``transposed``: the product is ``x @ weight``, not ``x @ weight.T``.
+    """
 
     x: fx.Node
     weight: fx.Node
@@ -135,13 +146,13 @@ class Product:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Rows of ``x``, of what is added up, and of the result."""
+        """Return the number of rows of ``x``, the size of the summed dim, and the size of the output dim."""
         x, weight = self.x.meta["val"], self.weight.meta["val"]
         inner, out = weight.shape if self.transposed else reversed(weight.shape)
         return x.numel() // max(1, x.shape[-1]), inner, out
 
 
-# The places of activations, weight and bias among the operands, and whether the weight is [in, out].
+# The positions of activations, weight and bias among the arguments, and whether the weight is [in, out].
 _PLACES: dict[Any, tuple[int, int, int, bool]] = {
     aten.linear.default: (0, 1, 2, False),
     aten.mm.default: (0, 1, 2, True),
@@ -151,7 +162,12 @@ _PLACES: dict[Any, tuple[int, int, int, bool]] = {
 
 
 def product_of(node: fx.Node, states: Collection[str]) -> Product | None:
-    """What ``node`` multiplies, if it is a product that there is an operator in 8 bits for, whatever its sizes."""
+    """Return the operands of ``node`` if it is a matrix product with a parameter that could be computed in 8 bits;
+    ``None`` if not.
+
+    ``states``: the names of the placeholders that are parameters or buffers. Types and divisibility of the sizes are
+    not checked here.
+    """
     if node.target not in _PLACES or node.kwargs:  # addmm's alpha and beta
         return None
     *places, transposed = _PLACES[node.target]
@@ -166,7 +182,7 @@ def product_of(node: fx.Node, states: Collection[str]) -> Product | None:
 
 
 def _is_state(node: fx.Node, states: Collection[str]) -> bool:
-    """A state, or a view of one: nothing computes it anew."""
+    """Whether ``node`` is a placeholder named in ``states`` (parameters and buffers), or a view of one."""
     while isinstance(node.target, torch._ops.OpOverload) and len(node.all_input_nodes) == 1:
         if all(result.alias_info is None for result in node.target._schema.returns):
             return False
@@ -175,21 +191,28 @@ def _is_state(node: fx.Node, states: Collection[str]) -> bool:
 
 
 def can_multiply_in_fp8(product: Product) -> bool:
-    """Whether kernels take it in 8 bits."""
+    """Whether the 8-bit kernels support the types and sizes of ``product``.
+
+    All operands must have one 16-bit type, and all sizes must be multiples of ``ALIGNED``.
+    """
     operands = [o.meta["val"] for o in (product.x, product.weight, product.bias) if o is not None]
     alike = operands[0].dtype in _SHORT and all(o.dtype == operands[0].dtype for o in operands)
     return alike and all(size and size % ALIGNED == 0 for size in product.sizes)
 
 
 def found_in(block: Block) -> dict[fx.Node, Product]:
-    """The products of ``block`` that are in 8 bits where that is asked for."""
+    """Return the matrix products in the graph of ``block`` that can be computed in 8 bits, by node."""
     states = frozenset(block.states)
     known = {node: product_of(node, states) for node in block.graph.nodes}
     return {node: product for node, product in known.items() if product is not None and can_multiply_in_fp8(product)}
 
 
 def in_eight_bits(block: Block) -> int:
-    """Put ``linear_fp8`` where ``block`` multiplies by a state, in place; how many products that are."""
+    """Replace the matrix products in the graph of ``block`` that can be computed in 8 bits by ``linear_fp8``; return
+    their number.
+
+    The graph is changed in place.
+    """
     found = found_in(block)
     for node, product in found.items():
         node.target = ops.linear_fp8.default
@@ -199,7 +222,9 @@ def in_eight_bits(block: Block) -> int:
 
 
 def as_it_was(block: Block) -> None:
-    """The products of :func:`in_eight_bits` as they were, in place."""
+    """Replace the ``linear_fp8`` operators in ``block`` by ordinary products, in place: the inverse of
+    :func:`in_eight_bits`.
+    """
     for node in block.graph.nodes:
         if node.target is not ops.linear_fp8.default:
             continue

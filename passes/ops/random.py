@@ -1,12 +1,13 @@
 """Counter-based random numbers: a seed draws the same numbers under every plan.
 
-An element's number is a hash of the step's seed, the operator's stream and the element's index in the whole tensor. The
-index is computed from sums of ``arange``, which the factor rules shard like any other operator, so each rank draws only
-the numbers of its own shard. The hash is splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
+An element's number is a hash of the step's seed, the number of the operator's stream and the element's index in the
+whole tensor. Each random operator of the model has its own stream. The index is computed from sums of ``arange``, which
+are sharded like any other operator, so each rank draws only the numbers of its own shard. The hash is splitmix64
+(Steele, Lea and Flood, OOPSLA 2014).
 
-One table gives the formula of each of torch's random operators, for plans and for the reference. A formula runs on
-tensors or on graph nodes. Its result has no gradient, unless torch's operator has one, which a rule of the normal form
-then adds.
+One table gives the formula of each of torch's random operators, for plans and for the reference (the unmodified model
+on one process). A formula runs on tensors or on graph nodes. Its result has no gradient; if torch's operator has one, a
+rule of the normal form adds it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _BITS = 24  # random bits per number: the significand of a float32
 
 
 def stream_name(index: int) -> str:
-    """Name of the constant that holds the stream number of the model's ``index``-th random operator."""
+    """Return the name of the constant that holds the stream number of the model's ``index``-th random operator.
+
+    Operators with different stream numbers draw different numbers from one seed.
+    """
     return f"random.stream.{index}"
 
 
@@ -51,21 +55,23 @@ def _shift_right_unsigned(x: Tensor, bits: int) -> Tensor:
 
 
 def _hash_element_index(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
-    # The finalizer maps zero to zero, so that the first element of the first stream counts from one.
+    # The finalizer maps zero to zero, so one is added first.
     return _finalize_hash_bits((index + (stream * _STREAM_STRIDE + seed * _GOLDEN)).add_(1).mul_(_GOLDEN))
 
 
 def _finalize_hash_bits(x: Tensor) -> Tensor:
-    """The finalizer of splitmix64, in place."""
+    """Apply the finalizer of splitmix64 to the int64 tensor ``x``, in place, and return it."""
     x.bitwise_xor_(_shift_right_unsigned(x, 30)).mul_(_MIX1)
     x.bitwise_xor_(_shift_right_unsigned(x, 27)).mul_(_MIX2)
     return x.bitwise_xor_(_shift_right_unsigned(x, 31))
 
 
 def uniform(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
-    """Draw uniform float32 numbers in [0, 1), one per element of ``index``.
+    """Draw uniform float32 numbers in [0, 1), one per element of ``index``, each from a hash of its index, seed and
+    stream.
 
-    ``index`` (int64, any shape): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-d int64 tensors.
+    ``index`` (int64, any shape): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-d int64 tensors;
+    operators with different streams draw different numbers.
     """
     return (
         _shift_right_unsigned(_hash_element_index(index, seed, stream), 64 - _BITS).to(torch.float32).mul_(2.0**-_BITS)
@@ -73,12 +79,14 @@ def uniform(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
 
 
 def _bits_to_open_interval(bits: Tensor, count: int = _BITS) -> Tensor:
-    """Map integers of ``count`` bits to float64 numbers in the open interval (0, 1)."""
+    """Return float64 numbers in the open interval (0, 1) for integers of ``count`` random bits."""
     return bits.to(torch.float64).add_(0.5).mul_(2.0**-count)
 
 
 def normal(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
-    """Draw float32 numbers of the standard normal distribution (Box and Muller 1958); operands as :func:`uniform`."""
+    """Draw float32 numbers of the standard normal distribution (Box and Muller 1958); operands as for
+    :func:`uniform`.
+    """
     x = _hash_element_index(index, seed, stream)
     radius = _bits_to_open_interval(_shift_right_unsigned(x, 64 - _BITS)).log_().mul_(-2.0).sqrt_()
     angle = _bits_to_open_interval(_shift_right_unsigned(x, 64 - 2 * _BITS).bitwise_and_((1 << _BITS) - 1)).mul_(
@@ -107,7 +115,9 @@ def bits(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
 
 
 def fraction(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
-    """Draw uniform float64 numbers of 52 bits in the open interval (0, 1), for inverse distribution functions."""
+    """Draw uniform float64 numbers with 52 random bits in the open interval (0, 1), for inverse distribution
+    functions.
+    """
     return _hash_to_fraction(_hash_element_index(index, seed, stream))
 
 
@@ -116,7 +126,7 @@ def _hash_to_fraction(hashed: Tensor) -> Tensor:
 
 
 class _Sequence:
-    """A splitmix64 generator per element, seeded by the element's hash, for samplers that need several numbers."""
+    """A splitmix64 generator for each element, seeded by the element's hash, for samplers that need several numbers."""
 
     def __init__(self, index: Tensor, seed: Tensor, stream: Tensor) -> None:
         self.state = _hash_element_index(index, seed, stream)
@@ -233,12 +243,18 @@ def _few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
 
 
 def gamma_grad(concentration: Tensor, sample: Tensor) -> Tensor:
-    """Derivative of a gamma sample with respect to its concentration, by torch's implicit differentiation."""
+    """Return the derivative of a gamma sample with respect to its concentration, by torch's implicit
+    differentiation.
+    """
     return torch._standard_gamma_grad(concentration, sample)
 
 
 def dirichlet_grad(sample: Tensor, concentration: Tensor, total: Tensor) -> Tensor:
-    """Derivative of a Dirichlet sample with respect to its concentration; ``total``: sum of all concentrations."""
+    """Return the derivative of a Dirichlet sample with respect to its concentration, by torch's implicit
+    differentiation.
+
+    ``total``: the sum of the concentrations of each distribution.
+    """
     return torch._dirichlet_grad(sample, concentration, total.expand_as(sample))
 
 
@@ -254,7 +270,7 @@ MOST_BITS = 1 << 63
 
 ROUNDS = 32  # rounds of a rejection method
 _FINE_BITS = 52
-_BISECTIONS = 40  # for means up to 1e15, beyond which a float64 has no whole numbers
+_BISECTIONS = 40  # enough for means up to 1e15, beyond which a float64 cannot represent all integers
 _FEW, _MOST_SUCCESSES = 10, 96  # with fewer than 10 expected, more than 96 have a probability below 2**-53
 _NUMBERS = {
     uniform: torch.float32,
@@ -286,7 +302,10 @@ DRAWS = frozenset(
 
 
 def element_index(shape: tuple[int, ...], device: torch.device, group: int = 0) -> Tensor:
-    """The int64 index of every element of a whole tensor of ``shape``, counted on from all earlier groups' elements."""
+    """Return the int64 index of every element of a whole tensor of ``shape``.
+
+    ``group``: the number of equal tensors in front of this one; their elements are counted first.
+    """
     count = torch.Size(shape).numel()
     return torch.arange(group * count, (group + 1) * count, device=device).view(shape)
 
@@ -299,9 +318,11 @@ def draw_whole_tensor(
     group: int = 0,
     parameters: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Draw the numbers of a whole tensor of ``shape`` by ``distribution``, one of ``DRAWS``.
+    """Draw the numbers of a whole tensor of ``shape`` by ``distribution``, one of ``DRAWS``, the operators that draw
+    numbers.
 
-    ``at``: seed and stream. ``group``: number of the group of samples. ``parameters``: the distribution's own operands.
+    ``at``: seed and stream number. ``group``: the number of groups of samples in front of this one; their elements are
+    counted first. ``parameters``: the distribution's own operands.
     """
     places = (torch.tensor(v, device=device) for v in at)
     numbers: Tensor = distribution(element_index(shape, device, group), *places, *parameters)
@@ -309,21 +330,29 @@ def draw_whole_tensor(
 
 
 def apply_dropout(x: Tensor, p: float, seed: int, stream: int, group: int = 0) -> Tensor:
-    """Apply dropout to a whole tensor; elements that are kept are scaled by ``1 / (1 - p)``."""
+    """Return a whole tensor ``x`` after dropout with probability ``p``; kept elements are scaled by ``1 / (1 - p)``.
+
+    ``seed``, ``stream``: the numbers from which the mask is drawn. ``group``: the number of groups of samples in front
+    of this one.
+    """
     kept = draw_whole_tensor(ops.uniform.default, tuple(x.shape), x.device, [seed, stream], group) >= p
     return torch.where(kept, x * (1.0 / (1.0 - p) if p < 1 else 0.0), torch.zeros_like(x))
 
 
 Run = Callable[..., Any]  # (operator, *its arguments) -> its result
-# (operator of ``DRAWS``, sizes, *parameters of the distribution) -> numbers, of a stream of their own
+# (operator of ``DRAWS``, sizes, *parameters of the distribution) -> numbers in a new stream
 Numbers = Callable[..., Any]
-_MOST_WHOLE = 1 << 40  # of more whole numbers that are no power of two the first would be drawn more often
+_MOST_WHOLE = 1 << 40  # in a larger range that is no power of two, low integers would be noticeably more frequent
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """What a formula has at hand: ``given`` are the operator's arguments by name, ``made`` the meta or real tensor that
-    torch's operator makes (the first of them)."""
+    """What the formula of a random operator needs to draw its numbers, on tensors or on graph nodes.
+
+    ``run(operator, *arguments)`` executes an operator or appends it to a graph. ``numbers(distribution, sizes,
+    *parameters)`` draws numbers that no other draw uses (a new stream). ``given``: the operator's arguments by name.
+    ``made``: the first tensor that torch's operator returns, a meta or real tensor, for its sizes and type.
+    """
 
     run: Run
     numbers: Numbers
@@ -335,7 +364,9 @@ class Sampler:
         return list(self.made.shape)
 
     def parameter(self, name: str, otherwise: Any = None) -> Any:
-        """An argument, without gradient if it is a tensor."""
+        """Return the operator's argument ``name``, detached if it is a tensor; ``otherwise`` if the operator lacks
+        it.
+        """
         value = self.given.get(name, otherwise)
         return self.run(aten.detach.default, value) if isinstance(value, Tensor | fx.Node) else value
 
@@ -343,7 +374,7 @@ class Sampler:
         return self.run(aten.to.dtype, value, self.made.dtype)
 
     def placed(self, numbers: Any, shift: Any, scale: Any) -> Any:
-        """``numbers`` times ``scale`` plus ``shift``, in the result's type."""
+        """Return ``numbers * scale + shift`` in the type of the operator's result."""
         numbers = self.typed(numbers)
         if _is_tensor(scale) or scale != 1:
             numbers = self.run(aten.mul.Tensor, numbers, scale)
@@ -354,7 +385,10 @@ Formula = Callable[[Sampler], Any]
 
 
 def formula_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Formula | None:
-    """Return the formula that draws the numbers of a torch operator; ``None`` if it draws none or is not supported."""
+    """Return the formula that draws the numbers of a call of a torch operator.
+
+    ``None`` if the operator draws none or has no formula, or if the call has a generator or unsupported integer bounds.
+    """
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
     formula = _FORMULAS.get(_operator_name(target))
@@ -410,7 +444,7 @@ def _sample_cauchy(s: Sampler) -> Any:
 
 
 def _sample_geometric(s: Sampler) -> Any:
-    """How many trials until the first success: the inverse of the distribution function."""
+    """Draw numbers of trials until the first success, by inverting the distribution function."""
     failing = math.log1p(-s.given["p"]) if s.given["p"] < 1 else -1e300
     logs = s.run(aten.log.default, s.numbers(ops.fraction.default, s.sizes))
     trials = s.run(aten.ceil.default, s.run(aten.div.Tensor, logs, failing))
@@ -425,9 +459,10 @@ def sample_bernoulli(s: Sampler) -> Any:
 
 
 def _whole_range(given: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The first of some whole numbers and how many there are; ``None`` where that is not known, or too many.
+    """Return the lowest integer that a call of a random operator can draw, and the number of integers in its range.
 
-    ``random_`` of no arguments draws all that its type of whole numbers holds.
+    ``None`` if the bounds are not known, or if the range is too large for uniform numbers. ``random_`` without bounds
+    draws all non-negative integers of its integer type.
     """
     low, high = given.get("low", given.get("from", 0)), given.get("high", given.get("to"))
     if high is None and "self" in given and "from" not in given:
@@ -478,14 +513,17 @@ def sample_dirichlet(s: Sampler) -> Any:
 
 # --- choices ----------------------------------------------------------------------------------------------------------
 def _sample_permutation(s: Sampler) -> Any:
-    """The order of numbers."""
+    """Draw a random permutation: the order that sorts random numbers."""
     order = s.run(aten.sort.stable, s.numbers(ops.bits.default, s.sizes), stable=True, dim=0, descending=False)
     return s.typed(s.run(operator.getitem, order, 1))
 
 
 def _sample_multinomial(s: Sampler) -> Any:
-    """With replacement: the inverse of each row's distribution function. Without: a race of exponential numbers whose
-    rates are the weights; whoever comes in first is first."""
+    """Draw indices with the given weights per row.
+
+    With replacement, the distribution function of each row is inverted. Without, each index gets an exponential random
+    time whose rate is its weight, and the indices with the earliest times are taken.
+    """
     weights = s.run(aten.to.dtype, s.parameter("self"), torch.float64)
     count = s.given["num_samples"]
     if not s.given.get("replacement"):
@@ -500,7 +538,7 @@ def _sample_multinomial(s: Sampler) -> Any:
 
 # --- what is drawn for activations ------------------------------------------------------------------------------------
 def native_dropout(s: Sampler) -> Any:
-    """Dropout, and what was kept."""
+    """Return the result of dropout and the mask of kept elements."""
     x, p = s.given["input"], s.given["p"]
     if s.given["train"] is False or p == 0:
         return x, s.run(aten.ones_like.default, x, dtype=torch.bool)
@@ -510,7 +548,10 @@ def native_dropout(s: Sampler) -> Any:
 
 
 def apply_random_relu(s: Sampler) -> Any:
-    """Negative elements times a slope that is drawn, and all slopes."""
+    """Return the input with negative elements multiplied by random slopes, and the slopes (1 for other elements).
+
+    Outside of training, the slope is the mean of its bounds, and the second result is ``None``.
+    """
     x, low, high = s.given["self"], s.given["lower"], s.given["upper"]
     if not s.given["training"]:
         return s.run(aten.leaky_relu.default, x, (low + high) / 2), None
@@ -541,7 +582,7 @@ _FORMULAS: dict[str, Formula] = {
 
 
 def list_drawing_operators() -> list[torch._ops.OpOverload]:
-    """Return the random operators that have a formula and do not write to their arguments."""
+    """Return torch's random operators that have a formula in this module and do not write to their arguments."""
     names = [*_FORMULAS, "normal_functional", "rrelu_with_noise_functional"]
     found = (getattr(getattr(aten, name), overload) for name in names for overload in getattr(aten, name).overloads())
     return [target for target in found if not target._schema.is_mutable]
@@ -550,9 +591,11 @@ def list_drawing_operators() -> list[torch._ops.OpOverload]:
 # --- while a model is traced ------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def draws_traced(line_now: Callable[[], str]) -> Iterator[None]:
-    """Inside, forward may draw from torch's default generator as it finds it. ``line_now``: where it is.
+    """Allow the model's forward to draw from torch's default generator inside the ``with`` block, and from no other
+    source.
 
-    Raises :class:`UnsupportedError` where forward draws from a generator of its own, or sets the state of torch's.
+    Raise :class:`UnsupportedError` if forward uses its own generator or sets the state of torch's. ``line_now`` returns
+    the current source line of the model, for messages.
     """
 
     def refused(name: str) -> Callable[..., Any]:
@@ -595,7 +638,7 @@ class _Generators(TorchFunctionMode):
 
 
 def _gamma_rsample(distribution: Gamma, sample_shape: Sequence[int] = ()) -> Tensor:
-    """``Gamma.rsample``, whose clamp writes in place without a gradient, as a sum."""
+    """Replacement for ``Gamma.rsample`` while tracing: the in-place clamp without a gradient is written as a sum."""
     shape = distribution._extended_shape(torch.Size(sample_shape))
     value = torch._standard_gamma(distribution.concentration.expand(shape)) / distribution.rate.expand(shape)
     clamped = value.detach().clamp(min=torch.finfo(value.dtype).tiny)

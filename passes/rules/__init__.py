@@ -1,7 +1,7 @@
-"""Factor rules: how each operator may be sharded.
+"""Factor rules, which say which dims of an operator's tensors may be sharded, and what the results then are.
 
-A module has the rules of related operators. Users add their own with :func:`rule`, and declare operators that work by
-expert with :func:`by_expert` and :func:`by_group`.
+Each module has the rules of related operators. Users add their own rules with :func:`rule`, and declare operators that
+multiply rows by their expert's matrix with :func:`by_expert` and :func:`by_group`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Factor rules of attention, of products of rows with their expert's matrix, and of collectives.
+"""Sharding rules of attention, of products of rows with their expert's matrix, and of collectives.
 
-Along a sequence that is sharded (``cp``), queries as well as keys are local to a rank. Such attention is a *form* of
-attention within a band of positions (:class:`partitioner.passes.rules.factors.Form`); there is one form for each way to
-bring keys and values together.
+With context parallelism (``cp``), queries, keys and values are all sharded along the sequence. This is a *form* of
+attention within a band of positions (:class:`partitioner.passes.rules.factors.Form`). There is one form for each way to
+exchange keys and values: all-gather and ring.
 
-Products by expert take rows that are sorted by expert.
-
-A collective of one mesh axis, seen from another axis, moves whole slabs and adds them up. Where n ranks cut or join a
-dim, it is (n d) on one side and d on the other.
+Collectives of one mesh axis are sharded along another axis like ordinary operators. If a collective over n ranks splits
+or joins a dim, the longer side of this dim is treated as n pieces of the shorter one.
 """
 
 from __future__ import annotations
@@ -52,10 +50,12 @@ CONTEXT_FORMS = ("all_gather", "ring")
     "_scaled_dot_product_efficient_attention",
 )  # fmt: skip
 def shard_attention(node: fx.Node) -> OpFactors:
-    """Batch dims and heads may be sharded, and query positions where no position is masked by its number.
+    """Return the sharding rule of scaled dot-product attention.
 
-    With grouped queries (``enable_gqa``) a query head is (kv rep): kv groups of rep heads that share one key head.
-    The fused kernels also return the logarithms of the softmax's sums, and their random state.
+    Batch dims and heads may be sharded. Query positions may be sharded if attention is not causal and the operator has
+    no second result (the fused kernels return a logsumexp). Keys and the width of heads must not be sharded, except in
+    the forms of context parallelism. Attention with dropout is not sharded. With grouped queries (``enable_gqa``),
+    query heads are sharded together with the key heads that they share.
     """
     if get_node_argument(node, "dropout_p"):
         return everything_whole(node)
@@ -87,7 +87,7 @@ def shard_attention(node: fx.Node) -> OpFactors:
     result, *others = results_of(node)
     made = tuple(f if size > 1 else () for f, size in zip([*batch, ("q",), ("v",)], result.shape, strict=True))
     if others:
-        whole.add("q")  # kernels pad the positions of their sums
+        whole.add("q")  # kernels pad the positions of the logsumexp
     sums = tuple((*made[:2], *((),) * (r.dim() - 2)) if r.dim() > 2 else ((),) * r.dim() for r in others)
     found = OpFactors(sizes, operands, (made, *sums), frozenset(whole))
     return found if find_attention_band(node) is None else replace(found, forms=_context_forms(node))
@@ -95,7 +95,11 @@ def shard_attention(node: fx.Node) -> OpFactors:
 
 @register_family("partition::band_attention")
 def within_band(node: fx.Node) -> OpFactors:
-    """Return the rule of attention within a band of positions: batch dims and heads may be sharded."""
+    """Return the sharding rule of ``partition::band_attention``, where a query sees only keys within a range of
+    positions.
+
+    Batch and heads may be sharded, and the sequence in the forms of context parallelism.
+    """
     query, key, _ = operands_of(node)
     heads, groups = get_meta_shape(query)[-3], get_meta_shape(key)[-3]
     sizes = {"b": get_meta_shape(query)[0], "h": groups, "rep": heads // groups}
@@ -112,13 +116,18 @@ def within_band(node: fx.Node) -> OpFactors:
 
 @register_family("partition::context_attention")
 def over_ranks(node: fx.Node) -> OpFactors:
-    """What one mesh axis shards by sequence, others shard by sample and head."""
+    """Return the sharding rule of ``partition::context_attention``, attention whose sequence is sharded over one mesh
+    axis.
+
+    Another axis may shard its batch and heads, not its sequence.
+    """
     return replace(within_band(node), forms={})
 
 
 def find_attention_band(node: fx.Node) -> Band | None:
-    """Return the band of positions in which an attention's queries see keys; ``None`` if more than a
-    band decides this.
+    """Return the range of positions, relative to a query, whose keys the attention ``node`` sees.
+
+    ``None`` if ``node`` is no attention, has a mask or dropout, is not four-dimensional, or broadcasts its keys.
     """
     if node.target in (ops.band_attention.default, ops.context_attention.default):
         return band_of(get_node_argument(node, "before"), get_node_argument(node, "after"))
@@ -135,7 +144,9 @@ def find_attention_band(node: fx.Node) -> Band | None:
 
 
 def _context_forms(node: fx.Node) -> dict[str, Form]:
-    """Queries, keys and values sharded on their positions."""
+    """Return the forms of an attention in which queries, keys and values are sharded along the sequence (dim 2), by
+    name.
+    """
     return {name: Form("q", (2, 2, 2), (2, 2), partial(_over_ranks, name)) for name in CONTEXT_FORMS}
 
 
@@ -157,9 +168,11 @@ def _over_ranks(algorithm: str, local: Local) -> fx.Node:
 
 @register_family("partition::expert_mm")
 def product_by_expert(node: fx.Node) -> OpFactors:
-    """Return the rule of products of rows with their expert's matrix (rows ``t k``, matrices ``e k n``).
+    """Return the sharding rule of ``partition::expert_mm``: rows ``[t, k]`` times their expert's matrix from ``[e, k,
+    n]``.
 
-    With sharded experts, rows of other ranks' experts are zero, which makes a partial sum.
+    Every dim may be sharded. If the experts are sharded, a rank returns zeros for rows of other ranks' experts, so the
+    result is a partial sum.
     """
     lower = {"e": Lowering(_of_own_experts, PARTIAL, divides_work=True)}
     return build_factor_rule(node, ["tk", "ekn", "t"], ["tn"], linear=mark_linear_each(0, 1), lower=lower)
@@ -174,10 +187,12 @@ def _of_own_experts(local: Local) -> fx.Node:
 
 @register_family("_grouped_mm", "transformers::grouped_mm_fallback")
 def grouped_product(node: fx.Node) -> OpFactors | None:
-    """Rows t with k features, experts e of matrices k n, and where each expert's rows end.
+    """Return the sharding rule of a grouped matrix product of rows ``[t, k]``, sorted by expert, with matrices ``[e, k,
+    n]``.
 
-    Which rows an expert has only the data tells: t is whole. Where experts are sharded, every rank finds the rows of
-    its own and gives zeros for the rest, a partial sum.
+    ``t`` must not be sharded, because which rows an expert has depends on data. If the experts are sharded, a rank
+    computes the rows of its own experts and returns zeros for the rest, so the result is a partial sum. The form with
+    one batch of rows per expert ``[e, t, k]`` is sharded as a batched product. ``None`` (no sharding) for other forms.
     """
     operands = operands_of(node)
     ranks = tuple(len(get_meta_shape(o)) for o in operands)
@@ -186,7 +201,7 @@ def grouped_product(node: fx.Node) -> OpFactors | None:
     if ranks != (2, 3, 1):
         return None
     lower = {"e": Lowering(_own_experts, PARTIAL, divides_work=True)}
-    # The ends are needed of all experts, so they have no factor.
+    # Every rank needs the ends of all experts, so they have no factor.
     patterns = [("t", "k"), ("e", "k", "n"), (None,)]
     return build_factor_rule(
         node, patterns, [("t", "n")], whole=frozenset("t"), linear=mark_linear_each(0, 1), lower=lower
@@ -194,7 +209,11 @@ def grouped_product(node: fx.Node) -> OpFactors | None:
 
 
 def _own_experts(local: Local) -> fx.Node:
-    """The own experts' rows stand together: they are moved to the front, and moved back behind the product."""
+    """Append a grouped product over this rank's experts to the graph, and return its node.
+
+    The rows of these experts are consecutive. They are moved to the front before the product and back after it; all
+    other rows of the result are zero.
+    """
     x, weight, ends = local.operands
     num_rows, num_experts, num_own = get_meta_shape(x)[0], get_meta_shape(ends)[0], get_meta_shape(weight)[0]
     rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
@@ -212,7 +231,7 @@ def _own_experts(local: Local) -> fx.Node:
     to_front = local.call(aten.remainder.Scalar, local.call(aten.add.Tensor, place, start), num_rows)
     to_back = local.call(aten.remainder.Scalar, local.call(aten.sub.Tensor, place, start), num_rows)
 
-    # Rows of no group are not computed, forward or backward: what stands there is not to be read.
+    # Rows outside all groups are not computed, forward or backward, so their values must not be read.
     rows = local.call(aten.masked_fill.Scalar, local.call(aten.index_select.default, x, 0, to_front), others, 0.0)
     assert callable(local.node.target)
     made = local.call(
@@ -228,8 +247,10 @@ def _select_plain_kwargs(node: fx.Node) -> dict[str, object]:
 
 @register_family("histc")
 def shard_histogram(node: fx.Node) -> OpFactors:
-    """Return the rule of a histogram: counts over a given range are partial sums; without a range, all dims must be
-    whole.
+    """Return the sharding rule of ``histc``.
+
+    If the value range is given, every dim may be sharded and the counts are partial sums. If the range comes from the
+    data, no dim may be sharded.
     """
     (x,) = operands_of(node)
     names = NAMES[: len(get_meta_shape(x))]

@@ -1,12 +1,12 @@
-"""The data of a factor rule, which says how one operator call may be sharded, and helpers to write rules.
+"""Data of a factor rule, which says how one operator call may be sharded, and helpers to write rules.
 
 A *factor* is a named loop dimension of an operator, as in an einsum. ``linear(x, w)`` has the factors ``b s i o``::
 
     operands   x: b s i    w: o i
     results    b s o
 
-A dim may hold several factors, outermost first, as in a reshape: ``(h d)``. A dim of size 1 holds none. Sharding a
-factor shards every tensor dim that holds it. A result without the factor is then a partial sum.
+A dim may consist of several factors, outermost first, as in a reshape: ``(h d)``. A dim of size 1 has none. Sharding a
+factor shards every tensor dim that has it. A result without the factor is then a partial sum.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from partitioner.passes.ir.layouts import Layout, local_shape
 
 Dims = tuple[tuple[str, ...], ...]  # the factors of each dim of one tensor
 
-MAX_SECTIONS = 64  # an inner factor is sharded through that many equal sections at most
+MAX_SECTIONS = 64  # most equal sections by which an inner factor is sharded
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Strategy:
-    """One way to run an operator on one mesh axis.
+    """One way to run an operator on the ranks of one mesh axis: the layouts of its operands and results.
 
-    ``factor`` is the sharded factor, ``None`` where every rank computes the same (or its own addend of) everything.
-    ``sections`` are the parts of the factor that are sharded each on its own, ``()`` for one. ``form`` is one of the
-    operator's :attr:`OpFactors.forms`: a way to run it that shards more than one factor.
+    ``factor``: the sharded factor (named loop dimension); ``None`` if no dim is sharded. ``sections``: the sizes of
+    parts of the factor that are sharded separately; ``()`` for one part. ``form``: the name of one of the operator's
+    :attr:`OpFactors.forms`, which shards more than one factor; empty for an ordinary strategy.
     """
 
     factor: str | None
@@ -52,11 +52,12 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Lowering:
-    """Special local operators for an operator if one of its factors is sharded.
+    """Special local operators for an operator with a sharded factor (named loop dimension).
 
-    ``build`` appends the local operators. ``result``: the layout of a result without the factor. ``collectives``: the
-    name and the number of elements per rank of each collective that forward and backward add. ``sections``: whether the
-    factor may be sharded in sections. ``divides_work``: whether each rank does only its share of the work although the
+    They are needed if the operator itself, run on the shards, would compute a wrong result. ``build`` appends them to
+    the graph. ``result``: the layout of a result without the factor. ``collectives``: the name and the number of
+    elements per rank of each collective that forward and backward add. ``sections``: whether the factor may be cut into
+    parts that are sharded separately. ``divides_work``: whether each rank does only its share of the work although the
     tensor shapes do not show it.
     """
 
@@ -69,11 +70,10 @@ class Lowering:
 
 @dataclass(frozen=True)
 class Form:
-    """A way to run an operator over ranks that shards more than one factor, such as attention with sharded queries and
-    keys.
+    """A way to run an operator that shards more than one factor, such as attention with sharded queries and keys.
 
-    ``operands`` and ``results``: the sharded dim of each tensor; ``None`` if it is whole. ``build`` appends the local
-    operators. ``factor``: name of the divided factor.
+    ``factor``: name of the divided factor. ``operands`` and ``results``: the sharded dim of each tensor; ``None`` if it
+    is not sharded. ``build`` appends the local operators to the graph.
     """
 
     factor: str
@@ -84,10 +84,11 @@ class Form:
 
 @dataclass(frozen=True)
 class Spans:
-    """A factor that some tensors hold only in part, as the pieces of ``split`` and ``cat`` do.
+    """A factor (named loop dimension) that some tensors have only in part, such as the pieces of ``split`` and ``cat``.
 
-    ``sections``: the lengths into which the ends of all parts cut the factor. ``operands`` and ``results``: the part of
-    each tensor as (start, length); ``None`` for the whole factor. A sharded factor uses these sections or finer ones.
+    ``sections``: the lengths of the pieces into which the ends of all parts cut the factor. ``operands`` and
+    ``results``: the part that each tensor has, as (start, length); ``None`` for the whole factor. If the factor is
+    sharded, each of these sections, or a finer piece, is divided over all ranks by itself.
     """
 
     factor: str
@@ -98,12 +99,14 @@ class Spans:
 
 @dataclass(frozen=True)
 class OpFactors:
-    """The factor rule of one operator call.
+    """The factor rule of one operator call: which dims may be sharded, and how the operator runs on one rank.
 
-    ``operands`` and ``results`` have the factors of every dim; a dim larger than 1 without any is never sharded.
-    ``linear``: sets of operand positions; if exactly these are partial sums and the others whole, so are the results.
-    ``local`` writes the operator for local shapes where its own arguments do not fit them. ``forms``: further ways to
-    run it along a sequence.
+    ``sizes``: the size of each factor (named loop dimension). ``operands`` and ``results``: the factors of every dim; a
+    dim larger than 1 without a factor is never sharded. ``whole``: factors that must not be sharded. ``linear``: sets
+    of operand positions; if exactly these operands are partial sums, so are the results. ``lower``: special local
+    operators by sharded factor. ``local``: appends the operator for local shapes, if its own arguments do not fit them.
+    ``spans``: a factor that some tensors have in part. ``forms``: further ways to run the operator with a sharded
+    sequence, by name.
     """
 
     sizes: Mapping[str, int]
@@ -127,7 +130,11 @@ class OpFactors:
 
 @dataclass(frozen=True)
 class Local:
-    """What is at hand to write one operator for one rank: its local operands and the chosen strategy."""
+    """The context in which a rule appends the operators that one rank runs in place of ``node``.
+
+    ``operands``: the local operands, in ``graph``. ``axis``, ``num_ranks``: the mesh axis that ``strategy`` shards
+    along, and its size.
+    """
 
     node: fx.Node
     factors: OpFactors
@@ -144,8 +151,9 @@ class Local:
         return node
 
     def copy(self, **changes: Any) -> fx.Node:
-        """Append the operator on its local operands, with some arguments changed (by schema name), and
-        return its node.
+        """Append the operator of ``node`` on the local operands, and return its node.
+
+        ``changes``: arguments to replace, by their names in the operator's schema.
         """
         args, kwargs = with_operands(self.node, self.operands)
         changed = list(args)
@@ -162,7 +170,7 @@ class Local:
         return local_shape(self.strategy.results[index], shape, self.num_ranks)
 
     def size(self, factor: str) -> int:
-        """Return the size of ``factor`` on one rank."""
+        """Return the size of ``factor`` (a named loop dimension) on one rank."""
         size = self.factors.sizes.get(factor, 1)
         return size // self.num_ranks if factor == self.strategy.factor else size
 
@@ -232,8 +240,9 @@ _parameters: dict[Any, dict[str, tuple[int, Any]]] = {}
 
 
 def get_node_argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """Return an argument of ``node`` by its schema name, or its schema default; ``default`` if the schema lacks the
-    name.
+    """Return an argument of ``node`` by its name in the operator's schema, or the default in the schema.
+
+    ``default`` is returned if the schema has no argument of this name.
     """
     if name in node.kwargs:
         return node.kwargs[name]
@@ -250,12 +259,12 @@ def _parameters_of(target: Any) -> dict[str, tuple[int, Any]]:
 
 
 def as_dim(dim: int, rank: int) -> int:
-    """Return ``dim`` counted from the front; a negative one counts from the end."""
+    """Return ``dim`` as a nonnegative index; a negative one counts from the end of ``rank`` dims."""
     return dim + rank if dim < 0 else dim
 
 
 def as_dims(dims: Any, rank: int) -> tuple[int, ...]:
-    """Return the dims that an argument names, counted from the front.
+    """Return the dims that an operator's argument names, as nonnegative indices of ``rank`` dims.
 
     ``None`` and ``[]`` mean all dims. The result is empty for a 0-dimensional tensor.
     """
@@ -273,15 +282,17 @@ FIRST = (frozenset((0,)),)  # linear in the first operand
 
 
 def mark_linear_each(*positions: int) -> tuple[frozenset[int], ...]:
-    """Return the ``linear`` entry of an operator that is linear in each of these operands while the
-    others are fixed.
+    """Return the ``linear`` entry of a rule for an operator that is linear in each of these operands by itself.
+
+    A product is an example. A partial sum as one of these operands then gives a partial sum.
     """
     return tuple(frozenset((p,)) for p in positions)
 
 
 def mark_linear_together(count: int) -> tuple[frozenset[int], ...]:
-    """Return the ``linear`` entry of an operator that is linear in all ``count`` operands together,
-    like an addition.
+    """Return the ``linear`` entry of a rule for an operator that is linear in all ``count`` operands together.
+
+    An addition is an example. If all operands are partial sums, the result is a partial sum.
     """
     return (frozenset(range(count)),)
 
@@ -297,10 +308,11 @@ def build_factor_rule(
     local: Callable[[Local], fx.Node] | None = None,
     spans: Spans | None = None,
 ) -> OpFactors:
-    """The rule that has at most one factor per dim; sizes are read off the tensors, dims of size 1 lose theirs.
+    """Return a factor rule in which every dim has at most one factor (named loop dimension).
 
-    ``None`` is a dim without a factor, which is never sharded. A name that stands for two sizes (a gather's index
-    shorter than its source) is no factor.
+    ``operands`` and ``results``: the factor of each dim of each tensor; ``None`` for a dim that is never sharded.
+    Factor sizes are taken from the tensors. Dims of size 1 have no factor. A name that has two different sizes, as in a
+    gather whose index is shorter than its source, is dropped. The other arguments are fields of :class:`OpFactors`.
     """
     cut = None if spans is None else spans.factor
     sizes = {} if spans is None else {spans.factor: sum(spans.sections)}
@@ -327,5 +339,5 @@ def build_factor_rule(
 
 
 def everything_whole(node: fx.Node) -> OpFactors:
-    """Return the rule of an operator that every rank must compute on whole tensors."""
+    """Return the rule that no tensor of the operator may be sharded."""
     return OpFactors({}, tuple(() for _ in operands_of(node)), tuple(() for _ in results_of(node)))

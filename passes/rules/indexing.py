@@ -1,4 +1,8 @@
-"""Look-ups and their transposes: embedding, gather, index, scatter."""
+"""Sharding rules of reads and writes by index: embedding, gather, index, scatter and others.
+
+Each function returns the :class:`OpFactors` of one operator call, which says which dims may be sharded. A read along a
+sharded dim makes a partial sum: each rank reads the elements that it holds and has zeros for the others.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +34,10 @@ rule("aten.one_hot", "... -> ... c!")
 
 
 def own_rows(local: Local, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
-    """Convert an index into a sharded dim, of which every rank holds ``rows`` rows, into an index into this rank's
-    rows.
+    """Convert indices into a sharded dim to indices into this rank's part of it, which has ``rows`` rows.
 
-    Return the local index, 0 for rows of other ranks, and a mask that is true for these.
+    Append the operators and return two nodes: the local index (0 for rows of other ranks), and a mask that is true for
+    rows of other ranks.
     """
     rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
     shifted = local.call(aten.sub.Tensor, index, local.call(aten.mul.Tensor, rank, rows))
@@ -44,8 +48,10 @@ def own_rows(local: Local, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]
 
 @register_family("embedding")
 def shard_embedding(node: fx.Node) -> OpFactors:
-    """Return the rule of ``embedding``: with a sharded vocabulary, each rank looks up its own rows and fills the others
-    with zeros, which makes a partial sum.
+    """Return the sharding rule of ``embedding``: every dim of the ids and of the weight may be sharded.
+
+    With a sharded vocabulary, each rank reads its own rows and has zeros for the others, so the result is a partial
+    sum. No dim may be sharded with ``sparse`` or ``scale_grad_by_freq``.
     """
     if get_node_argument(node, "sparse") or get_node_argument(node, "scale_grad_by_freq"):
         return everything_whole(node)
@@ -66,10 +72,10 @@ def _embedding_sharded(local: Local) -> fx.Node:
 
 
 def name_matching_dims(operands: Sequence[fx.Node], dim: int) -> list[str | None]:
-    """Return a factor for each dim other than ``dim`` that has the same size in all operands, and ``None`` for other
+    """Return a factor name for each dim other than ``dim`` with the same size in all operands, and ``None`` for other
     dims.
 
-    A smaller dim is not broadcast here, so it cannot be sharded.
+    ``None`` means that the dim must not be sharded; a smaller size is a part here, not a broadcast.
     """
     sizes = zip(*(get_meta_shape(o) for o in operands), strict=True)
     return [NAMES[d] if d != dim and len({*s}) == 1 else None for d, s in enumerate(sizes)]
@@ -77,8 +83,11 @@ def name_matching_dims(operands: Sequence[fx.Node], dim: int) -> list[str | None
 
 @register_family("gather", "take_along_dim")
 def shard_gather(node: fx.Node) -> OpFactors | None:
-    """Return the rule of ``gather``: along a sharded dim, each rank reads its own elements and fills the others with
-    zeros, which makes a partial sum.
+    """Return the sharding rule of ``gather`` and ``take_along_dim``.
+
+    For ``gather``, the read dim may be sharded: each rank reads its own elements and has zeros for the others, so the
+    result is a partial sum. Other dims may be sharded if the source and the index agree in size. For
+    ``take_along_dim``, the read dim must not be sharded. ``None`` (no sharding) if there is no ``dim``.
     """
     rank = len(get_meta_shape(operands_of(node)[0]))
     dim = get_node_argument(node, "dim")
@@ -105,7 +114,9 @@ def _gather_sharded(local: Local) -> fx.Node:
 
 @register_family("index_select")
 def index_select(node: fx.Node) -> OpFactors:
-    """Return the rule of ``index_select``: along a sharded dim, the result is a partial sum."""
+    """Return the sharding rule of ``index_select``: every dim may be sharded; along a sharded read dim the result is
+    partial.
+    """
     x, index = operands_of(node)
     dim = as_dim(get_node_argument(node, "dim"), len(get_meta_shape(x)))
     names = NAMES[: len(get_meta_shape(x))]
@@ -124,14 +135,18 @@ def _select_sharded(local: Local) -> fx.Node:
 
 
 def _zero_rows(local: Local, x: fx.Node, where: fx.Node, dim: int) -> fx.Node:
-    """``x`` with zeros where ``where``, a mask over its dims from ``dim`` on, is true."""
+    """Append ``x`` with zeros where the mask ``where`` is true; the mask covers the dims of ``x`` from ``dim`` on."""
     behind = len(get_meta_shape(x)) - dim - len(get_meta_shape(where))
     mask = local.call(aten.reshape.default, where, [*get_meta_shape(where), *[1] * behind]) if behind else where
     return local.call(aten.masked_fill.Scalar, x, mask, 0.0)
 
 
 def _index_dims(indices: Sequence[fx.Node | None], rank: int) -> tuple[int, list[str | None], list[int]]:
-    """For ``x[indices]``: where the dims of the indices stand in the result, their factors, and x's indexed dims."""
+    """Describe ``x[indices]``, where ``None`` in ``indices`` means a dim without an index.
+
+    Return the position of the first index dim in the result, the factor names of the broadcast index dims, and the dims
+    of ``x`` that are indexed.
+    """
     indexed = [d for d, i in enumerate(indices) if i is not None]
     adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
     width = max(len(get_meta_shape(i)) for i in indices if i is not None)
@@ -140,14 +155,16 @@ def _index_dims(indices: Sequence[fx.Node | None], rank: int) -> tuple[int, list
 
 @register_family("index", "_unsafe_index")
 def shard_index(node: fx.Node) -> OpFactors | None:
-    """Return the rule of ``x[i, :, j]``: dims without an index and the broadcast dims of the indices may be sharded.
+    """Return the sharding rule of ``x[i, :, j]``: dims without an index and the broadcast dims of the indices may be
+    sharded.
 
-    ``None`` means that the indices are masks, whose result size depends on the data.
+    If there is one index, its dim of ``x`` may be sharded, too, and the result is a partial sum. ``None`` (no sharding)
+    for masks, whose result size depends on data.
     """
     x, *tensors = operands_of(node)
     indices = list(get_node_argument(node, "indices"))
     if not tensors or any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in tensors):
-        return None  # how many places a mask picks only the data tells
+        return None  # the number of elements that a mask selects depends on data
     at, places, indexed = _index_dims(indices, len(get_meta_shape(x)))
     names: list[str | None] = list(NAMES[: len(get_meta_shape(x))])
     left = [n for d, n in enumerate(names) if d not in indexed]
@@ -175,8 +192,10 @@ def _index_sharded(local: Local) -> fx.Node:
 
 @register_family("index_put", "_unsafe_index_put")
 def index_put(node: fx.Node) -> OpFactors | None:
-    """Return the rule of ``index_put``: the indexed dims and the dims of the indices must be whole;
-    ``None`` for masks.
+    """Return the sharding rule of ``x[i, :, j] = values``: dims without an index may be sharded, indexed dims must not
+    be.
+
+    ``None`` (no sharding) for masks.
     """
     x, *rest = operands_of(node)
     tensors, values = rest[:-1], rest[-1]
@@ -195,7 +214,9 @@ def index_put(node: fx.Node) -> OpFactors | None:
 
 @register_family("scatter", "scatter_add", "scatter_reduce")
 def shard_scatter(node: fx.Node) -> OpFactors:
-    """Return the rule of ``scatter``: the indexed dim must be whole; other dims may be sharded if all sizes agree."""
+    """Return the sharding rule of ``scatter``: the written dim must not be sharded; others may be if all operands
+    agree in size.
+    """
     operands = operands_of(node)
     rank = len(get_meta_shape(operands[0]))
     if rank == 0 or any(len(get_meta_shape(o)) != rank for o in operands):
@@ -207,7 +228,10 @@ def shard_scatter(node: fx.Node) -> OpFactors:
 
 @register_family("index_add", "index_copy", "index_fill", "index_reduce")
 def index_rows(node: fx.Node) -> OpFactors:
-    """Return the rule of operators that write whole rows at indices of a dim, which must be whole."""
+    """Return the sharding rule of operators that write slices at indices of a dim, such as ``index_add``.
+
+    The indexed dim must not be sharded, other dims may be.
+    """
     x, index, *source = operands_of(node)
     dim = as_dim(get_node_argument(node, "dim"), len(get_meta_shape(x)))
     names = [n if d != dim else None for d, n in enumerate(NAMES[: len(get_meta_shape(x))])]

@@ -1,4 +1,8 @@
-"""Factor rules of losses that normal form does not decompose."""
+"""Sharding rules of loss operators that the normal form does not decompose.
+
+Each function returns the :class:`OpFactors` of one operator call: which dims of its tensors may be sharded, and whether
+the result is then a partial sum.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,10 @@ _NONE, _MEAN, _SUM = 0, 1, 2  # the values of ``reduction``
     "kl_div", "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss",
 )  # fmt: skip
 def elementwise_loss(node: fx.Node) -> OpFactors:
-    """One loss per element, or their sum or mean: every dim may be sharded; a sharded sum or mean is partial."""
+    """Return the sharding rule of a loss with one term per element, such as ``mse_loss``.
+
+    Every dim may be sharded. If the terms are summed or averaged, the result of a sharded loss is a partial sum.
+    """
     if get_node_argument(node, "reduction") == _NONE:
         return shard_elementwise(node)
     rank = max(len(get_meta_shape(o)) for o in operands_of(node))
@@ -55,8 +62,11 @@ def elementwise_loss(node: fx.Node) -> OpFactors:
 
 @register_family("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 def classification_loss(node: fx.Node) -> OpFactors:
-    """The dim of the classes is whole. Sample dims may be sharded, except under a mean, which divides by the number of
-    samples that are not ignored."""
+    """Return the sharding rule of ``cross_entropy_loss`` and ``nll_loss``.
+
+    The class dim must not be sharded. Sample dims may be sharded, unless the loss is a mean: it divides by the number
+    of samples that are not ignored, which a rank does not know.
+    """
     scores, target, *weight = operands_of(node)
     names = NAMES[: len(get_meta_shape(scores))]
     class_dim = min(1, len(names) - 1)
@@ -71,8 +81,10 @@ def classification_loss(node: fx.Node) -> OpFactors:
 
 @register_family("nll_loss_forward", "nll_loss2d_forward")
 def classification_loss_and_weight(node: fx.Node) -> OpFactors:
-    """A classification loss with a second result, the sum of the samples' weights: sample dims may be sharded only
-    under ``reduction="sum"``."""
+    """Return the sharding rule of ``nll_loss_forward``, which also returns the sum of the samples' weights.
+
+    The class dim must not be sharded. Sample dims may be sharded only if ``reduction`` is a sum.
+    """
     scores, _target, *weight = operands_of(node)
     names = NAMES[: len(get_meta_shape(scores))]
     class_dim = min(1, len(names) - 1)
@@ -85,7 +97,10 @@ def classification_loss_and_weight(node: fx.Node) -> OpFactors:
 
 @register_family("multi_margin_loss", "multilabel_margin_loss_forward")
 def margin_loss(node: fx.Node) -> OpFactors:
-    """One loss per sample over all of its classes: samples may be sharded unless the loss is a sum or mean of them."""
+    """Return the sharding rule of a margin loss, which has one term per sample over all of its classes.
+
+    The class dim must not be sharded. The sample dim may be sharded only if the terms are neither summed nor averaged.
+    """
     scores, target, *weight = operands_of(node)
     names = NAMES[: len(get_meta_shape(scores))]
     if len(names) < 2:
@@ -108,10 +123,11 @@ def cosine_similarity(node: fx.Node) -> OpFactors:
 
 @register_family("partition::cross_entropy")
 def cross_entropy(node: fx.Node) -> OpFactors:
-    """One loss per row over all classes. If the classes are sharded, each rank computes the target logit and the
-    logsumexp of its own classes by ``partition::target_and_logsumexp``, and an all-gather combines them.
+    """Return the sharding rule of ``partition::cross_entropy``, which has one term per row over all classes.
 
-    Only sharded graphs contain ``partition::target_and_logsumexp``.
+    Rows may be sharded. If the classes are sharded, each rank computes the target's logit and the logsumexp of its own
+    classes with ``partition::target_and_logsumexp``, and an all-gather combines them. Only sharded graphs contain that
+    operator.
     """
     logits, _ = operands_of(node)
     names = NAMES[: len(get_meta_shape(logits))]

@@ -1,7 +1,9 @@
-"""Factor rules of elementwise operators and of operators that create tensors.
+"""Sharding rules of elementwise operators and of operators that create tensors.
 
-Every result dim of an elementwise operator may be sharded; operands broadcast. Each rank creates its own shard of a new
-tensor. Random tensors are not sharded.
+Each function returns the :class:`OpFactors` of one operator call, which says which dims may be sharded. An operator
+that is *linear* in an operand also accepts a partial sum there and then returns a partial sum. Every result dim of an
+elementwise operator may be sharded. A created tensor is sharded if each rank can create its own part; torch's own
+random operators are not sharded.
 """
 
 from __future__ import annotations
@@ -56,7 +58,11 @@ LINEAR = """
 
 
 def shard_elementwise(node: fx.Node, linear: Linear = ()) -> OpFactors:
-    """The rule of an elementwise operator; dims of size 1 broadcast."""
+    """Return the sharding rule of an elementwise operator: every result dim may be sharded, and dims of size 1
+    broadcast.
+
+    ``linear``: sets of operand positions. If the operands of one set are partial sums, the result is a partial sum.
+    """
     results = results_of(node)
     rank = len(results[0].shape)
     names = NAMES[:rank]
@@ -74,7 +80,11 @@ def shard_linear_elementwise(node: fx.Node) -> OpFactors:
 
 @register_family("add", "sub", "subtract", "rsub")
 def shard_addition(node: fx.Node) -> OpFactors:
-    """Linear in both operands together. Adding a number is not linear: every rank would add it to its partial sum."""
+    """Return the sharding rule of an addition or subtraction: elementwise, and linear in both tensors together.
+
+    Linear means that the sum of two partial sums is a partial sum. Adding a Python number is not linear, because every
+    rank would add it.
+    """
     return shard_elementwise(node, mark_linear_together(2) if len(operands_of(node)) == 2 else ())
 
 
@@ -85,15 +95,21 @@ def shard_multiplication(node: fx.Node) -> OpFactors:
 
 @register_family("div", "divide", "true_divide")
 def shard_division(node: fx.Node) -> OpFactors:
-    """Linear in the numerator, unless the quotient is rounded."""
+    """Return the sharding rule of a division: every dim may be sharded.
+
+    It is linear in the numerator (a partial sum gives a partial sum), unless the quotient is rounded.
+    """
     is_linear = isinstance(node.args[0], fx.Node) and get_node_argument(node, "rounding_mode") is None
     return shard_elementwise(node, FIRST if is_linear else ())
 
 
 @register_family("to", "_to_copy", "type_as")
 def shard_dtype_cast(node: fx.Node) -> OpFactors:
-    """A cast is linear if its result is a floating-point or complex type, or if it changes nothing. A second operand
-    gives the type only."""
+    """Return the sharding rule of a cast: every dim may be sharded.
+
+    It is linear (a partial sum gives a partial sum) if the new type is floating-point or complex, or if the type does
+    not change. A second operand only gives the type, so it is not sharded.
+    """
     source, *others = operands_of(node)
     names = NAMES[: len(get_meta_shape(source))]
     keeps = is_differentiable(node.meta["val"]) or node.meta["val"].dtype == source.meta["val"].dtype
@@ -103,15 +119,24 @@ def shard_dtype_cast(node: fx.Node) -> OpFactors:
 
 @register_family("copy")
 def shard_copy(node: fx.Node) -> OpFactors:
-    """Copies the second operand's elements into the first one's shape and type: linear in the second operand."""
+    """Return the sharding rule of ``copy(x, source)``, whose result has the shape and type of ``x`` and the data of
+    ``source``.
+
+    Every dim may be sharded. If the type of ``x`` is floating-point or complex, a partial sum ``source`` gives a
+    partial sum.
+    """
     return shard_elementwise(node, mark_linear_each(1) if is_differentiable(node.meta["val"]) else ())
 
 
 @register_family("where")
 def shard_where(node: fx.Node) -> OpFactors | None:
-    """Linear in both branches together, where both are tensors."""
+    """Return the sharding rule of ``where(condition, a, b)``: every dim may be sharded.
+
+    If ``a`` and ``b`` are tensors, it is linear in both together: two partial sums give a partial sum. ``None`` (no
+    sharding) for ``where(condition)``, which lists the indices of true elements.
+    """
     if str(node.target).endswith(".default"):
-        return None  # ``shard_where(condition)`` lists the indices of true elements
+        return None  # ``where(condition)`` lists the indices of true elements
     return shard_elementwise(node, (frozenset((1, 2)),) if len(operands_of(node)) == 3 else ())
 
 
@@ -122,8 +147,11 @@ def masked_fill(node: fx.Node) -> OpFactors:
 
 @register_family("dropout", "native_dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 def shard_dropout(node: fx.Node) -> OpFactors:
-    """Outside of training, or with p = 0, dropout is the identity and may be sharded. Otherwise no dim may be sharded:
-    the random mask must be the same on every rank."""
+    """Return the sharding rule of torch's dropout operators.
+
+    If dropout does nothing (no training, or ``p`` of 0), every dim may be sharded. Otherwise no dim may be sharded,
+    because the random mask must be the same on every rank.
+    """
     if get_node_argument(node, "train") is False or get_node_argument(node, "p") == 0:
         return shard_elementwise(node, FIRST)
     return everything_whole(node)
@@ -131,7 +159,11 @@ def shard_dropout(node: fx.Node) -> OpFactors:
 
 @register_family("prelu", "_prelu_kernel")
 def shard_prelu(node: fx.Node) -> OpFactors:
-    """PReLU with one slope for all elements, or one slope per index of dim 1, which is sharded along with that dim."""
+    """Return the sharding rule of PReLU: every dim may be sharded.
+
+    If the weight has one slope per channel (dim 1), it is sharded together with the channels; a single slope is not
+    sharded.
+    """
     x, weight = operands_of(node)
     if not get_meta_shape(x):
         return everything_whole(node)
@@ -142,14 +174,18 @@ def shard_prelu(node: fx.Node) -> OpFactors:
 
 @register_family("fill")
 def shard_fill(node: fx.Node) -> OpFactors:
-    """Fills a tensor with one value: every dim may be sharded. The first operand gives shape and type only."""
+    """Return the sharding rule of ``fill``, which sets all elements to one value: every dim may be sharded."""
     names = NAMES[: len(node.meta["val"].shape)]
     return build_factor_rule(node, [names, *([] for _ in operands_of(node)[1:])], [names])
 
 
 @register_family("bucketize", "isin")
 def looked_up(node: fx.Node) -> OpFactors | None:
-    """Looks up each element in a second tensor (position, or membership): the second tensor is whole."""
+    """Return the sharding rule of ``bucketize`` and ``isin``, which look up each element in a second tensor.
+
+    The dims of the elements may be sharded; the second tensor must not. ``None`` (no sharding) if the elements are a
+    number.
+    """
     if not isinstance(node.args[0], fx.Node):
         return None
     elements, *others = operands_of(node)
@@ -159,8 +195,11 @@ def looked_up(node: fx.Node) -> OpFactors | None:
 
 @register_family("searchsorted")
 def shard_searchsorted(node: fx.Node) -> OpFactors | None:
-    """Looks up each element in a sorted row: the last dim of the sorted operand is whole. That operand is one row for
-    all elements, or has a row for each row of elements."""
+    """Return the sharding rule of ``searchsorted``, which finds the position of each element in a sorted row.
+
+    The last dim of the sorted tensor must not be sharded. If it has one row for each row of elements, the dims in front
+    may be sharded together with those of the elements. ``None`` (no sharding) if the elements are a number.
+    """
     if len(node.args) < 2 or not isinstance(node.args[1], fx.Node):
         return None
     ordered, elements, *sorter = operands_of(node)
@@ -171,8 +210,10 @@ def shard_searchsorted(node: fx.Node) -> OpFactors | None:
 
 @register_family("glu")
 def shard_glu(node: fx.Node) -> OpFactors:
-    """The halves of the argument ``dim`` are value and gate: the dim has the factors (2 f), and f is sharded in two
-    sections."""
+    """Return the sharding rule of ``glu``, which multiplies the first half of a dim by the sigmoid of the second half.
+
+    All dims may be sharded. The split dim is sharded within each half, so that a rank has the matching parts of both.
+    """
     (x,) = operands_of(node)
     rank = len(get_meta_shape(x))
     dim = get_node_argument(node, "dim", -1) % rank
@@ -188,13 +229,20 @@ def shard_glu(node: fx.Node) -> OpFactors:
     *(f"partition::{name}" for name in ("gamma", "poisson", "binomial", "gamma_grad", "dirichlet_grad")),
 )
 def shard_random_draw(node: fx.Node) -> OpFactors:
-    """Counter-based random numbers depend only on each element's index and parameters, so every dim may be sharded."""
+    """Return the sharding rule of counter-based random operators, such as ``partition::uniform``: every dim may be
+    sharded.
+
+    Each number depends only on the element's index in the whole tensor and on its own parameters.
+    """
     return shard_elementwise(node)
 
 
 @register_family("full", "zeros", "ones", "empty", "new_full", "new_zeros", "new_ones", "new_empty", "scalar_tensor")
 def shard_full(node: fx.Node) -> OpFactors:
-    """A constant tensor of a given size: every dim may be sharded. Operands give the type only."""
+    """Return the sharding rule of operators that create a constant tensor from given sizes: every dim may be sharded.
+
+    Tensor operands only give the type and are not sharded.
+    """
     unread = [[None] * len(get_meta_shape(o)) for o in operands_of(node)]
     return build_factor_rule(node, unread, [NAMES[: len(node.meta["val"].shape)]], local=_local_filled)
 
@@ -205,21 +253,27 @@ def _local_filled(local: Local) -> fx.Node:
 
 @register_family("full_like", "zeros_like", "ones_like", "empty_like")
 def shard_full_like(node: fx.Node) -> OpFactors:
-    """A constant tensor of the operand's size: each dim may be sharded as the operand's. Its elements are not read."""
+    """Return the sharding rule of operators that create a constant tensor of an operand's sizes.
+
+    Every dim may be sharded in the way of the operand, whose elements are not read.
+    """
     names = NAMES[: len(node.meta["val"].shape)]
     return build_factor_rule(node, [names], [names])
 
 
 @register_family("arange")
 def shard_arange(node: fx.Node) -> OpFactors:
-    """A sequence may be sharded: a rank creates a sequence of local length and adds the offset of its shard."""
+    """Return the sharding rule of ``arange``: it may be sharded.
+
+    Each rank creates a sequence of its local length and adds the offset of its shard.
+    """
     return build_factor_rule(node, [], [NAMES[:1]], local=_local_arange)
 
 
 def _local_arange(local: Local) -> fx.Node:
     val = local.node.meta["val"]
     start, step = get_node_argument(local.node, "start", 0), get_node_argument(local.node, "step", 1)
-    if not val.dtype.is_floating_point:  # torch rounds them before it counts
+    if not val.dtype.is_floating_point:  # torch rounds start and step first
         start, step = int(start), int(step)
     options = {**local.node.kwargs, "dtype": val.dtype}
     rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
@@ -245,5 +299,8 @@ def _local_arange(local: Local) -> fx.Node:
     "uniform", "rrelu", "rrelu_with_noise",
 )  # fmt: skip
 def replicate_operator(node: fx.Node) -> OpFactors:
-    """No dim may be sharded: elements depend on each other, or on a generator that must be equal on all ranks."""
+    """Return the rule that no dim may be sharded.
+
+    It is for operators whose elements depend on each other, or on a random generator that must be equal on all ranks.
+    """
     return everything_whole(node)

@@ -1,8 +1,8 @@
-"""Factor rules of products, of convolutions, pooling and resizing, and of matrix factorisations and solvers.
+"""Sharding rules of matrix products, convolutions, pooling, resizing, matrix factorisations and solvers.
 
-Linear layers, matrix products and einsum sum over a shared factor. Convolutions, pooling and resizing may be sharded
-over samples and channels, but not over positions. Factorisations and solvers need each matrix whole; the dims in front
-of a matrix's two dims may be sharded.
+Each function returns the :class:`OpFactors` of one operator call, which says which dims may be sharded. A product whose
+summed dim is sharded gives a partial sum. Convolutions, pooling and resizing may be sharded over samples and channels,
+not over positions. Factorisations and solvers need each matrix whole; the batch dims in front of it may be sharded.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _ADDED = {"addmm": ("mk", "kn", "mn"), "addmv": ("mk", "k", "m"), "baddbmm": ("b
 
 @register_family(*_ADDED)
 def shard_added_product(node: fx.Node) -> OpFactors:
-    """Return the rule of a product plus an addend (``addmm``).
+    """Return the sharding rule of a product plus an addend, such as ``addmm``.
 
-    The summed dim must be whole, because otherwise every rank would add the addend once.
+    The summed dim must not be sharded, because every rank would add the addend to its partial sum. Other dims may be.
     """
     left, right, made = _ADDED[node.target.__name__.split(".")[0]]  # type: ignore[union-attr]
     rank = len(get_meta_shape(operands_of(node)[0]))
@@ -106,9 +106,11 @@ def _expand_einsum_labels(term: str, rank: int) -> list[str]:
 @register_family("conv1d", "conv2d", "conv3d", "convolution", "_convolution", "conv_transpose1d", "conv_transpose2d",
         "conv_transpose3d")  # fmt: skip
 def shard_convolution(node: fx.Node) -> OpFactors:
-    """Input channels are (g i) and output channels (g o) in g groups; ``i`` is summed over.
+    """Return the sharding rule of convolutions: samples, groups, and input and output channels within a group may be
+    sharded.
 
-    Weights are ``(g o) i ...``, those of a transposed convolution ``(g i) o ...``.
+    With sharded input channels, the result is a partial sum; this is not allowed if there is a bias. Positions must not
+    be sharded. Weights are ``[groups * out, in, ...]``, those of a transposed convolution ``[groups * in, out, ...]``.
     """
     x, weight, *bias = operands_of(node)
     transposed = "transpose" in str(node.target) or bool(get_node_argument(node, "transposed", False))
@@ -137,8 +139,8 @@ def _local_convolution(local: Local) -> fx.Node:
 
 
 def _shard_leading_dims(node: fx.Node, num_places: int, is_linear: bool) -> OpFactors:
-    """Return the rule of an operator whose last ``num_places`` dims must be whole and whose other dims
-    may be sharded.
+    """Return the sharding rule of an operator whose last ``num_places`` dims must not be sharded and whose other
+    dims may be.
     """
     (x,) = operands_of(node)
     names = [*NAMES[: len(get_meta_shape(x)) - num_places], *[None] * num_places]
@@ -174,7 +176,10 @@ for _places in (2, 3):
 
     @register_family(_unpooled)
     def max_unpool(node: fx.Node, n: int = _places) -> OpFactors:
-        """Indices count within one image, so images and channels pass through."""
+        """Return the sharding rule of ``max_unpool``: samples and channels may be sharded, positions must not be.
+
+        ``n``: the number of position dims. The indices count within one channel of one sample.
+        """
         x, _ = operands_of(node)
         names = [*NAMES[: len(get_meta_shape(x)) - n], *[None] * n]
         return build_factor_rule(node, [names, names], [names])
@@ -185,7 +190,12 @@ for _places in (2, 3):
 
     @register_family(_fractional)
     def fractional_max_pool(node: fx.Node, n: int = _places) -> OpFactors:
-        """Each channel of each sample has random numbers of its own; an input without samples has those of one."""
+        """Return the sharding rule of ``fractional_max_pool``: samples and channels may be sharded, positions must not
+        be.
+
+        ``n``: the number of position dims. Each channel of each sample has its own random numbers, which are sharded
+        with it.
+        """
         x, _ = operands_of(node)
         names = ["b", "c"] if len(get_meta_shape(x)) == n + 2 else ["c"]
         images = [*names, *[None] * n]
@@ -196,7 +206,11 @@ for _places in (2, 3):
 
 @register_family("im2col", "col2im")
 def shard_image_patches(node: fx.Node) -> OpFactors:
-    """Patches of channels (c k), k the places of a patch, from channels c; and back."""
+    """Return the sharding rule of ``im2col``, which turns channels ``c`` into ``c * k`` for patches of ``k`` positions,
+    and of its inverse ``col2im``.
+
+    Samples and channels may be sharded, positions and ``k`` must not be.
+    """
     (x,) = operands_of(node)
     result = tuple(node.meta["val"].shape)
     takes_apart = node.target == aten.im2col.default
@@ -213,7 +227,7 @@ def shard_image_patches(node: fx.Node) -> OpFactors:
 
 @register_family("affine_grid_generator")
 def affine_grid(node: fx.Node) -> OpFactors:
-    """Return the rule of ``affine_grid``: samples may be sharded."""
+    """Return the sharding rule of ``affine_grid_generator``: samples may be sharded."""
     rank = len(node.meta["val"].shape)
     return build_factor_rule(
         node, [["n", None, None]], [["n", *[None] * (rank - 1)]], linear=FIRST, local=_local_affine_grid
@@ -234,7 +248,9 @@ _MATRIX = 2  # dims
     "linalg_matrix_exp", "linalg_qr", "linalg_solve_triangular",
 )  # fmt: skip
 def by_matrix(node: fx.Node) -> OpFactors:
-    """Return the rule of operators on batches of matrices: the batch dims may be sharded if all tensors have them."""
+    """Return the sharding rule of operators on batches of matrices: the batch dims may be sharded if all tensors
+    have them.
+    """
     operands = [get_meta_shape(o) for o in operands_of(node)]
     results = [tuple(r.shape) for r in results_of(node)]
     first = max(operands, key=len)

@@ -1,6 +1,7 @@
-"""Factor rules of reductions, of normalisations, and of operators that couple the elements of a dim.
+"""Sharding rules of reductions, of normalisations, and of operators that couple the elements of a dim, such as a sort.
 
-Dims that a normalisation averages over stay whole; its other dims may be sharded.
+Each function returns the :class:`OpFactors` of one operator call, which says which dims may be sharded. A sum over a
+sharded dim is a partial sum. Dims over which a normalisation takes its statistics must not be sharded; others may be.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ Linear = tuple[frozenset[int], ...]
 
 
 def shard_reduction(node: fx.Node, linear: Linear = ()) -> OpFactors:
-    """The rule of a sum over the argument ``dim`` (all dims if it is absent): sharding a summed factor gives a partial
-    sum."""
+    """Return the sharding rule of a sum over the argument ``dim`` (all dims if it is absent).
+
+    Every dim may be sharded; if a summed dim is, the result is a partial sum. ``linear``: sets of operand positions in
+    which the operator is linear.
+    """
     dims = dims_of(node)
     names = NAMES[: len(get_meta_shape(operands_of(node)[0]))]
     left = [None if d in dims else n for d, n in enumerate(names)]
@@ -55,7 +59,7 @@ def dims_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def _count_result_elements(node: fx.Node) -> int:
-    """Return the number of elements of the first result."""
+    """Return the number of elements of the operator's first result."""
     return math.prod(results_of(node)[0].shape)
 
 
@@ -76,7 +80,9 @@ register_family("nansum", "count_nonzero")(shard_reduction)
     "var", "var_mean", "linalg_vector_norm", "aminmax", "kthvalue",
 )  # fmt: skip
 def over_whole_dims(node: fx.Node) -> OpFactors:
-    """Return the rule of a reduction other than a sum: the reduced dims must be whole."""
+    """Return the sharding rule of a reduction other than a sum, such as ``max``: the reduced dims must not be
+    sharded.
+    """
     return replace(shard_reduction(node), whole=factors_along(node))
 
 
@@ -85,21 +91,26 @@ def over_whole_dims(node: fx.Node) -> OpFactors:
     "sort",
 )  # fmt: skip
 def along_whole_dim(node: fx.Node) -> OpFactors:
-    """Return the rule of an operator whose results depend on all elements along a dim: that dim must be whole."""
+    """Return the sharding rule of an operator whose results depend on all elements along a dim: it must not be
+    sharded.
+    """
     names = NAMES[: len(get_meta_shape(operands_of(node)[0]))]
     return build_factor_rule(node, [names], [names for _ in results_of(node)], whole=factors_along(node))
 
 
 @register_family("_softmax_backward_data", "_log_softmax_backward_data")
 def softmax_gradient(node: fx.Node) -> OpFactors:
-    """Backward of softmax, which reads the gradient and the result: the dim of the softmax is whole."""
+    """Return the sharding rule of the softmax backward operators: the dim of the softmax must not be sharded."""
     names = NAMES[: len(node.meta["val"].shape)]
     return build_factor_rule(node, [names, names], [names], whole=factors_along(node))
 
 
 @register_family("softmax", "log_softmax")
 def shard_softmax(node: fx.Node) -> OpFactors:
-    """Return the rule of softmax: along a sharded dim, the ranks all-reduce the maximum and the sum of exponentials."""
+    """Return the sharding rule of softmax and log-softmax: every dim may be sharded.
+
+    If the softmax dim is sharded, the ranks all-reduce the maximum and the sum of exponentials.
+    """
     build = _softmax_sharded if node.target == aten.softmax.int else _log_softmax_sharded
     rows = _count_result_elements(node) // max(
         1, math.prod(get_meta_shape(operands_of(node)[0])[d] for d in dims_of(node))
@@ -116,7 +127,7 @@ def shard_softmax(node: fx.Node) -> OpFactors:
     "fft_irfft", "fft_rfft",
 )  # fmt: skip
 def shard_fourier_transform(node: fx.Node) -> OpFactors:
-    """The transformed dims are whole, and may have another size in the result; the other dims may be sharded."""
+    """Return the sharding rule of Fourier transforms: the transformed dims must not be sharded, other dims may be."""
     rank = len(get_meta_shape(operands_of(node)[0]))
     dims = get_node_argument(node, "dim")
     sizes = get_node_argument(node, "s")
@@ -127,7 +138,9 @@ def shard_fourier_transform(node: fx.Node) -> OpFactors:
 
 @register_family("stft")
 def shard_stft(node: fx.Node) -> OpFactors:
-    """Short-time Fourier transform: the time dim is whole; the dim of the signals may be sharded."""
+    """Return the sharding rule of the short-time Fourier transform: batches of signals may be sharded, time must not
+    be.
+    """
     signals = [*NAMES[: len(get_meta_shape(operands_of(node)[0])) - 1], None]
     others: list[list[None]] = [[None] for _ in operands_of(node)[1:]]
     rank = len(results_of(node)[0].shape)
@@ -150,7 +163,11 @@ def shard_topk(node: fx.Node) -> OpFactors:
 
 @register_family("mean")
 def shard_mean(node: fx.Node) -> OpFactors:
-    """A sharded mean is partial: each rank contributes the mean of its shard divided by the number of shards."""
+    """Return the sharding rule of ``mean``: every dim may be sharded.
+
+    The mean over a sharded dim is a partial sum: each rank contributes the mean of its shard divided by the number of
+    ranks.
+    """
     lowering = Lowering(divided_by_ranks, PARTIAL, sections=True)
     return replace(shard_reduction(node, FIRST), lower=dict.fromkeys(factors_along(node), lowering))
 
@@ -161,7 +178,11 @@ def divided_by_ranks(local: Local) -> fx.Node:
 
 @register_family("amax", "amin")
 def shard_amax(node: fx.Node) -> OpFactors:
-    """Over a sharded dim, the ranks all-reduce the maximum. With a gradient, the dim is whole."""
+    """Return the sharding rule of ``amax`` and ``amin``.
+
+    If no gradient is needed, every dim may be sharded, and the ranks all-reduce the maximum over a sharded dim. If a
+    gradient is needed, or for ``amin`` of an unsigned type, the reduced dims must not be sharded.
+    """
     ordered = node.target == aten.amax.default or node.meta["val"].dtype.is_signed  # amin(x) = -amax(-x)
     if node.meta.get("grad", True) or not ordered:
         return over_whole_dims(node)
@@ -181,8 +202,10 @@ def _largest_of_ranks(local: Local) -> fx.Node:
 
 @register_family("logsumexp")
 def shard_logsumexp(node: fx.Node) -> OpFactors:
-    """Return the rule of logsumexp: over a sharded dim, the ranks all-reduce the maximum and the sum of
-    exponentials.
+    """Return the sharding rule of ``logsumexp``: every dim may be sharded.
+
+    Over a sharded dim, the ranks all-reduce the maximum and the sum of exponentials. For integers and complex numbers,
+    the reduced dims must not be sharded.
     """
     if not operands_of(node)[0].meta["val"].dtype.is_floating_point:
         return over_whole_dims(node)  # complex numbers have no maximum, integers no infinity
@@ -216,9 +239,11 @@ def _softmax_operand(local: Local) -> fx.Node:
 
 
 def _compute_exponentials(local: Local, x: fx.Node, grad: str) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
-    """Shifted exponentials of ``x`` along the reduced dims.
+    """Append the exponentials of ``x`` for a softmax along a sharded dim, shifted by the maximum over all ranks.
 
-    Returns ``x`` minus its maximum over all ranks, that maximum, the exponentials, and their sum over all ranks.
+    Return four nodes: ``x`` minus the maximum, the maximum, the exponentials, and their sum over all ranks. ``grad``:
+    how the all-reduce of this sum passes on its gradient: ``reduce`` sums it over the ranks, ``copy`` passes it
+    unchanged.
     """
     axis, size = local.axis, local.num_ranks
     dims = list(dims_of(local.node))
@@ -235,7 +260,9 @@ def _compute_exponentials(local: Local, x: fx.Node, grad: str) -> tuple[fx.Node,
 
 @register_family("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")
 def layer_norm(node: fx.Node) -> OpFactors:
-    """The last dims, which are normalised over, are whole; in returned statistics they have size 1."""
+    """Return the sharding rule of layer norm and RMS norm: the normalised last dims must not be sharded, other dims
+    may be.
+    """
     x, *affine = operands_of(node)
     names = NAMES[: len(get_meta_shape(x))]
     count = len(get_node_argument(node, "normalized_shape"))
@@ -246,8 +273,10 @@ def layer_norm(node: fx.Node) -> OpFactors:
 
 @register_family("group_norm")
 def group_norm(node: fx.Node) -> OpFactors:
-    """The channel dim has the factors (g c): each of g groups is normalised over its c channels and all positions, so
-    samples and groups may be sharded."""
+    """Return the sharding rule of ``group_norm``: samples may be sharded, and channels by whole groups.
+
+    Each group is normalised over its channels and all positions, which must not be sharded.
+    """
     x, *affine = operands_of(node)
     groups = get_node_argument(node, "num_groups")
     channels = ("g", "c")
@@ -268,8 +297,10 @@ def _local_group_norm(local: Local) -> fx.Node:
 
 @register_family("native_group_norm")
 def native_group_norm(node: fx.Node) -> OpFactors:
-    """Group normalisation with explicit sizes, which also returns mean and rstd per sample and group: samples and
-    groups may be sharded, as in :func:`group_norm`."""
+    """Return the sharding rule of ``native_group_norm``, which also returns mean and rstd for each sample and group.
+
+    Samples may be sharded, and channels by whole groups; positions must not be sharded.
+    """
     x, *affine = operands_of(node)
     groups = get_node_argument(node, "group")
     channels = ("g", "c")
@@ -296,8 +327,11 @@ def _local_native_group_norm(local: Local) -> fx.Node:
     "_native_batch_norm_legit_no_training", "cudnn_batch_norm", "_batch_norm_with_update_functional",
 )  # fmt: skip
 def batch_norm(node: fx.Node) -> OpFactors:
-    """Channels may be sharded. Samples and positions may be sharded only outside of training, where running statistics
-    are used; in training the statistics are computed over them."""
+    """Return the sharding rule of batch norm: channels may be sharded.
+
+    Samples and positions may be sharded outside of training, where running statistics are used. In training they must
+    not be, because the statistics are computed over them.
+    """
     x, *channelwise = operands_of(node)
     if len(get_meta_shape(x)) < 2:
         return everything_whole(node)
@@ -309,26 +343,35 @@ def batch_norm(node: fx.Node) -> OpFactors:
 
 
 def _name_statistics_dims(size: tuple[int, ...]) -> list[str | None]:
-    """Factors of a statistics tensor: one element per channel, or no factor for an empty tensor."""
+    """Return the factor names of a statistics tensor's dims: the channel, or ``None`` (no factor) for an empty
+    tensor.
+    """
     return ["c" if s else None for s in size]
 
 
 @register_family("_weight_norm", "_weight_norm_interface")
 def weight_norm(node: fx.Node) -> OpFactors:
-    """Direction times length per index of the argument ``dim``: that dim may be sharded; the other dims are whole."""
+    """Return the sharding rule of weight norm, which scales each slice along the argument ``dim`` to a given norm.
+
+    That dim may be sharded, the other dims must not be.
+    """
     directions, _ = operands_of(node)
     names = NAMES[: len(get_meta_shape(directions))]
     dim = as_dim(get_node_argument(node, "dim"), len(names))
     lengths = [n if d == dim else None for d, n in enumerate(names)]
     whole = frozenset(n for d, n in enumerate(names) if d != dim)
-    single = len(results_of(node)) == 1  # the norms beside it are not linear in the lengths
+    single = len(results_of(node)) == 1  # a second result, the norms, is not linear in the lengths
     return build_factor_rule(node, [names, lengths], [names, lengths][: len(results_of(node))], whole=whole,
                  linear=mark_linear_each(1) if single else ())  # fmt: skip
 
 
 @register_family("instance_norm")
 def instance_norm(node: fx.Node) -> OpFactors:
-    """Each channel of each sample is normalised over its positions: samples and channels may be sharded."""
+    """Return the sharding rule of ``instance_norm``, which normalises each channel of each sample over its positions.
+
+    Samples and channels may be sharded. Positions may be sharded only if running statistics are used. If running
+    statistics are updated, samples must not be sharded.
+    """
     x, *channelwise = operands_of(node)
     places = NAMES[: len(get_meta_shape(x)) - 2]
     whole = frozenset(places) if get_node_argument(node, "use_input_stats") else frozenset()

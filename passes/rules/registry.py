@@ -1,6 +1,7 @@
-"""Table of factor rules by operator, and the parser of rules written as text.
+"""Table of factor rules by operator, and the parser of rules that are written as text.
 
-The modules of this folder and the user add rules. Example of a text: ``"b s (h d), h d -> b s h"``.
+A factor rule says which dims of an operator's tensors may be sharded. The modules of this folder and the user add
+rules. Example of a text: ``"b s (h d), h d -> b s h"``.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _HELP = 'expected text like "b s i, o i -> b s o", where "!" marks a factor that
 
 @dataclass(frozen=True)
 class DimPattern:
-    """The dims of one tensor in a rule's text; ``ellipsis`` is the position of ``...`` among them,
-    ``None`` without it.
+    """The dims of one tensor in a rule's text, each as the names of its factors.
+
+    ``ellipsis``: whether the text has ``...`` in front of them, which stands for any number of leading dims.
     """
 
     dims: Dims
@@ -34,7 +36,11 @@ class DimPattern:
 
 @dataclass(frozen=True)
 class TextRule:
-    """A parsed rule. :meth:`fit` converts it to the rule of one operator call."""
+    """A rule as parsed from its text. :meth:`fit` converts it to the rule of one operator call with known shapes.
+
+    ``whole``: the factors marked ``!``, which must not be sharded. ``linear``: sets of operand positions; if these
+    operands are partial sums, so are the results.
+    """
 
     name: str
     text: str
@@ -45,11 +51,17 @@ class TextRule:
 
     @staticmethod
     def parse(text: str, name: str, linear: tuple[frozenset[int], ...] = ()) -> TextRule:
-        """Parse ``text``, the rule of the operator ``name``. Raise :class:`RuleError` if it is malformed."""
+        """Return the parsed rule of the operator ``name``. Raise :class:`RuleError` if ``text`` is malformed.
+
+        ``linear``: sets of operand positions; if these operands are partial sums, so are the results.
+        """
         return _Parser(text, name).parse_rule(linear)
 
     def fit(self, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], where: str) -> OpFactors:
-        """Return the rule for a call on tensors of these shapes. Raise :class:`RuleError` if the shapes do not fit."""
+        """Return the rule for a call on tensors of these shapes. Raise :class:`RuleError` if the shapes do not fit.
+
+        ``where``: the name of the call, for the message.
+        """
         sides: list[tuple[Dims, ...]] = []
         pairs: list[tuple[tuple[str, ...], int]] = []
         for kind, patterns, shapes in (("operand", self.operands, operands), ("result", self.results, results)):
@@ -80,7 +92,11 @@ class TextRule:
         return (*front, *pattern.dims)
 
     def _solve_factor_sizes(self, pairs: list[tuple[tuple[str, ...], int]], where: str) -> dict[str, int]:
-        """Return the size of each factor, computed from the sizes of the dims that hold it."""
+        """Return the size of each factor, computed from the sizes of the dims that consist of factors.
+
+        ``pairs``: the factors and the size of each dim. Raise :class:`RuleError` if the sizes disagree or do not
+        follow.
+        """
         sizes: dict[str, int] = {}
         pending = pairs
         while pending:
@@ -120,7 +136,7 @@ class _Parser:
         if len(sides) != 2:
             raise self.create_error(f"expected one '->', got {len(sides) - 1}")
         operands = tuple(map(self.parse_pattern, sides[0].split(","))) if sides[0].strip() else ()
-        results = tuple(map(self.parse_pattern, sides[1].split(",")))  # nothing is a result without dims
+        results = tuple(map(self.parse_pattern, sides[1].split(",")))  # empty text is a result without dims
         for positions in linear:
             if not positions or any(not 0 <= p < len(operands) for p in positions):
                 raise self.create_error(
@@ -128,7 +144,7 @@ class _Parser:
                 )
         known = {f for p in operands for d in p.dims for f in d}
         new = {f for p in results for d in p.dims for f in d} - known
-        # A factor that only results have was made by the operator from its arguments: only whole is it surely right.
+        # The operator creates a factor that only results have from its arguments, so it is correct only if not sharded.
         if new - self.whole:
             raise self.create_error(
                 f"no operand has {', '.join(sorted(new - self.whole))}: mark it '!', it must be whole"
@@ -191,9 +207,10 @@ _found: dict[Any, Rule | None] = {}
 
 
 def factors_of(node: fx.Node) -> OpFactors | None:
-    """Return the factor rule of an operator call; ``None`` if it has none, so that all its tensors must be whole.
+    """Return the factor rule of an operator call, which says how it may be sharded.
 
-    Raise :class:`RuleError` if the text of a rule does not fit the shapes of the operator.
+    ``None`` means that the operator has no rule, so none of its tensors may be sharded. Raise :class:`RuleError` if the
+    text of a rule does not fit the shapes of the operator.
     """
     target = node.target
     try:
@@ -204,7 +221,7 @@ def factors_of(node: fx.Node) -> OpFactors | None:
 
 
 def has_rule(target: Any) -> bool:
-    """Whether an operator has a rule, including a rule that every tensor must be whole."""
+    """Whether an operator has a factor rule, even one that forbids all sharding."""
     return _look_up(target) is not None
 
 
@@ -218,7 +235,10 @@ def _look_up(target: Any) -> Rule | None:
 
 
 def _shard_getitem(node: fx.Node) -> OpFactors:
-    """One of several results: the layouts are those of the producer's result of that number."""
+    """Return the rule of ``getitem``, which selects one of several results: every dim may be sharded.
+
+    Its operand stands for the selected result of the producer and has that result's layout.
+    """
     names = NAMES[: len(get_meta_shape(node))]
     dims = tuple((n,) if size > 1 else () for n, size in zip(names, get_meta_shape(node), strict=True))
     sizes = {n: size for n, size in zip(names, get_meta_shape(node), strict=True) if size > 1}
@@ -228,7 +248,7 @@ def _shard_getitem(node: fx.Node) -> OpFactors:
 def register_family(*names: str) -> Callable[[R], R]:
     """Return a decorator that registers one rule function for several operators.
 
-    A name is that of an ATen operator (``view``, ``view.dtype``) or has a namespace (``namespace::name``).
+    ``names``: names of ATen operators (``view``, ``view.dtype``), or names with a namespace (``namespace::name``).
     """
 
     def register(function: R) -> R:
@@ -246,9 +266,10 @@ def rule(target: Any, *texts: str, linear: Iterable[Collection[int]] = (), funct
     >>> rule("mylib::swiglu", "b s f, b s f -> b s f")
     >>> rule("mylib::rope", "b h s d!, s d! -> b h s d!")
 
-    The operands (every tensor argument in order) are left of the arrow, the results right of it, with one factor for
-    each dim. ``d!`` is a factor that must be whole. ``(k r)`` is a dim of two factors, outermost first. ``...`` are any
-    dims in front, broadcast from the right. ``1`` is a dim of size 1. A factor that no result has is summed over.
+    The operands (every tensor argument in order) are left of the arrow, the results right of it. Each name is a factor,
+    a loop dimension as in an einsum, and stands for one dim. ``d!`` is a factor that must not be sharded. ``(k r)`` is
+    a dim of two factors, outermost first. ``...`` stands for any dims in front, broadcast from the right. ``1`` is a
+    dim of size 1. A factor that no result has is summed over.
 
     Args:
         target: name of an operator, its overload or overload packet, or what ``torch.library.custom_op`` returned.
@@ -287,7 +308,11 @@ def _text_rule(name: str, texts: tuple[str, ...], linear: tuple[frozenset[int], 
 
 
 def _name_of(target: Any) -> str:
-    """Return ``namespace::name`` or ``namespace::name.overload`` for the forms in which a user may name an operator."""
+    """Return the name under which a rule is stored: ``namespace::name`` or ``namespace::name.overload``.
+
+    ``target``: a name, an overload, an overload packet or a ``torch.library.custom_op``. Raise :class:`RuleError` if
+    there is no such operator.
+    """
     overload = getattr(target, "_opoverload", None)  # torch.library.custom_op
     if isinstance(overload, torch._ops.OpOverload):
         return overload._schema.name

@@ -1,4 +1,8 @@
-"""Operators that see the same elements under another shape: views, permutations, repeats."""
+"""Sharding rules of operators that rearrange or repeat elements: views, permutations, expansions, repeats.
+
+Each function returns the :class:`OpFactors` of one operator call, which says which dims may be sharded. A *factor* is a
+named loop dimension; a dim that a reshape merges from several dims has several factors, outermost first.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +33,11 @@ aten = torch.ops.aten
 def find_shared_factors(
     source: Sequence[int], target: Sequence[int]
 ) -> tuple[dict[str, int], Dims, Dims, frozenset[str]]:
-    """The factors that two shapes of the same elements share: sizes, dims of both, and what must be whole.
+    """Find the factors (named loop dimensions) by which two shapes of the same elements correspond.
 
-    Both shapes are walked from the outermost dim by running products and split where they agree:
+    Return the size of each factor, the factors of each dim of ``source`` and of ``target``, and the factors that must
+    not be sharded because only one of the two shapes has them. Both shapes are walked from the outermost dim and split
+    where their running products agree:
 
     >>> find_shared_factors((8, 4), (2, 16))
     ({'d0': 2, 'd1': 4, 'd2': 4}, (('d0', 'd1'), ('d2',)), (('d0',), ('d1', 'd2')), frozenset())
@@ -53,7 +59,7 @@ def find_shared_factors(
             put(common, sides)
             if sides[0].left == 1 or sides[1].left == 1:
                 continue
-        # Neither divides the other: opaque up to where the products agree again.
+        # Neither divides the other: no common factor up to where the running products agree again.
         done = [1, 1]
         while done[0] != done[1] or done[0] == 1:
             behind = 0 if done[0] <= done[1] else 1
@@ -64,7 +70,11 @@ def find_shared_factors(
 
 
 class _Side:
-    """One shape on its walk: the dim it stands at, what is left of that dim, and the factors found so far."""
+    """One of two shapes that :func:`find_shared_factors` walks in parallel.
+
+    ``at``: the current dim. ``left``: the part of its size that is not yet split off. ``found``: the factors of each
+    dim.
+    """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes
@@ -72,7 +82,7 @@ class _Side:
         self.at, self.left = -1, 1
 
     def advance_dim(self) -> bool:
-        """Go to the next dim larger than 1 if the current one is used up; return whether a dim is left."""
+        """Go to the next dim of size greater than 1 if the current dim is used up; return whether there is one."""
         while self.left == 1:
             self.at += 1
             if self.at == len(self.sizes):
@@ -105,7 +115,7 @@ def shard_reshape(node: fx.Node) -> OpFactors | None:
 
 
 def _local_reshape(local: Local) -> fx.Node:
-    # reshape, not view: a shard may lie in memory with gaps where the whole did not.
+    # reshape, not view: a shard may have gaps in memory that the whole tensor has not.
     return local.call(aten.reshape.default, local.operands[0], list(local.result_shape()))
 
 
@@ -118,8 +128,9 @@ def view_dtype(node: fx.Node) -> OpFactors | None:
 
 @register_family("view_as_real", "view_as_complex", "view_as_real_copy", "view_as_complex_copy")
 def complex_pairs(node: fx.Node) -> OpFactors:
-    """Return the rule of conversions between complex numbers and a last dim of (real, imaginary), which
-    must be whole.
+    """Return the sharding rule of conversions between complex numbers and a last dim of real and imaginary parts.
+
+    This last dim must not be sharded, other dims may be.
     """
     before, after = len(get_meta_shape(operands_of(node)[0])), len(node.meta["val"].shape)
     names = NAMES[: min(before, after)]
@@ -173,7 +184,10 @@ def shard_movedim(node: fx.Node) -> OpFactors:
 
 @register_family("expand", "expand_copy", "broadcast_to", "expand_as")
 def shard_expand(node: fx.Node) -> OpFactors:
-    """Return the rule of ``expand``: an added or expanded dim is a factor of the result only."""
+    """Return the sharding rule of ``expand``: every dim may be sharded.
+
+    An added or expanded dim is sharded in the result only; the operand is then whole on every rank.
+    """
     x, *like = operands_of(node)
     names = NAMES[: len(node.meta["val"].shape)]
     unread: list[tuple[None, ...]] = [(None,) * len(get_meta_shape(o)) for o in like]
@@ -187,7 +201,7 @@ def _local_expand(local: Local) -> fx.Node:
 
 @register_family("repeat", "tile")
 def shard_repeat(node: fx.Node) -> OpFactors:
-    """Return the rule of ``repeat``: a dim repeated r times has the factors (r d), and the operand lacks r."""
+    """Return the sharding rule of ``repeat``: a dim may be sharded by its elements or by its repetitions."""
     (x,) = operands_of(node)
     result = tuple(node.meta["val"].shape)
     if 0 in result:
@@ -216,7 +230,9 @@ def _local_repeat(local: Local) -> fx.Node:
 
 @register_family("repeat_interleave.self_int")
 def repeat_interleave(node: fx.Node) -> OpFactors:
-    """Return the rule of ``repeat_interleave``: a dim whose elements are repeated r times has the factors (d r)."""
+    """Return the sharding rule of ``repeat_interleave``: a dim may be sharded by its elements or by the repeats of
+    each.
+    """
     (x,) = operands_of(node)
     if 0 in tuple(node.meta["val"].shape):
         return everything_whole(node)
@@ -241,7 +257,11 @@ def _local_interleave(local: Local) -> fx.Node:
 
 @register_family("pixel_shuffle", "pixel_unshuffle")
 def pixel_shuffle(node: fx.Node) -> OpFactors:
-    """Channels (c r s), rows h and columns w become channels c, rows (h r) and columns (w s); and back."""
+    """Return the sharding rule of ``pixel_shuffle`` and its inverse ``pixel_unshuffle``.
+
+    Channels ``c * r * r`` become channels ``c`` and images that are ``r`` times as high and wide. Batch dims, channels
+    ``c`` and positions may be sharded, the two factors ``r`` must not be.
+    """
     (x,) = operands_of(node)
     shuffles = node.target == aten.pixel_shuffle.default
     few = tuple(node.meta["val"].shape) if shuffles else get_meta_shape(x)

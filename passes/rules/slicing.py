@@ -1,4 +1,9 @@
-"""Operators that cut, join, shift or pad a dim: split, slice, cat, stack, select, pad, roll."""
+"""Sharding rules of operators that split, join, shift or pad a dim: split, slice, cat, stack, select, pad, roll.
+
+Each function returns the :class:`OpFactors` of one operator call, which says which dims may be sharded. A dim that is
+split or joined is sharded in *sections*: each piece is divided over all ranks by itself, so that splitting needs no
+communication.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +38,7 @@ _FLIPPED: dict[Any, int] = {aten.fliplr.default: 1, aten.flipud.default: 0}
 
 
 def _list_part_spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the (start, length) of consecutive parts of these sizes."""
+    """Return (start, length) of each of the consecutive parts of these sizes."""
     return [(end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
@@ -41,20 +46,24 @@ def _list_part_spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
     "split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "chunk", "tensor_split", "unsafe_split",
         "unsafe_chunk", "unsafe_split_with_sizes")  # fmt: skip
 def shard_split(node: fx.Node) -> OpFactors | None:
-    """Return the rule of ``split``: the dim is sharded separately in each piece. ``None`` if the pieces overlap."""
+    """Return the sharding rule of ``split`` and ``chunk``: every dim may be sharded.
+
+    The split dim is sharded separately in each piece, so that every rank has a part of every piece. ``None`` (no
+    sharding) if the pieces overlap or leave a gap.
+    """
     (x,) = operands_of(node)
     dim = as_dim(get_node_argument(node, "dim", 0), len(get_meta_shape(x)))
     names = NAMES[: len(get_meta_shape(x))]
     sizes = tuple(r.shape[dim] for r in results_of(node))
     if sum(sizes) != get_meta_shape(x)[dim]:
-        return None  # borders in no order: pieces that overlap
+        return None  # unordered borders: the pieces overlap
     spans = Spans(names[dim], tuple(s for s in sizes if s), (_WHOLE,), tuple(_list_part_spans(sizes)))
     pieces = [_unless_empty(names, dim, s) for s in sizes]
     return build_factor_rule(node, [names], pieces, linear=FIRST, local=_local_split, spans=spans)
 
 
 def _unless_empty(names: Sequence[str], dim: int, size: int) -> list[str | None]:
-    """A piece that has nothing of ``dim`` has no factor there."""
+    """Return ``names`` with ``None`` (not sharded) at ``dim`` if the piece has size 0 there."""
     return [n if size or d != dim else None for d, n in enumerate(names)]
 
 
@@ -70,7 +79,10 @@ def _local_split(local: Local) -> fx.Node:
 
 @register_family("cat", "concat", "concatenate")
 def shard_cat(node: fx.Node) -> OpFactors:
-    """Return the rule of ``cat``: the dim of the result is sharded separately in the part of each operand."""
+    """Return the sharding rule of ``cat``: every dim may be sharded.
+
+    The joined dim of the result is sharded separately in the part of each operand.
+    """
     operands = operands_of(node)
     rank = len(node.meta["val"].shape)
     dim = as_dim(get_node_argument(node, "dim", 0), rank)
@@ -87,13 +99,14 @@ def shard_cat(node: fx.Node) -> OpFactors:
 
 @register_family("slice", "slice_copy", "narrow", "narrow_copy")
 def shard_slice_operator(node: fx.Node) -> OpFactors | None:
-    """Return the rule of ``slice``: the dim is sharded in sections that end at the ends of the slice.
+    """Return the sharding rule of ``slice`` and ``narrow``: every dim may be sharded.
 
-    ``None`` means that the start depends on the data.
+    The sliced dim is sharded separately before, in and behind the slice. ``None`` (no sharding) if the start depends on
+    data.
     """
     x, *others = operands_of(node)
     if others:
-        return None  # a start that only the data tells
+        return None  # the start depends on data
     names = list(NAMES[: len(get_meta_shape(x))])
     dim = as_dim(get_node_argument(node, "dim", 0), len(names))
     size, length = get_meta_shape(x)[dim], int(node.meta["val"].shape[dim])
@@ -114,7 +127,10 @@ def _start_and_step(node: fx.Node, size: int) -> tuple[int, int]:
 
 
 def _shard_strided_slice(node: fx.Node, names: list[str], dim: int, start: int, step: int) -> OpFactors:
-    """Every step-th element: the dim is (length step) where that is all of it."""
+    """Return the sharding rule of a slice that takes every ``step``-th element of ``dim``.
+
+    ``dim`` may be sharded only if its size is a multiple of ``step`` and the slice covers all of it.
+    """
     (x,) = operands_of(node)
     length = int(node.meta["val"].shape[dim])
     if get_meta_shape(x)[dim] != length * step or start >= step:
@@ -142,7 +158,12 @@ def _local_slice(local: Local) -> fx.Node:
 
 @register_family("slice_scatter")
 def slice_scatter(node: fx.Node) -> OpFactors:
-    """Return the rule of ``slice_scatter``, which replaces a part of a dim of the first operand by the second."""
+    """Return the sharding rule of ``slice_scatter``, which replaces a range of a dim of the first operand by the
+    second.
+
+    Every dim may be sharded; the written dim is sharded separately before, in and behind the range. With a step, the
+    written dim must not be sharded.
+    """
     x, part = operands_of(node)
     names = NAMES[: len(get_meta_shape(x))]
     dim = as_dim(get_node_argument(node, "dim"), len(names))
@@ -170,7 +191,9 @@ def _local_slice_scatter(local: Local) -> fx.Node:
 
 @register_family("select_scatter")
 def select_scatter(node: fx.Node) -> OpFactors:
-    """Return the rule of ``select_scatter``: the dim of the replaced position must be whole."""
+    """Return the sharding rule of ``select_scatter``, which replaces one index of a dim: this dim must not be
+    sharded.
+    """
     rank = len(get_meta_shape(operands_of(node)[0]))
     dim = as_dim(get_node_argument(node, "dim"), rank)
     names = [n if d != dim else None for d, n in enumerate(NAMES[:rank])]
@@ -193,7 +216,7 @@ def shard_unbind(node: fx.Node) -> OpFactors:
 
 
 def _shard_removed_dim(node: fx.Node, dim: int) -> OpFactors:
-    """Results that are one place of a dim each, which is whole."""
+    """Return the sharding rule of an operator each of whose results is one index of ``dim``: it must not be sharded."""
     (x,) = operands_of(node)
     names = NAMES[: len(get_meta_shape(x))]
     left = [n for d, n in enumerate(names) if d != dim]
@@ -215,7 +238,7 @@ def shard_stack(node: fx.Node) -> OpFactors:
 
 
 def _shard_unchanged_dims(node: fx.Node, dims: Sequence[int], is_linear: bool = True) -> OpFactors:
-    """The rule of an operator that moves or adds elements along ``dims``, the others pass through."""
+    """Return the sharding rule of an operator that moves or adds elements along ``dims``: these must not be sharded."""
     rank = len(get_meta_shape(operands_of(node)[0]))
     names = [n if d not in dims else None for d, n in enumerate(NAMES[:rank])]
     return build_factor_rule(node, [names], [names for _ in results_of(node)], linear=FIRST if is_linear else ())
@@ -223,7 +246,10 @@ def _shard_unchanged_dims(node: fx.Node, dims: Sequence[int], is_linear: bool = 
 
 @register_family("constant_pad_nd", "pad")
 def shard_padding(node: fx.Node) -> OpFactors:
-    """Pads from the last dim backwards, a pair of numbers each."""
+    """Return the sharding rule of ``pad``: padded dims must not be sharded, other dims may be.
+
+    A padded partial sum is a partial sum, unless the padding is a constant other than zero.
+    """
     is_linear = get_node_argument(node, "mode", "constant") != "constant" or not get_node_argument(node, "value")
     return _shard_unchanged_dims(node, _find_padded_dims(node, get_node_argument(node, "pad")), is_linear)
 
@@ -243,7 +269,10 @@ def _find_padded_dims(node: fx.Node, amounts: Sequence[int]) -> list[int]:
 
 @register_family("flip", "roll", "fliplr", "flipud", "rot90")
 def shard_flip_or_roll(node: fx.Node) -> OpFactors:
-    """The dims along which elements change places are whole; ``roll`` without dims moves over all of them."""
+    """Return the sharding rule of flips, rolls and rotations: the dims along which elements move must not be sharded.
+
+    Without the argument ``dims``, these are all dims.
+    """
     rank = len(get_meta_shape(operands_of(node)[0]))
     return _shard_unchanged_dims(node, as_dims(get_node_argument(node, "dims", _FLIPPED.get(node.target)), rank))
 
@@ -256,7 +285,7 @@ def shard_triangle(node: fx.Node) -> OpFactors:
 
 @register_family("diff")
 def shard_diff(node: fx.Node) -> OpFactors:
-    """Return the rule of ``diff``: the dim of the differences must be whole."""
+    """Return the sharding rule of ``diff``: the dim of the differences must not be sharded."""
     operands = operands_of(node)
     rank = len(get_meta_shape(operands[0]))
     dim = as_dim(get_node_argument(node, "dim", -1), rank)
@@ -282,7 +311,7 @@ def diag_embed(node: fx.Node) -> OpFactors:
 
 @register_family("unfold", "unfold_copy")
 def shard_unfold(node: fx.Node) -> OpFactors:
-    """Return the rule of ``unfold``: the dim that is cut into windows must be whole."""
+    """Return the sharding rule of ``unfold``: the dim that is cut into windows must not be sharded."""
     rank = len(get_meta_shape(operands_of(node)[0]))
     dim = as_dim(get_node_argument(node, "dimension"), rank)
     names = [n if d != dim else None for d, n in enumerate(NAMES[:rank])]

@@ -1,4 +1,9 @@
-"""The strategies of an operator on one mesh axis, and its local form, both derived from its factor rule.
+"""The strategies of an operator on one mesh axis, and the operators that one rank runs, both derived from its factor
+rule.
+
+A strategy is a choice of layouts for the operands and results. Layouts are sharded (``S``), whole on every rank
+(``R``), a partial sum (``P``), and whole with a partial gradient (``R'``, for tensors that a sharded operator reads). A
+factor is a named loop dimension of the operator.
 
 =============================  ==========================  ========================================
 strategy                       operands                    results
@@ -6,14 +11,14 @@ strategy                       operands                    results
 whole                          ``R``                       ``R``
 whole, partial gradient        ``R'``                      ``R'``
 factor f sharded               with f ``S``, others        with f ``S``, others ``P``
-                               ``R'``                      (or what the special lowering gives)
+                               ``R'``                      (or as the special lowering says)
 linear in some operands        these ``P``, others ``R'``  ``P``
 =============================  ==========================  ========================================
 
 An operand or result that carries no gradient is ``R`` wherever the table says ``R'``.
 
-``operator.getitem`` picks one result of its operand's producer: its operand 0 has that result's layout, and its own
-result has the same.
+``operator.getitem`` selects one result of an operator with several. Its operand and its result have the layout of the
+selected result.
 """
 
 from __future__ import annotations
@@ -56,7 +61,9 @@ Wanted = Mapping[int, Collection[Layout]]
 
 
 def needs_gradient(node: fx.Node) -> bool:
-    """Whether the value of ``node`` carries a gradient. If no pass has marked it, the type of the value decides."""
+    """Whether the value of ``node`` carries a gradient: as marked in ``node.meta["grad"]``, or by its type if there
+    is no mark.
+    """
     grad = node.meta.get("grad")
     return is_differentiable(node.meta["val"]) if grad is None else bool(grad)
 
@@ -66,12 +73,13 @@ def enumerate_strategies(
 ) -> list[Strategy]:
     """Return all ways to run ``node`` on an axis of ``num_ranks`` ranks, the unsharded way first.
 
-    ``wanted``: layouts in sections that neighbouring operators prefer; key ``i`` is operand ``i``, ``~k`` is result
-    ``k``. Each wanted layout that the operator can keep gives another strategy. A factor that the operator itself cuts
-    (``split``, ``slice``, ``cat``) is sharded in those sections or finer ones.
+    ``wanted``: layouts with separately sharded sections that neighbouring operators prefer; key ``i`` is operand ``i``,
+    ``~k`` is result ``k``. Each wanted layout that the operator can keep gives another strategy. A factor (named loop
+    dimension) that the operator itself cuts, as ``split``, ``slice`` and ``cat`` do, is sharded in these pieces or
+    finer ones.
 
-    ``lengths``: lengths of the sequences that the axis shards. Factors of these sizes may also be sharded zigzag, and
-    special forms of the operator become available.
+    ``lengths``: lengths of the sequences that the axis shards. Factors of these sizes may also be sharded zigzag, where
+    a rank has one piece from each end, and special forms of the operator become available.
 
     Raise :class:`partitioner.passes.errors.RuleError` if a user's rule does not fit the operator's tensors.
     """
@@ -103,7 +111,7 @@ def enumerate_strategies(
         if any(i >= len(nodes) for i in positions):
             continue  # the operand is a number
         if not all(is_differentiable(v) for v in (*(nodes[i].meta["val"] for i in positions), *results_of(node))):
-            continue  # booleans do not add up, integers cannot be divided by n, and a cast to either rounds
+            continue  # no partial sums of booleans or integers: a whole value could not be divided over the ranks
         operands = tuple(PARTIAL if i in positions else layout for i, layout in enumerate(reads))
         found.append(Strategy(None, (), operands, (PARTIAL,) * len(makes)))
     return found
@@ -112,10 +120,11 @@ def enumerate_strategies(
 def local_call(
     node: fx.Node, strategy: Strategy, axis: str, num_ranks: int, operands: Sequence[fx.Node], graph: fx.Graph
 ) -> fx.Node:
-    """Append to ``graph`` the nodes that one rank runs for ``node`` under ``strategy``. Returns the result's node.
+    """Append to ``graph`` the operators that one rank runs for ``node`` under ``strategy``, and return the result's
+    node.
 
-    ``operands`` are the local operands, in the layouts ``strategy.operands``; ``meta["val"]`` of these and of the new
-    nodes is the local tensor.
+    ``operands``: nodes of the local operands, in the layouts ``strategy.operands``. ``meta["val"]`` of operands and new
+    nodes has local shapes.
     """
     if strategy.factor is not None:
         factors = factors_of(node)
@@ -136,7 +145,7 @@ Place = tuple[int, int, tuple[str, ...]]  # operand i or result ~k; dim; the fac
 
 
 def _map_factor_dims(factors: OpFactors) -> dict[str, list[Place]]:
-    """Map each factor to all operand and result dims that it is part of."""
+    """Return, for each factor (named loop dimension), all operand and result dims that it is part of."""
     found: dict[str, list[Place]] = {}
     for i, dims in enumerate(factors.operands):
         for dim, names in enumerate(dims):
@@ -152,7 +161,11 @@ def _map_factor_dims(factors: OpFactors) -> dict[str, list[Place]]:
 def _can_shard_zigzag(
     factors: OpFactors, factor: str, sections: Sections, lengths: Collection[int], num_ranks: int
 ) -> bool:
-    """Whether ``factor`` may be sharded zigzag: it is a sequence, and no rank needs the position of its own part."""
+    """Whether ``factor`` may be sharded zigzag, where each rank has one piece from each end of the dim.
+
+    It must be a sequence (its size is in ``lengths``), be divisible by ``2 * num_ranks``, and have no special local
+    operators that need the position of a rank's part.
+    """
     size, lowering = factors.sizes[factor], factors.lower.get(factor)
     is_sequence = all(any(s % n == 0 for n in lengths) for s in sections) if sections else size in lengths
     if not is_sequence or (lowering is not None and not lowering.sections):
@@ -167,7 +180,11 @@ def _in_forms(
     reads: tuple[Layout, ...],
     num_ranks: int,
 ) -> list[Strategy]:
-    """Return the strategies of an operator's special forms, with all operands sharded zigzag or none."""
+    """Return the strategies for an operator's special forms, which shard several factors, such as queries and keys.
+
+    Each form is offered with contiguous shards and with zigzag shards (one piece from each end), if the sizes are
+    divisible.
+    """
     found = []
     for name, form in factors.forms.items():
         sizes = [shape_of(n)[d] for n, d in zip(nodes, form.operands, strict=True) if d is not None]
@@ -193,7 +210,11 @@ def _shard_factor(
     places: Sequence[Place],
     zigzag: bool = False,
 ) -> Strategy | None:
-    """The strategy that shards ``factor`` in all dims ``places``; ``None`` if some tensor cannot be sharded so."""
+    """Return the strategy that shards ``factor`` in all dims ``places``; ``None`` if a tensor cannot be sharded in this
+    way.
+
+    ``reads``: the layouts of operands that do not have the factor. ``sections``: parts that are sharded separately.
+    """
     spans = factors.spans if factors.spans is not None and factors.spans.factor == factor else None
     lowering = factors.lower.get(factor)
     operands = list(reads)
@@ -216,7 +237,10 @@ def _shard_factor(
 
 
 def _count_outer_and_inner(names: tuple[str, ...], factor: str, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """How often ``factor`` repeats in a dim (product of the sizes before it), and how many elements one step spans."""
+    """Return the product of the factor sizes in front of ``factor`` in a dim, and the product of those behind it.
+
+    The dim then consists of ``outer`` repetitions of the factor, and one step of the factor spans ``inner`` elements.
+    """
     outer = inner = 1
     at = names.index(factor)
     for name in names[:at]:
@@ -228,14 +252,21 @@ def _count_outer_and_inner(names: tuple[str, ...], factor: str, sizes: Mapping[s
 
 # Sections. Below, a factor's sections are always a tuple of positive sizes that add up to it, or () for one section.
 def select_sections_within(sections: Sections, span: tuple[int, int]) -> Sections:
-    """Select the sections that lie in the part (start, length) of a factor; both ends of it are section borders."""
+    """Return the sections that lie in ``span``, a part (start, length) of a factor; it must start and end at section
+    borders.
+
+    Sections are the sizes of consecutive pieces.
+    """
     start, length = span
     ends = accumulate(sections)
     return tuple(s for s, end in zip(sections, ends, strict=True) if start < end <= start + length)
 
 
 def refine_sections(first: Sections, second: Sections) -> Sections:
-    """Return the coarsest sections that have the borders of both arguments."""
+    """Return the coarsest division into consecutive pieces that has all borders of both arguments.
+
+    The arguments and the result are piece sizes; ``()`` means one piece.
+    """
     if not first or not second:
         return first or second
     borders = sorted({*accumulate(first), *accumulate(second)})
@@ -243,7 +274,11 @@ def refine_sections(first: Sections, second: Sections) -> Sections:
 
 
 def _choose_sections(factors: OpFactors, factor: str, wanted: Iterable[Sections], num_ranks: int) -> list[Sections]:
-    """Return the useful ways to cut ``factor`` into sections."""
+    """Return the useful ways to cut ``factor`` into separately sharded sections, each as a tuple of sizes.
+
+    They have the borders that the operator itself needs and, in further choices, those of each of ``wanted`` and of all
+    of them together. Ways with a section that is not divisible by ``num_ranks`` are left out.
+    """
     spans = factors.spans
     if not wanted and spans is None:
         return [()]
@@ -262,7 +297,10 @@ def _choose_sections(factors: OpFactors, factor: str, wanted: Iterable[Sections]
 
 
 def _wanted_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Sections]]:
-    """Map each factor to the sections that give the wanted layouts; layouts that no sections give are left out."""
+    """Return, for each factor, the sections (sizes of separately sharded pieces) that produce the ``wanted`` layouts.
+
+    Layouts that no sections of a factor produce are left out.
+    """
     found: dict[str, list[Sections]] = {}
     for position, layouts in wanted.items():
         dims = factors.operands[position] if position >= 0 else factors.results[~position]
@@ -288,8 +326,9 @@ def _wanted_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Secti
 def _derive_factor_sections(
     names: tuple[str, ...], factor: str, sizes: Mapping[str, int], sections: Sections
 ) -> Sections:
-    """Return the sections of ``factor`` that cut a dim with the factors ``names`` into ``sections``;
-    ``()`` if none do.
+    """Return the sections of ``factor`` that cut a dim with the factors ``names`` into ``sections``; ``()`` if none do.
+
+    Sections are sizes of consecutive pieces.
     """
     if len(names) == 1:
         return sections

@@ -1,11 +1,11 @@
-"""Check a factor rule against its operator: run every strategy on all ranks and compare with the whole, gradients too.
+"""Check a factor rule against its operator: run every sharding strategy on simulated ranks and compare with one device.
 
 >>> check_strategies(torch.ops.aten.mm.default, (torch.randn(4, 6), torch.randn(6, 8)))
 []
 
-:func:`run_ranks` runs one rank's graph for all ranks in one process, gradients included. The graph is the same on every
-rank, so it is walked once with a list of tensors, one per rank, at every node. A collective is a function of that list,
-and its gradient is its transpose, as ``passes/ir/collectives.py`` lists them.
+Results and gradients are compared. :func:`run_ranks` runs one rank's graph for all ranks in one process. The graph is
+the same on every rank, so it is walked once, with a list of tensors at every node, one per rank. A collective is a
+function of that list, and its gradient is its transpose, as ``passes/ir/collectives.py`` lists them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Ranks = list[Tensor]  # one tensor per rank
 
 
 def run_ranks(graph: fx.Graph, inputs: Sequence[Ranks], axes: Mapping[str, int]) -> list[Any]:
-    """Return what the output node of ``graph`` returns on each rank.
+    """Run ``graph`` on all ranks of a mesh in one process; return, for each rank, what the output node returns.
 
     ``axes``: the mesh axes and their sizes; the last axis varies fastest with the rank. ``inputs``: for each
     placeholder, the tensors of all ranks.
@@ -57,7 +57,11 @@ def run_ranks(graph: fx.Graph, inputs: Sequence[Ranks], axes: Mapping[str, int])
 
 
 def list_axis_groups(axes: Mapping[str, int], axis: str) -> list[list[int]]:
-    """Return the groups of ranks that differ only in their position on ``axis``, each in the order of the axis."""
+    """Return the groups of ranks of a mesh that differ only in their position on ``axis``, each in the order of the
+    axis.
+
+    ``axes``: the mesh axes and their sizes; the last axis varies fastest with the rank.
+    """
     grid = torch.arange(math.prod(axes.values())).view(*axes.values())
     lines: list[list[int]] = grid.movedim(list(axes).index(axis), -1).reshape(-1, axes[axis]).tolist()
     return lines
@@ -145,7 +149,10 @@ def check_strategies(
     wanted: Mapping[int, Collection[Layout]] | None = None,
     grad: bool | Collection[int] = True,
 ) -> list[str]:
-    """Compare every strategy of one operator call with the operator itself. Returns a text for each difference.
+    """Compare every sharding strategy of one operator call with the operator itself; return a text for each difference.
+
+    An empty list means that results and gradients agree. Partial sums and the gradients of results are drawn with the
+    current random seed.
 
     Args:
         target: the operator.
@@ -155,8 +162,6 @@ def check_strategies(
         wanted: further layouts to offer, as for
             :func:`partitioner.passes.rules.strategies.enumerate_strategies`.
         grad: whether tensors of floating type get gradients, or the positions of those that do.
-
-    Partial sums and the gradients of results are drawn with the current random seed.
     """
     node, tensors = node_of(target, args, kwargs or {}, grad)
     factors = factors_of(node)
@@ -170,7 +175,10 @@ def check_strategies(
 def node_of(
     target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], grad: bool | Collection[int] = True
 ) -> tuple[fx.Node, list[Tensor]]:
-    """Return the graph node of an operator call, and its tensor operands."""
+    """Return a graph node for an operator call with real tensors, and the tensors in the order of the node's operands.
+
+    ``grad``: whether floating-point tensors get gradients, or the positions of those that do.
+    """
     graph = fx.Graph()
     tensors: list[Tensor] = []
 
@@ -190,10 +198,13 @@ def node_of(
 
 
 def find_shape_mismatches(factors: OpFactors, operands: Sequence[Tensor], results: Sequence[Tensor]) -> list[str]:
-    """Return a message for each dim whose factors in the rule do not multiply to its size; empty if the rule fits."""
+    """Return a message for each tensor dim whose size is not the product of its factors in the rule.
+
+    A different number of tensors or dims also gives a message. An empty list means that the rule fits.
+    """
     found: list[str] = []
     if not factors.sizes:
-        return found  # everything is whole
+        return found  # nothing is sharded
     sides = ("operand", factors.operands, operands), ("result", factors.results, results)
     for kind, patterns, tensors in sides:
         if len(patterns) != len(tensors):
@@ -216,8 +227,10 @@ _TOLERANCE = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.float16: 1e-2, t
 
 
 class OperatorReference:
-    """The operator on one device: operands, results, random gradients of the results, and the gradients of the
-    operands.
+    """Runs an operator on one device, with random gradients of its results, as the reference for its sharding
+    strategies.
+
+    ``node``: the operator call. ``tensors``: its operands.
     """
 
     def __init__(self, node: fx.Node, tensors: list[Tensor]) -> None:
@@ -233,7 +246,11 @@ class OperatorReference:
         self.tolerance = max(_TOLERANCE.get(t.dtype, 1e-9) for t in (*tensors, *self.results))
 
     def check(self, strategy: Strategy, num_ranks: int) -> list[str]:
-        """Run the operator by ``strategy`` on ``num_ranks`` simulated ranks; return a message for each difference."""
+        """Run the operator with the layouts of ``strategy`` on ``num_ranks`` simulated ranks; return a message for each
+        difference.
+
+        Results and gradients are compared with those on one device. An empty list means that they agree.
+        """
         layouts = (*strategy.operands, *strategy.results)
         for layout, tensor in zip(layouts, (*self.operands, *self.results), strict=True):
             if not can_shard_evenly(layout, tuple(tensor.shape), num_ranks):
@@ -292,9 +309,11 @@ def _get_callable_target(node: fx.Node) -> Callable[..., Any]:
 
 
 def graph_of(node: fx.Node, write: Callable[..., fx.Node], shapes: Sequence[tuple[int, ...]] | None = None) -> fx.Graph:
-    """Return a graph with placeholders for the operands, the nodes that ``write`` appends, and its results as outputs.
+    """Return a graph with placeholders for the operands of ``node``, the nodes that ``write`` appends, and their
+    results.
 
-    ``shapes``: local shapes of the operands; ``None`` keeps the global ones.
+    ``write`` gets the graph and the operands and returns the last node. ``shapes``: local shapes of the operands;
+    ``None`` keeps the global ones.
     """
     graph = fx.Graph()
     operands = []
@@ -318,7 +337,9 @@ def graph_of(node: fx.Node, write: Callable[..., fx.Node], shapes: Sequence[tupl
 def compute_gradients(
     results: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """Return the gradients of ``leaves``; zeros for a leaf that no gradient reaches."""
+    """Return the gradient of each of ``leaves``, given the gradients ``grads`` of ``results``; zeros if none reaches
+    a leaf.
+    """
     pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     if not pairs or not wanted:
@@ -336,7 +357,7 @@ def _gradient_layout(layout: Layout) -> Layout:
 
 
 def split_among_ranks(tensor: Tensor, layout: Layout, num_ranks: int) -> Ranks:
-    """Return each rank's part of ``tensor`` in ``layout``; for a partial sum, random addends that sum to it."""
+    """Return each rank's part of ``tensor`` in ``layout``; for a partial sum, random addends that sum to ``tensor``."""
     if layout.kind != "P":
         return [take_shard(tensor, layout, num_ranks, r) for r in range(num_ranks)]
     if is_differentiable(tensor):
@@ -350,7 +371,7 @@ def split_among_ranks(tensor: Tensor, layout: Layout, num_ranks: int) -> Ranks:
 
 
 def describe_differences(ranks: Ranks, expected: Tensor, layout: Layout, tolerance: float) -> list[str]:
-    """Return a message if the ranks' parts in ``layout`` differ from ``expected``; empty if they agree."""
+    """Return a message if the ranks' parts in ``layout`` do not make up ``expected``; an empty list if they do."""
     found = [join_shards(ranks, layout)] if layout.kind in ("S", "P") else ranks
     for r, tensor in enumerate(found):
         if tensor.shape != expected.shape:
@@ -365,7 +386,9 @@ def describe_differences(ranks: Ranks, expected: Tensor, layout: Layout, toleran
 
 
 def _find_largest_magnitude(tensor: Tensor) -> float:
-    """Return the largest absolute value of a finite element, to which rounding errors of sums are proportional."""
+    """Return the largest absolute value of a finite element; rounding errors of sums are proportional to it. 0 if
+    there is none.
+    """
     sizes = (tensor if tensor.is_complex() else tensor.double()).abs()
     sizes = sizes[torch.isfinite(sizes)]
     return float(sizes.max()) if sizes.numel() else 0.0

@@ -1,1 +1,3 @@
-"""From a normal-form graph to what a rank runs: fold, split the batch, shard, differentiate."""
+"""Passes from a graph in normal form to the graphs of one rank: fold equal layers, split the batch, shard,
+differentiate.
+"""

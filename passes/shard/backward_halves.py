@@ -1,13 +1,14 @@
-"""Partition of a joint graph: saved values, nodes that backward recomputes, and the two halves of backward.
+"""Partition the graph of forward and backward: saved values, recomputed operators, and the two halves of backward.
 
-``slimmed`` implements selective recomputation. Requires: a joint graph's nodes in order, and the forward nodes that
-should be recomputed. Provides: the saved nodes, and the nodes that backward runs again. Recomputed nodes read saved
-values, parameters, and views of these, which cost nothing; all their other operands are saved.
+:func:`choose_saved_nodes` implements selective recomputation. Requires: the nodes of forward and backward in one
+(joint) graph, and the forward nodes that should be recomputed. Provides: the saved nodes, and the nodes that backward
+runs again. Recomputed nodes read saved values, parameters, and views of these, which cost nothing; all their other
+operands are saved.
 
-``JointHalves`` cuts backward into gradients of inputs and gradients of weights. Requires: a joint graph's nodes, its
-backward nodes, and its recomputed nodes. Provides: the operators of both halves, and the values that the first half
-hands on. The first half also computes small gradients of weights, and recomputes values that the second half reads,
-where that reduces the bytes handed on.
+:class:`JointHalves` cuts backward into gradients of inputs and gradients of weights. Requires: a joint graph's nodes,
+its backward nodes, and its recomputed nodes. Provides: the operators of both halves, and the values that the first half
+passes to the second. The first half also computes small gradients of weights, and recomputes values that the second
+half reads, where this reduces the bytes passed.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from partitioner.passes.ir.collectives import collective_name
 def choose_saved_nodes(
     saved: Sequence[fx.Node], again: set[fx.Node], nodes: Sequence[fx.Node], results: Collection[fx.Node | None] = ()
 ) -> tuple[list[fx.Node], set[fx.Node]]:
-    """Choose the nodes to save instead of ``saved``, in the order of ``nodes``, and the nodes to recompute.
+    """Choose the nodes to save for backward instead of ``saved``, and the nodes that backward recomputes; return both.
 
-    ``again``: nodes that should be recomputed rather than saved; their views and copies, which matrix products make of
-    their operands, are not saved either. ``results``: outputs of the forward, never recomputed.
+    The saved nodes are in the order of ``nodes``. ``again``: nodes that should be recomputed rather than saved; their
+    views and copies are not saved either. ``nodes``: the forward nodes in order. ``results``: nodes that are never
+    recomputed.
     """
     again = again.difference(n for n in results if n is not None)
     for node in nodes:
@@ -51,9 +53,10 @@ def choose_saved_nodes(
 
 
 def insert_recomputed_nodes(body: Sequence[fx.Node], remade: set[fx.Node], order: Sequence[fx.Node]) -> list[fx.Node]:
-    """``body`` with the recomputed nodes that it reads, each right before its first reader, so that it is short-lived.
+    """Return ``body`` with the recomputed nodes that it reads, each right before its first reader, to shorten its
+    lifetime.
 
-    ``remade``: all recomputed nodes. ``order``: the nodes of the joint graph.
+    ``remade``: all recomputed nodes. ``order``: the nodes of the graph of forward and backward, in order.
     """
     place = {n: i for i, n in enumerate(order)}
     result: list[fx.Node] = []
@@ -67,7 +70,10 @@ def insert_recomputed_nodes(body: Sequence[fx.Node], remade: set[fx.Node], order
 
 
 def find_recomputed_ancestors(readers: Iterable[fx.Node], remade: set[fx.Node]) -> set[fx.Node]:
-    """The recomputed nodes (in ``remade``) that ``readers`` depend on through recomputed nodes alone."""
+    """Return the nodes of ``remade`` that ``readers`` depend on through nodes of ``remade`` alone.
+
+    ``remade``: the nodes that backward recomputes.
+    """
     found: set[fx.Node] = set()
     stack = [o for n in readers for o in n.all_input_nodes if o in remade]
     while stack:
@@ -79,7 +85,10 @@ def find_recomputed_ancestors(readers: Iterable[fx.Node], remade: set[fx.Node]) 
 
 
 def _can_recompute_node(node: fx.Node, again: set[fx.Node]) -> bool:
-    """Whether ``node`` may be recomputed; one of several results only if its operator is recomputed as well."""
+    """Whether backward may recompute ``node``, which must be in ``again``.
+
+    One of several results can be recomputed only if its operator is in ``again``, too.
+    """
     if node.target is operator.getitem:
         source = node.args[0]
         return node in again and isinstance(source, fx.Node) and source in again
@@ -87,7 +96,9 @@ def _can_recompute_node(node: fx.Node, again: set[fx.Node]) -> bool:
 
 
 def _views_kept(node: fx.Node, kept: set[fx.Node]) -> bool:
-    """Whether ``node``, which is not saved, is a view of a saved value or of a placeholder."""
+    """Whether ``node``, which is not saved, is a view of a saved value or of a placeholder, so that recomputing it
+    costs nothing.
+    """
     if node in kept or node.op == "placeholder":
         return False
     while node not in kept and node.op == "call_function" and _is_view(node):
@@ -113,17 +124,17 @@ def _is_view(node: fx.Node) -> bool:
 
 _SUMMING = frozenset("sum mul neg add div _to_copy clone view _unsafe_view expand squeeze unsqueeze permute".split())
 
-_SMALL = 4  # times smaller than what it is a sum over is a gradient that the first half makes
+_SMALL = 4  # the first half computes weight gradients that are this many times smaller than their operands
 
 Half = list[fx.Node]
 
 
 @dataclass(frozen=True)
 class JointHalves:
-    """The input for cutting backward into two halves.
+    """Forward and backward of one piece of the model in one graph, to be cut into forward and two halves of backward.
 
-    ``nodes``: all nodes of a joint graph, in order. ``forward``, ``backward``: its nodes of each kind. ``remade``:
-    forward nodes that backward recomputes. ``start``: the values that backward reads.
+    ``nodes``: all nodes, in order. ``forward``, ``backward``: the nodes of each part. ``remade``: forward nodes that
+    backward recomputes. ``start``: the values that backward reads.
     """
 
     nodes: Sequence[fx.Node]
@@ -135,11 +146,11 @@ class JointHalves:
     def cut(
         self, of_inputs: Sequence[fx.Node | None], of_states: Sequence[fx.Node | None]
     ) -> tuple[Half, Half, list[fx.Node]]:
-        """Return the operators of the first half, those of the second half, and the values that the first hands to the
-        second.
+        """Cut backward into a half for the gradients of inputs and a half for the gradients of parameters.
 
-        ``of_inputs``, ``of_states``: the gradients that the first and the second half compute; ``None`` is a zero
-        gradient.
+        Return the operators of the first half, those of the second half, and the values that the first passes to the
+        second. ``of_inputs``, ``of_states``: the gradients that the first and the second half compute; ``None`` is a
+        zero gradient.
         """
         gradients = [g for g in of_states if g is not None]
         through = collect_ancestor_nodes(g for g in of_inputs if g is not None) - set(self.forward)
@@ -155,7 +166,7 @@ class JointHalves:
         for ahead in ([], early):
             later = insert_recomputed_nodes(last, left.difference(ahead), self.nodes)
             known = {*self.start, *through, *first, *ahead}
-            picked = [n for n in later if n.target is operator.getitem and n.args[0] in known]  # of several results
+            picked = [n for n in later if n.target is operator.getitem and n.args[0] in known]  # one of several results
             later, known = [n for n in later if n not in picked], known.union(picked)
             read = {o for n in later for o in n.all_input_nodes} | set(gradients)
             found.append(([*first, *ahead, *picked], later, [n for n in self.nodes if n in known and n in read]))
@@ -163,15 +174,19 @@ class JointHalves:
 
 
 def is_early(size: int, summed: int) -> bool:
-    """Whether the first half computes a weight gradient: its ``size`` is much smaller than that of the values
-    ``summed``.
+    """Whether the first half of backward should compute a weight gradient, because it is at most a quarter of what it
+    sums over.
+
+    ``size``: the bytes or elements of the gradient. ``summed``: those of the values that are summed, which would
+    otherwise be kept for the second half.
     """
     return _SMALL * size <= summed
 
 
 def _find_weight_gradient_sums(gradients: Sequence[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of weight gradients that are sums over much larger tensors. The first half of backward computes
-    these, so that it need not hand the large tensors on.
+    """Return the nodes of weight gradients that are sums over much larger tensors.
+
+    The first half of backward computes these, so that it need not pass the large tensors to the second.
     """
     found: set[fx.Node] = set()
     for gradient in gradients:

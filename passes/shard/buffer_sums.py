@@ -1,10 +1,11 @@
-"""Buffers that take a sum over the batch, where each rank works on it in several microbatches.
+"""Buffers whose new value is a sum over the batch, where each rank computes the batch in several microbatches.
 
-Requires: the model of one microbatch, split along ``data``, whose samples meet in collectives. Provides: the same
-model, in which each microbatch makes its part of what such a buffer takes, and the parts add up to it. That is exact
-where the new value is linear in what meets, but for a term that is the same for all microbatches: ``old + counts``,
-``0.9 * old + 0.1 * mean``, ``old`` with the batch's rows in some places. The first microbatch adds that term. A value
-that is read elsewhere, too, is needed whole within the step: its collective stays.
+An example is a count of the tokens of each expert. Requires: the model of one microbatch, split along the axis ``data``
+(all parts of the global batch), whose samples are combined by collectives. Provides: the same model, in which each
+microbatch computes its addend of such a buffer, and the runtime adds them up. This is exact if the new value is linear
+in the combined values, except for a term that is equal for all microbatches, for example ``old + counts``, ``0.9 * old
++ 0.1 * mean``, or ``old`` with the batch's rows written at some indices. The first microbatch adds that term. If
+another operator also reads the combined value, it is needed within the step, so its collective stays.
 """
 
 from __future__ import annotations
@@ -30,17 +31,20 @@ from partitioner.passes.rules.strategies import enumerate_strategies, local_call
 
 aten = torch.ops.aten
 
-Part = tuple[fx.Node | None, fx.Node | None]  # what a microbatch adds, and the term that is added once; ``None``: zero
+Part = tuple[
+    fx.Node | None, fx.Node | None
+]  # the addend of a microbatch, and the term that is added once; ``None``: zero
 
 
 def accumulate_updates(model: FoldedModel, axis: str, parts: int) -> FoldedModel:
-    """The model, in which buffers that are sums over ``axis``, of ``parts``, are added up at the end of a step.
+    """Return the model with buffers that are sums over the batch computed as a sum of addends, one for each microbatch.
 
-    Blocks are changed in place. What is no such sum is left as it is.
+    ``axis``: the mesh axis of all parts of the global batch. ``parts``: their number. Graphs are changed in place. A
+    buffer whose new value is not such a sum is left alone.
     """
     if not model.updates:
         return model
-    states: dict[str, list[str]] = {}  # value -> the states that take it
+    states: dict[str, list[str]] = {}  # value -> the buffers that it is stored in
     for state, value in model.updates.items():
         if state not in model.keeps:
             states.setdefault(value, []).append(state)
@@ -55,7 +59,7 @@ def accumulate_updates(model: FoldedModel, axis: str, parts: int) -> FoldedModel
 
 
 class _NotLinear(Exception):
-    """A new value is no sum of what the microbatches make."""
+    """Raised if the new value of a buffer is not a sum of addends of the microbatches."""
 
 
 class _Accumulation:
@@ -65,11 +69,11 @@ class _Accumulation:
         self.producer = {v: (c.block, k) for c in self.calls for k, v in enumerate(c.outputs)}
         self.meeting = self._find_combining_nodes()
         self._found: dict[fx.Node, Part] = {}
-        self._passed: dict[tuple[str, int], int] = {}  # output of a block -> the place of its part among the outputs
+        self._passed: dict[tuple[str, int], int] = {}  # output of a block -> the index of its addend among the outputs
         self._looking: set[fx.Node] = set()
 
     def _find_combining_nodes(self) -> set[fx.Node]:
-        """The operators that bring samples together, and what depends on them, in any call."""
+        """Return the collectives that combine samples, and all nodes that depend on them, in all blocks."""
         found: set[fx.Node] = set()
         values: set[str] = set()
         size = -1
@@ -92,11 +96,15 @@ class _Accumulation:
         return named is not None and named[0] == self.axis and collective_name(node.target) in COMMUNICATING
 
     def add_up(self, name: str, place: int) -> bool:
-        """Make the output ``place`` of the block ``name`` one microbatch's part of a sum; whether it is one now."""
+        """Replace the output ``place`` of the block (graph) ``name`` by the addend of one microbatch; return whether it
+        was replaced.
+
+        It is not replaced if it is equal in every microbatch, or if it is not a sum.
+        """
         block = self.blocks[name]
         node = block.outputs[place]
         if node not in self.meeting:
-            return False  # the same in every microbatch
+            return False  # equal in every microbatch
         try:
             part = self._build_microbatch_addend(name, node)
         except _NotLinear:
@@ -115,8 +123,11 @@ class _Accumulation:
         return self.model.with_(blocks=self.blocks, calls=self.calls, values=self.values, keeps=keeps)
 
     def _drop_unread(self, passed: Collection[str]) -> bool:
-        """Take out of the blocks those of the values that are ``passed`` in parts now that nothing reads; whether there
-        were some."""
+        """Remove from the blocks those inputs and outputs with the values ``passed`` that nothing reads; return whether
+        any was removed.
+
+        ``passed``: values that calls now pass on as addends.
+        """
         read = {v for c in self.calls for v in c.inputs} | set(self.model.updates.values())
         read |= {o.value for o in self.model.outputs if o.value is not None} | {self.model.loss or ""}
         dropped = False
@@ -143,7 +154,11 @@ class _Accumulation:
         return dropped
 
     def _build_microbatch_addend(self, name: str, node: fx.Node) -> fx.Node:
-        """A microbatch's part: of the first, with what is added once."""
+        """Return the node of one microbatch's addend of ``node``; that of the first microbatch includes the term that
+        is added once.
+
+        Raise :class:`_NotLinear` if ``node`` is not a sum over microbatches.
+        """
         if get_node_tensor(node).dtype == torch.bool:
             raise _NotLinear
         adds, once = self._find_node_part(name, node)
@@ -168,7 +183,7 @@ class _Accumulation:
             return None, node
         if node not in self._found:
             if node in self._looking:
-                raise _NotLinear  # a value that goes from layer to layer
+                raise _NotLinear  # a value that each layer gets from the layer before it
             self._looking.add(node)
             try:
                 self._found[node] = self._compute_node_part(name, node)
@@ -204,7 +219,10 @@ class _Accumulation:
         return _rebuild_with_operands(node, added, build), _rebuild_with_operands(node, terms, build) if some else None
 
     def _with_number(self, node: fx.Node, part: Part, build: Callable[..., fx.Node]) -> Part:
-        """``x`` and a number, added up: the number is added once."""
+        """Return the two parts (addend of a microbatch, term that is added once) of ``x`` plus or minus a number.
+
+        ``part``: the two parts of ``x``. The number goes to the term that is added once.
+        """
         adds, once = part
         assert adds is not None, node
         once = once if once is not None else build(aten.zeros_like.default, adds)
@@ -213,7 +231,11 @@ class _Accumulation:
         return adds, _rebuild_with_operands(node, [once], build)
 
     def _of_rows(self, name: str, node: fx.Node, build: Callable[..., fx.Node]) -> Part:
-        """A sum over samples of what each of them makes: added to the first operand at places, or of all of them."""
+        """Return the two parts (addend of a microbatch, term that is added once) of a sum over samples.
+
+        ``node`` either adds rows of samples to its first operand at indices, or reduces all samples. Raise
+        :class:`_NotLinear` for any other operator.
+        """
         operands = operands_of(node)
         rows = _added_rows(node)
         if rows is not None:
@@ -228,7 +250,10 @@ class _Accumulation:
         raise _NotLinear
 
     def _build_microbatch_rows(self, name: str, node: fx.Node, dim: int) -> fx.Node:
-        """A microbatch's part of ``node`` along ``dim``. Raises :class:`_NotLinear` where it is not of its samples."""
+        """Return the node of this microbatch's rows of ``node`` along ``dim``.
+
+        Raise :class:`_NotLinear` if the rows of a microbatch do not depend on its samples alone.
+        """
         build = self._make_node_builder(name, node)
         if node not in self.meeting:
             if get_node_tensor(node).shape[dim] % self.parts:
@@ -251,7 +276,11 @@ class _Accumulation:
         raise _NotLinear
 
     def _of_samples(self, name: str, node: fx.Node, strategy: Strategy) -> fx.Node:
-        """What ``node`` makes of a microbatch's part of its operands."""
+        """Append the operator ``node`` on one microbatch's rows of its sharded operands, and return its node.
+
+        ``strategy``: the layouts of the operands, which say along which dim each one is sharded. Raise
+        :class:`_NotLinear` if the rows of a microbatch cannot be found.
+        """
         operands = []
         for operand, layout in zip(operands_of(node), strategy.operands, strict=True):
             if layout.is_shard and not layout.sections:
@@ -265,12 +294,16 @@ class _Accumulation:
             return local_call(node, strategy, self.axis, self.parts, operands, graph)
 
     def _build_row_indices(self, build: Callable[..., fx.Node], length: int) -> fx.Node:
-        """The places of a microbatch's ``length`` rows among those of all."""
+        """Return the node of the indices of a microbatch's ``length`` rows among the rows of all microbatches."""
         start = build(aten.mul.Tensor, build(ops.axis_index.default, self.axis, self.parts), length)
         return build(aten.add.Tensor, build(aten.arange.default, length, device=META), start)
 
     def _build_collective_addend(self, node: fx.Node, build: Callable[..., fx.Node]) -> fx.Node:
-        """What a microbatch adds to what ``node`` brings together."""
+        """Return the node of what one microbatch adds to the result of the collective ``node``.
+
+        For an all-reduce, it is the operand; for an all-gather, zeros with the operand at the microbatch's rows. Raise
+        :class:`_NotLinear` for any other collective.
+        """
         kind, mine = collective_name(node.target), node.all_input_nodes[0]
         if kind == "all_reduce":
             return mine
@@ -284,12 +317,15 @@ class _Accumulation:
         return build(aten.index_add.default, whole, dim, places, mine)
 
     def _passed_in(self, name: str, node: fx.Node) -> Part:
-        """The parts of a value that other calls make: they pass what they add, and what is added once."""
+        """Return the two parts (addend of a microbatch, term that is added once) of a value that earlier calls compute.
+
+        The earlier calls get the two parts as further outputs, and this block as further inputs.
+        """
         place = self.blocks[name].inputs.index(node.name)
         sources = {c.inputs[place]: self.producer.get(c.inputs[place]) for c in self.calls if c.block == name}
         outputs = {source for source in sources.values() if source is not None}
         if None in sources.values() or any(self._find_output_node(o) not in self.meeting for o in outputs):
-            raise _NotLinear  # some calls read what is the same for all microbatches
+            raise _NotLinear  # some calls read a value that is equal for all microbatches
         for output in outputs:
             self._pass_on(output)
         made = []
@@ -308,7 +344,11 @@ class _Accumulation:
         return run.outputs[self._passed[source] + further]
 
     def _pass_on(self, output: tuple[str, int]) -> None:
-        """Let all calls of a block give the two parts of ``output``, after their other outputs."""
+        """Add two outputs to a block (a graph) and all its runs: the addend of a microbatch, and the term that is added
+        once.
+
+        ``output``: the name of the block and the index of the output that is their sum.
+        """
         if output in self._passed:
             return
         name, block = output[0], self.blocks[output[0]]
@@ -328,7 +368,11 @@ class _Accumulation:
                 self.calls[i] = replace(run, outputs=(*run.outputs, *values))
 
     def _add_input(self, name: str, place: int, values: dict[str, str], like: Tensor) -> fx.Node:
-        """A further input of a block, by the value that its calls read at ``place``."""
+        """Add an input to a block (a graph) and all its runs, and return its placeholder.
+
+        ``values``: for each value that a run reads at the input ``place``, the value to read at the new input.
+        ``like``: a tensor of the new input's shape and type.
+        """
         block = self.blocks[name]
         with block.graph.inserting_after(block.placeholders[-1]):
             made = block.graph.placeholder(f"{block.inputs[place]}_part")
@@ -343,7 +387,7 @@ class _Accumulation:
 
 
 _SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar)
-# Operators that are linear in operands together, where their rule for mesh axes does not say so.
+# Sets of operands in which an operator is linear together, if its sharding rule does not say so.
 _LINEAR: dict[Any, tuple[frozenset[int], ...]] = {
     aten.lerp.Scalar: (frozenset((0, 1)),),
     aten.lerp.Tensor: (frozenset((0, 1)),),
@@ -355,7 +399,10 @@ _LINEAR: dict[Any, tuple[frozenset[int], ...]] = {
 
 
 def _linear_in(node: fx.Node) -> tuple[frozenset[int], ...]:
-    """The sets of operands that an operator is linear in together."""
+    """Return the sets of operand positions in which an operator is linear together.
+
+    If the operands of a set are sums of addends, so is the result, with the other operands fixed.
+    """
     factors = factors_of(node)
     known = _LINEAR.get(node.target, () if factors is None else factors.linear)
     if node.target is aten.copy.default and get_node_tensor(node).dtype == get_node_tensor(operands_of(node)[1]).dtype:
@@ -364,7 +411,11 @@ def _linear_in(node: fx.Node) -> tuple[frozenset[int], ...]:
 
 
 def _added_rows(node: fx.Node) -> list[int] | None:
-    """The dim of rows of each other operand, for an operator that adds rows to its first operand at places."""
+    """Return, for an operator that adds rows at indices (such as ``index_add``), the row dim of each operand but the
+    first.
+
+    ``None`` for any other operator, or if the numbers of rows differ.
+    """
     operands = operands_of(node)
     shapes = [get_node_tensor(o).shape for o in operands]
     if node.target in (aten.index_add.default, aten.scatter_add.default) and shapes[0] and shapes[2]:

@@ -1,8 +1,9 @@
-"""Derive the functions that a rank runs from a block's local forward graph: forward, backward, backward in two halves.
+"""Derive the functions that a rank runs from a block's forward graph: forward, backward, and backward in two halves.
 
-Requires: a local graph (``passes/shard/shard_block.py``). Provides: graphs of plain operators on the rank's device,
-with the values saved between forward and backward as explicit results. The backward collectives follow from the forward
-collectives, which have their transpose as gradient.
+A block is a piece of the model with one graph, such as a layer. Requires: the graph of one rank
+(``passes/shard/shard_block.py``). Provides: graphs of plain operators on the rank's device, with the values saved
+between forward and backward as explicit results. The collectives of backward follow from those of forward, whose
+gradients are their transposes.
 
 :func:`take_out_zeros` removes values that are always zero. ``x - detach(x)`` is zero and exists only for its gradient
 (``passes/trace/autograd_functions.py``, and straight-through tricks). After differentiation, the zero and all values
@@ -40,7 +41,7 @@ from partitioner.passes.shard.backward_halves import (
 
 aten = torch.ops.aten
 
-# Zero if either operand is; if the first is; if both are, and else the other one.
+# The result is zero if either operand is (_EITHER), if the first is (_FIRST), or if both are (_BOTH).
 _EITHER = frozenset((aten.mul.Tensor, aten.mm.default, aten.bmm.default))
 _FIRST = frozenset(
     (
@@ -79,10 +80,9 @@ _BOTH = frozenset((aten.add.Tensor, aten.sub.Tensor))
 
 
 def take_out_zeros(graph: fx.Graph) -> None:
-    """Remove values of ``graph`` that are always zero, in place: a sum with such a value is replaced by its other
-    operand.
+    """Remove values of ``graph`` that are always zero, in place; replace a sum with such a value by its other operand.
 
-    Requires: aliases are removed already.
+    Requires: no node is an alias of another.
     """
     zeros: set[fx.Node] = set()
     for node in graph.nodes:
@@ -128,9 +128,10 @@ _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 @dataclass(frozen=True)
 class JointSubgraph:
-    """A function cut out of the joint forward and backward graph. ``inputs`` and ``outputs`` are names of joint nodes.
+    """A function that was cut out of the joint graph of forward and backward.
 
-    ``graph`` has one placeholder for each of ``inputs``. An output of ``None`` is a gradient that is zero.
+    ``graph`` has one placeholder for each of ``inputs``. ``inputs`` and ``outputs``: names of nodes of the joint graph.
+    An output of ``None`` is a gradient that is zero.
     """
 
     graph: fx.Graph
@@ -148,10 +149,11 @@ class Differentiated:
 
     ``forward(*states, *inputs) -> (*outputs, *saved)``; ``backward(*saved, *grads of grad_outputs) -> (*grads of
     grad_inputs, *grads of grad_states)``; ``backward_input(*saved, *grads) -> (*grads of grad_inputs, *carried)``;
-    ``backward_weight(*carried) -> grads of grad_states``.
+    ``backward_weight(*carried) -> grads of grad_states``. States are the block's parameters, buffers and constants.
 
-    ``saved``: names of the joint nodes that forward keeps for backward. ``grad_outputs``, ``grad_inputs`` and
-    ``grad_states``: positions of the outputs, inputs and states that have a gradient. A gradient of ``None`` is zero.
+    ``saved``: names of the nodes of the joint graph of forward and backward that forward keeps for backward.
+    ``grad_outputs``, ``grad_inputs`` and ``grad_states``: positions of the outputs, inputs and states that have a
+    gradient. A gradient of ``None`` is zero.
     """
 
     forward: JointSubgraph
@@ -167,10 +169,11 @@ class Differentiated:
 
 @dataclass(frozen=True)
 class JointGraph:
-    """Forward and backward of a block in one graph: (states, inputs, output gradients) to (outputs, gradients).
+    """Forward and backward of a block (a piece of the model, such as a layer) in one graph.
 
-    ``needs``: for each state and input, whether it gets a gradient. ``with_grad``: positions of the outputs that have
-    one.
+    It maps (states, inputs, output gradients) to (outputs, gradients). States are parameters, buffers and constants.
+    ``needs``: for each state and input, whether it gets a gradient. ``with_grad``: positions of the outputs that have a
+    gradient.
     """
 
     graph: fx.Graph
@@ -179,8 +182,9 @@ class JointGraph:
     with_grad: tuple[int, ...]
 
     def cut(self, again: Collection[str] = ()) -> Differentiated:
-        """Return the functions of the block. Backward recomputes the results of the nodes ``again`` instead of saving
-        them.
+        """Return the forward and backward functions of the block.
+
+        ``again``: names of forward nodes whose results backward recomputes instead of reading saved ones.
         """
         return _cut_joint_graph(self.graph, self.block, self.needs, self.with_grad, frozenset(again))
 
@@ -195,8 +199,12 @@ def differentiate(
     *,
     fused: bool = False,
 ) -> Differentiated:
-    """Differentiate ``block`` with :func:`joint_of`, and return its functions, in which backward
-    recomputes ``again``.
+    """Return the functions for forward and backward of ``block``, the graph of a piece of the model, such as a layer,
+    on one rank.
+
+    ``again``: names of forward nodes whose results backward recomputes instead of reading saved ones. The other
+    arguments are those of :func:`joint_of`: which inputs, states and outputs have a gradient, and on which device the
+    operators run.
     """
     return joint_of(block, device, needs_input_grad, needs_state_grad, output_grads, fused=fused).cut(again)
 
@@ -210,12 +218,13 @@ def joint_of(
     *,
     fused: bool = False,
 ) -> JointGraph:
-    """Trace forward and backward of ``block`` into one graph; no numbers are computed.
+    """Trace forward and backward of ``block``, a piece of the model, into one graph; no numbers are computed.
 
-    ``needs_input_grad``, ``needs_state_grad``, ``output_grads``: which inputs, states and outputs have a gradient.
-    Operators that differ between devices, such as fused attention, are those of ``device``. ``fused``: use the kernels
-    of accelerators on any device, for analysis only. Values between functions are contiguous, because the traced
-    kernels assume it.
+    ``needs_input_grad``, ``needs_state_grad``, ``output_grads``: which inputs, states (parameters, buffers, constants)
+    and outputs have a gradient. Operators that differ between devices, such as fused attention, are those of
+    ``device``. ``fused``: use the kernels of accelerators on any device, for analysis only. Values between functions
+    are contiguous, because the traced kernels assume it. Raise :class:`UnsupportedError` if an operator has no
+    derivative.
     """
     block = kept_sorted(block)
     needs = [*needs_state_grad, *needs_input_grad]
@@ -234,14 +243,14 @@ def joint_of(
         seeds = [tangents[i] for i in with_grad]
         try:
             grads = torch.autograd.grad([outputs[i] for i in with_grad], wanted, seeds, allow_unused=True)
-        except RuntimeError as error:  # NotImplementedError among them
+        except RuntimeError as error:  # includes NotImplementedError
             raise _build_derivative_error(block, error) from error
         return outputs, [None if g is None else g.contiguous() for g in grads]
 
-    # Rows that are dispatched are of a number that is not known before they are.
+    # The number of rows that a rank gets from expert routing is not known when the block is traced.
     sizes = ShapeEnv() if any(collective_name(n.target) == "route" for n in block.graph.nodes) else None
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes)
-    fake.cache_enabled = False  # few operators of a block are asked for twice: to note them all takes longer
+    fake.cache_enabled = False  # few operators of a block recur, so the cache costs more time than it saves
     with fake, fx.traceback.preserve_node_meta():
         primals = [_make_empty_tensor(n.meta["val"], device) for n in placeholders]
         tangents = [_make_empty_tensor(n.meta["val"], device) for n in block.outputs]
@@ -258,7 +267,11 @@ def joint_of(
 
 
 def _build_derivative_error(block: Block, error: RuntimeError) -> Exception:
-    """What to raise where torch cannot differentiate ``block``: it names an operator without a derivative."""
+    """Return the exception to raise after torch failed to differentiate ``block``.
+
+    It is an :class:`UnsupportedError` that names the operator without a derivative; ``error`` itself if torch failed
+    otherwise.
+    """
     named = _NO_DERIVATIVE.search(str(error))
     if named is None:
         return error
@@ -294,7 +307,11 @@ def _make_empty_tensor(value: Tensor, device: torch.device) -> Tensor:
 
 
 def _interpret_graph(graph: fx.Graph, arguments: list[Tensor], device: torch.device, fused: bool) -> list[Tensor]:
-    """Interpret ``graph``; operators on ``meta`` run on ``device``."""
+    """Run ``graph`` on ``arguments`` and return its outputs; operators that create tensors on ``meta`` create them on
+    ``device``.
+
+    ``fused``: use the kernels of accelerators for attention and RMS norm.
+    """
     env: dict[fx.Node, Any] = {}
     values = iter(arguments)
     for node in graph.nodes:
@@ -324,8 +341,9 @@ def _select_fused_kernel(node: fx.Node) -> Any:
 
 
 def _fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Stand-in for the fused RMS norm of accelerators, which cannot be traced without one. It saves values of the same
-    size, but computes other numbers, so it is for analysis only.
+    """Stand-in for the fused RMS norm of accelerators, which cannot be traced without one.
+
+    It saves values of the same size but computes other numbers, so it is for analysis only.
     """
     alike: Sequence[Tensor] = aten.native_layer_norm(x, shape, weight, None, eps or 0.0)
     return alike[0]
@@ -342,7 +360,7 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Call the attention kernels of accelerators, which can be traced without an accelerator."""
+    """Compute attention with the fused kernels of accelerators, which can be traced without an accelerator."""
     if attn_mask is None and q.shape[-1] == v.shape[-1]:
         flash: Sequence[Tensor] = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)
         return flash[0]
@@ -357,8 +375,9 @@ def _fused_attention(
 
 
 def _settle_sizes(graph: fx.Graph) -> None:
-    """Replace sizes that depend on expert routing by the size under even routing; mark such nodes by
-    ``node.meta["open"]``.
+    """Replace sizes that depend on the routing of rows to experts by the sizes under even routing, in place.
+
+    ``node.meta["open"]`` is set to whether a node had such a size.
     """
     even: dict[Any, int] = {}
     for node in graph.nodes:
@@ -384,7 +403,9 @@ def _settle_sizes(graph: fx.Graph) -> None:
 
 
 def _simplify_views(graph: fx.Graph) -> None:
-    """Remove aliases, pairs of transposes that cancel, and views of views, each of which costs time in every run."""
+    """Remove aliases, pairs of transposes that cancel, and views of views, in place, because each costs time in
+    every run.
+    """
     for node in graph.nodes:
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         if source is None:
@@ -417,7 +438,7 @@ def _list_user_nodes(node: fx.Node) -> list[fx.Node]:
 
 
 def _assign_source_locations(graph: fx.Graph) -> None:
-    """Give backward nodes the module path and source line of the forward operators that they belong to."""
+    """Give backward nodes the module path and source line of the forward operators that they belong to, in place."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     for node in nodes:
         node.meta.update(node.meta.pop("custom", {}))
@@ -433,7 +454,11 @@ def _assign_source_locations(graph: fx.Graph) -> None:
 def _cut_joint_graph(
     graph: fx.Graph, block: Block, needs: Sequence[bool], with_grad: Sequence[int], again: frozenset[str]
 ) -> Differentiated:
-    """Return the functions of a block, copied out of the joint graph, which stays unchanged."""
+    """Return the forward and backward functions of a block, copied out of the joint graph, which stays unchanged.
+
+    ``needs``: for each state and input, whether it gets a gradient. ``with_grad``: positions of the outputs with a
+    gradient. ``again``: names of forward nodes that backward recomputes.
+    """
     nodes = list(graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     num_primals = len(block.placeholders)
@@ -489,8 +514,10 @@ def _extract_subgraph(
 
 @dataclass(frozen=True)
 class CollectiveUse:
-    """One collective in a graph. All ranks of its group must call it with equal values. ``shape``: the
-    operand's shape.
+    """One collective in a graph. All ranks of its group must call it with equal field values.
+
+    ``node``: the name of its graph node. ``op``: the collective. ``axis``: the mesh axis. ``shape`` and ``dtype``:
+    those of the operand. ``path`` and ``source``: the module path and source line, for messages.
     """
 
     node: str
@@ -503,7 +530,7 @@ class CollectiveUse:
 
 
 def collectives_of(graph: fx.Graph) -> list[CollectiveUse]:
-    """Return the communicating operators of ``graph``, in order."""
+    """Return the operators of ``graph`` that communicate, in order."""
     uses = []
     for node in graph.nodes:
         name = collective_name(node.target) if node.op == "call_function" else None

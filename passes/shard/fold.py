@@ -1,8 +1,10 @@
-"""Fold a flat graph into block types and calls.
+"""Fold a flat graph of the model into blocks and calls.
 
-Requires: a captured graph in normal form. Provides: a :class:`FoldedModel`. Values that depend on inputs and constants
-alone (masks, rotary tables, shifted labels) and that several calls read are made by ``shared`` calls; those that one
-call reads are made in it, as are those that only go into a buffer: a result of the call that changes it.
+A block is a piece of the model with one graph, such as a layer; a call is one run of a block with its own parameters
+and inputs. Equal layers share a block. Requires: a captured graph in normal form. Provides: a :class:`FoldedModel`.
+Values that depend on inputs and constants only (masks, rotary tables, shifted labels) are computed by ``shared`` calls
+if several calls read them. If one call reads them, it computes them itself. Values that only go into a buffer are
+results of the call that changes the buffer.
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ _SHARED = "shared"
 
 
 def fold(captured: Captured) -> FoldedModel:
-    """Return the folded model of a captured graph. The captured graph is changed in place."""
+    """Return the model of a captured graph as blocks and calls of them.
+
+    A block is a piece of the model with one graph, such as a layer; a call is one run of a block with its own
+    parameters and inputs. Equal layers share one block. The captured graph is changed in place.
+    """
     graph = captured.graph
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -67,7 +73,7 @@ def fold(captured: Captured) -> FoldedModel:
 
 
 def _join_results(graph: fx.Graph) -> None:
-    """Move each ``getitem`` next to the operator with several results that it reads."""
+    """Move each ``getitem``, in place, next to the operator with several results that it reads."""
     last: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is operator.getitem:
@@ -77,7 +83,9 @@ def _join_results(graph: fx.Graph) -> None:
 
 
 def _copy_returned_states(graph: fx.Graph) -> dict[str, str]:
-    """Insert a copy of each state that the model returns unchanged; return a map from old to new node names."""
+    """Insert a copy of each parameter or buffer that the model returns unchanged; return a map from old to new node
+    names.
+    """
     output = graph.output_node()
     moved: dict[str, str] = {}
     for node in output.all_input_nodes:
@@ -93,7 +101,7 @@ def _copy_returned_states(graph: fx.Graph) -> dict[str, str]:
 
 # --- values of inputs and constants alone -----------------------------------------------------------------------------
 def _free_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Operators that depend on no parameter and multiply no matrices."""
+    """Return the operators that depend on no parameter and on no matrix product."""
     free: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -106,7 +114,7 @@ def _free_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _share_common(graph: fx.Graph, free: set[fx.Node]) -> dict[str, str]:
-    """Merge equal operators among ``free``; return a map from removed node names to the kept ones."""
+    """Merge equal operators among ``free``, in place; return a map from removed node names to the kept ones."""
     seen: dict[Any, fx.Node] = {}
     merged: dict[str, str] = {}
     for node in list(graph.nodes):
@@ -133,8 +141,11 @@ def _freeze_argument(argument: Any) -> Any:
 
 
 def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[fx.Node]], list[Unit]]:
-    """Move operators of ``free`` that one unit reads into that unit; return the rest as groups of shared operators, and
-    the new units.
+    """Distribute the operators of ``free`` over the units, which are groups of operators that become the calls of the
+    model.
+
+    An operator that only one unit reads moves into that unit. Return the other operators of ``free`` as connected
+    groups, which become shared calls, and the new units.
     """
     if not units:
         return [], [Unit("", list(free))] if free else []
@@ -158,7 +169,10 @@ def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[f
 
 
 def _before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Return ``nodes`` with each needed node of ``free`` (node to position) inserted just before its first reader."""
+    """Return ``nodes`` with each needed operator of ``free`` inserted just before its first reader.
+
+    ``free``: maps each operator to its position in the graph.
+    """
     placed: dict[fx.Node, None] = {}
     for node in nodes:
         needed: set[fx.Node] = set()
@@ -173,8 +187,8 @@ def _before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[f
 
 
 def _mark_copied(graph: fx.Graph) -> None:
-    """Mark values that every reader computes itself because this is cheaper than storing them
-    (``node.meta["copied"]``).
+    """Mark operators (``node.meta["copied"]``) that every reader computes itself because this is cheaper than storing
+    the result.
 
     These are operators without operands, and the element indices of random numbers.
     """
@@ -189,7 +203,10 @@ def _is_copied(node: fx.Node) -> bool:
 
 
 def _find_connected_components(nodes: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
-    """Return the connected groups of ``nodes``, each in order."""
+    """Return the connected groups of ``nodes`` in the graph, each in execution order.
+
+    ``order``: maps each node to its position; the groups are ordered by their first node.
+    """
     parent = {n: n for n in nodes}
 
     def find(n: fx.Node) -> fx.Node:
@@ -210,13 +227,17 @@ def _find_connected_components(nodes: Sequence[fx.Node], order: Mapping[fx.Node,
 
 # --- blocks and calls -------------------------------------------------------------------------------------------------
 class _Folder:
-    """Creates the calls in order. ``value_of``: the name of every graph node that passes between calls."""
+    """Creates the blocks (graphs that equal layers share) and calls (runs of a block) of a model, in execution order.
+
+    ``shared``: groups of operators that become shared calls. ``units``: groups that become the other calls.
+    ``value_of``: the name of the value for every node that passes between calls.
+    """
 
     def __init__(self, captured: Captured, shared: list[list[fx.Node]], units: list[Unit]) -> None:
         self.captured = captured
         self.shared = shared
         self.units = units
-        self.calls: list[Call] = []  # their block's name is set at the end
+        self.calls: list[Call] = []  # the block names in them are set at the end
         self.keys: list[tuple[Any, ...]] = []
         self.specs: dict[str, TensorSpec] = {}
         self.blocks: dict[tuple[Any, ...], Block] = {}
@@ -255,7 +276,9 @@ class _Folder:
         return path if count == 0 else self.make_unique_path(f"{path}#{count}")
 
     def named_blocks(self) -> dict[str, Block]:
-        """Name the blocks, set the block names of the calls, and return the blocks by name."""
+        """Name the blocks after the modules that run them, set these names in the calls, and return the blocks by
+        name.
+        """
         paths: dict[Any, list[str]] = {}
         for key, call in zip(self.keys, self.calls, strict=True):
             paths.setdefault(key, []).append(call.path)

@@ -1,12 +1,12 @@
-"""Key and value heads that a model repeats, one for each query head, before attention: find them, and undo it.
+"""Find key and value heads that a model repeats once for each query head before attention, and remove the repetition.
 
-Models with grouped queries write it as an expansion and a reshape (``repeat_kv`` of Hugging Face), as a
-``repeat_interleave`` or as ``repeat``, on heads in whatever dim they are at that point. Attention within a band takes
-fewer heads of keys than of queries, so ranks that share a sequence exchange each key head once: of 8 key heads for 64
-query heads an eighth of the bytes. Their gradients are added up over the repetitions where attention makes them.
+Models with grouped queries write it as an expansion and a reshape (``repeat_kv`` of Hugging Face), as
+``repeat_interleave`` or as ``repeat``, with the heads in any dim. Attention within a band accepts fewer key heads than
+query heads, so ranks that share a sequence can exchange each key head once: with 8 key heads for 64 query heads, an
+eighth of the bytes. The gradients of the repetitions are then added up inside attention.
 
-Requires: a graph in normal form. A tensor counts as repeated where every step from the repetition to the attention
-keeps the repetitions of a head beside each other: reshapes, transposes, copies and changes of type.
+Requires: a graph in normal form. A tensor counts as repeated if every step from the repetition to attention keeps the
+copies of a head adjacent: reshapes, transposes, copies and casts.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ _CASTS = frozenset((aten._to_copy.default, aten.to.dtype))
 
 @dataclass(frozen=True)
 class _RepeatedDim:
-    """Where repetitions are in a tensor: in ``dim``, each of ``outer`` slices ``times`` in a row, of ``inner`` elements
-    of that dim. ``shape``: that of the tensor without them."""
+    """Where the copies are in a tensor that was repeated along one dim.
+
+    In ``dim``, each of ``outer`` slices appears ``times`` in a row; a slice has ``inner`` elements of that dim.
+    ``shape``: the shape of the tensor without copies.
+    """
 
     shape: tuple[int, ...]
     dim: int
@@ -57,15 +60,18 @@ class _RepeatedDim:
 
 @dataclass(frozen=True)
 class RepeatedHeads:
-    """A tensor ``[..., heads, positions, d]`` is ``source`` after ``steps`` with each head ``times`` in a row. A step
-    is a shape, for a reshape, or an operator that is run as it is."""
+    """A tensor ``[..., heads, positions, d]`` that is ``source`` after ``steps``, with each head repeated ``times`` in
+    a row.
+
+    A step is a shape (a reshape to it) or an operator node to run on the unrepeated tensor.
+    """
 
     source: fx.Node
     steps: tuple[tuple[int, ...] | fx.Node, ...]
     times: int
 
     def build(self, graph: fx.Graph) -> fx.Node:
-        """Append operators for the tensor without repetitions to ``graph``, and return its node."""
+        """Append the operators for the tensor without copies of its heads to ``graph``, and return its node."""
         made, given = self.source, self.source.meta.get("grad")
         for step in self.steps:
             if isinstance(step, fx.Node):
@@ -108,7 +114,7 @@ def repeated_heads(value: fx.Node) -> RepeatedHeads | None:
 
 
 def _find_repeated_dim(node: fx.Node) -> _RepeatedDim | None:
-    """The place of the repetitions that ``node`` makes along one dim; ``None`` where it makes none."""
+    """Return where ``node`` repeats its operand along one dim; ``None`` if it does not."""
     if node.op != "call_function":
         return None
     if node.target is aten.repeat_interleave.self_int:
@@ -131,7 +137,7 @@ def _find_repeated_dim(node: fx.Node) -> _RepeatedDim | None:
 
 
 def _find_dim_order(node: fx.Node) -> tuple[int, ...] | None:
-    """The order of dims that ``node`` puts them in; ``None`` for other operators."""
+    """Return the operand dim of each result dim of a transpose or permutation; ``None`` for other operators."""
     if node.op != "call_function" or node.target not in (aten.transpose.int, aten.permute.default):
         return None
     rank = len(get_meta_shape(node))
@@ -144,7 +150,7 @@ def _find_dim_order(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _reshape_repeated_dim(place: _RepeatedDim, after: Sequence[int]) -> _RepeatedDim | None:
-    """The place after a reshape of the tensor to ``after``; ``None`` where that cuts through the repetitions."""
+    """Return where the copies are after a reshape to ``after``; ``None`` if a dim of the result splits the copies."""
     before = math.prod(place.shape[: place.dim]) * place.outer  # slices that are repeated
     reached = 1
     for dim, size in enumerate(after):
@@ -159,7 +165,7 @@ def _reshape_repeated_dim(place: _RepeatedDim, after: Sequence[int]) -> _Repeate
 
 
 def _reshaped_from(node: fx.Node, dims: tuple[int, ...]) -> fx.Node | None:
-    """What ``node`` was reshaped from, if that has the shape ``dims``."""
+    """Return ``node``, or the node it was reshaped from, that has the shape ``dims``; ``None`` if there is none."""
     while get_meta_shape(node) != dims:
         if node.op != "call_function" or node.target not in _RESHAPES:
             return None
@@ -168,7 +174,9 @@ def _reshaped_from(node: fx.Node, dims: tuple[int, ...]) -> fx.Node | None:
 
 
 def count_head_repetitions(attention: fx.Node) -> int:
-    """Return how often an attention repeats each key and value head, if it can read them unrepeated; otherwise 1."""
+    """Return how many copies of each key and value head the attention reads, if it could read them unrepeated;
+    otherwise 1.
+    """
     if find_attention_band(attention) is None:
         return 1
     query, key, value = operands_of(attention)[:3]
@@ -182,22 +190,28 @@ def count_head_repetitions(attention: fx.Node) -> int:
 
 
 def exchanged_times(heads: int, times: int, tp: int) -> int:
-    """Return how many copies of each key head ``tp`` ranks exchange: the fewest that split evenly over them."""
+    """Return how many copies of each key head ranks must exchange so that the heads split evenly over ``tp`` ranks.
+
+    It is the smallest such divisor of ``times``, or ``times`` itself. ``heads``: the number of key heads including
+    copies. ``times``: the number of copies of each.
+    """
     once = heads // times
     return next(n for n in range(1, times + 1) if times % n == 0 and (once * n % tp == 0 or n == times))
 
 
 def group_queries(block: Block, tp: int = 1) -> Block:
-    """Let attention over a sharded sequence read each key head as few times as ``tp`` ranks allow. Change and return
-    ``block``.
+    """Reduce the copies of key and value heads that attention over a sharded sequence reads in ``block``.
+
+    The fewest copies remain with which the heads split evenly over ``tp`` ranks. ``block`` is changed and returned.
     """
     _read_once(block, ops.context_attention.default, tp)
     return block
 
 
 def read_heads_once(block: Block) -> bool:
-    """Let every attention within a band in ``block`` read each key head once, in place; return whether anything
-    changed.
+    """Remove repeated key and value heads from every attention in ``block`` that can do without, in place.
+
+    Return whether anything changed.
     """
     targets = aten.scaled_dot_product_attention.default, ops.band_attention.default
     changed = [_read_once(block, target, 1) for target in targets]
@@ -225,7 +239,7 @@ def _read_once(block: Block, target: Any, tp: int) -> bool:
 
 
 def _with_heads(graph: fx.Graph, value: fx.Node, times: int) -> fx.Node:
-    """``value`` with each head ``times`` rather than as often as it is repeated."""
+    """Return ``value`` with each head repeated ``times``, instead of as often as the model repeats it."""
     found = repeated_heads(value)
     assert found is not None, value
     made = found.build(graph)

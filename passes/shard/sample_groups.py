@@ -1,13 +1,15 @@
-"""A step as the mean over groups of consecutive samples: the model of one group, and its part of the mean.
+"""Define a step as the mean over groups of consecutive samples, and derive the model of one group and its share of the
+mean.
 
-Requires: a captured graph in normal form, of one group. Provides: an equivalent graph whose loss, and whose results
-without samples, are the group's share of the mean over all groups. Random numbers are drawn by the index of the group,
-so they do not depend on the rank or microbatch that computes it. Samples of different groups do not interact.
+This serves models whose samples interact, as in batch statistics or contrastive losses: samples of different groups do
+not interact. Requires: a captured graph in normal form, of one group. Provides: an equivalent graph whose loss, and
+whose results without a dim of samples, are the group's share of the mean over all groups. Random numbers are drawn by
+the index of the group, so they do not depend on the rank or microbatch that computes it.
 
-Buffers that forward changes are recurrences over the groups. A buffer that takes ``a * old + b``, with a number ``a``
-and a ``b`` that depends on no such buffer (running statistics, averages, counters, the last group's values), takes a
-sum instead: after groups 0 to n - 1 it is ``a^n * old`` plus the sum of ``a^(n - 1 - i) * b_i``. Each group gives its
-addend, on any rank and in any order.
+Buffers that forward changes are recurrences over the groups. If a buffer becomes ``a * old + b``, with a number ``a``
+and a ``b`` that depends on no such buffer (running statistics, averages, counters, the last group's values), the
+recurrence is replaced by a sum: after groups 0 to n - 1 the buffer is ``a^n * old`` plus the sum of ``a^(n - 1 - i) *
+b_i``. Each group computes its addend, on any rank and in any order.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ _SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
 
 @dataclass
 class Recurrences:
-    """Buffers that forward changes. ``updates``: for each buffer, the node with its new value or its addend. ``keeps``:
-    for each buffer that is a sum, the factor of its old value.
+    """The buffers that forward changes, with the nodes of their new values.
+
+    ``updates``: for each buffer, the name of the node with its new value or, if groups are added up, its addend.
+    ``keeps``: for each buffer that is a sum, the factor of its old value over the whole step.
     """
 
     updates: dict[str, str] = field(default_factory=dict)
@@ -42,10 +46,12 @@ class Recurrences:
 
 
 def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) -> Recurrences:
-    """Rewrite the buffer updates in the graph of one ``group`` in place, and return them.
+    """Rewrite the buffer updates in the graph of one group of samples so that the groups' addends can be summed in any
+    order.
 
-    ``apart``: the nodes that depend on the samples of the group. Raise :class:`UnsupportedError` for a buffer whose
-    update needs the result of the previous group.
+    The graph is changed in place; the updates are returned. ``num_groups``: the number of groups in a step. ``apart``:
+    the nodes that depend on the samples of the group. Raise :class:`UnsupportedError` for a buffer whose update needs
+    the result of the previous group in another way.
     """
     found = Recurrences(dict(group.updates))
     if num_groups == 1 or not group.updates:
@@ -72,7 +78,7 @@ def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) ->
                 _format_buffer_refusal(group.states[state], _OTHER.format(line=_format_source_line(new)))
             )
         if new not in chain and new not in apart:
-            continue  # the same after every group
+            continue  # equal after every group
         if new.meta["val"].dtype == torch.bool or (
             factor not in (0.0, 1.0) and not get_node_tensor(new).dtype.is_floating_point
         ):
@@ -118,7 +124,11 @@ def _collect_dependent_nodes(old: fx.Node, output: fx.Node) -> set[fx.Node]:
 
 
 def _find_linear_factor(node: Any, old: fx.Node | None, chain: Collection[fx.Node]) -> float | None:
-    """Return ``a`` if ``node`` has the form ``a * old + b``, and ``None`` otherwise."""
+    """Return the number ``a`` if ``node`` has the form ``a * old + b`` with ``b`` independent of ``old``; ``None``
+    otherwise.
+
+    ``chain``: all nodes that depend on ``old``.
+    """
     if node is old:
         return 1.0
     if node not in chain:
@@ -150,7 +160,11 @@ def _find_linear_factor(node: Any, old: fx.Node | None, chain: Collection[fx.Nod
 def _build_group_addend(
     graph: fx.Graph, new: fx.Node, old: fx.Node | None, chain: Collection[fx.Node], factor: float, num_groups: int
 ) -> fx.Node:
-    """Add operators for the addend of one group, ``a^(n - 1 - i) * b`` for group i of n, and return the result."""
+    """Append the operators for the addend of one group to a buffer, and return the node.
+
+    It is ``factor^(n - 1 - i) * b`` for group i of n, where the buffer's new value is ``factor * old + b``. ``chain``:
+    all nodes that depend on ``old``.
+    """
     build = Builder(graph, new)
     if old is not None and new in chain:
         with graph.inserting_before(next(n for n in graph.nodes if n in chain)):
@@ -172,10 +186,11 @@ def _build_group_addend(
 
 @dataclass(frozen=True)
 class GroupModel:
-    """The graph of one group of samples.
+    """The graph of one group of samples, and how inputs are cut and results are combined.
 
     ``inputs``: for each input path, the dim of its samples; ``None`` if every group reads the whole input. ``outputs``:
-    for each output path, the layout that says how the results of the groups combine (joined, summed or equal).
+    for each output path, the layout that says how the results of the groups combine: sharded means joined, partial
+    means summed, whole means equal.
     """
 
     captured: Captured
@@ -183,7 +198,7 @@ class GroupModel:
     outputs: dict[str, Layout]
 
     def whole_shape(self, path: str, count: int) -> tuple[int, ...]:
-        """Return the shape of the input ``path`` for ``count`` groups."""
+        """Return the shape of the input ``path`` of the model for ``count`` groups together."""
         part = next(i.spec.shape for i in self.captured.inputs if i.path == path)
         return tuple(size * count if d == self.inputs[path] else size for d, size in enumerate(part))
 
@@ -191,12 +206,14 @@ class GroupModel:
 def mean_over_groups(
     group: Captured, dims: Mapping[str, int | None], num_groups: int, twice: Callable[[], Captured]
 ) -> GroupModel:
-    """Return the model of one ``group``, whose loss is its share of the mean over ``num_groups`` groups.
+    """Return the model of one group of consecutive samples, whose loss is its share of the mean over ``num_groups``
+    groups.
 
-    ``dims``: the dim of samples of each input, by path (default: the first). ``twice``: captures the model with twice
-    the samples, which shows the dims of samples in its results. Results with such a dim are joined along it. Other
-    results are averaged, or left alone if they depend on no sample. Raise :class:`UnsupportedError` for a result or
-    changed buffer that cannot be combined in these ways.
+    ``group``: the captured model of one group; samples of different groups do not interact. ``dims``: the dim of
+    samples of each input, by path (default: the first). ``twice``: captures the model with twice the samples, which
+    shows the dims of samples in its results. Results with such a dim are joined along it. Other results are averaged,
+    or left alone if they depend on no sample. Raise :class:`UnsupportedError` for a result or changed buffer that
+    cannot be combined in these ways.
     """
     inputs = {i.path: dims.get(i.path, 0) if i.spec.shape else None for i in group.inputs}
     nodes = {n.name: n for n in group.graph.nodes}
@@ -245,8 +262,10 @@ def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
 
 
 def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, apart: bool) -> Layout:
-    """Return how the groups' results of ``node`` combine. ``larger``: its shape with twice the samples; ``apart``:
-    whether it depends on samples.
+    """Return the layout that says how the groups' results of ``node`` combine: joined along a dim, summed, or equal.
+
+    ``larger``: its shape in a model with twice the samples; the dim of samples is the one that grew. ``apart``: whether
+    it depends on samples.
     """
     one = list_node_sizes(node)
     if larger is not None and len(larger) != len(one):
@@ -271,7 +290,7 @@ def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, apar
 
 
 def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_groups: int) -> dict[str, str]:
-    """Divide each of ``nodes``, outputs of the graph, by the number of groups; return a map from old to
+    """Divide each of ``nodes``, which are outputs of the graph, by the number of groups; return a map from old to
     new node names.
     """
     if num_groups == 1:
@@ -287,7 +306,9 @@ def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_grou
 
 
 def _draw_apart(graph: fx.Graph, num_groups: int) -> None:
-    """Offset the indices of random numbers by the group, so that every group draws different numbers."""
+    """Offset the element indices of random operators by the group, in place, so that every group draws different
+    numbers.
+    """
     for node in list(graph.nodes) if num_groups > 1 else ():
         if node.target not in DRAWS:
             continue

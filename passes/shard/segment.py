@@ -1,10 +1,11 @@
-"""Cut a flat graph into units: runs of consecutive operators that become the calls of a folded model.
+"""Cut a flat graph into units: runs of consecutive operators that become the calls (such as layers) of a folded model.
 
 Requires: ``stack`` on every operator (the module calls around it). Provides: units in execution order. A unit is one
-call of a module: of the outermost modules that are repeated, otherwise of the smallest modules that a container holds.
-Operators between them, and modules without parameters, go to a neighbour, so that repeated units stay alike.
+call of a module. If modules are repeated, units are the outermost repeated modules; otherwise, they are the smallest
+modules in a container. Operators between them, and modules without parameters, are added to a neighbour, so that
+repeated units stay equal.
 
-:func:`split_by_period` finds repetition that no module structure shows: layers written out in one ``forward``.
+:func:`split_by_period` finds repetition that no module structure shows: layers that are written out in one ``forward``.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from torch import Tensor, fx
 from partitioner.passes.ir.value_numbering import compute_signature
 from partitioner.passes.products import is_product_name
 
-_CANDIDATES = 16  # periods that are tried
+_CANDIDATES = 16  # number of periods that are tried
 
-_SHARE = 0.5  # of the operators, at least, are in the repetition
+_SHARE = 0.5  # least share of the operators that must be in the repetition
 
 
 def split_by_period(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Cut ``nodes`` into the repetitions of the most repeated pattern; return one piece if no pattern dominates.
+    """Cut ``nodes`` into the repetitions of the most repeated pattern of operators, and return the pieces in order.
 
-    The cuts are placed where the fewest values cross them.
+    The cuts are placed where the fewest values cross them. There is one piece if no pattern covers at least half of the
+    operators.
     """
     tokens = _number_operators(nodes)
     best = max((_find_longest_repetition(tokens, p) for p in _find_frequent_periods(tokens)), default=(0, 0, 0))
@@ -46,7 +48,7 @@ def split_by_period(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _number_operators(nodes: Sequence[fx.Node]) -> np.ndarray[Any, Any]:
-    """Return a number for each operator, equal for equal operators, constants and shapes."""
+    """Return an array with a number for each operator, equal for operators with equal targets, constants and shapes."""
     numbers: dict[Any, int] = {}
     return np.array([numbers.setdefault(_build_operator_key(n), len(numbers)) for n in nodes])
 
@@ -65,7 +67,9 @@ def _build_shape_key(node: fx.Node) -> Any:
 
 
 def _find_frequent_periods(tokens: np.ndarray[Any, Any]) -> list[int]:
-    """Return the most frequent distances between consecutive equal tokens, most frequent first."""
+    """Return the most frequent distances between consecutive equal tokens (numbers of equal operators), most
+    frequent first.
+    """
     last: dict[int, int] = {}
     distances: Counter[int] = Counter()
     for position, token in enumerate(tokens.tolist()):
@@ -76,7 +80,9 @@ def _find_frequent_periods(tokens: np.ndarray[Any, Any]) -> list[int]:
 
 
 def _find_longest_repetition(tokens: np.ndarray[Any, Any], period: int) -> tuple[int, int, int]:
-    """Return (length, start, period) of the longest stretch that repeats with ``period``."""
+    """Return (length, start, period) of the longest stretch of ``tokens`` that repeats with ``period``; length 0 if
+    none does.
+    """
     equal = np.concatenate([[False], tokens[:-period] == tokens[period:], [False]])
     edges = np.flatnonzero(equal[1:] != equal[:-1])
     starts, ends = edges[::2], edges[1::2]
@@ -87,7 +93,7 @@ def _find_longest_repetition(tokens: np.ndarray[Any, Any], period: int) -> tuple
 
 
 def _count_crossing_values(nodes: Sequence[fx.Node]) -> list[int]:
-    """Return, for each position, how many values are computed before it and read at or after it."""
+    """Return, for each position in ``nodes``, how many values are computed before it and read at or after it."""
     place = {n: i for i, n in enumerate(nodes)}
     change = [0] * (len(nodes) + 1)
     for i, node in enumerate(nodes):
@@ -105,13 +111,15 @@ def _count_crossing_values(nodes: Sequence[fx.Node]) -> list[int]:
 
 _CONTAINERS = ("Sequential", "ModuleList")
 
-_DOMINANT = 0.5  # of a module's work, for repeated children to be what it is made of
+_DOMINANT = 0.5  # share of a module's work that repeated children must do to count
 
 
 @dataclass
 class Unit:
-    """Consecutive operators that become one call. ``path``: their module call. ``glue``: they read no parameter and
-    belong to no unit of their own. ``leaf``: they are one module without submodules that hold parameters.
+    """Consecutive operators that become one call of the folded model, such as the run of one layer.
+
+    ``path``: the module call that they belong to. ``glue``: they belong to no module that is a unit and read no
+    parameter. ``leaf``: they are one module without submodules that have parameters.
     """
 
     path: str
@@ -122,13 +130,17 @@ class Unit:
 
 @dataclass
 class _ModuleCall:
-    """One call of a module, with its operators and its calls of submodules (``children``, in order)."""
+    """One call of a module, with its operators and its calls of submodules.
+
+    ``children``: the calls of submodules by name, in order. ``nodes``: all operators inside, in order. ``work``: a
+    rough number of operations. ``key``: equal for calls of equal structure.
+    """
 
     name: str
     class_name: str
     parent: _ModuleCall | None
     children: dict[str, _ModuleCall] = field(default_factory=dict)
-    nodes: list[fx.Node] = field(default_factory=list)  # all below, in order
+    nodes: list[fx.Node] = field(default_factory=list)  # all operators inside, in order
     parameters: int = 0
     work: float = 0.0
     key: int = 0  # equal for calls of equal structure
@@ -139,20 +151,23 @@ class _ModuleCall:
 
     @property
     def list_prefix(self) -> str | None:
-        """``model.layers`` for ``model.layers.3``."""
+        """Return the path of the list that holds the module: ``model.layers`` for ``model.layers.3``; ``None`` if it
+        is in no list.
+        """
         prefix, _, last = self.path.rpartition(".")
         return prefix if last.isdigit() else None
 
     @property
     def parts(self) -> list[_ModuleCall]:
-        """Return the children that hold parameters."""
+        """Return the calls of submodules that read parameters."""
         return [c for c in self.children.values() if c.parameters]
 
 
 def segment_operators(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[Unit]:
-    """Return the units of ``nodes`` (operators, in order). Every node is in exactly one unit.
+    """Cut ``nodes`` (operators, in order) into units, which become the calls of the model, such as the run of one
+    layer.
 
-    ``classes``: the class name of each module path.
+    Every node is in exactly one unit. ``classes``: the class name of each module path.
     """
     root = _call_tree(nodes, classes)
     atoms: list[_ModuleCall] = []
@@ -190,7 +205,7 @@ def _is_parameter(node: fx.Node) -> bool:
 
 
 def _estimate_operator_work(node: fx.Node) -> float:
-    """Return a rough number of operations of an operator."""
+    """Return a rough number of arithmetic operations of an operator."""
     value = node.meta["val"]
     result = sum(math.prod(v.shape) for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Tensor))
     if not is_product(node):
@@ -203,7 +218,7 @@ def _estimate_operator_work(node: fx.Node) -> float:
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether an operator is a product (such as a matrix product), with more than a few operations per
+    """Whether an operator is a product (matrix product, convolution, attention), which does many operations per
     operand element.
     """
     return is_product_name(getattr(getattr(node.target, "_schema", None), "name", "").rpartition("::")[2])
@@ -211,7 +226,7 @@ def is_product(node: fx.Node) -> bool:
 
 # --- which module calls are units -------------------------------------------------------------------------------------
 def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall], is_root: bool = False) -> None:
-    """Append to ``atoms`` the calls below ``call`` that are units."""
+    """Append to ``atoms`` the module calls inside ``call`` that become units (calls of the folded model)."""
     parts = call.parts
     for part in parts:
         part.key = hash(compute_signature(part.nodes).key)
@@ -230,7 +245,7 @@ def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall], is_root: bo
 
 
 def _is_unit_container(call: _ModuleCall) -> bool:
-    """Whether a module that occurs once is a container of units rather than a unit."""
+    """Whether a module that occurs once is divided into units (calls of the folded model) instead of being one unit."""
     parts = call.parts
     if not parts:
         return False
@@ -241,7 +256,8 @@ def _is_unit_container(call: _ModuleCall) -> bool:
 
 
 def _longest_chain(call: _ModuleCall) -> int:
-    """Return the number of similar child calls in chains, of ``call`` or of a child that does most of its work.
+    """Return the number of equal submodule calls that follow one another, in ``call`` or in a child that does most of
+    its work.
 
     Chains that do less than half of the work of their parent count as 0.
     """
@@ -256,7 +272,7 @@ def _longest_chain(call: _ModuleCall) -> int:
 
 
 def _is_call_chain(calls: Sequence[_ModuleCall]) -> bool:
-    """Whether each call reads, however indirectly, what the one before it made."""
+    """Whether each module call in ``calls`` reads, directly or indirectly, a result of the one before it."""
     for before, after in itertools.pairwise(calls):
         last = after.nodes[-1]
         reached = set(before.nodes)
@@ -297,7 +313,9 @@ def _own_path(node: fx.Node) -> str:
 
 
 def _merge_glue(units: list[Unit]) -> list[Unit]:
-    """Join operators between units (glue) to a neighbouring unit so that similar units stay equal."""
+    """Return ``units`` with the glue (operators between modules) added to neighbouring units, so that equal units
+    stay equal.
+    """
     keys = [hash(compute_signature(u.nodes).key) for u in units]
     counts = Counter(k for u, k in zip(units, keys, strict=True) if not u.glue)
     repeated = [not u.glue and not u.leaf and counts[k] > 1 for u, k in zip(units, keys, strict=True)]

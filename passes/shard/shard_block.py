@@ -1,8 +1,9 @@
-"""Rewrite a block's graph for the layouts chosen on one mesh axis.
+"""Rewrite a block's graph for the layouts chosen on one mesh axis, so that it has local shapes and explicit
+collectives.
 
-Requires: values and ``grad`` marks on every node. Provides: the block as one rank runs it, with local shapes and
-explicit collectives. Reshards are inserted once per (value, layout) and shared by all readers. The pass is applied once
-per axis; the next axis sees a smaller graph.
+A block is a piece of the model with one graph, such as a layer. Requires: values and ``grad`` marks on every node.
+Provides: the block as one rank runs it. Each change of a tensor's layout is inserted once and shared by all readers.
+The pass is applied once per axis; the next axis sees a smaller graph.
 
 :func:`fuse_bias` merges a bias with the matrix product that it directly follows, which the normal form had separated.
 Requires: a local graph (after the last :func:`shard_block`). Provides: an equivalent graph with fewer operators.
@@ -30,13 +31,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Reshard:
-    """The collectives that a change of layout needs in forward and in backward; ``None`` means no communication."""
+    """The collectives of a change of layout: in forward, and for its gradient in backward; ``None`` means no
+    communication.
+    """
 
     forward: str | None
     backward: str | None
 
 
-# (from, to); a pair that is absent cannot be had. A shard that stays on its dim is no reshard.
+# (from, to) -> collectives; an absent pair is not possible. A shard that stays on its dim needs no reshard.
 RESHARDS: dict[tuple[str, str], Reshard] = {
     ("S", "S"): Reshard("all_to_all", "all_to_all"),
     ("S", "R"): Reshard("all_gather", None),
@@ -57,7 +60,12 @@ RESHARDS: dict[tuple[str, str], Reshard] = {
 
 @dataclass(frozen=True)
 class BlockSharding:
-    """The layouts chosen for one block on one axis, by node name."""
+    """The layouts chosen for one block (a piece of the model with one graph) on one mesh axis.
+
+    ``strategies``: the layouts of each operator's operands and results, by node name. ``inputs``, ``states``: the
+    layouts of the placeholders for activations and for parameters and buffers, by name. ``outputs``: the layouts of the
+    outputs, in order.
+    """
 
     strategies: dict[str, Strategy]
     inputs: dict[str, Layout]
@@ -66,12 +74,16 @@ class BlockSharding:
 
     @property
     def key(self) -> Hashable:
-        """Return a hashable key; it is equal for equal layouts."""
+        """Return a hashable key that is equal for equal layouts."""
         return *(tuple(of.items()) for of in (self.strategies, self.inputs, self.states)), self.outputs
 
 
 def shard_block(block: Block, sharding: BlockSharding, axis: str, num_ranks: int) -> Block:
-    """Return ``block`` as one rank runs it; the block itself if the axis has one rank."""
+    """Return the graph of ``block``, a piece of the model such as a layer, as one rank of ``axis`` runs it.
+
+    It has local shapes and explicit collectives. ``sharding``: the layouts of all tensors. ``num_ranks``: the size of
+    the axis; the block itself is returned if it is 1.
+    """
     if num_ranks == 1:
         return block
     rewriter = _Rewriter(axis, num_ranks)
@@ -88,7 +100,9 @@ def shard_block(block: Block, sharding: BlockSharding, axis: str, num_ranks: int
 
 
 class _Rewriter:
-    """Builds the local graph. ``made``: the local node for each (global node, layout) that exists so far."""
+    """Builds the local graph of one rank. ``made``: the local node of each global node in each layout that exists so
+    far.
+    """
 
     def __init__(self, axis: str, num_ranks: int) -> None:
         self.graph = fx.Graph()
@@ -122,7 +136,9 @@ class _Rewriter:
         self.made[node, strategy.results[0]] = local
 
     def read_in_layout(self, node: fx.Node, to: Layout) -> fx.Node:
-        """Return the local node with the value of ``node`` in the layout ``to``; reshard it if necessary."""
+        """Return the local node with the value of ``node`` in the layout ``to``; insert collectives if its layout
+        must change.
+        """
         if (node, to) not in self.made:
             (layout,) = self.produced[node]
             self.made[node, to] = self.insert_reshard(node, self.made[node, layout], layout, to)
@@ -138,14 +154,18 @@ class _Rewriter:
         return insert_operator_node(self.graph, getattr(ops, name).default, (local, *args), like=local)
 
     def rank_major(self, local: fx.Node, layout: Layout) -> fx.Node:
-        """Reorder a whole dim so that an even split into contiguous parts gives each rank its shard of ``layout``."""
+        """Reorder the dim of ``layout`` in a whole tensor so that an even split into contiguous parts gives each rank
+        its shard.
+
+        Only a dim with separately sharded sections, or a zigzag layout, needs this.
+        """
         if not layout.sections and not layout.zigzag:
             return local
         parts, order = _order_dim_pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
         return self.reorder_parts(local, layout.dim, parts, order)
 
     def section_major(self, local: fx.Node, layout: Layout) -> fx.Node:
-        """Undo the reordering of :meth:`rank_major`."""
+        """Undo the reordering of :meth:`rank_major`: restore the order of a gathered dim."""
         if not layout.sections and not layout.zigzag:
             return local
         parts, order = _order_dim_pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
@@ -187,7 +207,7 @@ class _Rewriter:
         return self.insert_collective("copy", local, self.axis, self.num_ranks)
 
     def spread_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Turn a whole value into a partial sum: each rank divides it by the number of ranks."""
+        """Turn a tensor that is whole on every rank into a partial sum: each rank divides it by the number of ranks."""
         if source.kind == "R" and local.meta.get("grad"):
             local = self.copy_whole(local, source, to)
         return insert_operator_node(self.graph, aten.mul.Tensor, (local, 1.0 / self.num_ranks), like=local)
@@ -197,7 +217,9 @@ class _Rewriter:
 
 
 def _order_dim_pieces(layout: Layout, size: int, num_ranks: int) -> tuple[list[int], list[int]]:
-    """Return the sizes of the equal pieces of a dim's sections, and the piece indices ordered by rank."""
+    """Return the sizes of the pieces into which a layout cuts a dim, and the indices of the pieces in the order of
+    ranks.
+    """
     by_rank = piece_order(layout, num_ranks)
     count = sum(map(len, by_rank))
     sections = sections_of(layout, size)
@@ -225,8 +247,9 @@ assert _STEPS.keys() == RESHARDS.keys()
 
 
 def fuse_bias(block: Block) -> Block:
-    """Return a copy of ``block`` with additions of a bias fused: ``linear(x, w) + b`` to ``linear(x, w, b)``, ``mm`` to
-    ``addmm``.
+    """Return a copy of ``block`` in which a matrix product and the addition of a bias to it are one operator.
+
+    ``linear(x, w) + b`` becomes ``linear(x, w, b)``, and ``mm(x, w) + b`` becomes ``addmm(b, x, w)``.
     """
     block = block.copy()
     for node in list(block.graph.nodes):

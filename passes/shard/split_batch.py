@@ -1,14 +1,15 @@
-"""Split the batch over microbatches and data-parallel ranks: the mesh axis ``data``, partly in time.
+"""Split the global batch over microbatches and data-parallel ranks, as one mesh axis ``data`` that is partly run in
+time.
 
 Requires: the layouts chosen on the axis ``data`` (every block's :class:`BlockSharding`). Provides: a model of one
-microbatch on one data-parallel rank. A total over the batch that depends on inputs alone (for example the number of
-targets that count) is computed by *prologue* calls before the pipeline starts. A sum that only goes into a buffer is
-completed at the end (``passes/shard/buffer_sums.py``). Any other communication between samples is possible only where
-one microbatch is the whole local batch, and then runs over ``dp``.
+microbatch on one data-parallel rank. A sum over the global batch that depends on inputs alone, such as the number of
+targets that are not ignored, is computed by *prologue* calls before the pipeline starts. A sum that only goes into a
+buffer is completed at the end of the step (``passes/shard/buffer_sums.py``). Any other communication between samples is
+possible only if one microbatch is the whole batch of a rank, and then runs over the axis ``dp``.
 
 :func:`sample_dims` finds the batch dim of each value by following it from operator to operator. Requires: a graph with
-values, and the batch dims of its placeholders. An operator without a factor rule, or a result that mixes samples, has
-no batch dim.
+values, and the batch dims of its placeholders. The result of an operator without a factor rule, or of one that mixes
+samples, has no batch dim.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ def split_batch(
 ) -> FoldedModel:
     """Return the model of one microbatch on one data-parallel rank.
 
-    ``blocks`` and ``values``: the layouts on the axis ``data``. ``parts``: the number of parts of the global batch.
-    ``num_microbatches``: the number of parts that each rank runs. Raise :class:`UnsupportedError` if samples depend on
-    each other in a way that several microbatches cannot compute exactly.
+    ``model``: the model on the global batch, as blocks (graphs of layers) and their calls. ``blocks`` and ``values``:
+    the layouts of each block and value on the axis ``data``, which stands for all parts of the global batch. ``parts``:
+    the number of parts of the global batch. ``num_microbatches``: the number of parts that each rank runs. Raise
+    :class:`UnsupportedError` if samples depend on each other in a way that several microbatches cannot compute exactly.
     """
     if parts == 1:
         return model
@@ -66,15 +68,19 @@ def split_batch(
 
 
 def couples_samples(model: FoldedModel) -> bool:
-    """Whether the split model has collectives between samples, so that its result depends on the number of
-    microbatches.
+    """Whether a model that was split by :func:`split_batch` still has collectives between samples.
+
+    Its result then depends on the number of microbatches.
     """
     nodes = (node for block in model.blocks.values() for node in block.graph.nodes)
     return any(collective_name(node.target) and {"dp", DATA}.intersection(map(str, node.args)) for node in nodes)
 
 
 def _extract_totals(model: FoldedModel) -> FoldedModel:
-    """Move sums over the batch that depend on inputs alone into prologue calls, which run before the pipeline."""
+    """Move sums over the global batch that depend on inputs alone into prologue calls, which run before the pipeline.
+
+    Return the new model; its other calls read the sums as inputs.
+    """
     producers = {v: (i, k) for i, c in enumerate(model.calls) for k, v in enumerate(c.outputs)}
     prologue: list[Call] = []
     blocks, values = dict(model.blocks), dict(model.values)
@@ -100,7 +106,11 @@ def _extract_totals(model: FoldedModel) -> FoldedModel:
 def _is_independent_total(
     model: FoldedModel, call: Call, node: fx.Node, producers: Mapping[str, tuple[int, int]]
 ) -> bool:
-    """Whether ``node`` depends on no parameter and on no other total."""
+    """Whether ``node``, a sum over the batch in ``call``, depends on no parameter and on no other sum over the batch.
+
+    ``call``: the run of a block that contains ``node``. ``producers``: for each value, the index of the call that
+    computes it and of its output.
+    """
     block = model.blocks[call.block]
     bound = dict(zip(block.states, call.states, strict=True))
     passed = dict(zip(block.inputs, call.inputs, strict=True))
@@ -131,7 +141,12 @@ def _list_ancestor_nodes(node: fx.Node) -> list[fx.Node]:
 def _totals_block(
     model: FoldedModel, call: Call, totals: list[fx.Node], name: str, producers: Mapping[str, tuple[int, int]]
 ) -> tuple[Block, tuple[str, ...], tuple[str, ...]]:
-    """Return a block that computes the operands of ``totals``, and the names of the states and inputs that it reads."""
+    """Return a new block (a graph) that computes the operands of the sums ``totals``, and the names of the states and
+    inputs it reads.
+
+    States are parameters, buffers and constants. ``producers``: for each value, the index of its call and of its
+    output.
+    """
     body = _CallInliner(model, producers)
     here = model.calls.index(call)
     outputs = tuple(body.copy_value(here, n.all_input_nodes[0]) for n in totals)
@@ -140,7 +155,7 @@ def _totals_block(
 
 
 class _CallInliner:
-    """Copies values, with all that they are computed from, out of the calls into one graph."""
+    """Copies values and everything that they are computed from out of several calls into one graph."""
 
     def __init__(self, model: FoldedModel, producers: Mapping[str, tuple[int, int]]) -> None:
         self.model = model
@@ -161,7 +176,10 @@ class _CallInliner:
         return self.copied[index, node]
 
     def resolve_placeholder(self, index: int, node: fx.Node) -> fx.Node:
-        """Return the copied node for the value that a placeholder of the call ``index`` reads."""
+        """Return the node in the new graph for the value that the placeholder ``node`` of the call ``index`` reads.
+
+        A value of another call is copied with its operators; a model input or state becomes a placeholder.
+        """
         call = self.model.calls[index]
         block = self.model.blocks[call.block]
         bound = dict(zip((*block.states, *block.inputs), (*call.states, *call.inputs), strict=True))
@@ -189,7 +207,9 @@ class _CallInliner:
 
 
 def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
-    """Return ``block`` with ``totals`` as additional inputs instead of computed values."""
+    """Return ``block`` with the nodes ``totals`` (sums over the batch) as additional inputs instead of computed
+    values.
+    """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in block.placeholders:
@@ -206,8 +226,10 @@ def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
 
 
 def _localise_data_collectives(model: FoldedModel, num_microbatches: int) -> None:
-    """Move collectives from ``data`` to the axis ``dp`` if there is one microbatch; otherwise refuse those that
-    communicate.
+    """Move collectives from the axis ``data`` to ``dp`` if each rank runs one microbatch, in place.
+
+    With several microbatches, replace slices by an index of the microbatch, and raise :class:`UnsupportedError` for a
+    collective that communicates.
     """
     for block in model.blocks.values():
         for node in list(block.graph.nodes):
@@ -228,7 +250,9 @@ def _localise_data_collectives(model: FoldedModel, num_microbatches: int) -> Non
 
 
 def _describe_combining_operator(model: FoldedModel, block: Block, node: fx.Node) -> str:
-    """Return text that names the operator which combines samples: ``node`` or the first reader of its result."""
+    """Return a text that names the operator which combines samples: ``node`` itself or the first reader of its
+    result.
+    """
     reader = node if collective_name(node.target) in _ADDING else _find_first_reader(model, block, node) or node
     where = f"{reader.meta.get('path') or 'the model'} ({reader.meta.get('source') or 'source unknown'})"
     if reader is node or not isinstance(reader.target, torch._ops.OpOverload):
@@ -244,8 +268,10 @@ _MOVING = (aten.split_with_sizes.default, aten.cat.default, operator.getitem)
 
 
 def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.Node | None:
-    """Return the first operator that reads the result of ``node``, in this block or a later call; ``None`` if there is
-    none.
+    """Return the first operator that reads the result of the collective ``node``, in this block or in one that runs
+    later.
+
+    Operators that belong to the collective itself are skipped. ``None`` if there is none.
     """
     place = node.meta.get("path"), node.meta.get("source")
     waiting: list[tuple[Block, fx.Node]] = [(block, node)]
@@ -263,7 +289,10 @@ def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.No
 
 
 def _passed_on(model: FoldedModel, block: Block, output: fx.Node) -> list[tuple[Block, fx.Node]]:
-    """Return (block, placeholder) for each placeholder in later calls that reads ``output`` of ``block``."""
+    """Return (block, placeholder) for each placeholder through which a later call reads ``output`` of ``block``.
+
+    A block is a graph, such as that of a layer, and a call is one run of it.
+    """
     number = block.outputs.index(output)
     values = {c.outputs[number] for c in model.calls if c.block == block.name}
     found = []
@@ -275,7 +304,7 @@ def _passed_on(model: FoldedModel, block: Block, output: fx.Node) -> list[tuple[
 
 
 def _slice_by_index(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace a shard slice by an index look-up, because its position depends on the microbatch."""
+    """Replace the shard slice ``node`` by an index look-up, because its start depends on which microbatch runs."""
     whole, dim, axis, size = node.args
     length = node.meta["val"].shape[dim]
     with graph.inserting_before(node):
@@ -290,15 +319,16 @@ def _slice_by_index(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-Samples = dict[int, int]  # dim -> how many samples it has, outermost in it
+Samples = dict[int, int]  # dim -> the number of samples in it; samples are its outermost factor
 
-Results = tuple[Samples, ...]  # of each result of an operator
+Results = tuple[Samples, ...]  # one map for each result of an operator
 
 
 def sample_dims(model: FoldedModel, dims: Mapping[str, int | None], count: int) -> dict[fx.Node, Results]:
-    """Return, for each node of each block, which dims of its results hold the ``count`` samples of the batch.
+    """Return, for each graph node of the model, which dims of its results hold the ``count`` samples of the batch.
 
-    ``dims``: the batch dim of each input value, by name. A result is a map from dim to the number of samples in it.
+    ``dims``: the batch dim of each input value, by name. There is one map for each result of a node, from dim to the
+    number of samples in it; it is empty for a result without a batch dim.
     """
     found: dict[fx.Node, Results] = {}
     seen: set[str] = set()
@@ -317,8 +347,9 @@ def sample_dims(model: FoldedModel, dims: Mapping[str, int | None], count: int) 
 
 
 def splits_samples(samples: Samples, layout: Layout) -> bool:
-    """Whether a shard of ``layout`` holds only some of the samples of a value. ``samples``: number of
-    samples by dim.
+    """Whether a shard of ``layout`` holds only some of the samples of a value.
+
+    ``samples``: the number of samples in each dim of the value.
     """
     count = samples.get(layout.dim, 1) if layout.is_shard else 1
     return count > 1 and max(1, len(layout.sections)) % count != 0
@@ -353,7 +384,7 @@ def _of_operator(node: fx.Node, operands: Sequence[Samples]) -> Results:
 
 
 def _select_outer_factors(factors: Sequence[str], count: int, sizes: Mapping[str, int]) -> Sequence[str]:
-    """The outer factors of a dim that are ``count`` together; none where no prefix is."""
+    """Return the leading factors of a dim whose sizes multiply to ``count``; empty if no leading factors do."""
     product = 1
     for place, name in enumerate(factors):
         if product == count:

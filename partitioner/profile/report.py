@@ -65,7 +65,9 @@ _Dumper.add_representer(list, _represent_row)
 
 
 def profile_parts(topology: Topology, errors: Sequence[FitError]) -> Iterator[RenderableType]:
-    """Yield a table of the errors of the fits, a warning if some are large, and a sentence on ranks that share cores."""
+    """Yield a table of the errors of the fits, a warning if some are large, and a sentence on ranks that share
+    cores.
+    """
     table = Table("fit", "times", "median error", title_justify="left", box=None, pad_edge=False)
     for error in errors:
         table.add_row(error.what, str(error.num_samples), f"{error.median:.1%}")

@@ -82,9 +82,12 @@ def largest_node(nodes: Sequence[NodeGroup], level: Level) -> int:
 
 
 def fitting_levels(levels: Sequence[Level], nodes: Sequence[NodeGroup]) -> dict[int, Level]:
-    """Return the ``levels`` that remain useful on ``nodes``, by their former index. The reach inside a node is cut to
-    its number of devices. Levels are dropped if their islands are gone, or if an inner level already connects the
-    same devices."""
+    """Return the ``levels`` that remain useful for the node groups ``nodes``, by their former index. The reach inside a
+    node is limited to its number of devices.
+
+    Levels are dropped if none of their islands (named sets of nodes) is left, or if an inner level already connects the
+    same devices.
+    """
     islands = {group.island_name for group in nodes}
     fitting: dict[int, Level] = {}
     for number, level in enumerate(levels):

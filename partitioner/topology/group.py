@@ -131,8 +131,9 @@ class Group:
 
     @cached_property
     def prices(self) -> tuple[float, ...]:
-        """The start-up seconds and the seconds per byte of each collective and each hop. A group is at least as fast as
-        another if none of its numbers is greater."""
+        """The start-up seconds and the seconds per byte of each collective and each ring hop, in a fixed order. A group
+        is at least as fast as another if none of its numbers is greater.
+        """
         found = [self.all_reduce_start, 1 / self.all_reduce_bandwidth]
         for op in ("all_gather", "reduce_scatter"):
             start, bandwidth = self.measured(op) or (self.one_way_start, self.bus_bandwidth)

@@ -359,7 +359,9 @@ def _compare_allowed_choices(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def _subtract_tables(values: Table, least: Table) -> Table:
-    """Return ``values - least``, where both may contain infinities. Differences that are only rounding errors become 0."""
+    """Return ``values - least``, where both may contain infinities. Differences that are only rounding errors become
+    0.
+    """
     rest = values - np.where(np.isfinite(least), least, 0.0)
     rest[np.abs(rest) <= 1e-14 * np.abs(np.where(np.isfinite(values), values, 0.0))] = 0.0
     return rest

@@ -48,10 +48,11 @@ def partition(
     model computes on one process.
 
     Args:
-        model: a module that ``torch.export`` accepts (also on meta), an exported program, or a result of :func:`prepare`.
+        model: a module that ``torch.export`` accepts (also on meta), an exported program, or a ``PreparedModel``.
         inputs: one global batch, as a tuple or dict of arguments; ``None``: an exported program's own, or dummy inputs.
         global_batch: samples per step, if the inputs are only a sample of the batch.
         loss: computes the scalar loss from the output; ``None``: the output is, or contains, the loss.
+        objective: what a step is: training (``train``) or inference (``infer``).
         constraints: what is given is fixed; the search chooses the rest.
         profile: another framework, such as ``"megatron-core"``, to predict: the plan has estimates and no program.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: that of the parameters. ``tf32``: fp32, with

@@ -110,7 +110,7 @@ class _RelaxationSearch:
 
     @property
     def late(self) -> bool:
-        """Whether one more try might end after the time limit."""
+        """Whether another attempt might end after the time limit, if it takes as long as the longest one so far."""
         return time.monotonic() + self._longest > self.until
 
     def find_conflict(self) -> tuple[str, ...]:
@@ -129,7 +129,9 @@ class _RelaxationSearch:
         return tuple(format_given_pin(given, pin) for pin in kept)
 
     def find_changes(self) -> tuple[Change, ...]:
-        """Return the nearest changes that make a plan possible; empty if none was found in time."""
+        """Return at most three changes of constraints, batch or cluster that make a plan possible, nearest first; empty
+        if none was found in time.
+        """
         found = self._find_nearest_changes(list_variants(self.asked, self.short_of_memory))
         if not found and self.short_of_memory:
             found = self._find_nearest_changes(far_variants(self.asked), all_pins=True)
@@ -276,8 +278,8 @@ class _RelaxationSearch:
         return [p for p in plainest if self.short_of_memory or p.zero == least]
 
     def _list_plainest_candidates(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[MeshCandidate]:
-        """Return the candidates of a job. If the schedule is free, only those with 1F1B are kept, because it needs the
-        least memory of the searched schedules. ``given_up``: fixed constraints to ignore.
+        """Return the candidates of a job, without schedules that need more memory: if the schedule is free, only those
+        with 1F1B, which needs the least memory of the searched schedules. ``given_up``: fixed constraints to ignore.
         """
         space = space_of(job, bounds)
         asked = self.asked.constraints
@@ -380,8 +382,8 @@ class _RelaxationSearch:
 
 
 def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCandidate]:
-    """Return the candidates of ``space``. If the user fixed a ``tp`` or ``cp`` that is larger than the search tries by
-    itself and gives it up, candidates with other large values of that axis are included.
+    """Return the candidates of ``space``. Candidates with large values of ``tp`` or ``cp`` that the search does not try
+    by itself are included if the user fixed such a value and it may be given up.
     """
     sizes = list_divisors(space.world_size)[1:]
     shared = [size for size in sizes if space.length and space.length % (2 * size) == 0]  # two pieces for each rank

@@ -40,7 +40,9 @@ def pins_of(constraints: Constraints) -> list[str]:
 
 
 def fixed_of(constraints: Constraints) -> list[str]:
-    """Return the names of all constraints that the user fixed, except those that change what is computed."""
+    """Return the names of all constraints that the user fixed and that could be given up for a plan. ``couple``, which
+    changes what is computed, ``ahead``, and a memory margin of at most the default are left out.
+    """
     pins = pins_of(constraints)
     beside = {*OF_POINT, *pins, "stage_of", "couple", "ahead"}
     if constraints.memory_margin <= Constraints.model_fields["memory_margin"].default:
@@ -50,10 +52,10 @@ def fixed_of(constraints: Constraints) -> list[str]:
 
 
 def list_pin_subsets(pins: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the sets of ``pins`` (fixed constraints) that may be given up together, as tuples.
+    """Yield the sets of ``pins`` (names of fixed constraints) that may be given up together, as tuples.
 
     All subsets of up to seven pins are tried. Of more pins, only subsets of at most two, all fixed stages of modules,
-    and all pins are tried.
+    and all pins are tried. More than seven fixed stages are only given up together.
     """
     places = tuple(p for p in pins if ":" in p)
     each = pins if len(places) <= _FEW_PINS else [p for p in pins if p not in places]

@@ -225,8 +225,8 @@ def _matches_asked(candidate: Candidate, asked: Mapping[str, Any]) -> bool:
 
 
 def _has_asked_value(candidate: Candidate, name: str, value: Any) -> bool:
-    """Whether a candidate has ``value`` for the constraint ``name``. Without ranks that could share states or experts,
-    every value of ``zero`` or of ``etp`` (1 or ``None``) counts as equal.
+    """Whether a candidate has ``value`` for the constraint ``name``. Every value of ``zero`` counts as equal if no two
+    ranks have the same states. An ``etp`` of 1 or ``None`` counts as equal without expert parallelism.
     """
     mesh = candidate.mesh
     alone = {"zero": mesh.get("dp", 1) * mesh.get("cp", 1) == 1, "etp": mesh.get("ep", 1) == 1 and value in (1, None)}
@@ -234,7 +234,9 @@ def _has_asked_value(candidate: Candidate, name: str, value: Any) -> bool:
 
 
 def _is_beside(plan: Plan, asked: Mapping[str, Any]) -> bool:
-    """Whether the search tried the constraints ``asked`` for the best meshes alone."""
+    """Whether the search tried the constraints ``asked`` on the best meshes only, because they concern a schedule or
+    virtual stages and the user left the schedule free.
+    """
     several = asked.get("schedule", "1f1b") not in SEARCHED or (asked.get("virtual_stages") or 1) > 1
     return several and plan.constraints.leaves_schedule
 

@@ -260,8 +260,9 @@ class StageCluster:
 
 
 def clusters_of(whole: Outline) -> list[StageCluster]:
-    """Return the stages of an outline as clusters. Runs of at least three equal stages form one cluster if there are
-    more than ``MOST_STAGES`` stages; every other stage forms its own.
+    """Return the pipeline stages of a program's outline as clusters, which are drawn as one panel each. Runs of at
+    least three equal stages form one cluster if there are more than ``MOST_STAGES`` stages; every other stage forms its
+    own.
     """
     if len(whole.stages) <= MOST_STAGES:
         return [StageCluster(stage, (stage.index,)) for stage in whole.stages]

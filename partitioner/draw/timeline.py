@@ -390,7 +390,9 @@ class _TimelineChart:
 
 
 def join_call_bars(bars: Sequence[Bar]) -> list[Bar]:
-    """Return ``bars`` with those joined in which one microbatch passes through consecutive calls without a pause."""
+    """Return ``bars`` in which those of one microbatch are joined if they run consecutive calls of the stage without a
+    pause.
+    """
     joined: list[Bar] = []
     for bar in sorted(bars, key=lambda b: (b.start, b.end)):
         last = joined[-1] if joined else None

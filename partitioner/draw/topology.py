@@ -408,7 +408,7 @@ class _TopologyScene:
 
     @cached_property
     def named(self) -> frozenset[int]:
-        """Indices of the devices that the topology's description names."""
+        """The indices of the devices for which the topology's description gives names."""
         sizes = [(g.devices * g.count, bool(g.names)) for g in self.topology.nodes]
         return frozenset(np.flatnonzero(np.repeat([own for _, own in sizes], [n for n, _ in sizes])).tolist())
 

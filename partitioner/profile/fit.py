@@ -199,8 +199,8 @@ def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceT
 
 
 def _product_rates(samples: Sequence[KernelSample], device: DeviceType) -> dict[float, float]:
-    """Return the FLOP/s of matrix products by their smallest dim. Each has the least relative errors, and counts only
-    the time that is left after launch and memory traffic.
+    """Return the FLOP/s of matrix products by min(M, N, K). Each has the least relative errors, and counts only the
+    time that is left after launch and memory traffic.
     """
     found: dict[float, list[tuple[KernelSample, float]]] = {}
     for s in samples:
@@ -209,8 +209,8 @@ def _product_rates(samples: Sequence[KernelSample], device: DeviceType) -> dict[
 
 
 def _product_rate(samples: Sequence[tuple[KernelSample, float]]) -> float:
-    """Return the FLOP/s with the least relative errors for one smallest dim, chosen among the measured ones.
-    ``samples``: each with the predicted seconds of its launch and memory traffic.
+    """Return the FLOP/s that explains matrix products with one value of min(M, N, K) best, by least relative errors,
+    chosen among the measured rates. ``samples``: each with the predicted seconds of its launch and memory traffic.
     """
 
     def error(rate: float) -> float:
@@ -260,8 +260,8 @@ def fit_concurrent(measured: Measurements, cores: int) -> float | None:
 def fit_level(samples: Sequence[CollectiveSample], name: str) -> Level:
     """Return the links between the measured ranks as one level, with bandwidth, latency and tables by collective.
 
-    Raise :class:`TopologyError` if there are no times of messages. If the times of a transfer do not grow with size,
-    they give no bandwidth. It is then the largest bandwidth of the other transfers.
+    Raise :class:`TopologyError` if there are no times of messages. If the times of a transfer do not grow with its
+    size, they do not determine a bandwidth, which is then at most the largest bandwidth of the other transfers.
     """
     lines = {("send", 2): _BandwidthSamples.of(s for s in samples if s.op == "send")}
     if not lines["send", 2].seconds:
@@ -306,7 +306,9 @@ class _BandwidthSamples:
 
     @property
     def least_slope(self) -> float:
-        """A lower estimate of the seconds per byte, of the fastest sample and without a start-up time."""
+        """Seconds per byte of the sample with the fewest, under the assumption that starting a transfer takes no
+        time.
+        """
         return min(s / n for n, s in zip(self.moved, self.seconds, strict=True))
 
 

@@ -282,8 +282,8 @@ SIZES: dict[tuple[str, bool], Sizes] = {  # by type of device, and whether to be
 
 
 def list_product_cases(sizes: Sizes) -> list[KernelCase]:
-    """Return the matrix products to time. In the first precision each size of ``sizes.knots`` is used for each of M, N
-    and K. In every other precision only products of the largest size are timed, for the peak.
+    """Return the matrix products to time. In the first precision of ``sizes``, each of M, N and K in turn takes each
+    size of ``sizes.knots``. In every other precision only products of the largest size are timed, for the peak.
     """
     leading, *others = sizes.precisions
     forms = ("mm", "mm_nt", "mm_tn")
@@ -303,8 +303,8 @@ def list_attention_cases(sizes: Sizes) -> list[KernelCase]:
 
 
 def on_rows(sizes: Sizes, names: Iterable[str] = ON_ROWS) -> list[KernelCase]:
-    """Return the cases of operators on rows, in float32 and, if the operator computes in any dtype, in the first
-    precision.
+    """Return the kernels to time that work on rows of elements, such as softmax, in all sizes. Each is timed in float32
+    and, if it computes in any dtype, in the first of ``sizes.precisions``. ``names``: keys of :data:`FAMILIES`.
     """
     return [
         KernelCase(name, (rows,), precision)

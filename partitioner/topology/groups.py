@@ -137,7 +137,9 @@ def _compute_cost_traits(topology: Topology, rows: NDArray[np.int64]) -> Iterato
 
 
 def _own_kinds(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return for each row the number of the group that direct links of single pairs form in it; 0 if there are none."""
+    """Return for each row of devices a number that identifies the group formed by direct links of single pairs in it; 0
+    if no such link joins two of its devices.
+    """
     paired = np.array(sorted({i for pair in topology.own_links for i in pair}))
     pairs = np.array(list(topology.own_links))
     numbers: dict[Group, int] = {}

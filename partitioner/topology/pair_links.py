@@ -151,7 +151,9 @@ def _level_group(topology: Topology, devices: Ints) -> Group:
 
 
 def _storey_level(topology: Topology, storey: Storey, ranks: Ints) -> Level:
-    """Return the slowest of the levels of ``storey`` (links at one depth) that connect some of ``ranks``."""
+    """Return the slowest of the levels at one depth of links (``storey``) that connect some of the devices
+    ``ranks``.
+    """
     if not storey.levels:
         (inside,) = inside_levels(topology, ranks[None])
         assert inside is not None

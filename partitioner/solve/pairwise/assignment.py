@@ -65,11 +65,12 @@ class ResourceConstraint:
 
 @dataclass(frozen=True)
 class AssignmentProblem:
-    """A pairwise assignment problem.
+    """A pairwise assignment problem: choose one of the given choices for each node at the least total cost.
 
     ``costs[i][p]``: the cost of choice p of node i. ``edges``: (i, j, table), where ``table[p, q]`` is the cost of
     choosing p for node i and q for node j; a pair may have several edges. ``rows``: resource limits. ``memory``: a
-    limit on the memory of nodes that are live at the same time, which is more compact than one row per time.
+    limit on the memory of nodes that are live (in memory) at the same time, which is more compact than one row per
+    time.
     """
 
     costs: Sequence[Vector]
@@ -84,7 +85,9 @@ class AssignmentProblem:
                 raise ValueError(f"edge ({i}, {j}) needs a table of shape {expected}, got {table.shape}")
 
     def objective(self, choice: Sequence[int]) -> float:
-        """Return the cost of an assignment; infinite if it contains a forbidden choice or pair, or exceeds a limit."""
+        """Return the cost of an assignment, which has the index of a choice for each node; infinite if it contains a
+        forbidden choice or pair, or exceeds a limit.
+        """
         if any(sum(u[choice[i]] for i, u in row.usage.items()) > row.limit for row in self.rows):
             return float("inf")
         if self.memory is not None and self.memory.peak(choice) > self.memory.limit:
@@ -95,8 +98,9 @@ class AssignmentProblem:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A solution. ``choice[i]``: index of the choice of node i. ``bound``: no assignment costs less. ``seconds``: time
-    of the solution. ``gap``: ``objective - bound`` relative to ``objective``.
+    """A solution of an assignment problem. ``choice[i]``: index of the choice of node i. ``objective``: its cost.
+    ``bound``: no assignment costs less. ``seconds``: time of the solution. ``gap``: ``objective - bound`` relative to
+    ``objective``.
     """
 
     choice: list[int]
@@ -111,13 +115,13 @@ class Assignment:
 
 
 def live_rows(intervals: Sequence[tuple[int, int]], usages: Sequence[Vector], limit: float) -> list[ResourceConstraint]:
-    """Return a memory limit as resource constraints: one for each maximal set of nodes that are live together and could
-    exceed ``limit``.
+    """Return a memory limit as resource constraints: one for each maximal set of nodes that are live (in memory) at the
+    same time and could exceed ``limit``.
 
     Args:
         intervals: for each node the half-open interval in which it is live; an empty one uses nothing.
         usages: for each node the memory of each choice while the node is live.
-        limit: what the live nodes may use together.
+        limit: the memory that the live nodes may use together.
     """
     events = sorted(
         event
@@ -196,8 +200,8 @@ def solve_assignment(
 
 
 def _order_narrow_component(reduction: ReducedProblem, nodes: Sequence[int], most_work: int) -> list[int] | None:
-    """Return an order of the nodes in which dynamic programming can solve a component. ``None`` if that takes more than
-    ``most_work`` table entries, or if the component has resource limits.
+    """Return an order of the nodes in which dynamic programming can solve a connected component. ``None`` if its tables
+    would have more than ``most_work`` entries, or if the component has resource limits.
     """
     if any(reduction.usage[i] for i in nodes):
         return None
@@ -206,7 +210,8 @@ def _order_narrow_component(reduction: ReducedProblem, nodes: Sequence[int], mos
 
 
 def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dict[int, int], float]:
-    """Remove choices that no optimal assignment has from components that are too wide for dynamic programming.
+    """Remove choices that no optimal assignment has from connected components that are too large for dynamic
+    programming.
 
     Return a good choice for each node of these components, as original indices, and a lower bound on the cost of every
     assignment of the whole problem.
@@ -239,7 +244,7 @@ def _find_known_choices(
 def _extract_component_costs(
     reduction: ReducedProblem, nodes: Sequence[int]
 ) -> tuple[dict[int, Vector], dict[tuple[int, int], Table]]:
-    """Return the node costs and the edge tables of a component."""
+    """Return the cost vector of each of ``nodes``, and the cost table of each edge (i, j) between them, with i < j."""
     tables = {(i, j): t for i in nodes for j, t in reduction.tables[i].items() if i < j}
     return {i: reduction.costs[i] for i in nodes}, tables
 

@@ -28,8 +28,10 @@ _SLACK = 1e-9  # of the cost: rounding
 
 
 class Reparametrization:
-    """The node costs ``unary`` and the pair costs ``tables`` of a problem, between which costs are moved to increase
-    the sum of their minima, which is a lower bound. The cost of each assignment stays unchanged.
+    """The node costs ``unary`` and the edge cost tables ``tables`` of a pairwise assignment problem.
+
+    Costs are moved between them to increase the sum of their minima, which is a lower bound. The total cost of each
+    assignment stays unchanged.
     """
 
     def __init__(self, costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> None:
@@ -46,8 +48,9 @@ class Reparametrization:
         return sum_of_minima(self.unary, self.tables)
 
     def sweep(self, forward: bool) -> None:
-        """Move costs through all nodes in order, or in reverse. Each node collects the minima of its tables and
-        distributes its excess cost to the tables of later nodes. The cost of each assignment stays unchanged.
+        """Move costs between nodes and edge tables, through all nodes in order or in reverse. Each node collects the
+        minima of its tables and distributes its excess cost to the tables of later nodes. The cost of each assignment
+        stays unchanged.
         """
         for node in self.unary if forward else reversed(self.unary):
             unary = self._gather_messages(node)
@@ -70,8 +73,8 @@ class Reparametrization:
         return unary
 
     def assignment(self) -> dict[int, int]:
-        """Return a good assignment, by node: a greedy choice for each node in order, then improvements of single nodes
-        while the cost falls, in at most ten rounds.
+        """Return a good assignment: the index of a choice for each node. Each node in order takes the cheapest choice;
+        then single nodes are improved while the cost falls, in at most ten rounds.
         """
         choice: dict[int, int] = {}
         for node in self.unary:
@@ -97,8 +100,8 @@ class Reparametrization:
         return total + sum(float(table[choice[i], choice[j]]) for (i, j), table in self.tables.items())
 
     def allowed(self, room: float) -> dict[int, Mask]:
-        """Return a mask for each node: the choices whose least possible cost exceeds the lower bound by at most
-        ``room``.
+        """Return for each node a mask of the choices that an assignment can contain whose cost exceeds the lower bound
+        by at most ``room``.
         """
         masks = {}
         for node, unary in self.unary.items():
@@ -130,8 +133,8 @@ class RemainingChoices:
 
 
 def find_remaining_choices(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> RemainingChoices:
-    """Run a dual ascent. Return the choices that an optimal assignment may contain, a good assignment if one was found,
-    and a lower bound.
+    """Run a dual ascent on a pairwise assignment problem. Return the choices of each node that an optimal assignment
+    may contain, a good assignment if one was found, and a lower bound on the cost.
     """
     dual = Reparametrization(costs, tables)
     best, least, bound = None, np.inf, -np.inf

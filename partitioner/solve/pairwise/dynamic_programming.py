@@ -29,10 +29,12 @@ _Score = Callable[[int, Mapping[int, int], Mapping[int, set[int]]], float]
 def elimination_order(
     sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], most_work: int = MOST_WORK
 ) -> list[int] | None:
-    """Return an order in which the nodes can be eliminated, or ``None`` if the order found needs too large tables.
+    """Return an order in which dynamic programming can eliminate the nodes, or ``None`` if the order found needs too
+    large tables.
 
     The tables together have at most ``most_work`` entries, and each has at most :data:`LARGEST_TABLE`. ``sizes``:
-    number of choices of each node. The order is greedy; the better one of two scores is used.
+    number of choices of each node. ``neighbours``: nodes with which it shares a cost table. The order is greedy; the
+    better result of two scores is used.
     """
     orders = [_order_nodes_greedily(sizes, neighbours, score, most_work) for score in (_table_left, _entries_filled)]
     allowed = [order for order in orders if order is not None]
@@ -78,7 +80,7 @@ _Term = tuple[tuple[int, ...], NDArray[np.float64]]  # the other nodes in order,
 def eliminate_nodes(
     costs: Mapping[int, Vector], tables: Iterable[tuple[int, int, Table]], order: Sequence[int]
 ) -> tuple[dict[int, int], float]:
-    """Return an optimal choice for every node of ``order``, and its total cost. Raise
+    """Return the index of an optimal choice for every node of ``order``, and the total cost. Raise
     :class:`InfeasibleAssignmentError` if every assignment is forbidden.
     """
     place = {node: i for i, node in enumerate(order)}

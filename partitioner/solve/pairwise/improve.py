@@ -25,8 +25,8 @@ _GAIN = 1e-9  # of the cost
 def improve_assignment(
     costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table], choice: Mapping[int, int], until: float
 ) -> dict[int, int]:
-    """Return an assignment, by node, that costs no more than the allowed assignment ``choice``. The search ends after
-    three rounds without gain, or after the round in which ``time.perf_counter()`` passes ``until``.
+    """Return an assignment (a choice for each node) that costs no more than the given one, ``choice``. The search ends
+    after three rounds without gain, or after the round in which ``time.perf_counter()`` passes ``until``.
     """
     near: dict[int, set[int]] = {node: set() for node in costs}
     for i, j in tables:

@@ -19,8 +19,8 @@ from partitioner.solve.pairwise.presolve import Choices, Vector
 
 @dataclass(frozen=True)
 class MemoryConstraint:
-    """A limit on the total memory of the nodes that are live at the same time. ``usages[i]``: bytes of each choice of
-    node i during the half-open interval ``intervals[i]``.
+    """A limit on the total memory of the nodes that are live (in memory) at the same time. ``usages[i]``: bytes of each
+    choice of node i during the half-open interval ``intervals[i]``.
     """
 
     intervals: Sequence[tuple[int, int]]
@@ -28,7 +28,7 @@ class MemoryConstraint:
     limit: float
 
     def peak(self, choice: Sequence[int]) -> float:
-        """Return the largest total memory at any time under the assignment ``choice``."""
+        """Return the largest total memory at any time if node i takes choice ``choice[i]``."""
         change: dict[int, float] = {}
         for (start, end), usage, p in zip(self.intervals, self.usages, choice, strict=True):
             if start < end:
@@ -39,7 +39,8 @@ class MemoryConstraint:
 
 @dataclass(frozen=True)
 class Stretch:
-    """The memory of one node over the rows (maximal sets of live nodes), constant within segments.
+    """The memory of one node over the rows (maximal sets of nodes that are in memory together), constant within
+    segments.
 
     ``usage[p, s]``: the memory of choice p in segment s, which consists of the rows ``breaks[s]`` up to, but without,
     ``breaks[s + 1]``.
@@ -59,14 +60,14 @@ class Stretch:
         return worst
 
     def at(self, rows: NDArray[np.intp]) -> NDArray[np.float64]:
-        """Return the memory of each choice (first dim) at each of ``rows`` (second dim)."""
+        """Return the memory of each choice of the node (first dim) in each of ``rows`` (second dim)."""
         segment = np.searchsorted(self.breaks, rows, side="right") - 1
         inside = (segment >= 0) & (segment < self.usage.shape[1])
         return np.where(inside, self.usage[:, np.clip(segment, 0, self.usage.shape[1] - 1)], 0.0)
 
 
 class Usage:
-    """The memory of many nodes over the rows (maximal sets of live nodes), in flat arrays.
+    """The memory of many nodes over the rows (maximal sets of nodes that are in memory together), in flat arrays.
 
     Choices of all nodes are numbered consecutively; ``starts[r]`` is the number of the first choice of node r.
     """
@@ -87,14 +88,16 @@ class Usage:
         self.amount = np.concatenate(amount)
 
     def priced(self, prices: Vector) -> Vector:
-        """Return for each choice the cost of its memory, if a unit of memory costs ``prices[row]`` in each row."""
+        """Return for each choice of each node the cost of its memory, if a unit of memory costs ``prices[row]`` in each
+        row (set of nodes that are in memory together).
+        """
         total = np.concatenate([[0.0], np.cumsum(prices)])
         weights = self.amount * (total[self.end] - total[self.begin])
         return np.bincount(self.choice, weights, minlength=self.num_choices).astype(np.float64)
 
     def profile(self, chosen: NDArray[np.intp]) -> Vector:
-        """Return the memory per row of an assignment. ``chosen``: indices into the consecutive numbering of all
-        choices.
+        """Return the total memory in each row (set of nodes that are in memory together) of an assignment. ``chosen``:
+        the chosen choices, as indices into the consecutive numbering of all choices.
         """
         taken = np.zeros(self.num_choices, bool)
         taken[chosen] = True
@@ -104,12 +107,16 @@ class Usage:
         return np.cumsum(change)[:-1].astype(np.float64)
 
     def at(self, row: int) -> Vector:
-        """Return the memory that each choice uses in ``row``."""
+        """Return the memory that each choice of each node uses in ``row``, one set of nodes that are in memory
+        together.
+        """
         live = ((self.begin <= row) & (row < self.end)).nonzero()[0]
         return np.bincount(self.choice[live], self.amount[live], minlength=self.num_choices).astype(np.float64)
 
     def total(self) -> Vector:
-        """Return the memory of each choice, summed over the rows."""
+        """Return the memory of each choice of each node, summed over the rows (sets of nodes that are in memory
+        together).
+        """
         weights = self.amount * (self.end - self.begin)
         return np.bincount(self.choice, weights, minlength=self.num_choices).astype(np.float64)
 
@@ -117,8 +124,8 @@ class Usage:
 def build_memory_stretches(
     memory: MemoryConstraint, roots: Sequence[int], maps: Sequence[Choices]
 ) -> tuple[dict[int, Stretch], Vector, Vector]:
-    """Return the memory of each root node over the rows, the limit that is left in each row, and the memory in each row
-    that is used under every assignment.
+    """Return the memory of each root node by row, the limit that is left in each row, and the memory that is used in
+    each row under every assignment. A row is a maximal set of nodes that are in memory together.
 
     A root is a node whose choice decides the choices of others. ``roots[i]``: the root of node i. ``maps[i]``: the
     choice of node i for each choice of ``roots[i]``. The memory of a root includes that of all nodes it decides.

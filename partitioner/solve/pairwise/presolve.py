@@ -39,7 +39,9 @@ _ALWAYS_FILL = 256  # a new table this small is worth losing a node
 
 
 class InfeasibleAssignmentError(PartitionError):
-    """No assignment satisfies the constraints. ``nodes`` are the indices of nodes that lost their last choice."""
+    """No assignment (one choice for each node) satisfies the constraints. ``nodes``: the indices of nodes that have no
+    choice left.
+    """
 
     def __init__(self, message: str, nodes: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -48,8 +50,8 @@ class InfeasibleAssignmentError(PartitionError):
 
 @dataclass(frozen=True)
 class _Function:
-    """The choice of an eliminated ``node`` as a function of the choices of its neighbours, to be applied on a
-    solution.
+    """A reduction step that can be undone: the choice of an eliminated ``node`` as a function of its neighbours'
+    choices.
     """
 
     node: int
@@ -135,8 +137,8 @@ class ReducedProblem:
         self._drop_choices(node, choices)
 
     def restore(self, choice: dict[int, int]) -> list[int]:
-        """Return the original choice of every node. ``choice``: for each node i that is left, an index into
-        ``costs[i]``.
+        """Return the choice of every node in the original problem. ``choice``: for each node i that was left to solve,
+        an index into ``costs[i]``.
         """
         full = {node: int(self.alive[node][index]) for node, index in choice.items()}
         for step in reversed(self._undo):
@@ -301,9 +303,9 @@ class ReducedProblem:
         return True
 
     def _check_row(self, row: int) -> None:
-        """Subtract from the limit of a resource what each node uses in any case, and remove the resource if its limit
-        cannot be exceeded. Remove choices that exceed it alone. Raise :class:`InfeasibleAssignmentError` if even the
-        least use does.
+        """Simplify a resource limit: subtract what each node uses under all of its choices, remove choices that exceed
+        the limit alone, and remove the limit if it cannot be exceeded. Raise :class:`InfeasibleAssignmentError` if it
+        always is.
         """
         for node in list(self.members[row]):
             usage = self.usage[node][row]

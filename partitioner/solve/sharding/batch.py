@@ -55,9 +55,10 @@ def shard_batch(model: FoldedModel, batch: int, allowed: Allowed | None = None) 
     """Return the sharding that splits the ``batch`` samples of ``model``: for each value the dim of its samples, if
     any.
 
-    The layouts hold for any number of parts that divides ``batch``. ``allowed`` says whether an operator may use a
-    strategy; ``None`` allows all. Raise :class:`partitioner.solve.sharding.choices.ShardingError` if no sharding
-    exists, because the model does not compute samples separately.
+    The layouts hold for any number of parts that divides ``batch``. ``allowed(operator, strategy)``: whether an
+    operator may be run in this way; ``None`` allows all. Raise
+    :class:`partitioner.solve.sharding.choices.ShardingError` if no sharding exists, because the model does not compute
+    samples separately.
     """
     outputs = {
         o.value: [REPLICATED, PARTIAL, *map(make_shard_layout, range(len(model.values[o.value].shape)))]
@@ -80,8 +81,8 @@ def of_groups(model: FoldedModel, group: GroupModel, count: int) -> tuple[Folded
     """Return a model for ``count`` groups of samples, and the sharding that splits the batch into these groups.
 
     ``model`` is the folded graph of one ``group``. The returned model has the same graph and the inputs of all
-    ``count`` groups. The sharding splits nothing inside a group; the gradient of every trained state is a partial sum
-    over groups.
+    ``count`` groups. The sharding splits nothing inside a group; the gradient of every trained parameter is a partial
+    sum over groups.
     """
     layouts = {i.value: _dim_layout(group.inputs[i.path]) for i in model.inputs}
     layouts |= {o.value: group.outputs[o.path] for o in model.outputs if o.value is not None}
@@ -198,8 +199,9 @@ class BatchCosts:
         return 0.0
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
-        """Return the cost of ``layout`` for a value between calls. A shard costs slightly more on a later dim, so that
-        the first of two possible batch dims is chosen. An input with a batch dim costs more if it is not sharded.
+        """Return the cost of ``layout`` for a tensor that blocks pass on to each other. A shard costs slightly more on
+        a later dim, so that the first of two possible batch dims is chosen. An input with a batch dim costs more if it
+        is not sharded.
         """
         if layout.is_shard:
             return _SLICE * layout.dim

@@ -70,7 +70,7 @@ FREE_LAYOUTS = LayoutRules()  # nothing is fixed
 
 
 def _list_dim_shards(tie: LayoutTie, num_ranks: int) -> list[Layout]:
-    """Return one shard layout for each dim whose size ``num_ranks`` divides."""
+    """Return one layout for each dim of the tied values whose size ``num_ranks`` divides, sharded on this dim."""
     layouts = [make_shard_layout(d) for d, size in enumerate(tie.spec.shape) if size > 0]
     return [layout for layout in layouts if can_shard_evenly(layout, tie.spec.shape, num_ranks)]
 
@@ -109,8 +109,8 @@ def state_options(
 ) -> list[Layout]:
     """Return the layouts that the states of ``tie`` (parameters or buffers that must share one layout) may have.
 
-    ``trained``: whether the states receive gradients. ``asked``: layouts in sections that operators which read the
-    states can use. Raise :class:`ShardingError` if ``rules`` leave no layout.
+    ``trained``: whether the states receive gradients. ``asked``: layouts that shard a dim in separate sections, which
+    operators could use. Raise :class:`ShardingError` if ``rules`` leave no layout.
     """
     options = [REPLICATED, *_list_dim_shards(tie, num_ranks)]
     options += [layout for layout in dict.fromkeys(asked) if layout.is_shard and layout not in options]
@@ -161,7 +161,8 @@ MAX_WANTED = 6  # section layouts of one value that are passed on
 def list_operator_strategies(
     values: Sequence[BlockValue], operators: Sequence[fx.Node], num_ranks: int, lengths: Collection[int] = NO_SIZES
 ) -> dict[fx.Node, list[Strategy]]:
-    """Return for each operator of a block the strategies by which ``num_ranks`` ranks can run it.
+    """Return for each operator of a block its strategies: the ways to run it on ``num_ranks`` ranks, with the layouts
+    of its operands and results.
 
     ``values``: the values of the block. ``lengths``: sequence lengths; dims of these sizes may be sharded zigzag.
     """
@@ -194,11 +195,11 @@ def list_operator_strategies(
 def _offer_section_layouts(
     node: fx.Node, found: Sequence[Strategy], spots: Mapping[int, int], wanted: Sequence[dict[Layout, None]]
 ) -> set[int]:
-    """Add the section layouts of the strategies of ``node`` to the layouts that are wanted for the values it reads and
-    makes.
+    """Offer layouts that shard a dim in sections (separately sharded parts) from one operator to its neighbours.
 
-    ``found``: the strategies. ``spots``: the index of the value at each operand i and each result ~k. ``wanted``: the
-    layouts of each value, changed in place. Return the indices of the values that gained a layout.
+    The section layouts of ``found``, the strategies of ``node``, are added to ``wanted``, the layouts wanted for each
+    value. ``spots``: the index of the value at each operand i and each result ~k. Return the indices of the values that
+    gained a layout.
     """
     gained = set[int]()
     for strategy in found:

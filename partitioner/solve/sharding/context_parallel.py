@@ -44,8 +44,8 @@ _LEAST_DIVIDED = 0.5  # of the matrix products' work: with less there is no sequ
 
 @dataclass(frozen=True)
 class ContextModel:
-    """A model as one rank of ``cp`` runs it, and its sharding. ``model``: blocks and values have the shapes of one
-    rank; states and inputs have their global shapes.
+    """A model as one rank of ``cp`` runs it, and its sharding. In ``model``, graphs and the tensors between them have
+    the shapes of one rank; parameters, buffers and inputs have their global shapes.
     """
 
     model: FoldedModel
@@ -167,8 +167,8 @@ def _explain_algorithm_obstacle(node: fx.Node, num_ranks: int, tp: int, algorith
 
 
 class _ContextRules:
-    """A callable that says whether an operator may use a strategy over ``cp``. It refuses strategies that shard samples
-    or weights, and attention by another algorithm than the requested one.
+    """A function object: whether an operator may be run by a strategy over ``cp``. It refuses strategies that shard
+    samples or weights, and attention by another algorithm than the requested one.
     """
 
     def __init__(

@@ -49,11 +49,11 @@ from partitioner.topology.hardware import DeviceType
 
 @dataclass
 class TensorCosts:
-    """Prices in seconds per microbatch for operators, changes of layout, states and values that are sharded over
-    ``group``.
+    """Prices in seconds per microbatch for a sharding over ``group``: of operators, changes of layout, states
+    (parameters and buffers), and tensors that are kept between blocks.
 
     ``num_microbatches``: costs that occur once per step are divided by it. ``sequence_parallel``: ``False`` forbids
-    sharded values between calls. ``update_bytes``: memory traffic of the optimizer per byte of parameter that a rank
+    sharded tensors between blocks. ``update_bytes``: memory traffic of the optimizer per byte of parameter that a rank
     holds. ``state_price``: further seconds per byte of state that a rank holds; callers raise it until the states fit
     in memory. ``undivided``: further seconds for each matrix-product FLOP that every rank repeats. ``repeated``:
     further seconds for each byte of results that every rank computes.
@@ -79,8 +79,8 @@ class TensorCosts:
     _operators: dict[fx.Node, _Operator] = field(default_factory=dict, repr=False)
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
-        """Return the seconds of one call of an operator, forward and backward. The collectives of its strategy are
-        included.
+        """Return the seconds of one call of an operator, forward and backward, if it is run by ``strategy`` (with these
+        layouts of operands and results). The collectives of the strategy are included.
         """
         key = (node, strategy)
         if key not in self._nodes:
@@ -153,9 +153,9 @@ class TensorCosts:
         return seconds
 
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
-        """Return the seconds of keeping a state in ``layout``: the optimizer's update of a rank's part and, under
-        ``R'`` (a partial-sum gradient), the reduction of the gradient. Both occur once per step and are divided by the
-        microbatches.
+        """Return the seconds of keeping a parameter or buffer in ``layout``: the optimizer's update of a rank's part
+        and, if every rank computes a partial sum of the gradient (``R'``), its reduction. Both occur once per step and
+        are divided by the number of microbatches.
         """
         local = math.prod(local_shape(layout, spec.shape, num_ranks)) * spec.dtype.itemsize
         if not self.train or not spec.dtype.is_floating_point:
@@ -166,7 +166,7 @@ class TensorCosts:
         return seconds / self.num_microbatches + local * self.state_price
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
-        """Return the seconds of keeping a value between calls for the backward: a rank writes its part once and reads
+        """Return the seconds of keeping a tensor between blocks for the backward: a rank writes its part once and reads
         it once. ``math.inf`` for a shard if sequence parallelism is forbidden.
         """
         if layout.is_shard and self.sequence_parallel is False:
@@ -176,7 +176,9 @@ class TensorCosts:
 
 
 class _Operator:
-    """Data of one operator that do not depend on the strategy, and its compute seconds cached by local shapes."""
+    """The data of one operator that are equal for all strategies, and its compute seconds cached by the shapes on one
+    rank.
+    """
 
     def __init__(self, node: fx.Node, train: bool, tp: int) -> None:
         self.node, self._tp = node, tp
@@ -275,8 +277,9 @@ _UNDIVIDED_RESULTS = 4.0
 
 
 def divided_costs(model: FoldedModel, axis: str, device: DeviceType, group: Group, precision: str) -> TensorCosts:
-    """Return costs on ``axis`` over ``group`` with a large penalty for matrix products and weights that are not
-    divided. On ``cp`` the penalty also applies to all other values, because that axis exists to divide their memory.
+    """Return costs on ``axis`` over ``group`` with a large penalty for matrix products and weights that are not divided
+    over the ranks. On ``cp`` the penalty also applies to all other results, because that axis exists to divide their
+    memory.
     """
     products = [(often, node) for often, node in _list_weighted_operators(model) if matmul_flops(node)]
     flops = sum(often * matmul_flops(node) for often, node in products)

@@ -49,7 +49,7 @@ def expert_states(model: FoldedModel, regions: Mapping[str, list[ExpertRegion]])
 
 
 def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = True) -> Allowed | None:
-    """Return a function that says whether an operator may use a strategy, so that experts are sharded over ``tp`` as
+    """Return a function that says whether an operator may be run by a strategy, so that ``tp`` shards experts as
     ``split`` says: ``"rows"`` (each rank has other rows) or ``"within"`` (each expert is sharded).
 
     ``None`` if ``split`` is empty, which allows everything. ``in_order``: each rank must have consecutive rows.
@@ -86,7 +86,9 @@ def _find_expert_row_dims(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[
 
 
 def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_order: bool = True) -> Allowed:
-    """Return a rule that allows only strategies under which every rank has its own rows of the experts' work."""
+    """Return a function that allows an operator only strategies under which every rank has its own rows of the experts'
+    work.
+    """
 
     def allowed(node: fx.Node, strategy: Strategy) -> bool:
         made = strategy.results[0]
@@ -98,8 +100,8 @@ def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_orde
 
 
 def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> Allowed:
-    """Return a rule that allows only strategies under which every rank has all rows and a part of their gradients. A
-    row that is sent to its expert by two ranks then counts once.
+    """Return a function that allows an operator only strategies under which every rank has all rows and a part of their
+    gradients. A row that two ranks send to its expert then counts once.
     """
 
     def allowed(node: fx.Node, strategy: Strategy) -> bool:
@@ -126,8 +128,8 @@ def spread_batch(model: FoldedModel, batch: ShardingSolution, samples: int) -> S
 
 
 def can_spread_experts(model: FoldedModel, batch: ShardingSolution) -> bool:
-    """Whether ranks with different parts of the batch may hold different experts: inside expert regions, ``batch``
-    shards only rows, or every rank has all rows.
+    """Whether ranks with different parts of the batch may hold different experts. That is the case if the sharding
+    ``batch`` divides the experts' work only by rows, or if every rank has all rows.
     """
     ways = [way(*_find_expert_row_dims(model)) for way in (_by_rows, _all_rows)]
     for name, regions in regions_of(model).items():

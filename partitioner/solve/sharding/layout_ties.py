@@ -49,8 +49,8 @@ class BlockValue:
 
 
 def operators_of(block: Block) -> list[fx.Node]:
-    """Return the nodes of ``block`` that need a strategy: every ``call_function`` node but ``getitem``, in graph
-    order.
+    """Return the operators of ``block`` for which a strategy must be chosen: every ``call_function`` node but
+    ``getitem``, in graph order.
     """
     return [n for n in block.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
 
@@ -90,10 +90,11 @@ def values_of(block: Block) -> list[BlockValue]:
 
 @dataclass(frozen=True)
 class LayoutTie:
-    """Values between calls, or states, that must share one layout because they pass through the same port of a block.
+    """Tensors between blocks, or parameters and buffers, that must share one layout because different calls of a block
+    pass them through the same port.
 
-    ``names``: the values or states. ``ports``: each a block name, a kind (input, state or output) and an index.
-    ``spec``: their common shape and dtype.
+    ``names``: their names. ``ports``: each a block name, a kind (input, state or output) and an index. ``spec``: their
+    common shape and dtype.
     """
 
     names: tuple[str, ...]
@@ -102,7 +103,7 @@ class LayoutTie:
 
 
 def tied_values(model: FoldedModel) -> list[LayoutTie]:
-    """Return the groups of model inputs and call outputs that must share one layout, in order of first appearance."""
+    """Return the groups of model inputs and block outputs that must share one layout, in order of first appearance."""
     pairs: list[tuple[str, Port | None]] = [(i.value, None) for i in model.inputs]
     for call in model.calls:
         pairs += [(value, (call.block, "input", i)) for i, value in enumerate(call.inputs)]
@@ -119,8 +120,8 @@ def tied_states(model: FoldedModel) -> list[LayoutTie]:
 
 
 def _group_connected_ports(pairs: Iterable[tuple[str, Port | None]]) -> list[tuple[tuple[str, ...], tuple[Port, ...]]]:
-    """Return the connected groups of names and ports, in order of first appearance. ``pairs``: a name and a port that
-    it passes through, or ``None`` for no port.
+    """Return the connected components of a graph of names and ports (inputs, states or outputs of blocks), in order of
+    first appearance. ``pairs``: a name and a port that it passes through, or ``None`` for no port.
     """
     parent: dict[str | Port, str | Port] = {}
 

@@ -31,8 +31,8 @@ class LocalModel:
 
     @property
     def complete(self) -> frozenset[str]:
-        """Names of the states whose gradient every rank of ``cp`` computes completely, so that no reduction over ``cp``
-        is needed.
+        """The names of the states whose gradient every rank of ``cp`` computes completely, so that no reduction over
+        ``cp`` is needed.
         """
         if self.context is None:
             return frozenset()
@@ -40,7 +40,7 @@ class LocalModel:
 
     @cached_property
     def left_whole(self) -> frozenset[str]:
-        """Names of the states that ZeRO-3 does not shard, because they are small."""
+        """The names of the states that ZeRO-3 does not shard, because they are small."""
         return states_left_whole(self.model)
 
     def spread(self, tp: int, ep: int, etp: int) -> LocalModel:
@@ -89,8 +89,9 @@ def unmark_stopped(block: Block) -> Block:
 
 
 def layouts_of(local: LocalModel, batch: ShardingSolution) -> Layouts:
-    """Return the layouts of all tensors for the emitter: over ``tp``, ``ep`` and ``cp``, the axes over which each
-    gradient is a partial sum, and the batch dims of inputs. ``batch``: the sharding over microbatches and ``dp``.
+    """Return the layouts of all tensors over ``tp``, ``ep`` and ``cp``, the axes over which each gradient is a partial
+    sum, and the batch dims of inputs. The emitter writes them into the program. ``batch``: the sharding over
+    microbatches and ``dp``.
     """
     tensor = local.sharding
     axes: dict[str, tuple[str, ...]] = {}

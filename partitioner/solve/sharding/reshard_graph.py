@@ -32,7 +32,9 @@ ReshardCost = Callable[[TensorSpec, Layout, Layout, bool], float]
 
 
 class ProblemBuilder:
-    """An :class:`AssignmentProblem` under construction. ``names``: a text for each node, used in error messages."""
+    """An :class:`AssignmentProblem` (choose a layout or strategy for each node) under construction. ``names``: a text
+    for each node, used in error messages.
+    """
 
     def __init__(self) -> None:
         self.costs: list[Vector] = []
@@ -40,7 +42,7 @@ class ProblemBuilder:
         self.names: list[str] = []
 
     def add(self, name: str, cost: Vector) -> int:
-        """Add a node with one cost for each choice, and return its index."""
+        """Add a node to the problem. ``cost`` has the cost of each of its choices. Return the index of the node."""
         self.costs.append(cost)
         self.names.append(name)
         return len(self.costs) - 1
@@ -92,8 +94,8 @@ class Reshards:
 
 @dataclass(frozen=True)
 class Source:
-    """The node of the pairwise problem that produces a value. ``layouts``: the layout of the value under each choice of
-    the node ``variable``.
+    """The node of the assignment problem that decides in which layout a value is produced. ``layouts``: the layout of
+    the value under each choice of the node ``variable``.
     """
 
     variable: int
@@ -102,8 +104,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Asker:
-    """A node of the pairwise problem that reads a value. ``layouts``: the layouts that it needs under each choice of
-    the node ``variable``.
+    """A node of the assignment problem that decides in which layouts a value is read. ``layouts``: the layouts that it
+    needs under each choice of the node ``variable``.
     """
 
     variable: int
@@ -119,7 +121,8 @@ def add_reshard_costs(
     askers: Sequence[Asker],
     weight: float,
 ) -> None:
-    """Add to ``builder`` the nodes and edges that price the changes of layout between ``source`` and ``askers``.
+    """Add to ``builder`` the nodes and edges that price the changes of layout of one value between the node that
+    produces it, ``source``, and its readers, ``askers``.
 
     ``value``: the spec of the value and whether it has a gradient. ``weight``: the number of calls, by which seconds
     are multiplied.
@@ -195,7 +198,9 @@ def _connect_by_target(
     wants: Sequence[NDArray[np.bool_]],
     asked_of: Sequence[NDArray[np.intp]],
 ) -> None:
-    """Add one node with the choices (absent, available) per target layout, instead of one node for all sets of them."""
+    """Add one node with the choices (absent, available) for each layout in which a value is read. This replaces a
+    single node with a choice for each set of layouts, if there are too many sets.
+    """
     for target in range(cost.shape[1]):
         node = builder.add(f"{name}, layout {target}", np.zeros(2))
         table = np.stack([np.zeros(len(cost)), cost[:, target]], axis=1)

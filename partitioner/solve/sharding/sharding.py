@@ -60,8 +60,8 @@ class ShardingCosts(Protocol):
     """Prices of a sharding, in seconds per microbatch or other units of one kind. ``math.inf`` forbids a choice."""
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
-        """Return the cost of one call of an operator under ``strategy``, forward and backward, with the collectives it
-        adds.
+        """Return the cost of one call of an operator if it is run by ``strategy`` on ``num_ranks`` ranks, forward and
+        backward, with the collectives that this adds.
         """
 
     def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
@@ -70,12 +70,12 @@ class ShardingCosts(Protocol):
         """
 
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
-        """Return the cost of keeping a state in ``layout``. Under ``R'`` (replicated with a partial-sum gradient) it
-        includes the reduction of the gradient, once per step.
+        """Return the cost of keeping a parameter or buffer in ``layout``. Under ``R'`` (replicated with a partial-sum
+        gradient) it includes the reduction of the gradient, once per step.
         """
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
-        """Return the cost of keeping or sending a value between calls in ``layout``."""
+        """Return the cost of keeping or sending a tensor between blocks in ``layout``."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,14 @@ def solve_sharding(
     allowed: Allowed | None = None,
     time_limit_s: float = 60.0,
 ) -> ShardingSolution:
-    """Return the cheapest sharding of ``model`` over ``num_ranks`` ranks of ``axis``.
+    """Return the cheapest sharding of ``model`` over ``num_ranks`` ranks of ``axis``: layouts of tensors and strategies
+    of operators.
 
     Args:
-        rules: layouts that the caller fixes. The loss is ``P`` on the axis ``data`` and ``R`` on others unless it is
-            named. On ``data``, states are not sharded and values between calls may be partial sums.
-        allowed: whether an operator may use a strategy; ``None`` allows all.
+        rules: layouts that the caller fixes. The loss is ``P`` (a partial sum) on the axis ``data`` and ``R`` (replicated)
+            on others unless it is named. On ``data``, states are not sharded and tensors between blocks may be partial
+            sums.
+        allowed: ``allowed(operator, strategy)``: whether an operator may be run in this way; ``None`` allows all.
 
     Raises:
         ShardingError: a name is unknown, or the rules exclude every sharding.
@@ -151,8 +153,8 @@ def _complete_layout_rules(model: FoldedModel, axis: str, rules: LayoutRules) ->
 
 
 class ShardingProblem:
-    """The pairwise problem of a model on one axis, and the meaning of its nodes. It can be solved several times, each
-    with other strategies allowed.
+    """The pairwise assignment problem of a model on one mesh axis, and the meaning of its nodes. It can be solved
+    several times, each with other strategies allowed.
     """
 
     def __init__(self, model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts, rules: LayoutRules) -> None:
@@ -278,7 +280,7 @@ class ShardingProblem:
                 yield Asker(variable, [frozenset(s.operands[p] for p in reader.positions) for s in choices])
 
     def _ties_reading(self, name: str, value: BlockValue) -> Iterator[Asker]:
-        """Yield a reader for each group of values between calls that this value is returned as."""
+        """Yield one reader for each output of the block as which this value is returned."""
         places = [p for reader in value.readers if reader.node is None for p in reader.positions]
         for variable, options in dict(self.ports[name, "output", p] for p in places).items():
             yield Asker(variable, [frozenset((layout,)) for layout in options])
@@ -343,7 +345,7 @@ def _measure_sharded_work(
 
 
 def whole_sharding(model: FoldedModel, axis: str, costs: ShardingCosts) -> ShardingSolution:
-    """Return the sharding over one rank, in which everything is replicated."""
+    """Return the sharding over one rank, in which everything is replicated, with its cost."""
     chosen: dict[str, dict[fx.Node, Strategy]] = {}
     blocks: dict[str, BlockSharding] = {}
     for name, block in model.blocks.items():

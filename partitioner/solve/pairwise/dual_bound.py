@@ -100,7 +100,7 @@ class Reparametrization:
         return total + sum(float(table[choice[i], choice[j]]) for (i, j), table in self.tables.items())
 
     def allowed(self, room: float) -> dict[int, Mask]:
-        """Return for each node a mask of the choices that an assignment can contain whose cost exceeds the lower bound
+        """Return for each node a mask of the choices that an assignment may contain if its cost exceeds the lower bound
         by at most ``room``.
         """
         masks = {}

@@ -118,9 +118,9 @@ def solve_sharding(
     of operators.
 
     Args:
-        rules: layouts that the caller fixes. The loss is ``P`` (a partial sum) on the axis ``data`` and ``R`` (replicated)
-            on others unless it is named. On ``data``, states are not sharded and tensors between blocks may be partial
-            sums.
+        rules: layouts that the caller fixes. Unless it is named, the loss is ``P`` (a partial sum) on the axis ``data``
+            and ``R`` (replicated) on others. On ``data``, states are not sharded and tensors between blocks may be
+            partial sums.
         allowed: ``allowed(operator, strategy)``: whether an operator may be run in this way; ``None`` allows all.
 
     Raises:
@@ -280,7 +280,9 @@ class ShardingProblem:
                 yield Asker(variable, [frozenset(s.operands[p] for p in reader.positions) for s in choices])
 
     def _ties_reading(self, name: str, value: BlockValue) -> Iterator[Asker]:
-        """Yield one reader for each output of the block as which this value is returned."""
+        """Yield one reader for each group of block outputs (that must share a layout) as which this value is
+        returned.
+        """
         places = [p for reader in value.readers if reader.node is None for p in reader.positions]
         for variable, options in dict(self.ports[name, "output", p] for p in places).items():
             yield Asker(variable, [frozenset((layout,)) for layout in options])

@@ -44,8 +44,9 @@ def partition(
     estimate_only: bool = False,
     time_limit_s: float | None = None,
 ) -> Plan:
-    """Plan how ``model`` runs on ``topology``: return a program for every rank. Together the programs compute what the
-    model computes on one process.
+    """Plan how ``model`` runs on ``topology``. Return the plan: a program for every rank, estimates of time and memory,
+    and a certificate of how far the plan can be from the optimum. Together the programs compute what the model computes
+    on one process.
 
     Args:
         model: a module that ``torch.export`` accepts (also on meta), an exported program, or a ``PreparedModel``.

@@ -50,8 +50,8 @@ class MeshCandidate:
     dp_shard: int = 0
 
     def sharing(self, zero: int, dp_shard: int = 0) -> MeshCandidate:
-        """Return this candidate with another ZeRO stage ``zero``, whose states are sharded over ``dp_shard`` ranks of
-        ``dp``.
+        """Return this candidate with ZeRO stage ``zero`` and optimizer states, gradients or parameters sharded over
+        ``dp_shard`` ranks of ``dp`` (0: all).
         """
         axes = self.pp, self.dp, self.tp, self.microbatch_size, self.schedule, self.cp, self.ep, self.etp
         return MeshCandidate(*axes, zero, self.virtual_stages, dp_shard)
@@ -84,12 +84,16 @@ class MeshCandidate:
 
     @property
     def sharers(self) -> int:
-        """The number of ranks over which ZeRO shards a state that is not an expert's."""
+        """The number of ranks over which ZeRO shards the parameters that do not belong to experts, with their gradients
+        and optimizer states.
+        """
         return (self.dp_shard or self.dp) * self.cp
 
     @property
     def expert_sharers(self) -> int:
-        """The number of ranks over which ZeRO shards the state of an expert."""
+        """The number of ranks over which ZeRO shards the parameters of an expert, with their gradients and optimizer
+        states.
+        """
         return hybrid_mesh(self.mesh, self.etp, self.dp_shard)["edp_shard"]
 
     def parts(self, global_batch: int) -> int:
@@ -129,7 +133,7 @@ class MeshCandidate:
 
     @property
     def states_kind(self) -> tuple[Hashable, ...]:
-        """A key that is equal for candidates which shard their states in the same way."""
+        """A key that is equal for candidates which shard parameters, gradients and optimizer states in the same way."""
         return self.tp, self.ep, self.expert_tp, self.zero, self.zero and (self.sharers, self.expert_sharers)
 
     @property

@@ -426,8 +426,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def sends_compressed(self, zero: int, dp_shard: int) -> bool:
-        """Whether gradients can be compressed as ``grad_compression`` requires, under ZeRO stage ``zero`` with states
-        sharded over ``dp_shard`` ranks of ``dp`` (0: all).
+        """Whether gradients can be compressed as ``grad_compression`` requires, under ZeRO stage ``zero`` over
+        ``dp_shard`` ranks of ``dp`` (0: all). True if no compression is requested.
         """
         if self.grad_compression is None or zero < 2 or dp_shard:
             return True

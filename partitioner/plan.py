@@ -329,8 +329,8 @@ class Plan(Data):
     def why_not(
         self, *, model: nn.Module | None = None, inputs: Any = None, loss: Any = None, **constraints: Any
     ) -> WhyNot:
-        """Explain why the plan does not have other ``constraints``, as in ``why_not(tp=8)``: what they would cost, or
-        why they are impossible.
+        """Return the answer to why the plan does not have other ``constraints``, as in ``why_not(tp=8)``: what they
+        would cost, or why they are impossible.
 
         ``model``, ``inputs`` and ``loss``: as for ``partition``. With them the job is planned again if the certificate
         has no answer.
@@ -379,8 +379,8 @@ class Plan(Data):
 
     @typed_errors("Plan.verify()")
     def verify(self, model: nn.Module, inputs: Any, loss: Any = None) -> Verification:
-        """Run all ranks on this machine in float64, and compare outputs, loss and gradients with the unmodified
-        ``model``. Return the errors.
+        """Run all ranks on this machine in float64. Return the differences of outputs, loss and gradients from those of
+        the unmodified ``model``.
         """
         from partitioner.plans.verify import verify
 

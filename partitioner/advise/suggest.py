@@ -352,9 +352,7 @@ class _RelaxationSearch:
         return False
 
     def _constrain_to_candidate(self, variant: Variant, pins: Sequence[str], candidate: MeshCandidate) -> Constraints:
-        """Return the constraints of ``variant`` with those named in ``pins`` replaced by the values of
-        ``candidate``.
-        """
+        """Return the constraints of ``variant``, where those named in ``pins`` have the values of ``candidate``."""
         return _update_constraints(relax_pins(variant.constraints, pins), _find_new_pin_values(pins, candidate).items())
 
     def _step_time(self, variant: Variant, constraints: Constraints, known_s: float) -> float:
@@ -410,7 +408,9 @@ def _and_then(text: str, search: _RelaxationSearch) -> tuple[Change, ...]:
 
 
 def _find_new_pin_values(pins: Sequence[str], candidate: MeshCandidate) -> dict[str, Any]:
-    """Return the values of ``candidate`` for those constraints in ``pins`` that a candidate has, by name."""
+    """Return the values that ``candidate`` has for the constraints named in ``pins``. Constraints that a candidate does
+    not have are left out.
+    """
     new = {pin: getattr(candidate, pin) for pin in pins if pin in MeshCandidate.__dataclass_fields__}
     return {pin: size for pin, size in new.items() if size or pin not in _ZERO_IS_FREE}
 

@@ -67,8 +67,8 @@ def list_pin_subsets(pins: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def estimate_relaxation_effort(pins: Sequence[str]) -> float:
-    """Return the effort of giving up ``pins``, without the size of the change. Further fixed stages of modules add
-    little, since they are often wrong together.
+    """Return the effort (a number by which changes are ordered) of giving up the fixed constraints ``pins``, without
+    the size of the change. Further fixed stages of modules add little, since they are often wrong together.
     """
     places = sum(":" in pin for pin in pins)
     others = sum(_WEIGHTS.get(pin, 1.0) for pin in pins if ":" not in pin)
@@ -90,8 +90,8 @@ def is_pin_changed(constraints: Constraints, pin: str, candidate: MeshCandidate)
 
 
 def measure_pin_distance(constraints: Constraints, pin: str, candidate: MeshCandidate) -> float:
-    """Return the distance of ``candidate`` from the fixed value of ``pin``: half of the base-2 logarithm of the ratio;
-    0 for values that are not numbers.
+    """Return how far ``candidate`` is from the user's value of the constraint ``pin``: half of the base-2 logarithm of
+    the ratio; 0 for values that are not numbers.
     """
     old, new = getattr(constraints, pin, None), getattr(candidate, pin, None)
     if not isinstance(old, int) or not isinstance(new, int):
@@ -163,7 +163,9 @@ class Variant:
 
 
 def _extend_variant(variant: Variant, cost: float, kind: str, text: str, **changed: Any) -> Variant:
-    """Return ``variant`` with one more change of the fields ``changed``, which adds ``cost``."""
+    """Return ``variant`` (a changed job) with the fields ``changed``, which is one more change and adds ``cost``.
+    ``kind``: the key of the change. ``text``: its description.
+    """
     return replace(
         variant, cost=variant.cost + cost, kinds=variant.kinds | {kind}, texts=(*variant.texts, text), **changed
     )
@@ -251,7 +253,9 @@ def _list_batch_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Va
 
 
 def _list_dp_shard_variants(base: Variant) -> Iterator[Variant]:
-    """Yield variants with another ``dp_shard`` (ranks that share states), if the user fixed it."""
+    """Yield variants of the job with another ``dp_shard`` (number of data-parallel ranks that ZeRO shards over), if the
+    user fixed it.
+    """
     given = base.constraints.dp_shard
     if given is None:
         return

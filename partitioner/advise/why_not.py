@@ -183,8 +183,8 @@ def why_not(
     inputs: Any = None,
     loss: Callable[..., Any] | None = None,
 ) -> WhyNot:
-    """Explain why ``plan`` does not have the constraints ``asked`` (values by name). If the certificate cannot answer
-    and ``model`` is given, the job is planned again.
+    """Return the answer to why ``plan`` does not have the constraints ``asked`` (values by name). If the certificate
+    cannot answer and ``model`` is given, the job is planned again.
 
     Raise :class:`ConstraintError` for unknown constraints, and :class:`InputsError` if the model is not the plan's.
     """

@@ -108,8 +108,8 @@ class TargetModel:
 
 
 def load_target(text: str, *, meta: bool = False) -> TargetModel:
-    """Call the function that ``text`` names and return its model. ``meta``: create tensors on the meta device, without
-    memory.
+    """Return the model that the function named by ``text`` returns, with inputs and loss if it returns them. ``meta``:
+    create tensors on the meta device, without memory.
 
     Raise :class:`TargetError` if the file or function does not exist, if the function fails, or if its result is not
     ``SHAPE``.

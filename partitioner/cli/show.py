@@ -27,8 +27,8 @@ _MOST_DIFFERENT = 12
 
 
 def rank_parts(plan: Plan, rank: int) -> Iterator[RenderableType]:
-    """Yield the description of one rank of a plan: its device, coordinates, groups, peak memory, state shards and
-    instructions. Raise :class:`PlanError` if the rank does not exist.
+    """Yield the description of one rank of a plan: its device, coordinates, groups, peak memory, shards of parameters
+    and buffers, and instructions. Raise :class:`PlanError` if the rank does not exist.
     """
     if not 0 <= rank < plan.program.world_size:
         raise PlanError(f"there is no rank {rank}; the plan has ranks 0 to {plan.program.world_size - 1}")

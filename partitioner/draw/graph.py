@@ -84,8 +84,8 @@ class Panel:
 
 
 def stage_panel(header: Card, groups: Sequence[CallGroup], flows: Sequence[ValueFlow], tooltip: str) -> Panel:
-    """Return the panel of a stage with cards for ``groups`` (groups of equal calls) and curves for those of ``flows``
-    (values passed between groups) that stay inside the stage.
+    """Return the panel of a stage with a card for each of ``groups`` (equal consecutive layers) and curves for those of
+    ``flows`` (values passed between groups) that stay inside the stage.
     """
     names = {(g.stage, g.index): f"g{g.index}" for g in groups}
     cards = {names[g.stage, g.index]: group_card(g) for g in groups}
@@ -147,8 +147,8 @@ _DIRECTIONS = ("forward", "backward")
 
 
 def group_card(calls: CallGroup) -> Card:
-    """Return the card of a group of equal calls: name, number of calls, module paths, notes, collectives by kind,
-    parameters, and how weights are sharded.
+    """Return the card of a group of equal layers: name, number, module paths, notes, collectives by kind, parameters,
+    and how weights are sharded.
     """
     title = " + ".join(calls.blocks)
     rows = [CardRow(title, 13, bold=True, aside=f"× {calls.count}" if calls.count > 1 else "")]

@@ -113,8 +113,9 @@ def _get_working_bytes(plan: Plan, durations: PlanDurations, stage: int, moment:
 def _in_time(
     span: SimulatedSpan, moments: Sequence[MemoryMoment], durations: PlanDurations, facts: ProgramFacts, stage: int
 ) -> Iterator[tuple[MemoryMoment, float, float]]:
-    """Yield each memory state inside a forward or backward instruction with its start and end (s). ``moments``: one for
-    each call of the instruction; the instruction's time is divided in proportion to the times of the calls.
+    """Yield (memory at one moment, start, end) in seconds for each layer that a forward or backward instruction runs.
+    ``moments``: one for each layer; the instruction's time is divided in proportion to the predicted times of the
+    layers.
     """
     part = {"F": "F", "B": "B", "I": "I", "W": "W"}.get(span.instruction.op)
     if part is None or not moments:

@@ -390,7 +390,7 @@ class _TimelineChart:
 
 
 def join_call_bars(bars: Sequence[Bar]) -> list[Bar]:
-    """Return ``bars`` in which those of one microbatch are joined if they run consecutive calls of the stage without a
+    """Return ``bars`` in which those of one microbatch are joined if they run consecutive layers of the stage without a
     pause.
     """
     joined: list[Bar] = []

@@ -191,7 +191,7 @@ Picture = list[tuple[tuple[int, str, int, int, int], float, float]]
 
 def _build_period_picture(anchor: Instruction, bars: Sequence[Drawn]) -> Picture:
     """Return a comparable form of a period: sorted (key, start, duration) tuples. The key has the stage, the operation,
-    and the microbatch, call and bucket relative to the anchor's.
+    and the microbatch, layer and bucket relative to those of the instruction ``anchor``.
     """
     microbatch, (call, _) = anchor.microbatch or 0, anchor.calls or (0, 0)
     bucket = min((b.instruction.bucket for b in bars if b.instruction.bucket is not None), default=0)

@@ -44,7 +44,7 @@ class Issuing:
 
 @contextmanager
 def open_issuing_plan() -> Iterator[Issuing]:
-    """Make the plan of the small decoder and yield it. Its file is deleted when the context ends."""
+    """Yield the plan of a small decoder for one rank, to be timed. Its file is deleted when the context ends."""
     types = {"told": {"memory": 1 << 40, "peak": {"fp32": 1e24}, "memory_bandwidth": 1e18, "dispatch": 1.0}}
     topology = Topology(name="told", nodes=({"type": "told", "devices": 1},), types=types)
     with torch.random.fork_rng():

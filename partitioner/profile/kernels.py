@@ -59,7 +59,7 @@ class BuiltCase:
 
 
 def build_case_tensors(case: KernelCase, device: torch.device) -> BuiltCase:
-    """Create the tensors of ``case`` on ``device``, and return the function to time.
+    """Return the function that runs the kernel ``case`` once, with tensors created on ``device``.
 
     The function uses several copies of the tensors in turn, so that a copy has left the caches when it is used again;
     real programs seldom find their operands in caches. Raise ``RuntimeError`` or ``NotImplementedError`` if the device

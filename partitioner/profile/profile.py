@@ -200,8 +200,8 @@ def _take_median_samples(samples: Sequence[Sequence[KernelSample]]) -> list[Kern
 
 
 def _column_medians(rows: Sequence[Sequence[Sequence[float]]], place: int) -> list[float]:
-    """Return for each repetition the median time over the ranks that took part. ``rows``: times by rank, repetition and
-    ``place``, an index into the numbers of active ranks; NaN if the rank took no part.
+    """Return for each repetition the median time over the ranks that took part. ``rows[rank][repetition][place]``:
+    seconds; NaN if the rank took no part.
     """
     turns = zip(*([turn[place] for turn in rank] for rank in rows), strict=True)
     return [float(torch.tensor(turn).nanmedian()) for turn in turns]

@@ -68,8 +68,8 @@ def map_ranks_to_devices(topology: Topology, mesh: Mapping[str, int], devices: D
 
 
 def axis_groups(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> list[Group]:
-    """Return the distinct groups that the ranks form over ``axes``; groups with equal links count once. ``devices``:
-    the device of each rank; ``None`` for device ``i`` of rank ``i``.
+    """Return the distinct communication groups that the ranks form over the mesh axes ``axes``; groups with equal links
+    count once. ``devices``: the device of each rank; ``None`` for device ``i`` of rank ``i``.
     """
     return row_groups(topology, map_ranks_to_devices(topology, mesh, devices)[rank_grid(mesh, *axes)])
 
@@ -82,8 +82,8 @@ def row_groups(topology: Topology, rows: NDArray[np.int64]) -> list[Group]:
 
 
 def axis_group(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> Group:
-    """Return the slowest group that the ranks form over ``axes``. ``devices``: the device of each rank; ``None`` for
-    device ``i`` of rank ``i``.
+    """Return the slowest communication group that the ranks form over the mesh axes ``axes``. ``devices``: the device
+    of each rank; ``None`` for device ``i`` of rank ``i``.
     """
     return select_slowest_group(axis_groups(topology, mesh, *axes, devices=devices))
 
@@ -91,8 +91,8 @@ def axis_group(topology: Topology, mesh: Mapping[str, int], *axes: str, devices:
 def stage_groups(
     topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None, ring: bool = False
 ) -> tuple[Group, ...]:
-    """Return for each pipeline stage the slowest of the groups that its ranks form over ``axes`` (without ``pp``).
-    ``ring``: whether to compute the latency and bandwidth of ring neighbours, too.
+    """Return for each pipeline stage the slowest of the communication groups that its ranks form over the mesh axes
+    ``axes`` (without ``pp``). ``ring``: whether to compute the latency and bandwidth of ring neighbours, too.
     """
     numbers, groups = replica_groups(topology, mesh, 1, *axes, devices=devices, ring=ring)
     return tuple(groups[k] for k in numbers[:, 0].tolist())

@@ -95,8 +95,8 @@ def _find_node_runs(topology: Topology, kept: Marks) -> Iterator[tuple[NodeGroup
 
 
 def _count_remaining_cards(group: NodeGroup, places: Places) -> int | None:
-    """Return the number of network cards that the devices at ``places`` of a node use; ``None`` for one card per
-    device.
+    """Return the number of network cards that the devices at the indices ``places`` of a node use; ``None`` for one
+    card per device.
     """
     if group.nics is None:
         return None
@@ -106,7 +106,9 @@ def _count_remaining_cards(group: NodeGroup, places: Places) -> int | None:
 
 
 def _restrict_pattern(pattern: Pattern, places: Places) -> Pattern:
-    """Return the direct links of a pattern between the positions ``places``, renumbered from 0."""
+    """Return the direct links inside a node between the devices at the indices ``places``, which are renumbered from
+    0.
+    """
     at = {place: number for number, place in enumerate(places)}
     links = []
     for link in pattern.links:

@@ -73,7 +73,7 @@ def format_validation_error(
 
 
 def _has_inside(place: Sequence[int | str], every: Iterable[ErrorDetails]) -> bool:
-    """Whether one of the errors ``every`` is about a value inside the one at ``place``."""
+    """Whether one of the pydantic errors ``every`` is about a value inside the one at the path of keys ``place``."""
     return any(len(each["loc"]) > len(place) > 0 and each["loc"][: len(place)] == place for each in every)
 
 
@@ -93,8 +93,8 @@ def _unknown_key(key: str, known: Sequence[str]) -> str:
 
 
 def _list_allowed_keys(model: Any, place: Sequence[int | str]) -> list[str]:
-    """Return the keys that are allowed at ``place`` inside ``model``, a class; empty if there is no mapping with known
-    keys.
+    """Return the keys that are allowed at the path of keys ``place`` inside ``model``, a class; empty if there is no
+    mapping with known keys.
     """
     for key in place:
         known = model.model_fields if _is_model(model) else {}

@@ -106,8 +106,8 @@ def _input_layouts(model_input: ModelInput, batch: int) -> list[Layout]:
 
 
 def _without_samples(model: FoldedModel, batch: int) -> frozenset[fx.Node]:
-    """Return the operators that do not depend on any input with a batch dim in any call of their block. They depend on
-    weights, constants and random indices alone.
+    """Return the operators that depend on no input with a batch dim, wherever their block is used in the model. They
+    depend on weights, constants and random indices alone.
     """
     reached = {i.value for i in model.inputs if batch in i.spec.shape}
     found: set[fx.Node] = set()

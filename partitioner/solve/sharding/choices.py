@@ -53,8 +53,8 @@ class LayoutRules:
     lengths: frozenset[int] = frozenset()
 
     def check(self, model: FoldedModel) -> None:
-        """Raise :class:`ShardingError` if a name in ``pins``, ``inputs`` or ``outputs`` is not a value or state of
-        ``model``.
+        """Raise :class:`ShardingError` if a name in ``pins``, ``inputs`` or ``outputs`` is not a value, parameter or
+        buffer of ``model``.
         """
         aliases = {a for state in model.states.values() for a in state.aliases}
         for what, names in (("pins", self.pins), ("inputs", self.inputs), ("outputs", self.outputs)):
@@ -131,8 +131,8 @@ def state_options(
 
 
 def _pinned_state(layout: Layout, trained: bool) -> Collection[Layout]:
-    """Return the layouts that fulfil the pin ``layout`` of a state. A trained state that is pinned as replicated may
-    have a complete gradient (``R``) or a partial-sum gradient (``R'``).
+    """Return the layouts that a parameter or buffer may have if the user fixed ``layout``. A trained parameter that is
+    fixed as replicated may have a complete gradient (``R``) or a partial-sum gradient (``R'``).
     """
     return (REPLICATED, READ_SHARDED) if layout == REPLICATED and trained else (layout,)
 

@@ -193,8 +193,8 @@ class _Operator:
         self._seconds: dict[tuple[tuple[tuple[Shape, float], ...], tuple[Shape, ...]], float] = {}
 
     def lowering(self, strategy: Strategy) -> Lowering | None:
-        """Return the special local form in which ``strategy`` runs the operator; ``None`` if the operator itself is
-        run.
+        """Return the special local operators that run the operator under ``strategy``; ``None`` if each rank runs the
+        operator itself on its shards.
         """
         return None if strategy.factor is None else self._lower.get(strategy.factor)
 
@@ -300,7 +300,7 @@ def divided_costs(model: FoldedModel, axis: str, device: DeviceType, group: Grou
 
 
 def _list_weighted_operators(model: FoldedModel) -> Iterator[tuple[int, fx.Node]]:
-    """Yield (number of calls of its block, operator) for every operator of the model."""
+    """Yield (how often its block is used in the model, operator) for every operator of the model."""
     for name, block in model.blocks.items():
         often = model.num_calls(name)
         yield from ((often, node) for node in block.graph.nodes if node.op == "call_function")

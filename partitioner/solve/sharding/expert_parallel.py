@@ -169,6 +169,6 @@ def spread_over_ranks(model: FoldedModel, tp: int, ep: int, etp: int) -> tuple[F
 
 def common_experts(states: Mapping[str, tuple[int, int]]) -> int:
     """Return the largest number of ranks over which the experts of all layers can be distributed evenly; 0 without
-    experts. ``states``: by name, the dim that indexes experts and the number of experts.
+    experts. ``states``: for each parameter of experts, the dim that indexes experts and the number of experts.
     """
     return math.gcd(*(count for _, count in states.values()))

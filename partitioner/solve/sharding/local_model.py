@@ -31,8 +31,8 @@ class LocalModel:
 
     @property
     def complete(self) -> frozenset[str]:
-        """The names of the states whose gradient every rank of ``cp`` computes completely, so that no reduction over
-        ``cp`` is needed.
+        """The names of the parameters and buffers whose gradient every rank of ``cp`` computes completely, so that no
+        reduction over ``cp`` is needed.
         """
         if self.context is None:
             return frozenset()
@@ -40,7 +40,7 @@ class LocalModel:
 
     @cached_property
     def left_whole(self) -> frozenset[str]:
-        """The names of the states that ZeRO-3 does not shard, because they are small."""
+        """The names of the parameters and buffers that ZeRO-3 does not shard, because they are small."""
         return states_left_whole(self.model)
 
     def spread(self, tp: int, ep: int, etp: int) -> LocalModel:
@@ -80,7 +80,8 @@ def build_local_model(
 
 def unmark_stopped(block: Block) -> Block:
     """Set ``node.meta["grad"]`` of ``block`` to false for nodes that depend on detached values alone, and return
-    ``block``. The nodes of a lowering inherit the mark of the operator that they replace, which is too coarse.
+    ``block``. The nodes that replace a sharded operator are marked like it, although no gradient flows through some of
+    them.
     """
     for node in block.graph.nodes:
         if node.op == "call_function" and node.meta.get("grad"):

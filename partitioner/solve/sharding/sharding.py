@@ -265,8 +265,9 @@ class ShardingProblem:
         add_reshard_costs(self.builder, reshards, label, (value.spec, value.grad), source, askers, self.weights[name])
 
     def _state_reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
-        """Return the seconds of reading a state of layout ``source`` as ``target``; infinite if this needs a collective
-        in the forward. Weights are not gathered for every microbatch here, since ZeRO over ``dp`` exists for that.
+        """Return the seconds of reading a parameter or buffer of layout ``source`` as ``target``; infinite if the
+        forward would need a collective. Weights are not gathered for every microbatch here, since ZeRO over ``dp``
+        exists for that.
         """
         change = RESHARDS.get((source.kind, target.kind))
         if change is None or change.forward is not None:

@@ -63,7 +63,7 @@ _PAD = 14.0
 @dataclass(frozen=True)
 class Panel:
     """The contents of a stage's panel and their sizes in pixels. ``header``: the card at the top. ``cards``: one card
-    for each group of equal calls, by name, at the positions in ``layout``. ``tips``: the tooltip of each card.
+    for each run of repeated blocks, by name, at the positions in ``layout``. ``tips``: the tooltip of each card.
     ``tooltip``: that of the panel.
     """
 
@@ -84,8 +84,8 @@ class Panel:
 
 
 def stage_panel(header: Card, groups: Sequence[CallGroup], flows: Sequence[ValueFlow], tooltip: str) -> Panel:
-    """Return the panel of a stage with a card for each of ``groups`` (equal consecutive layers) and curves for those of
-    ``flows`` (values passed between groups) that stay inside the stage.
+    """Return the panel of a stage with a card for each of ``groups`` (runs of repeated blocks, such as decoder layers)
+    and curves for those of ``flows`` (values passed between groups) that stay inside the stage.
     """
     names = {(g.stage, g.index): f"g{g.index}" for g in groups}
     cards = {names[g.stage, g.index]: group_card(g) for g in groups}
@@ -147,8 +147,8 @@ _DIRECTIONS = ("forward", "backward")
 
 
 def group_card(calls: CallGroup) -> Card:
-    """Return the card of a group of equal layers: name, number, module paths, notes, collectives by kind, parameters,
-    and how weights are sharded.
+    """Return the card of a run of repeated blocks, such as decoder layers: name, number, module paths, notes,
+    collectives by kind, parameters, and how weights are sharded.
     """
     title = " + ".join(calls.blocks)
     rows = [CardRow(title, 13, bold=True, aside=f"× {calls.count}" if calls.count > 1 else "")]

@@ -1,7 +1,7 @@
-"""From an unmodified model and a description of the hardware to proven programs for every rank.
+"""Plan an unmodified PyTorch model for a cluster, and run the plan: every rank gets a proven program.
 
-Plan with :func:`partition`, run with :func:`run_local` or :class:`Engine`. Everything that a user needs is a name of
-this module; the packages below it are for contributors.
+Plan with :func:`partition`, run with :func:`run_local` or :class:`Engine`. Users need only the names in this module;
+the packages below it are for contributors.
 """
 
 from __future__ import annotations

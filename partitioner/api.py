@@ -1,4 +1,4 @@
-"""The whole way from a model to a plan."""
+"""``partition``: plan a model for a cluster, from the check of the arguments to the finished plan."""
 
 from __future__ import annotations
 
@@ -44,21 +44,26 @@ def partition(
     estimate_only: bool = False,
     time_limit_s: float | None = None,
 ) -> Plan:
-    """Plan how ``model`` runs on ``topology``: for every rank a program; together they do what the model does.
+    """Plan how ``model`` runs on ``topology``. Return the plan: a program for every rank, estimates of time and memory,
+    and a certificate of how far the plan can be from the optimum. Together the programs compute what the model computes
+    on one process.
 
     Args:
-        model: a module that ``torch.export`` accepts (also on meta), an exported program, or what :func:`prepare` made.
+        model: a module that ``torch.export`` accepts (also on meta), an exported program, or a ``PreparedModel``.
         inputs: one global batch, as a tuple or dict of arguments; ``None``: an exported program's own, or dummy inputs.
-        global_batch: samples per step, if the inputs are only a sample of them.
-        loss: makes the scalar loss of the output; ``None``: the output is, or has, the loss.
+        global_batch: samples per step, if the inputs are only a sample of the batch.
+        loss: computes the scalar loss from the output; ``None``: the output is, or contains, the loss.
+        objective: what a step is: training (``train``) or inference (``infer``).
         constraints: what is given is fixed; the search chooses the rest.
-        profile: another framework, as ``"megatron-core"``, for which the plan is predicted: figures, and no program.
-        precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: as the parameters are. ``tf32``: fp32, but for
-            products on GPUs. ``fp8``: bf16, but for products with weights; with experts planned only.
-        estimate_only: the figures alone, for many plans: no program, nothing to compare with, memory by the tables.
-        time_limit_s: when the search ends with the best plan so far, see ``certificate.gap``; ``None``: when proven.
+        profile: another framework, such as ``"megatron-core"``, to predict: the plan has estimates and no program.
+        precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: that of the parameters. ``tf32``: fp32, with
+            matrix products in TF32 on GPUs. ``fp8``: bf16, with products of weights in fp8; with experts planned only.
+        optimizer: the optimizer whose states need memory: ``adamw``, ``adam``, ``sgd_momentum``, ``sgd`` or ``none``.
+        progress: called during the search with its progress.
+        estimate_only: return the estimates without a program and without baselines; faster, for many plans.
+        time_limit_s: seconds after which the search ends with its best plan so far; ``None``: no limit.
 
-    Raises :class:`partitioner.passes.errors.PartitionError`, before anything is launched, if there is no such plan.
+    Raises :class:`partitioner.passes.errors.PartitionError` if there is no such plan.
     """
     check_options(time_limit_s, progress)
     constraints, how = constraints or Constraints(), ExecutionProfile.resolve(profile)

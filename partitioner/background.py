@@ -1,16 +1,17 @@
-"""A forked helper process beside the main process: shared memory for what both found, and a queue of work done ahead.
+"""Run a forked helper process beside the main process: shared memory for results of both, and a queue of work done
+ahead.
 
-The helper is a fork, so the problem is neither built nor sent a second time. Where there is no fork or no second
-processor, the main process works alone.
+The helper is a fork, so the problem is neither built nor sent a second time. If ``os.fork`` or a second processor is
+missing, the main process works alone.
 
 ``FindingSlot`` holds findings in shared memory. Each process writes to its own slot, and increments a counter before
 and after a write; an odd counter marks a write in progress. No process waits for the other, and a helper that is killed
 holds no lock.
 
-``BackgroundWorker`` and ``Future`` compute results before they are asked for. Both processes take tasks from one list
-and mark in shared memory what they begin, so a task runs twice only if both begin it at the same moment. Results are
-kept in an unlinked file. The main process depends on nothing from the helper: it computes what the helper has not begun
-or failed at, and waits, for a limited time, only for a task in progress.
+``BackgroundWorker`` and ``Future`` compute results before they are requested. Both processes take tasks from one list
+and mark in shared memory which tasks they begin, so a task runs twice only if both begin it at the same moment. Results
+are kept in an unlinked file. The main process depends on nothing from the helper: it computes the tasks that the helper
+has not begun or failed at, and waits, for a limited time, only for a task in progress.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ _is_fork = False
 
 @dataclass(frozen=True)
 class Finding:
-    """An assignment, its cost, how much it exceeds the limit by, and a lower bound of all costs."""
+    """A solution of an assignment problem: the choice of each node, its cost, the amount by which it exceeds the
+    resource limit, and a lower bound on the cost of all solutions.
+    """
 
     choice: Choices
     cost: float
@@ -53,7 +56,7 @@ class Finding:
 
 
 class FindingSlot:
-    """Shared memory for the latest finding of one process."""
+    """Shared memory for the latest finding (solution) of one process."""
 
     def __init__(self, num_nodes: int) -> None:
         self._numbers = allocate_shared_array(4, np.float64)  # counter, cost, overflow, bound
@@ -67,7 +70,7 @@ class FindingSlot:
         self._numbers[0] += 1.0
 
     def read(self) -> Finding | None:
-        """The latest finding, unless it was read before or is being written."""
+        """Return the latest finding; ``None`` if it was read before or is being written."""
         count = float(self._numbers[0])
         if count == self._read or count % 2:
             return None
@@ -79,17 +82,19 @@ class FindingSlot:
 
 
 def allocate_shared_array(size: int, dtype: type) -> NDArray[np.generic]:
-    """Zeros that a fork sees changing."""
+    """Return an array of zeros in memory that this process shares with processes it forks later."""
     return np.frombuffer(mmap.mmap(-1, max(1, size) * np.dtype(dtype).itemsize), dtype)[:size]
 
 
 def can_help() -> bool:
-    """Whether this process may fork and has a second processor."""
+    """Whether this process can fork and has a second processor."""
     return hasattr(os, "fork") and hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) > 1
 
 
 class ForkedWorker:
-    """Runs ``work`` in a fork of this process, ``pid``; its errors go nowhere, as it is only ever a help."""
+    """A fork of this process that runs ``work`` and exits. Its exceptions are lost, since the parent does not depend on
+    it.
+    """
 
     def __init__(self, work: Callable[[], None]) -> None:
         global _is_fork
@@ -109,7 +114,7 @@ class ForkedWorker:
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process has not ended."""
         if not self._ended:
             try:
                 self._ended = os.waitpid(self.pid, os.WNOHANG)[0] != 0
@@ -118,7 +123,7 @@ class ForkedWorker:
         return not self._ended
 
     def end(self, until: float) -> None:
-        """Waits for its end, at most until ``until`` of ``time.perf_counter``; then ends it."""
+        """Wait until the process has ended. At the time ``until`` of ``time.perf_counter()`` it is killed."""
         while self.runs:
             if time.perf_counter() > until:
                 os.kill(self.pid, signal.SIGKILL)
@@ -127,7 +132,9 @@ class ForkedWorker:
 
 
 def check_threads() -> None:
-    """Raise :class:`RuntimeError` in a helper, which lacks the threads that an exact solver may have started."""
+    """Raise :class:`RuntimeError` in a helper process, because a fork lacks the threads that an exact solver may
+    need.
+    """
     if _is_fork:
         raise RuntimeError("the exact solver is for the first process")
 
@@ -144,8 +151,11 @@ _PAUSE_S = 0.002
 
 
 class BackgroundWorker(Generic[K, R]):
-    """Does ``work`` for each of ``keys``, in this order but for what is wished for, in a fork; results are pickled.
-    ``end()`` ends the fork and forgets what it has done. ``patience_s``: with it, while it is at what is asked for."""
+    """Compute ``work(key)`` for each of ``keys`` in a forked process, ahead of :meth:`take`. Results are pickled.
+
+    Keys that were passed to :meth:`wish` come first, then the others in order. ``patience_s``: seconds that
+    :meth:`take` waits for a task in progress. ``end()`` kills the process and deletes the results.
+    """
 
     def __init__(self, keys: Sequence[K], work: Callable[[K], R], patience_s: float = _PATIENCE_S) -> None:
         self._patience_s = patience_s
@@ -180,7 +190,9 @@ class BackgroundWorker(Generic[K, R]):
         self.end = weakref.finalize(self, _end_helper, self._helper, self._file)
 
     def take(self, key: K) -> R | None:
-        """What ``work`` gives for ``key``; ``None``: it is for the caller to do."""
+        """Return the result for ``key``. ``None`` means that the helper does not have it, so that the caller must
+        compute it.
+        """
         place = self._places.get(key)
         if place is None:
             return None
@@ -198,18 +210,22 @@ class BackgroundWorker(Generic[K, R]):
         return found
 
     def works_on(self, key: K) -> bool:
-        """Whether the second process is doing it."""
+        """Whether the helper process is computing the result for ``key`` now."""
         place = self._places.get(key)
         return place is not None and self._marks[place] == _BEGUN and self._helper is not None and self._helper.runs
 
     def wish(self, key: K) -> None:
-        """``key`` will be asked for: it comes before all that was not wished for, and after what was before."""
+        """Announce that ``key`` will be requested. The helper computes it before keys that were not announced, and
+        after those announced earlier.
+        """
         place = self._places.get(key)
         if place is not None and not self._wishes[place]:
             self._wishes[place] = next(self._turns)
 
     def claim(self, among: Container[C]) -> C | None:
-        """The next one of these that nobody has begun, which is the caller's now."""
+        """Return the next key in ``among`` that neither process has begun, and mark it as the caller's task. ``None``
+        if there is none.
+        """
         place = self._find_next_free(among)
         if place is None:
             return None
@@ -218,7 +234,9 @@ class BackgroundWorker(Generic[K, R]):
         return cast(C, key)
 
     def _find_next_free(self, among: Container[Any] | None = None) -> int | None:
-        """The place of the next one that nobody has begun."""
+        """Return the index of the next key that neither process has begun, of those in ``among`` if given; ``None`` if
+        there is none.
+        """
         free = np.flatnonzero(self._marks == _FREE)
         ordered = free[np.argsort(self._wishes[free], kind="stable")].tolist()
         return next((place for place in ordered if among is None or self._keys[place] in among), None)
@@ -236,8 +254,9 @@ def _end_helper(helper: ForkedWorker | None, file: IO[bytes]) -> None:
 
 
 class Future(Generic[R]):
-    """What ``work`` gives, which a second process does meanwhile where there is one and it is ``worth_it``; ``most_s``:
-    seconds that it may take."""
+    """The result of ``work()``, computed in a forked process if one can be used and ``worth_it`` is true. ``most_s``:
+    seconds that the work may take before the caller does it itself.
+    """
 
     def __init__(self, work: Callable[[], R], *, worth_it: bool = True, most_s: float = 0.0) -> None:
         self._work = work
@@ -245,7 +264,7 @@ class Future(Generic[R]):
         self._aside = BackgroundWorker([None], lambda _: work(), help_s) if worth_it and can_help() else None
 
     def result(self) -> R:
-        """Waits for it. Raises what ``work`` raises."""
+        """Return the result of ``work``; wait for the helper, or compute it here. Raise the exceptions of ``work``."""
         found = None if self._aside is None else self._aside.take(None)
         return self._work() if found is None else found
 
@@ -256,6 +275,6 @@ class Future(Generic[R]):
         self.end()
 
     def end(self) -> None:
-        """It is not asked for any more."""
+        """Cancel the work, since its result is not needed any more."""
         if self._aside is not None:
             self._aside.end()

@@ -1,4 +1,4 @@
-"""A candidate of the search: mesh, microbatch size, schedule, and state sharding."""
+"""A candidate of the search: mesh, microbatch size, schedule, and ZeRO stage."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ Split = Literal["", "rows", "within"]  # how tp shards the experts' work: as is 
 
 
 def split_of(tp: int, ep: int, etp: int) -> Split:
-    """How the experts' work is sharded over ``tp``: ``"rows"`` or ``"within"`` each expert. ``etp`` of 0 is ``tp``.
-    ``""`` if it does not matter, or is not executed."""
+    """Return how the experts' work is sharded over ``tp``: ``"rows"`` (each rank has other rows and experts) or
+    ``"within"`` (each expert is sharded).
+
+    ``etp``: ranks that share one expert; 0 means ``tp``. Return ``""`` if there is nothing to decide, or if the
+    combination is not executed.
+    """
     if ep == 1 or tp == 1:
         return ""
     return "within" if etp in (0, tp) else "rows" if etp == 1 else ""
@@ -26,10 +30,11 @@ def split_of(tp: int, ep: int, etp: int) -> Split:
 @hashed_once
 @dataclass(frozen=True, order=True)
 class MeshCandidate:
-    """One combination. ``recompute`` is left to the stages unless it is pinned.
+    """One combination of mesh axes, microbatch size, schedule and ZeRO stage that the search considers.
 
-    ``ep`` ranks of dp x cp x tp share the experts, each over ``etp`` of them (0: ``tp``); ``zero``: the stage of state
-    sharding, over ``dp_shard`` of the ``dp`` ranks (0: all), each of ``cp``.
+    ``ep`` of the dp x cp x tp ranks share the experts, and ``etp`` ranks share each expert (0: ``tp``). ``zero``: the
+    ZeRO stage. States are sharded over ``dp_shard`` of the ``dp`` ranks (0: all) and over ``cp``. ``virtual_stages``:
+    stages per pipeline rank. Recomputation is chosen later, for each pipeline stage.
     """
 
     pp: int
@@ -45,7 +50,9 @@ class MeshCandidate:
     dp_shard: int = 0
 
     def sharing(self, zero: int, dp_shard: int = 0) -> MeshCandidate:
-        """This candidate with states sharded at stage ``zero`` over ``dp_shard`` ranks of ``dp``."""
+        """Return this candidate with ZeRO stage ``zero`` and optimizer states, gradients or parameters sharded over
+        ``dp_shard`` ranks of ``dp`` (0: all).
+        """
         axes = self.pp, self.dp, self.tp, self.microbatch_size, self.schedule, self.cp, self.ep, self.etp
         return MeshCandidate(*axes, zero, self.virtual_stages, dp_shard)
 
@@ -55,53 +62,60 @@ class MeshCandidate:
 
     @property
     def grid(self) -> dict[str, int]:
-        """The axes whose sizes multiply to the number of ranks; experts are folded over them."""
+        """The axes whose sizes multiply to the number of ranks. ``ep`` is 1, since expert groups reuse the ranks of
+        other axes.
+        """
         return {**self.mesh, "ep": 1}
 
     @property
     def expert_tp(self) -> int:
-        """Ranks that share one expert."""
+        """The number of ranks that share one expert."""
         return self.etp or self.tp
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks that hold the same experts."""
+        """The number of ranks that hold equal parts of the same experts."""
         return self.dp * self.cp * self.tp // (self.ep * self.expert_tp)
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that have the same weights, except experts."""
+        """The number of ranks that have the same weights, without the experts: dp x cp."""
         return self.dp * self.cp
 
     @property
     def sharers(self) -> int:
-        """Number of ranks with the same weights that share them under ZeRO, except experts."""
+        """The number of ranks over which ZeRO shards the parameters that do not belong to experts, with their gradients
+        and optimizer states.
+        """
         return (self.dp_shard or self.dp) * self.cp
 
     @property
     def expert_sharers(self) -> int:
-        """Number of ranks with the same experts that share them under ZeRO."""
+        """The number of ranks over which ZeRO shards the parameters of an expert, with their gradients and optimizer
+        states.
+        """
         return hybrid_mesh(self.mesh, self.etp, self.dp_shard)["edp_shard"]
 
     def parts(self, global_batch: int) -> int:
-        """Number of microbatches of the whole batch."""
+        """Return the number of microbatches of the whole batch, over all ranks of ``dp``."""
         return global_batch // self.microbatch_size
 
     @property
     def shares_out(self) -> bool:
-        """Whether a rank of ``dp`` may have fewer microbatches than another: no call exchanges rows of experts over
-        ``dp``, and the schedule is not a table for a fixed number of microbatches."""
+        """Whether ranks of ``dp`` may have different numbers of microbatches. This requires that no experts are
+        exchanged over ``dp``, and that the schedule is not a table for a fixed number of microbatches.
+        """
         inside = self.cp * self.tp % (self.ep * self.expert_tp) == 0
         return inside and isinstance(self.schedule, str)
 
     def num_microbatches(self, global_batch: int) -> int:
-        """Number of microbatches of the rank with the most if devices are alike. In every division some rank has at
-        least as many."""
+        """Return the number of microbatches of the rank with the most, if they are divided as evenly as possible."""
         return -(-self.parts(global_batch) // self.dp)
 
     def data_shares(self, global_batch: int) -> tuple[int, ...]:
-        """The number of microbatches of each rank of ``dp`` if devices are alike; empty if all ranks have equally
-        many."""
+        """Return the number of microbatches of each rank of ``dp`` if they are divided as evenly as possible; empty if
+        all are equal.
+        """
         each, more = divmod(self.parts(global_batch), self.dp)
         return (each + 1,) * more + (each,) * (self.dp - more) if more else ()
 
@@ -112,12 +126,14 @@ class MeshCandidate:
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        """Key of the candidates that run the same local graphs and differ only in microbatches and stages."""
+        """A key that is equal for candidates which run the same local graphs and differ only in microbatches and
+        stages.
+        """
         return self.tp, self.cp, self.ep, self.etp, (self.dp, self.dp_shard) if self.zero == 3 else 1
 
     @property
     def states_kind(self) -> tuple[Hashable, ...]:
-        """Key of the candidates that shard their states in the same way."""
+        """A key that is equal for candidates which shard parameters, gradients and optimizer states in the same way."""
         return self.tp, self.ep, self.expert_tp, self.zero, self.zero and (self.sharers, self.expert_sharers)
 
     @property

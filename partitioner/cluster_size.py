@@ -42,7 +42,7 @@ _NODES = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Size:
-    """One cluster that was tried.
+    """The result for one cluster that was tried.
 
     Attributes:
         nodes: number of nodes.
@@ -50,7 +50,7 @@ class Size:
         money: US dollars per step; ``None`` if the hardware file gives no price.
         energy: joules per step; ``None`` if the hardware file gives no power.
         reason: why there is no plan.
-        out_of_time: whether no plan was found in the time allowed.
+        out_of_time: whether the time limit ended the search before a plan was found.
     """
 
     nodes: int
@@ -97,12 +97,16 @@ class Sizing:
 
     @typed_errors("Sizing.to_svg()")
     def to_svg(self, path: str | Path) -> Path:
-        """Draw throughput and MFU over the ranks of all sizes that have a plan to ``path``."""
+        """Draw throughput and MFU over the number of ranks, for all sizes with a plan, to the SVG file ``path``. Return
+        the path.
+        """
         return write_text(Path(path), scaling_picture(self.tried, self.chosen))
 
 
 class SizeError(PlanError):
-    """No size qualifies. ``tried``: all sizes with what became of them, each of which the message has in a line."""
+    """No cluster size satisfies the request. ``tried``: the results of all sizes, which the message lists one per
+    line.
+    """
 
     def __init__(self, message: str, tried: tuple[Size, ...]) -> None:
         super().__init__("\n".join([message, *map(str, tried)]))
@@ -110,11 +114,15 @@ class SizeError(PlanError):
 
 
 class SizeTimeError(SizeError, TimeLimitError):
-    """No size qualifies, and for some there was no time."""
+    """No cluster size satisfies the request, and for some sizes the time limit ended the search before a plan was
+    found.
+    """
 
 
 def scaling_picture(tried: Sequence[Size], chosen: Size | None = None) -> str:
-    """Throughput and MFU over ranks as SVG text. Raises :class:`DrawError` where no size has a plan."""
+    """Return a picture of throughput and MFU over the number of ranks as SVG text. Raise :class:`DrawError` if no size
+    has a plan.
+    """
     points = []
     for size in tried:
         if (plan := size.plan) is not None and plan.estimate.step_time > 0:
@@ -140,19 +148,18 @@ def size_cluster(
     every: bool = False,
     **more: Any,
 ) -> Sizing:
-    """Find the best number of machines for a job.
+    """Find the best number of nodes for a job. Return it with its plan, and the results of all numbers that were tried.
 
     Args:
         machine: name of a preset, or a function from the number of nodes to a topology.
-        step_time: greatest number of seconds of a step.
+        step_time: greatest number of seconds of a step; ``None``: no limit.
         minimise: ``nodes``, ``money`` or ``energy`` per step, or ``time``.
         nodes: numbers of nodes to try.
         every: plan all numbers of nodes, also those above the fewest nodes that are fast enough.
         more: further arguments of :func:`partitioner.partition`.
 
     Raises :class:`ConstraintError` or :class:`InputsError` for invalid arguments. Raises :class:`SizeError` if no size
-    has a plan that is fast enough, with the nearest or the reason, and all sizes that were tried. Raises
-    :class:`SizeTimeError` if some size might be fast enough, but there was no time to plan it.
+    has a plan that is fast enough. Raises :class:`SizeTimeError` if a size without a plan ran out of time.
     """
     if minimise not in _CHOICES:
         raise ConstraintError(f"minimise must be one of {', '.join(_CHOICES)}; got {minimise!r}")
@@ -347,7 +354,9 @@ def _of_sequence(
 
 
 def length_of(inputs: Any) -> int:
-    """The tokens of a sample. Raises :class:`InputsError` where no input has a second dim."""
+    """Return the number of tokens of a sample: the size of dim 1 of the first input that has one. Raise
+    :class:`InputsError` if there is none.
+    """
     lengths = [leaf.shape[_DIM] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > _DIM]
     if not lengths:
         raise InputsError("no input has a second dim, which would be the sequence; ask of='microbatch' instead")
@@ -355,7 +364,7 @@ def length_of(inputs: Any) -> int:
 
 
 def lengthen_sequences(inputs: Any, size: int) -> Any:
-    """``inputs`` with sequences of ``size`` tokens, their own ones repeated."""
+    """Return ``inputs`` with sequences of ``size`` tokens, made by repetition of the given tokens."""
     length = length_of(inputs)
 
     def stretched(leaf: Any) -> Any:

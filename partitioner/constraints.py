@@ -1,4 +1,4 @@
-"""Constraints that the user sets, and the checks of them against a cluster, a batch and a model.
+"""Constraints that the user sets, and their checks against a cluster, a batch and a model.
 
 The search chooses everything that is not constrained.
 """
@@ -39,10 +39,10 @@ _WHY_NOT = {
 
 
 class Constraints(BaseModel, metaclass=DocumentedModel):
-    """What a plan must be like. A field that is given is fixed; ``None`` leaves the choice to the search.
+    """Requirements on a plan. A field that is given is fixed; ``None`` leaves the choice to the search.
 
-    Every value can be executed by the runtime of this project. How another framework executes a layout is an
-    :class:`partitioner.ExecutionProfile`.
+    The runtime of this project can execute every value. An :class:`partitioner.ExecutionProfile` describes how another
+    framework executes a layout.
 
     Raises :class:`ConstraintError` for a malformed value.
     """
@@ -236,53 +236,64 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     @classmethod
     def parse(cls, text: str) -> Constraints:
-        """Read constraints from text, like ``"tp=2,pp=2,schedule=gpipe"``; an empty text fixes nothing.
+        """Return the constraints in a text like ``"tp=2,pp=2,schedule=gpipe"``; an empty text fixes nothing.
 
-        Several values have ``+`` between them (``"data_shares=3+2"``), and a stage has its module before it
-        (``"stage_of=embed:0+head:-1"``). Raises :class:`ConstraintError` for text of another form, an unknown name or
-        a wrong value.
+        Several values are joined by ``+`` (``"data_shares=3+2"``). In ``stage_of`` each stage follows its module
+        (``"stage_of=embed:0+head:-1"``). Raise :class:`ConstraintError` for a malformed text, an unknown name or a
+        wrong value.
         """
         return cls(**read_options(text))
 
     @property
     def leaves_schedule(self) -> bool:
-        """Whether the schedule is left open, and not all of them are searched: some are tried for the best meshes."""
+        """Whether the schedule is free and only some schedules are searched for every mesh. Others are then tried for
+        the best meshes alone.
+        """
         return self.schedule is None and self.virtual_stages is None and not self.ahead
 
     @property
     def group_size(self) -> int | None:
-        """The samples of the groups within which samples meet; ``None``: all of a batch do."""
+        """The number of samples that interact in the loss or in batch norm, if that is one microbatch
+        (``couple="microbatch"``); ``None`` if it is the whole batch.
+        """
         return self.microbatch_size if self.couple == "microbatch" else None
 
     @property
     def given(self) -> dict[str, Any]:
-        """What is fixed, by name: all that is set, but for what is set to be left free."""
+        """The constraints that the user fixed, by name. Fields that were set to ``None`` are left out."""
         return {name: value for name, value in self.model_dump(exclude_unset=True).items() if value is not None}
 
     @property
     def meaning(self) -> Constraints:
-        """What of it says what is computed, rather than how."""
+        """The part of the constraints that changes what is computed, not how: ``couple`` and the microbatch size it
+        depends on.
+        """
         if self.couple == "batch":
             return Constraints()
         return Constraints(couple=self.couple, microbatch_size=self.microbatch_size)
 
     @property
     def pinned(self) -> dict[str, int]:
-        """The mesh axes that are fixed and whose sizes multiply: all but ``ep``, which is folded over the others."""
+        """The fixed mesh axes whose sizes multiply to the number of ranks, by name: all but ``ep``, which reuses their
+        ranks.
+        """
         return {axis: value for axis in AXES if axis != "ep" and (value := getattr(self, axis)) is not None}
 
     def fixes_mesh(self, world_size: int) -> bool:
         """Whether the fixed axes leave the search no choice of parallel degrees on ``world_size`` devices, except how
-        the remaining ranks are split between ``dp`` and ``cp``. Host offload is then used only where it is asked
-        for. One device has no degrees to fix."""
+        the remaining ranks are divided between ``dp`` and ``cp``.
+
+        Host offload is then used only if it is requested. Return ``False`` for one device, which has no degrees to fix.
+        """
         pinned = self.pinned
         if math.prod(pinned.values()) == world_size or {"pp", "tp"} <= pinned.keys() or len(pinned) >= _DECISIVE:
             return world_size > 1
         return False
 
     def check_world(self, world_size: int) -> None:
-        """Raise :class:`ConstraintError` unless the pinned axes fit ``world_size`` ranks, or with a ``cp`` that is free
-        and that a model may have no sequence for."""
+        """Raise :class:`ConstraintError` unless the fixed axes fit ``world_size`` ranks. If ``pp``, ``dp`` and ``tp``
+        are fixed, a free ``cp`` may take the remaining ranks.
+        """
         pinned = self.pinned
         product = math.prod(pinned.values())
         shown = " x ".join(f"{axis}={value}" for axis, value in pinned.items())
@@ -296,14 +307,17 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def too_few(self, world_size: int) -> str:
-        """What to say where the pinned axes make other than ``world_size`` ranks, and none can make up for it."""
+        """Return the message for fixed axes that make a number of ranks other than ``world_size`` while no axis is
+        free.
+        """
         shown = " x ".join(f"{axis}={value}" for axis, value in self.pinned.items())
         made = math.prod(self.pinned.values())
         return f"{shown} makes {made} ranks; expected {world_size}, one per device: change an axis or free one"
 
     def check_batch(self, global_batch: int) -> None:
-        """Raise :class:`ConstraintError` unless ``global_batch`` samples split as pinned: evenly where that has to be,
-        else into microbatches of which there is one for every rank of ``dp``."""
+        """Raise :class:`ConstraintError` unless ``global_batch`` samples can be divided as fixed: into whole
+        microbatches, at least one for each rank of ``dp``.
+        """
         self._check_shares(global_batch)
         dp, size = self.dp or 1, self.microbatch_size or 1
         if global_batch % (dp * size) == 0:
@@ -341,7 +355,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check_experts(self, experts: int) -> None:
-        """Raise :class:`ConstraintError` unless ``ep`` ranks can share ``experts`` evenly (0: there are none)."""
+        """Raise :class:`ConstraintError` unless ``ep`` ranks can share ``experts`` experts evenly. ``experts`` of 0:
+        the model has none, so that ``ep`` and ``etp`` must not exceed 1.
+        """
         asked = next((name for name in ("ep", "etp") if (getattr(self, name) or 1) > 1), None)
         if asked is not None and not experts:
             raise ConstraintError(
@@ -355,7 +371,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check_coupling(self) -> None:
-        """Raise :class:`ConstraintError` where samples are to meet within microbatches of no given size."""
+        """Raise :class:`ConstraintError` if samples are to interact within microbatches (``couple="microbatch"``), but
+        no microbatch size is given.
+        """
         if self.couple == "microbatch" and self.microbatch_size is None:
             raise ConstraintError(
                 "couple='microbatch' without microbatch_size: the step is the mean over groups of as many samples, the "
@@ -364,7 +382,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check_groups(self, global_batch: int) -> None:
-        """Raise :class:`ConstraintError` unless ``global_batch`` is a whole number of groups that samples meet in."""
+        """Raise :class:`ConstraintError` unless ``global_batch`` is a multiple of :attr:`group_size`, the number of
+        samples that interact.
+        """
         size = self.group_size
         if size is not None and global_batch % size:
             nearest = min(list_divisors(global_batch), key=lambda d: abs(math.log2(d / size)))
@@ -374,14 +394,18 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check_offload(self) -> None:
-        """Raise :class:`ConstraintError` where parameters are to be in host memory, and whole on the device."""
+        """Raise :class:`ConstraintError` if parameters are to be offloaded to host memory under a ZeRO stage that keeps
+        them whole on the device (1 or 2).
+        """
         if self.offload and "parameters" in self.offload and self.zero in (1, 2):
             raise ConstraintError(
                 f"offload of parameters with zero={self.zero}, which keeps them whole; expected zero=0 or 3"
             )
 
     def check_reduction(self, num_nodes: int, train: bool) -> None:
-        """Raise :class:`ConstraintError` for a way of reducing gradients that says nothing here, or cannot be."""
+        """Raise :class:`ConstraintError` if the requested way of reducing gradients has no effect on this job or is
+        impossible with the ZeRO stage. ``num_nodes``: nodes of the cluster. ``train``: whether the job trains.
+        """
         given = {"hierarchical": self.hierarchical or None, "grad_compression": self.grad_compression}
         asked = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         if asked and not train:
@@ -402,14 +426,17 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def sends_compressed(self, zero: int, dp_shard: int) -> bool:
-        """Whether gradients can be sent as ``grad_compression`` says; under ``zero``, shared by all ranks of ``dp`` or
-        ``dp_shard`` of them."""
+        """Whether gradients can be compressed as ``grad_compression`` requires, under ZeRO stage ``zero`` over
+        ``dp_shard`` ranks of ``dp`` (0: all). True if no compression is requested.
+        """
         if self.grad_compression is None or zero < 2 or dp_shard:
             return True
         return zero == 2 and self.grad_compression == "bf16"
 
     def check_idle(self) -> None:
-        """Raise :class:`ConstraintError` for what would say nothing beside an axis that is fixed to one rank."""
+        """Raise :class:`ConstraintError` for constraints that have no effect because an axis is fixed to one rank, and
+        for a number of virtual stages that contradicts the schedule.
+        """
         name = self.schedule
         if self.pp == 1 and isinstance(name, str) and name in SCHEDULES and name not in OF_ONE_STAGE:
             raise ConstraintError(
@@ -428,7 +455,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check_expert_tensor(self) -> None:
-        """Raise :class:`ConstraintError` for an ``etp`` that our runtime does not execute: neither 1 nor ``tp``."""
+        """Raise :class:`ConstraintError` for an ``etp`` that the runtime of this project does not execute, which is one
+        other than 1 and ``tp``.
+        """
         if self.etp not in (None, 1, self.tp) and self.tp is not None:
             raise ConstraintError(
                 f"etp={self.etp} with tp={self.tp}: our runtime divides an expert over 1 rank or all ranks of tp; "
@@ -437,7 +466,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check_sharding(self) -> None:
-        """Raise :class:`ConstraintError` where ``dp_shard`` ranks are to share states, and cannot or are not to."""
+        """Raise :class:`ConstraintError` if ``dp_shard`` is given, but nothing is sharded (``zero=0``) or it does not
+        divide ``dp``.
+        """
         if self.dp_shard is None:
             return
         if self.zero == 0:
@@ -450,7 +481,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check(self, world_size: int, global_batch: int | None = None, dims: Iterable[int] | None = None) -> None:
-        """All of the checks above that the arguments allow."""
+        """Run the checks that depend on the number of ranks, on ``global_batch`` and on the weights' ``dims``, if these
+        are given. Raise :class:`ConstraintError` if one fails.
+        """
         self.check_idle()
         self.check_world(world_size)
         if global_batch is not None:
@@ -460,10 +493,11 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
 
 def pinned_calls(stage_of: Mapping[str, int], paths: Sequence[str], num_stages: int) -> dict[int, int]:
-    """Call index -> stage, for calls at module ``paths`` that lie under a prefix of ``stage_of`` or contain it.
+    """Return the pipeline stage of each call that ``stage_of`` fixes, by index of the call.
 
-    The longest prefix wins. Raises :class:`ConstraintError` for a prefix that names no module, a stage that is not
-    there, or stages that run against the order of the calls.
+    ``stage_of``: stage by module path prefix; negative stages count from the end. ``paths``: the module path of each
+    call, in order. The longest matching prefix decides. Raise :class:`ConstraintError` for a prefix that names no
+    module, a stage that does not exist, or stages that decrease in the order of the calls.
     """
     pinned: dict[int, int] = {}
     for prefix, stage in sorted(stage_of.items(), key=lambda item: len(item[0])):

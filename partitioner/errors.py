@@ -1,4 +1,4 @@
-"""What users may see from the planner: each says what was expected, what came and what to do."""
+"""Errors of the planner that users can see. A message states what was expected, what was given, and what to do."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 class TopologyError(PartitionError):
-    """A description of hardware that is malformed, contradicts itself or names what is not known."""
+    """The description of the hardware is malformed, inconsistent, or uses unknown names."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A job near one that has no plan: give these to ``partition``.
+    """A changed job that has a plan, near a job that has none. Pass its fields to ``partition``.
 
-    ``global_batch``: ``None`` where it stays the inputs'.
-    ``planned_only``: what of it this version plans but does not execute.
+    ``text``: what was changed. ``global_batch``: ``None`` if it is that of the inputs. ``planned_only``: the parts that
+    this version can plan but not execute.
     """
 
     text: str
@@ -34,9 +34,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Advice:
-    """Why a job has no plan, and what would give it one.
+    """Why a job has no plan, and which changes would make one possible.
 
-    ``conflict``: a least set of constraints that cannot hold together; ``changes``: nearest first.
+    ``conflict``: a minimal set of constraints that exclude each other. ``changes``: the nearest changes, nearest first.
     """
 
     conflict: tuple[str, ...] = ()
@@ -44,10 +44,10 @@ class Advice:
 
 
 class InfeasibleError(PartitionError):
-    """A job that has no plan.
+    """The job has no plan.
 
-    :meth:`suggest` looks for changes that give it one, which takes some seconds of planning. ``str(error)`` never
-    plans; it lists the changes once they were looked for.
+    :meth:`suggest` searches for changes that make a plan possible, which takes some seconds. ``str(error)`` never
+    starts this search; it lists the changes once they are known.
     """
 
     _least_conflict = 2  # a single one is what the message is about
@@ -60,10 +60,10 @@ class InfeasibleError(PartitionError):
         self._why_none = ""  # why there is no advice, where looking for it failed
 
     def suggest(self) -> Advice:
-        """What conflicts, and the nearest changes that give the job a plan, the nearest first.
+        """Return the constraints that conflict, and the nearest changes that make a plan possible, nearest first.
 
-        Each change was verified by planning. Both are empty where nothing was found, and where there is no job: a
-        constraint is malformed. The search runs once, for a few seconds.
+        Each change was verified by planning. Both are empty if nothing was found, or if the error is a malformed
+        constraint without a job. The search runs once, for at least some seconds; later calls return its result.
         """
         if self._advice is None:
             self._advice = Advice()
@@ -75,12 +75,16 @@ class InfeasibleError(PartitionError):
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """The nearest changes that give the job a plan; see :meth:`suggest`."""
+        """The nearest changes that make a plan possible, nearest first. The first access searches for them, as
+        :meth:`suggest` does.
+        """
         return self.suggest().changes
 
     @property
     def conflict(self) -> tuple[str, ...]:
-        """A least set of the user's constraints that cannot hold together here; see :meth:`suggest`."""
+        """A minimal set of the user's constraints that exclude each other. The first access searches for it, as
+        :meth:`suggest` does.
+        """
         return self.suggest().conflict
 
     def __str__(self) -> str:
@@ -97,22 +101,22 @@ class InfeasibleError(PartitionError):
 
 
 class ConstraintError(InfeasibleError):
-    """A constraint that the model, the batch or the topology cannot meet."""
+    """The model, the batch or the topology cannot satisfy a constraint."""
 
 
 class PlanError(InfeasibleError):
-    """No plan can do what was asked, or this version cannot execute it."""
+    """No plan satisfies the request, or this version cannot execute the plan."""
 
 
 class TimeLimitError(PlanError):
-    """The time limit passed before any plan was found; there may be one."""
+    """The time limit ended the search before any plan was found. A plan may exist."""
 
 
 class CapacityError(PlanError):
     """No plan fits in memory.
 
-    ``stage`` is the pipeline stage that lacks most, ``missing_bytes`` how much each of its ranks lacks; ``at_least``:
-    only that is known, and no stage.
+    ``stage``: the pipeline stage that exceeds its memory most. ``missing_bytes``: bytes that each of its ranks lacks.
+    ``at_least``: ``missing_bytes`` is only a lower bound, and the stage is not known.
     """
 
     _least_conflict = 1

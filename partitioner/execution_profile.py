@@ -1,4 +1,4 @@
-"""How a framework executes a layout: facts that the cost model reads, and the named profiles of known frameworks."""
+"""How a framework executes a layout: facts that the cost model reads, and named profiles of known frameworks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from partitioner.topology.validate import format_suggestion
 class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
     """How a framework executes a layout, as far as this changes time or memory.
 
-    The cost model reads these facts. The defaults are what the runtime of this project does: a plan under them can be
-    run. A plan under any other profile is a prediction of another framework; it has figures and no program.
-    ``ExecutionProfile.parse("megatron-core")`` is a named profile, and
-    ``ExecutionProfile.parse("megatron-core,overlap=true")`` that profile with another fact.
+    The cost model reads these facts. The defaults describe the runtime of this project, and a plan with them can be
+    run. A plan with any other profile predicts another framework; it has estimates and no program.
+    ``ExecutionProfile.parse("megatron-core")`` is a named profile.
+    ``ExecutionProfile.parse("megatron-core,overlap=true")`` is that profile with one fact changed.
 
     Raises :class:`ConstraintError` for a malformed value.
     """
@@ -121,9 +121,10 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
 
     @classmethod
     def parse(cls, text: str) -> ExecutionProfile:
-        """Read ``NAME``, ``NAME,FIELD=VALUE,...`` or ``FIELD=VALUE,...``: a named profile, with other facts.
+        """Return the profile in a text of the form ``NAME``, ``NAME,FIELD=VALUE,...`` or ``FIELD=VALUE,...``: a named
+        profile, by default that of this project's runtime, with some fields changed.
 
-        Raises :class:`ConstraintError` for an unknown name, field or value.
+        Raise :class:`ConstraintError` for an unknown name or field, or a wrong value.
         """
         first, _, rest = text.partition(",")
         name, changes = (first.strip(), rest) if "=" not in first else (OURS.name, text)
@@ -137,9 +138,10 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
 
     @classmethod
     def resolve(cls, profile: ExecutionProfile | str | None) -> ExecutionProfile:
-        """The profile that an argument means: ``None`` is the runtime of this project, text is read by :meth:`parse`.
+        """Return the profile for an argument: ``None`` stands for the runtime of this project, and text is read by
+        :meth:`parse`.
 
-        Raises :class:`ConstraintError` for anything else.
+        Raise :class:`ConstraintError` for other types.
         """
         if profile is None:
             return OURS
@@ -152,13 +154,15 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """The facts in which the profile differs from the runtime of this project, as ``field=value``."""
+        """The fields in which the profile differs from the runtime of this project, as ``field=value`` texts."""
         facts = ((name, getattr(self, name)) for name in type(self).model_fields if name != "name")
         return tuple(f"{name}={value}" for name, value in facts if value != getattr(OURS, name))
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Field to the reason for its value, of a named profile; facts that were given beside the name have none."""
+        """Map each field of a named profile to the reason for its value. Fields that were changed from the named
+        profile are left out.
+        """
         facts = _FACTS.get(self.name.partition(",")[0], {})
         return {field: reason for field, (value, reason) in facts.items() if getattr(self, field) == value}
 

@@ -1,4 +1,4 @@
-"""The bytes of optimizers' states."""
+"""The memory of optimizer states, in bytes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from partitioner.topology.validate import format_suggestion
 
 @dataclass(frozen=True)
 class Optimizer:
-    """``moment_bytes`` per parameter, in fp32 or shorter (of fp64: twice); ``master``: whether a short parameter has an
-    fp32 copy, which it steps."""
+    """The memory of one kind of optimizer. ``moment_bytes``: bytes of its states per parameter of at most 4 bytes
+    (twice as many for float64). ``master``: whether it keeps a float32 copy of parameters in shorter types.
+    """
 
     moment_bytes: int
     master: bool
@@ -27,7 +28,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 def optimizer_bytes(numel: int, itemsize: int, optimizer: str) -> int:
-    """Bytes of an optimizer's states for ``numel`` parameters. Raises :class:`ConstraintError` for an unknown one."""
+    """Return the bytes of an optimizer's states for ``numel`` parameters of ``itemsize`` bytes each, float32 copies
+    included. Raise :class:`ConstraintError` for an unknown optimizer.
+    """
     if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         name = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
         raise ConstraintError(
@@ -40,5 +43,7 @@ def optimizer_bytes(numel: int, itemsize: int, optimizer: str) -> int:
 
 
 def moment_bytes(numel: int, itemsize: int, optimizer: str) -> int:
-    """Bytes of an optimizer's states for ``numel`` parameters, without the copies of them in float32."""
+    """Return the bytes of an optimizer's states for ``numel`` parameters of ``itemsize`` bytes each, without float32
+    copies of the parameters.
+    """
     return numel * (OPTIMIZERS[optimizer].moment_bytes * max(4, itemsize) // 4)

@@ -1,4 +1,4 @@
-"""Options as text: ``name=value`` lists, the names that other libraries use, and messages about wrong values.
+"""Parse options from text, translate option names of other libraries, and explain wrong values.
 
 A message names the option, the values allowed, the value given, and the name that was probably meant.
 """
@@ -53,7 +53,9 @@ _SENT = 'grad_compression="bf16" or "int8"; gradients are added up in float32'
 
 
 def _profile(fact: str) -> str:
-    """What to write to have a plan predicted for a framework of which ``fact`` holds."""
+    """Return the advice to predict a framework with a profile that has ``fact``, an argument of
+    ``ExecutionProfile``.
+    """
     return f"partition(..., profile=ExecutionProfile({fact})), which predicts another framework"
 
 
@@ -160,8 +162,9 @@ _BEHIND = tuple("size degree deg dim way ways world_size ranks num enabled group
 
 
 def written_here(name: str, value: str, known: Sequence[str] = ()) -> str:
-    """What to write instead of ``name=value`` of another library, where ``known`` are the constraints; empty where
-    nothing here is meant by it."""
+    """Return how an option ``name=value`` of another library is written in this project; ``""`` if there is no
+    equivalent. ``known``: the names of the constraints.
+    """
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_").replace(".", "_").strip("_")
     for stem in _list_name_stems(words):
         if stem in _BY_NAME:
@@ -172,7 +175,7 @@ def written_here(name: str, value: str, known: Sequence[str] = ()) -> str:
 
 
 def _list_name_stems(name: str) -> list[str]:
-    """``name``, and what is left of it without words that say nothing, the longest first."""
+    """Return ``name`` and its shorter forms without generic words such as ``num`` or ``size``, the longest first."""
     stems = [name]
     for stem in stems:  # grows meanwhile
         shorter = [stem.removeprefix(f"{word}_") for word in _BEFORE] + [stem.removesuffix(f"_{w}") for w in _BEHIND]
@@ -181,7 +184,9 @@ def _list_name_stems(name: str) -> list[str]:
 
 
 def explain_validation_error(error: ValidationError, known: Sequence[str], noun: str = "constraint") -> str:
-    """The first complaint of ``error`` as one sentence; ``known``: the options that there are, each a ``noun``."""
+    """Return the first error of a pydantic validation as one sentence. ``known``: the valid option names. ``noun``:
+    what an option is called.
+    """
     first = error.errors()[0]
     name, got = str(first["loc"][0]), first["input"]
     if first["type"] == "extra_forbidden":
@@ -199,17 +204,19 @@ def explain_validation_error(error: ValidationError, known: Sequence[str], noun:
 
 
 def _suggest_meant_value(got: Any, context: dict[str, Any]) -> str:
-    """What was meant, of the values that there are."""
+    """Return the suggestion of an allowed value that resembles ``got``, with a leading semicolon; ``""`` if there is
+    none.
+    """
     values = context.get("values") or str(context.get("expected", "")).replace(" or ", ", ").split(", ")
     meant = format_suggestion(got, [str(value).strip("'") for value in values if value]) if isinstance(got, str) else ""
     return f"; {meant.rstrip()}" if meant else ""
 
 
 def read_options(text: str) -> dict[str, Any]:
-    """Read ``tp=8,schedule=gpipe`` as names and values.
+    """Return the names and values in a text like ``tp=8,schedule=gpipe``.
 
-    Several values have ``+`` between them (``data_shares=3+2``), and a stage has its module before it
-    (``stage_of=embed:0+head:-1``). Raises :class:`ConstraintError` for text of another form.
+    Several values are joined by ``+`` (``data_shares=3+2``). In ``stage_of`` each stage follows its module
+    (``stage_of=embed:0+head:-1``). Raise :class:`ConstraintError` for malformed text.
     """
     found: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -227,7 +234,7 @@ def _parse_value(text: str) -> Any:
 
 
 def _parse_stage_places(text: str) -> dict[str, Any]:
-    """``prefix:stage+prefix:stage``."""
+    """Return the stage of each module path prefix in a text like ``prefix:stage+prefix:stage``."""
     parts = [part.rpartition(":") for part in text.split("+")]
     for prefix, colon, stage in parts:
         if not (prefix and colon and stage):

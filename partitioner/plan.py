@@ -1,4 +1,4 @@
-"""The plan: the program of all ranks, why it was chosen, and what it is expected to cost."""
+"""The plan: the programs of all ranks, the reasons for the choice, and the estimates of time and memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ROUNDING = 1e-9  # of a step: no difference
 
 
 class StageEstimate(Data):
-    """What the cost model expects of one pipeline stage. Seconds are of one step, without waiting."""
+    """The estimate of the cost model for one pipeline stage. Seconds are per step, without time spent waiting."""
 
     first: str = Field(description="Module path of the first call of the stage.")
     last: str = Field(description="Module path of its last call.")
@@ -54,14 +54,14 @@ class StageEstimate(Data):
 
     @property
     def again(self) -> str:
-        """What backward makes again of its calls, in words; empty: nothing."""
+        """A text on the recomputation of the stage, such as ``3 recomputed``; ``""`` if nothing is recomputed."""
         if not self.recomputed:
             return "recomputed in part" if self.selective else ""
         return f"{self.recomputed} recomputed" + (", the others in part" if self.selective else "")
 
 
 class Estimate(Data):
-    """What the cost model expects of one step."""
+    """The estimate of the cost model for one step: time, memory, bubble and MFU."""
 
     step_time: float = Field(
         description="Seconds from the start of a step to the end of the update by the optimizer; where "
@@ -82,7 +82,7 @@ class Estimate(Data):
 
 
 class Candidate(Data):
-    """One candidate of the search and what became of it."""
+    """One candidate of the search and its outcome: chosen, solved, bounded (not solved) or infeasible."""
 
     mesh: dict[str, int] = Field(description="Ranks per axis.")
     microbatch_size: int = Field(description="Samples of a microbatch.")
@@ -109,7 +109,7 @@ class Candidate(Data):
 
 
 class Baseline(Data):
-    """A layout that every report has, for comparison."""
+    """A standard layout, such as plain data parallelism, that every report shows for comparison."""
 
     name: str = Field(description="What it is called.")
     candidate: Candidate | None = Field(default=None, description="The candidate that it is; None: there is none here.")
@@ -121,7 +121,7 @@ class Baseline(Data):
 
 
 class Limits(Data):
-    """What of a model limits the candidates."""
+    """Properties of the model that limit the candidates of the search."""
 
     calls: int = Field(description="Calls that stages can hold.")
     dims: tuple[int, ...] = Field(description="Sizes of the dims of weights.")
@@ -132,7 +132,9 @@ class Limits(Data):
 
 
 class Certificate(Data):
-    """How good the plan is under the model of costs: its cost, and a bound that no plan can go below."""
+    """How close the plan is to the optimum under the cost model: its step time, and a lower bound on the step time of
+    every plan that the search covers.
+    """
 
     objective: float = Field(description="Seconds of a step of the plan.")
     bound: float = Field(description="Seconds below which no plan can be.")
@@ -157,17 +159,19 @@ class Certificate(Data):
     )
 
     def is_open(self, candidate: Candidate) -> bool:
-        """Whether a candidate was not solved, though its bound does not say that it takes as long as the plan."""
+        """Whether a candidate was not solved and may be faster than the plan, because its lower bound is below the
+        plan's step time.
+        """
         return candidate.status == "bounded" and candidate.bound < self.objective * (1 - _ROUNDING)
 
     @property
     def num_open(self) -> int:
-        """Candidates that were not solved and may be faster than the plan."""
+        """The number of candidates that were not solved and may be faster than the plan."""
         return sum(map(self.is_open, self.candidates)) + self.left.get(OPEN, 0)
 
 
 class ContextWay(Data):
-    """One algorithm of attention over ``cp``, and what the step takes if every attention runs by it."""
+    """One algorithm of attention over ``cp``, and the step time if every attention uses it."""
 
     algorithm: str = Field(description="Its name: all_gather, ring or ulysses.")
     calls: int = Field(default=0, description="Calls of attention that run by it in the plan.")
@@ -178,14 +182,16 @@ class ContextWay(Data):
 
 
 class OperatorShare(Data):
-    """How much of the work of a model is sharded."""
+    """How much of the model's work is sharded over ranks."""
 
     matmul_sharded: float = Field(description="Share of the work of matrix products that is sharded, 0 to 1.")
     without_rule: dict[str, float] = Field(description="Operators that have no rule: name to share of the work.")
 
 
 class Plan(Data):
-    """What :func:`partitioner.partition` returns: programs, and the reasons for them."""
+    """The result of :func:`partitioner.partition`: the programs of all ranks, the estimates, and the certificate of the
+    search.
+    """
 
     written: Program | None = Field(
         default=None,
@@ -229,7 +235,9 @@ class Plan(Data):
 
     @property
     def program(self) -> Program:
-        """The programs of all ranks. Raises :class:`PlanError` for a plan that this version does not execute."""
+        """The programs of all ranks. Raises :class:`PlanError` if the plan is only an estimate, which this version does
+        not execute.
+        """
         if self.written is None:
             under = f" under the profile {self.profile.name}" if self.profile.differences else ""
             raise PlanError(
@@ -240,29 +248,33 @@ class Plan(Data):
 
     @property
     def chosen(self) -> Candidate:
-        """The candidate that this plan is."""
+        """The row of the certificate that describes this plan."""
         return next(c for c in self.certificate.candidates if c.status == "chosen")
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Ranks per axis: ``{"pp": 2, "dp": 2, "cp": 1, "tp": 4, "ep": 1}``; ``ep`` is folded over dp x cp x tp."""
+        """The number of ranks per axis: ``{"pp": 2, "dp": 2, "cp": 1, "tp": 4, "ep": 1}``. ``ep`` reuses the ranks of
+        dp x cp x tp.
+        """
         return self.chosen.mesh if self.written is None else self.written.mesh
 
     @property
     def offload(self) -> tuple[str, ...]:
-        """What is kept in host memory; ``disk``: optimizer states on disk instead."""
+        """The kinds of data in host memory between uses; empty if there are none. ``disk``: optimizer states are on
+        disk instead.
+        """
         if self.written is None:
             return self.in_host or self.constraints.offload or ()
         return self.written.offload
 
     @property
     def world_size(self) -> int:
-        """Ranks of the plan."""
+        """The number of ranks."""
         return len(self.devices)
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of one step, the most that a rank has."""
+        """The number of microbatches per step of the rank that has the most."""
         if self.written is not None:
             return self.written.num_microbatches
         each = -(-self.global_batch // (self.chosen.mesh["dp"] * self.chosen.microbatch_size))
@@ -270,41 +282,45 @@ class Plan(Data):
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a step, all samples as long as those that were planned; 0 where the model has no sequences."""
+        """The number of tokens of a step, if all samples are as long as the planned ones; 0 if the model has no
+        attention.
+        """
         limits = self.certificate.limits
         return self.global_batch * limits.length if limits is not None else 0
 
     @property
     def data_shares(self) -> tuple[int, ...]:
-        """The microbatches of each rank of ``dp``; empty where all have :attr:`num_microbatches`."""
+        """The number of microbatches of each rank of ``dp``; empty if all have :attr:`num_microbatches`."""
         return self.of_replicas if self.written is None else self.written.data_shares
 
     @property
     def schedule(self) -> str:
-        """The pipeline's schedule."""
+        """The name of the pipeline schedule."""
         return self.chosen.schedule if self.written is None else self.written.schedule
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages."""
+        """The number of pipeline ranks, the size of the axis ``pp``."""
         return self.mesh.get("pp", 1)
 
     def rank(self, rank: int) -> RankProgram:
-        """The program of one rank. Raises :class:`PlanError` for one that is not there."""
+        """Return the program of rank number ``rank``. Raise :class:`PlanError` if there is no such rank."""
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise PlanError(f"the plan has ranks 0 to {self.world_size - 1}; got {rank!r}")
         return self.program.rank(rank)
 
     @typed_errors("Plan.summary()")
     def summary(self) -> str:
-        """The plan in a table or two, for a terminal."""
+        """Return a summary of the plan as text with tables, for a terminal."""
         from partitioner.explain.explain import format_summary
 
         return format_summary(self)
 
     @typed_errors("Plan.explain()")
     def explain(self) -> str:
-        """The plan in plain words: what binds, where the time goes, what else was considered."""
+        """Return an explanation of the plan as text: the constraints that limit it, the parts of the step time, and the
+        alternatives.
+        """
         from partitioner.explain.explain import format_explanation
 
         return format_explanation(self)
@@ -313,9 +329,11 @@ class Plan(Data):
     def why_not(
         self, *, model: nn.Module | None = None, inputs: Any = None, loss: Any = None, **constraints: Any
     ) -> WhyNot:
-        """Why the plan is not as ``constraints`` say, as ``why_not(tp=8)``: what it would cost, or what forbids it.
+        """Return the answer to why the plan does not have other ``constraints``, as in ``why_not(tp=8)``: what they
+        would cost, or why they are impossible.
 
-        ``model``, with ``inputs`` and ``loss`` as for ``partition``: to plan again where the certificate does not say.
+        ``model``, ``inputs`` and ``loss``: as for ``partition``. With them the job is planned again if the certificate
+        has no answer.
         """
         from partitioner.advise.why_not import why_not
 
@@ -323,7 +341,9 @@ class Plan(Data):
 
     @typed_errors("Plan.diff()")
     def diff(self, other: Plan) -> str:
-        """What ``other`` does otherwise, and what that changes in time and memory, for a terminal."""
+        """Return the differences between this plan and ``other``, and how they change time and memory, as text for a
+        terminal.
+        """
         from partitioner.explain.diff import format_plan_diff
 
         if not isinstance(other, Plan):
@@ -339,17 +359,19 @@ class Plan(Data):
         steps: int | None = None,
         price: float | None = None,
     ) -> TrainingRun:
-        """Steps, days, device hours, money and energy of a run over so many ``tokens``, ``samples`` or ``steps``;
-        ``price``: US dollars for one device and hour, in place of the hardware file's."""
+        """Return the steps, days, device hours, money and energy of a training run over a number of ``tokens``,
+        ``samples`` or ``steps``. ``price``: US dollars per device and hour; ``None``: that of the hardware file.
+        """
         from partitioner.plans.training_run import training_run
 
         return training_run(self, tokens=tokens, samples=samples, steps=steps, price=price)
 
     @typed_errors("Plan.prove()")
     def prove(self) -> Proof:
-        """Prove the programs of all ranks.
+        """Prove that the programs of all ranks are consistent and cannot deadlock, and return the proof.
 
-        Raises :class:`partitioner.runtime.prove.errors.ProofError` with rank, instruction and graph node.
+        Raise :class:`partitioner.runtime.prove.errors.ProofError` with rank, instruction and graph node if they are
+        not.
         """
         from partitioner.runtime.prove.prove import prove
 
@@ -357,21 +379,27 @@ class Plan(Data):
 
     @typed_errors("Plan.verify()")
     def verify(self, model: nn.Module, inputs: Any, loss: Any = None) -> Verification:
-        """Run all ranks on this machine in float64 against the unmodified ``model``."""
+        """Run all ranks on this machine in float64. Return the differences of outputs, loss and gradients from those of
+        the unmodified ``model``.
+        """
         from partitioner.plans.verify import verify
 
         return verify(self, model, inputs, loss)
 
     @typed_errors("Plan.to_svg()")
     def to_svg(self, path: str | Path, view: str = "graph") -> Path:
-        """Draw ``view`` ("graph", "timeline", "topology", "memory") to ``path``; ``DrawError`` for another view."""
+        """Draw ``view`` (``graph``, ``timeline``, ``topology`` or ``memory``) to the SVG file ``path`` and return the
+        path. Raise ``DrawError`` for another view.
+        """
         from partitioner.draw import draw
 
         return write_text(Path(path), draw(self, view))
 
     @typed_errors("Plan.save()")
     def save(self, path: str | Path) -> Path:
-        """Write the plan as JSON; the file is complete or absent."""
+        """Write the plan to the JSON file ``path`` and return the path. The file is replaced atomically, so that it is
+        never partial.
+        """
         from partitioner.plans.files import save_plan
 
         return save_plan(self, Path(path))
@@ -379,14 +407,14 @@ class Plan(Data):
     @staticmethod
     @typed_errors("Plan.load()")
     def load(path: str | Path) -> Plan:
-        """The plan that :meth:`save` wrote. Raises :class:`PlanFileError` on any other file."""
+        """Return the plan in a file that :meth:`save` wrote. Raise :class:`PlanFileError` for any other file."""
         from partitioner.plans.files import load_plan
 
         return load_plan(Path(path))
 
     @typed_errors("Plan.export_ranks()")
     def export_ranks(self, folder: str | Path) -> list[Path]:
-        """Write one self-contained JSON file per rank to ``folder``."""
+        """Write one self-contained JSON file per rank to ``folder``, and return their paths."""
         from partitioner.plans.files import export_ranks
 
         return export_ranks(self, Path(folder))
@@ -395,6 +423,8 @@ class Plan(Data):
 def operator_share(
     batch: ShardingSolution, tensor: ShardingSolution, context: ShardingSolution | None = None
 ) -> OperatorShare:
-    """The shares of a plan: of matrix products that ``tp`` or ``cp`` divides, and of operators that no rule covers."""
+    """Return the share of matrix products that ``tp`` or ``cp`` divides, and the operators without a factor rule.
+    ``batch``, ``tensor`` and ``context``: the shardings over the batch, ``tp`` and ``cp``.
+    """
     divided = max(tensor.matmul_sharded, 0.0 if context is None else context.matmul_sharded)
     return OperatorShare(matmul_sharded=divided, without_rule=batch.without_rule)

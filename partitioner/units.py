@@ -1,7 +1,7 @@
-"""Text for people: numbers with three significant digits and a unit, consoles for a string or a stream; divisors.
+"""Format numbers with units as text, create consoles, and list divisors.
 
-Every console of the package is made here. In a Jupyter kernel, on Colab or on Databricks, rich writes HTML to the
-notebook instead of to the console's file; a function that returns a text would then return nothing.
+Every console of the package is created here. In a Jupyter kernel, on Colab or on Databricks, rich writes HTML to the
+notebook instead of to the console's file, so that a function which formats text would return an empty string.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def format_digits(value: float, places: int = 3) -> str:
-    """``value`` to ``places`` significant digits, never in scientific notation: 1234.5 -> 1,234; 0.01234 -> 0.0123."""
+    """Return ``value`` as text with ``places`` significant digits, never in scientific notation: 1234.5 gives ``1,234``
+    and 0.01234 gives ``0.0123``.
+    """
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     decimals = max(0, places - 1 - math.floor(math.log10(abs(value))))
@@ -30,7 +32,7 @@ def format_digits(value: float, places: int = 3) -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Bytes in powers of 1024: ``16 MiB``."""
+    """Return a number of bytes as text in powers of 1024, such as ``16 MiB``."""
     size, unit = float(num_bytes), 0
     while abs(size) >= 999.5 and unit < len(_BINARY) - 1:
         size, unit = size / 1024, unit + 1
@@ -38,7 +40,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds in the unit that fits: ``12.3 ms``."""
+    """Return seconds as text in s, ms, µs or ns, such as ``12.3 ms``."""
     if seconds == 0:
         return "0 s"
     scale, unit = next((s for s in _SECONDS if abs(seconds) >= s[0] * 0.9995), _SECONDS[-1])
@@ -46,7 +48,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """``8.03 B`` for 8,030,261,248; small numbers as they are."""
+    """Return a count as text, such as ``8.03 B`` for 8,030,261,248. Counts below 10,000 are written in full."""
     for scale, unit in _COUNTS:
         if abs(count) >= scale * 0.9995 and count >= 10_000:
             return f"{format_digits(count / scale)} {unit}"
@@ -54,7 +56,7 @@ def count_text(count: float) -> str:
 
 
 def format_percent(share: float) -> str:
-    """A share of one as a percentage, with a decimal below ten."""
+    """Return a fraction of 1 as a percentage, with one decimal below 10 %."""
     value = 100 * share
     if 0 < value < 0.05:
         return "<0.1%"
@@ -62,7 +64,7 @@ def format_percent(share: float) -> str:
 
 
 def format_ranges(numbers: Sequence[int]) -> str:
-    """``0–3, 8, 10–11`` for sorted integers."""
+    """Return sorted integers as text with ranges, such as ``0–3, 8, 10–11``."""
     parts: list[str] = []
     start = 0
     for i in range(1, len(numbers) + 1):
@@ -74,12 +76,14 @@ def format_ranges(numbers: Sequence[int]) -> str:
 
 
 def format_plural(count: int, noun: str, many: str = "") -> str:
-    """``1 rank``, ``2 ranks``; ``many`` where it is not the noun with an s."""
+    """Return a count with its noun, such as ``1 rank`` or ``2 ranks``. ``many``: the plural, if it is not the noun with
+    an s.
+    """
     return f"{count:,} {noun if count == 1 else many or noun + 's'}"
 
 
 def list_divisors(number: int) -> list[int]:
-    """What divides ``number``, smallest first."""
+    """Return the divisors of ``number`` in ascending order."""
     return list(_list_divisors(number))
 
 
@@ -94,12 +98,14 @@ WIDTH = 110  # columns of the plain text
 
 
 def text_console(file: IO[str], **options: Any) -> Console:
-    """A console that writes to ``file``, in notebooks too. ``options``: of :class:`rich.console.Console`."""
+    """Return a console that writes to ``file``, also in notebooks. ``options``: arguments of
+    :class:`rich.console.Console`.
+    """
     return Console(file=file, highlight=False, force_jupyter=False, **options)
 
 
 def format_plain_text(parts: Iterable[RenderableType]) -> str:
-    """``parts`` as text without colour, ``WIDTH`` columns wide, no spaces at the ends of lines."""
+    """Return ``parts`` as text without colours, ``WIDTH`` columns wide, without spaces at the ends of lines."""
     written = io.StringIO()
     console = text_console(written, width=WIDTH, color_system=None, legacy_windows=False)
     for part in parts:

@@ -1,4 +1,4 @@
-"""Checks of a request before anything is traced or solved."""
+"""Check a request before anything is traced or solved."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_request(
     profile: ExecutionProfile = OURS,
     precision: str | None = None,
 ) -> None:
-    """Raise a :class:`partitioner.passes.errors.PartitionError` for arguments that no model could make right."""
+    """Raise a :class:`partitioner.passes.errors.PartitionError` for arguments that are invalid with every model."""
     if not isinstance(topology, Topology):
         raise InputsError(
             f"topology must be a Topology, got {type(topology).__name__}: write Topology.local(4), "
@@ -68,7 +68,7 @@ def check_request(
 
 
 def check_precision(topology: Topology, precision: str | None) -> None:
-    """Raise :class:`InputsError` where a device cannot multiply in ``precision``, the argument."""
+    """Raise :class:`InputsError` if ``precision`` is ``"fp8"`` and a device of ``topology`` cannot multiply in it."""
     lacking = sorted({k for k, _ in topology.paces[0] if not topology.types[k].has_fp8}) if precision == "fp8" else []
     if lacking:
         listed = ", ".join(topology.types[lacking[0]].peak)
@@ -80,13 +80,17 @@ def check_precision(topology: Topology, precision: str | None) -> None:
 
 
 def check_options(time_limit_s: Any, progress: Any) -> None:
-    """Raise :class:`InputsError` for options of a search that are of a wrong kind."""
+    """Raise :class:`InputsError` if the time limit is not a positive number or ``progress`` cannot be called. ``None``
+    is allowed for both.
+    """
     check_seconds("time_limit_s", time_limit_s)
     check_callback("progress", progress)
 
 
 def check_seconds(name: str, seconds: Any) -> None:
-    """Raise :class:`InputsError` unless ``seconds``, the argument ``name``, is a length of time or ``None``."""
+    """Raise :class:`InputsError` unless ``seconds`` is a positive number or ``None``. ``name``: the argument, for the
+    message.
+    """
     if seconds is None:
         return
     if isinstance(seconds, bool) or not isinstance(seconds, Real) or not float(seconds) > 0:  # nan is not
@@ -94,13 +98,17 @@ def check_seconds(name: str, seconds: Any) -> None:
 
 
 def check_callback(name: str, function: Any) -> None:
-    """Raise :class:`InputsError` unless ``function``, the argument ``name``, can be called or is ``None``."""
+    """Raise :class:`InputsError` unless ``function`` is callable or ``None``. ``name``: the argument, for the
+    message.
+    """
     if function is not None and not callable(function):
         raise InputsError(f"{name} must be a function, or None; got {type(function).__name__}")
 
 
 def check_work(model: FoldedModel, train: bool) -> None:
-    """Raise where the model lacks what the objective needs."""
+    """Raise :class:`InputsError` if the model lacks what the objective needs: a loss and trained parameters for
+    training, a result or a changed buffer for inference.
+    """
     if not train:
         if not model.updates and all(output.value is None for output in model.outputs):
             raise InputsError(
@@ -123,26 +131,30 @@ def check_work(model: FoldedModel, train: bool) -> None:
 
 
 def _output_text(model: FoldedModel) -> str:
-    """The leaves of the model's result, with shapes: ``0: (), 1: (8, 5)``."""
+    """Return the paths and shapes of the first tensors of the model's output as text, such as ``0: (), 1: (8, 5)``."""
     leaves = [f"{o.path or 'a tensor'}: {tuple(model.values[o.value].shape)}" for o in model.outputs if o.value]
     more = f" and {len(leaves) - _SHOWN} more" if len(leaves) > _SHOWN else ""
     return ", ".join(leaves[:_SHOWN]) + more if leaves else "no tensor"
 
 
 def type_of(precision: str | None) -> str | None:
-    """The type of parameters and activations: under fp8 and TF32 only products are shorter."""
+    """Return the precision of parameters and activations: bf16 under ``fp8``, fp32 under ``tf32``, otherwise
+    ``precision`` itself.
+    """
     return _AROUND.get(precision, precision) if precision else precision
 
 
 def rate_cluster(topology: Topology, precision: str, margin: float = 0.0) -> Topology:
-    """``topology`` with the rates that its products have in ``precision``, as :func:`precision_of` gives it, and
-    without the ``margin`` of its memory that is to stay free."""
+    """Return ``topology`` with the rates of matrix products in ``precision``, and with the fraction ``margin`` of each
+    device's usable memory taken away.
+    """
     return with_margin(topology.in_tf32 if precision == "tf32" else topology, margin)
 
 
 def precision_of(model: FoldedModel, asked: str | None = None) -> str:
-    """The floating type of most of the parameters, as hardware files name it; ``fp8`` or ``tf32`` where that is asked
-    for."""
+    """Return the precision of most of the parameters, such as ``bf16``; ``fp8`` or ``tf32`` if that is ``asked``.
+    ``fp32`` without floating-point parameters.
+    """
     if asked in _AROUND:
         return asked
     sizes: Counter[str] = Counter()
@@ -153,5 +165,5 @@ def precision_of(model: FoldedModel, asked: str | None = None) -> str:
 
 
 def torch_device(topology: Topology) -> str:
-    """The type by which torch knows the devices: ``cpu`` where all of them are, else ``cuda``."""
+    """Return PyTorch's device type for the topology: ``cpu`` if all devices are CPUs, else ``cuda``."""
     return "cpu" if all(topology.types[kind].torch == "cpu" for kind, _ in topology.paces[0]) else "cuda"

@@ -1,1 +1,1 @@
-"""Why a job has no plan or not another plan, and the nearest changes that would give it one."""
+"""Explain why a job has no plan, or not another plan, and find the nearest changes that give it one."""

@@ -1,5 +1,4 @@
-"""For a job that has no plan, find which of its requirements conflict, and the nearest changes that make a plan
-possible.
+"""Find which requirements of a job without a plan conflict, and the nearest changes that make a plan possible.
 
 Requirements are the user's constraints, the batch and the cluster. Changes are tried by increasing effort. Changes that
 this version can plan but not execute come last. Every reported change has been planned: its sharding and its stages are
@@ -58,8 +57,9 @@ _ZERO_IS_FREE = ("etp", "dp_shard")  # in candidates
 
 @contextmanager
 def attach_advice(asked: RelaxationRequest) -> Iterator[None]:
-    """Context manager: add advice to an :class:`InfeasibleError` that the block raises. The advice is computed when it
-    is read, in about as much time as the block took (at least 30 s)."""
+    """Add advice to an :class:`InfeasibleError` that the block raises. The advice is computed when it is read, in about
+    as much time as the block took (at least 30 s). ``asked``: the request that has no plan.
+    """
     begun = time.monotonic()
     try:
         yield
@@ -110,7 +110,7 @@ class _RelaxationSearch:
 
     @property
     def late(self) -> bool:
-        """Whether one more try might end after the time limit."""
+        """Whether another attempt might end after the time limit, if it takes as long as the longest one so far."""
         return time.monotonic() + self._longest > self.until
 
     def find_conflict(self) -> tuple[str, ...]:
@@ -129,15 +129,18 @@ class _RelaxationSearch:
         return tuple(format_given_pin(given, pin) for pin in kept)
 
     def find_changes(self) -> tuple[Change, ...]:
-        """Return the nearest changes that make a plan possible; empty if none was found in time."""
+        """Return at most three changes of constraints, batch or cluster that make a plan possible, nearest first; empty
+        if none was found in time.
+        """
         found = self._find_nearest_changes(list_variants(self.asked, self.short_of_memory))
         if not found and self.short_of_memory:
             found = self._find_nearest_changes(far_variants(self.asked), all_pins=True)
         return found or self._then_memory() or self._relax_differing_pins()
 
     def _find_nearest_changes(self, several: Iterable[Variant], *, all_pins: bool = False) -> tuple[Change, ...]:
-        """Return the nearest changes among the variants ``several`` that have a plan. ``all_pins``: keep all pinned
-        constraints instead of also giving some up."""
+        """Return the nearest changes among ``several`` variants of the job that have a plan. ``all_pins``: keep all
+        constraints that the user fixed; by default some may be given up.
+        """
         ticket = count()
         heap: list[tuple[float, float, int, Variant, tuple[str, ...], MeshCandidate | None]] = []
         for variant in several:
@@ -175,8 +178,9 @@ class _RelaxationSearch:
         return tuple(found)
 
     def _then_memory(self) -> tuple[Change, ...]:
-        """Return a change that first satisfies the other constraints and then adds what its memory needs. It applies if
-        the request is impossible and every near change lacks memory; empty otherwise."""
+        """Return a change that first satisfies the other requirements and then adds the memory that is lacking. It is
+        tried if the request is impossible for other reasons and every near change lacks memory; empty otherwise.
+        """
         for variant, pins, candidate in [] if self.short_of_memory else self._lacking[:_MOST_CHANGES]:
             if self.late:
                 break
@@ -192,8 +196,9 @@ class _RelaxationSearch:
         return ()
 
     def _relax_differing_pins(self) -> tuple[Change, ...]:
-        """Find a plan with all pins given up, and return the change that gives up only the pins in which this plan
-        differs. This is the last resort if no near change was found."""
+        """Find a plan without any of the fixed constraints, and return the change that gives up only those in which
+        this plan differs; empty if there is none. This is the last resort if no near change was found.
+        """
         base = next(iter(list_variants(self.asked, self.short_of_memory)))
         every = tuple(pins_of(base.constraints))
         if not every or self.late:
@@ -234,8 +239,11 @@ class _RelaxationSearch:
     def _list_relaxed_candidates(
         self, variant: Variant, pins: tuple[str, ...]
     ) -> list[tuple[float, float, MeshCandidate]]:
-        """List the candidates that differ from the request in each of ``pins``, as (additional effort, sort key,
-        candidate), nearest first. The key is a lower bound in seconds, or bytes if memory is lacking."""
+        """Return the candidates whose values differ from the request in each of ``pins`` (fixed constraints to give
+        up), nearest first, as (additional effort, sort key, candidate).
+
+        The key is a lower bound on the step time in seconds, or on the bytes of a rank if memory is lacking.
+        """
         try:
             job = self._prepare_relaxed_job(variant, pins)
             _check_job_request(job)
@@ -264,14 +272,15 @@ class _RelaxationSearch:
     def _list_plainest_zero_choices(
         self, job: Job, bounds: ModelBounds, given_up: Sequence[str]
     ) -> list[MeshCandidate]:
-        """List the candidates of a job. Unless memory is lacking, only those with the lowest ZeRO stage are kept."""
+        """Return the candidates of a job. Unless memory is lacking, only those with the lowest ZeRO stage are kept."""
         plainest = self._list_plainest_candidates(job, bounds, given_up)
         least = min(candidate.zero for candidate in plainest)
         return [p for p in plainest if self.short_of_memory or p.zero == least]
 
     def _list_plainest_candidates(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[MeshCandidate]:
-        """List the candidates of a job. If the schedule is free, only those with 1F1B are kept, because it needs the
-        least memory of the searched schedules."""
+        """Return the candidates of a job, without schedules that need more memory: if the schedule is free, only those
+        with 1F1B, which needs the least memory of the searched schedules. ``given_up``: fixed constraints to ignore.
+        """
         space = space_of(job, bounds)
         asked = self.asked.constraints
         choices = _with_wider(space, {name: getattr(asked, name) for name in given_up if hasattr(asked, name)})
@@ -282,7 +291,7 @@ class _RelaxationSearch:
         return plain or choices
 
     def _can_bounds_allow(self, variant: Variant, pins: tuple[str, ...], candidate: MeshCandidate) -> bool:
-        """Whether the lower bounds on memory leave a plan possible for ``candidate``."""
+        """Whether the lower bounds on the memory of ``candidate`` allow a plan."""
         try:
             self._find_model_bounds(_maximise_offload(self._prepare_relaxed_job(variant, pins))).refine(candidate)
         except CapacityError:
@@ -295,8 +304,9 @@ class _RelaxationSearch:
     def _plan_relaxed_candidate(
         self, variant: Variant, pins: Sequence[str], candidate: MeshCandidate
     ) -> SolvedCandidate | None:
-        """Solve ``candidate`` with the offload variants that ``partition`` tries, and return the first plan that fits;
-        ``None`` if none fits."""
+        """Solve ``candidate`` with the kinds of offload that ``partition`` tries, and return the first plan that fits;
+        ``None`` if none fits.
+        """
         lacking: list[CandidateEvaluator] = []
         changed = replace(
             self._prepare_relaxed_job(variant, pins), constraints=self._constrain_to_candidate(variant, pins, candidate)
@@ -320,7 +330,7 @@ class _RelaxationSearch:
         return None
 
     def _is_possible_by_bounds(self, constraints: Constraints) -> bool:
-        """Whether the lower bounds leave a plan possible under ``constraints``."""
+        """Whether the lower bounds allow a plan under ``constraints``."""
         try:
             job = self.asked.prepare(self.asked.topology, constraints, self.asked.global_batch)
             _check_job_request(job)
@@ -342,7 +352,7 @@ class _RelaxationSearch:
         return False
 
     def _constrain_to_candidate(self, variant: Variant, pins: Sequence[str], candidate: MeshCandidate) -> Constraints:
-        """Return the constraints of ``variant`` with ``pins`` replaced by the values of ``candidate``."""
+        """Return the constraints of ``variant``, where those named in ``pins`` have the values of ``candidate``."""
         return _update_constraints(relax_pins(variant.constraints, pins), _find_new_pin_values(pins, candidate).items())
 
     def _step_time(self, variant: Variant, constraints: Constraints, known_s: float) -> float:
@@ -370,8 +380,9 @@ class _RelaxationSearch:
 
 
 def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCandidate]:
-    """List the candidates of ``space``. If the value of ``tp`` or ``cp`` that is ``given_up`` is wider than the search
-    tries by itself, other wide values of that axis are included."""
+    """Return the candidates of ``space``. Candidates with large values of ``tp`` or ``cp`` that the search does not try
+    by itself are included if the user fixed such a value and it may be given up.
+    """
     sizes = list_divisors(space.world_size)[1:]
     shared = [size for size in sizes if space.length and space.length % (2 * size) == 0]  # two pieces for each rank
     wider = [{"tp": size} for size in sizes if size > space.widest] if given_up.get("tp", 1) > space.widest else []
@@ -390,13 +401,16 @@ def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCan
 
 
 def _and_then(text: str, search: _RelaxationSearch) -> tuple[Change, ...]:
-    """Return the nearest change that ``search`` finds, with ``text`` put before its description; empty if there is
-    none."""
+    """Return the nearest change that ``search`` finds, with ``text`` placed before its description; empty if there is
+    none.
+    """
     return tuple(replace(change, text=f"{text}, {change.text}") for change in search.find_changes()[:1])
 
 
 def _find_new_pin_values(pins: Sequence[str], candidate: MeshCandidate) -> dict[str, Any]:
-    """Return the values of ``candidate`` for those of ``pins`` that it fixes, by name."""
+    """Return the values that ``candidate`` has for the constraints named in ``pins``. Constraints that a candidate does
+    not have are left out.
+    """
     new = {pin: getattr(candidate, pin) for pin in pins if pin in MeshCandidate.__dataclass_fields__}
     return {pin: size for pin, size in new.items() if size or pin not in _ZERO_IS_FREE}
 
@@ -419,6 +433,7 @@ def _is_possible(job: Job) -> bool:
 
 
 def _maximise_offload(job: Job) -> Job:
-    """Return ``job`` with as much offload to host memory as ``partition`` would try. If the bounds exclude this job,
-    there is no plan."""
+    """Return ``job`` with the most offload to host memory that ``partition`` would try. If the bounds exclude this job,
+    there is no plan.
+    """
     return list(list_offload_variants(job))[-1]

@@ -1,7 +1,8 @@
-"""Variants of a job: constraints that may be relaxed, and changes of the batch, the devices and the allowed techniques.
+"""Variants of a job: without some fixed constraints, or with another batch, other devices or other techniques.
 
-Each variant has an effort, by which variants are ordered, and a distance from the original request. For a job that has
-no plan, ``partitioner/advise/suggest.py`` plans the variants in this order.
+Each variant has an effort, by which variants are ordered, and a distance from the original request. For a job without a
+plan, ``partitioner/advise/suggest.py`` plans the variants in this order. A *pin* is the name of a constraint that the
+user fixed.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ _FEW_PINS = 7
 
 
 def pins_of(constraints: Constraints) -> list[str]:
-    """Return the names of the constraints that the user fixed, with one entry ``stage_of:<module>`` for each placed
-    module."""
+    """Return the names of the constraints that the user fixed and that define a candidate, with one entry
+    ``stage_of:<module>`` for each module whose stage is fixed.
+    """
     *others, zero, dp_shard = OF_POINT
     fixed = [n for n in (*others, "recompute", zero, dp_shard) if getattr(constraints, n) is not None]
     fixed = [n for n in fixed if n != "microbatch_size" or constraints.group_size is None]  # else it is another loss
@@ -38,7 +40,9 @@ def pins_of(constraints: Constraints) -> list[str]:
 
 
 def fixed_of(constraints: Constraints) -> list[str]:
-    """All that the user fixed: :func:`pins_of`, and what of the rest says how, not what, is computed."""
+    """Return the names of all constraints that the user fixed and that could be given up for a plan. ``couple``, which
+    changes what is computed, ``ahead``, and a memory margin of at most the default are left out.
+    """
     pins = pins_of(constraints)
     beside = {*OF_POINT, *pins, "stage_of", "couple", "ahead"}
     if constraints.memory_margin <= Constraints.model_fields["memory_margin"].default:
@@ -48,8 +52,11 @@ def fixed_of(constraints: Constraints) -> list[str]:
 
 
 def list_pin_subsets(pins: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """What of ``pins`` may be given up together: anything of a few; of many up to two, all places, or all. Of many
-    places none by itself."""
+    """Yield the sets of ``pins`` (names of fixed constraints) that may be given up together, as tuples.
+
+    All subsets of up to seven pins are tried. Of more pins, only subsets of at most two, all fixed stages of modules,
+    and all pins are tried. More than seven fixed stages are only given up together.
+    """
     places = tuple(p for p in pins if ":" in p)
     each = pins if len(places) <= _FEW_PINS else [p for p in pins if p not in places]
     few = len(each) if len(each) <= _FEW_PINS else 2
@@ -60,7 +67,9 @@ def list_pin_subsets(pins: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def estimate_relaxation_effort(pins: Sequence[str]) -> float:
-    """What it takes to give up ``pins``, before by how much: places of modules are often wrong together."""
+    """Return the effort (a number by which changes are ordered) of giving up the fixed constraints ``pins``, without
+    the size of the change. Further fixed stages of modules add little, since they are often wrong together.
+    """
     places = sum(":" in pin for pin in pins)
     others = sum(_WEIGHTS.get(pin, 1.0) for pin in pins if ":" not in pin)
     return others + (0.8 + 0.2 * places if places else 0.0)
@@ -74,12 +83,16 @@ def relax_pins(constraints: Constraints, pins: Sequence[str]) -> Constraints:
 
 
 def is_pin_changed(constraints: Constraints, pin: str, candidate: MeshCandidate) -> bool:
-    """Whether ``candidate`` is otherwise than pinned; recomputation and places of modules are freed, not changed."""
+    """Whether ``candidate`` differs from the value that the user fixed. Always true for constraints that a candidate
+    does not have, such as recomputation and the stages of modules, since these are freed instead of changed.
+    """
     return not hasattr(candidate, pin) or getattr(candidate, pin) != getattr(constraints, pin)
 
 
 def measure_pin_distance(constraints: Constraints, pin: str, candidate: MeshCandidate) -> float:
-    """How far ``candidate`` is from what is pinned: half of the logarithm of a change of size."""
+    """Return how far ``candidate`` is from the user's value of the constraint ``pin``: half of the base-2 logarithm of
+    the ratio; 0 for values that are not numbers.
+    """
     old, new = getattr(constraints, pin, None), getattr(candidate, pin, None)
     if not isinstance(old, int) or not isinstance(new, int):
         return 0.0
@@ -87,7 +100,7 @@ def measure_pin_distance(constraints: Constraints, pin: str, candidate: MeshCand
 
 
 def format_given_pin(constraints: Constraints, pin: str) -> str:
-    """``pin`` as the user wrote it."""
+    """Return a fixed constraint as the user could write it, such as ``tp=8`` or ``stage_of['head']=1``."""
     name, _, module = pin.partition(":")
     if module:
         return f"stage_of[{module!r}]={constraints.stage_of[module]}"
@@ -96,12 +109,14 @@ def format_given_pin(constraints: Constraints, pin: str) -> str:
 
 
 def kinds_text(kinds: Sequence[str]) -> str:
-    """What is kept in host memory, as the user may write it."""
+    """Return the kinds of data in host memory as the user could write them: ``optimizer+activations`` or ``none``."""
     return "+".join(kinds) or "none"
 
 
 def describe_pin_change(constraints: Constraints, pin: str, new: object) -> str:
-    """What to say of ``new`` in the place of what is pinned; ``None``: it is left free."""
+    """Return the text of a change of a fixed constraint. ``new``: its new value; ``None`` means that it is left
+    free.
+    """
     name, _, module = pin.partition(":")
     if module:
         return f"no stage_of[{module!r}]"
@@ -123,7 +138,9 @@ _FAR = (96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True)
 class RelaxationRequest:
-    """A job as it was asked for. ``prepare``: the job of these constraints, on this topology, with this batch."""
+    """A job as the user requested it. ``prepare``: returns the job for other constraints, another topology and
+    batch.
+    """
 
     topology: Topology
     constraints: Constraints
@@ -133,7 +150,9 @@ class RelaxationRequest:
 
 @dataclass(frozen=True)
 class Variant:
-    """The job with something else than its pins changed."""
+    """A changed job whose fixed constraints are kept. ``cost``: the effort of the changes. ``kinds``: keys of the
+    changes. ``texts``: their descriptions. The other fields are the changed request.
+    """
 
     cost: float
     kinds: frozenset[str]
@@ -144,14 +163,18 @@ class Variant:
 
 
 def _extend_variant(variant: Variant, cost: float, kind: str, text: str, **changed: Any) -> Variant:
-    """``variant`` with one thing more ``changed``."""
+    """Return ``variant`` (a changed job) with the fields ``changed``, which is one more change and adds ``cost``.
+    ``kind``: the key of the change. ``text``: its description.
+    """
     return replace(
         variant, cost=variant.cost + cost, kinds=variant.kinds | {kind}, texts=(*variant.texts, text), **changed
     )
 
 
 def list_variants(asked: RelaxationRequest, short_of_memory: bool) -> Iterator[Variant]:
-    """The job as it is, and with more and more changed; ``short_of_memory``: why there is no plan."""
+    """Yield the job as requested, and variants of it with one or several changes. ``short_of_memory``: whether memory
+    is the reason that there is no plan.
+    """
     base = Variant(0.0, frozenset(), (), asked.topology, asked.constraints, asked.global_batch)
     yield base
     yield from _list_stage_place_variants(asked, base)
@@ -175,15 +198,18 @@ def list_variants(asked: RelaxationRequest, short_of_memory: bool) -> Iterator[V
 
 
 def far_variants(asked: RelaxationRequest) -> Iterator[Variant]:
-    """With more memory, and with more nodes, where it is memory that lacks: also with more than :func:`list_variants`
-    have, among whose many others there may have been no time for these."""
+    """Yield variants with more memory per device or more nodes, up to larger factors than :func:`list_variants` tries,
+    for jobs that lack memory. Among the many other variants there, these may not have been reached in time.
+    """
     base = next(list_variants(asked, True))
     yield from _list_memory_variants(base, (*_TIMES, *_FAR))
     yield from _list_node_variants(base, [math.ceil(base.topology.num_nodes * times) for times in (*_TIMES, *_FAR)])
 
 
 def _list_stage_place_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
-    """Entries of ``stage_of`` with the nearest name, or the nearest stage that there is."""
+    """Yield variants in which an entry of ``stage_of`` has the nearest existing module name or the nearest existing
+    stage.
+    """
     given = base.constraints.stage_of
     stages = _num_stages(base.constraints)
     job = asked.prepare(base.topology, asked.constraints.meaning, base.global_batch)
@@ -199,7 +225,9 @@ def _list_stage_place_variants(asked: RelaxationRequest, base: Variant) -> Itera
 
 
 def _num_stages(given: Constraints) -> int | None:
-    """The stages, virtual ones included, that ``stage_of`` may name; ``None`` where that is left open."""
+    """Return the number of pipeline stages, virtual ones included, that ``stage_of`` can name; ``None`` if the
+    constraints leave it open.
+    """
     if given.pp is None or (given.virtual_stages is None and given.schedule not in (None, *OF_ONE_STAGE)):
         return None
     return given.pp * (given.virtual_stages or 1)
@@ -211,7 +239,7 @@ def _replace_stage_places(base: Variant, places: dict[str, int], text: str) -> V
 
 
 def _list_batch_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
-    """Batches that divide as pinned, or over the devices."""
+    """Yield variants with nearby batch sizes that can be divided by the fixed constraints or over the devices."""
     given = base.constraints
     batch = asked.prepare(base.topology, given.meaning, base.global_batch).global_batch
     groups = given.group_size or 1
@@ -225,7 +253,9 @@ def _list_batch_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Va
 
 
 def _list_dp_shard_variants(base: Variant) -> Iterator[Variant]:
-    """States shared by as many ranks as there can be: candidates have all of them, or those that are pinned."""
+    """Yield variants of the job with another ``dp_shard`` (number of data-parallel ranks that ZeRO shards over), if the
+    user fixed it.
+    """
     given = base.constraints.dp_shard
     if given is None:
         return
@@ -238,9 +268,12 @@ def _list_dp_shard_variants(base: Variant) -> Iterator[Variant]:
 
 
 def _list_offload_pin_variants(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
-    """Other kinds in host memory than those that are pinned; none, where it is not described. With optimizer states on
-    disk, where they are pinned to host memory. Where the mesh is pinned and offload is not, the kinds that
-    ``partition`` does not try unasked."""
+    """Yield variants with other kinds of data in host memory than the user fixed.
+
+    Without a description of the hosts, only the variant without offload is tried. If the user fixed optimizer states in
+    host memory, they may move to disk. If the mesh is fixed and offload is not, the kinds are tried that ``partition``
+    does not try by itself.
+    """
     given, known = base.constraints.offload, can_offload(base.topology)
     if given is None and known and short_of_memory and base.constraints.fixes_mesh(base.topology.num_devices):
         for number, unasked in enumerate(OFFLOAD_SETS):
@@ -267,7 +300,9 @@ def _has_its_disk(base: Variant) -> bool:
 
 
 def _list_device_variants(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
-    """Without devices that differ, more nodes of the same kind, or as many devices as the pinned axes ask for."""
+    """Yield variants without slower or smaller devices, with more nodes, or with a number of devices that the fixed
+    axes require.
+    """
     topology, now = base.topology, base.topology.num_devices
     for smaller in () if is_even(topology) else smaller_clusters(topology):
         text = f"{format_plural(smaller.num_devices, 'device')} instead of {now} ({smaller.name})"

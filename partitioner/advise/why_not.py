@@ -1,8 +1,8 @@
 """``why_not``: compare the chosen plan with the best plan under other constraints.
 
-The rows of the certificate give the answer where they suffice. Where the certificate has only bounds, or the search did
-not look, the job is planned again, which needs the model. Without the model, ``why_unseen`` says in words why the
-search did not look, as far as the plan tells.
+The rows of the certificate give the answer if they suffice. If the certificate has only bounds, or the search did not
+consider such plans, the job is planned again, which needs the model. Without the model, ``why_unseen`` explains why the
+search did not consider them, as far as the plan shows.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 
 
 def format_asked_constraints(asked: Mapping[str, Any]) -> str:
-    """``tp=8, pp=2``."""
+    """Return constraints as text, such as ``tp=8, pp=2``."""
     return ", ".join(f"{name}={value}" for name, value in asked.items())
 
 
 def check_asked(plan: Plan, merged: Constraints) -> None:
-    """Raise what ``partition`` does where ``merged``, the plan's constraints with others in their place, leave nothing
-    to search."""
+    """Raise the error that ``partition`` would raise if no candidate satisfies ``merged``, the plan's constraints with
+    some replaced.
+    """
     train = plan.objective == "train"
     check_request(plan.topology, merged, plan.optimizer, train, plan.profile)
     merged.check(plan.world_size, plan.global_batch or None)
@@ -50,7 +51,9 @@ def check_asked(plan: Plan, merged: Constraints) -> None:
 
 
 def without_row(plan: Plan, asked: Mapping[str, Any]) -> bool:
-    """Whether the search had candidates that are as ``asked``, of those that the certificate only counts."""
+    """Whether the search considered candidates with the constraints ``asked`` that have no row in the certificate,
+    because it only counts them.
+    """
     pinned = {name: value for name, value in asked.items() if name in OF_POINT}
     if not plan.certificate.left or pinned != asked:
         return False
@@ -67,7 +70,9 @@ def _read_candidate_field(candidate: MeshCandidate, name: str) -> Any:
 
 
 def _list_searched_candidates(plan: Plan) -> list[MeshCandidate]:
-    """The candidates that the search began with; none where the plan does not say of what."""
+    """Return the candidates with which the search began; empty if the plan does not contain enough data to list
+    them.
+    """
     limits = plan.certificate.limits
     if limits is None or not plan.global_batch:
         return []
@@ -94,7 +99,9 @@ def _rebuild_search_space(plan: Plan, limits: Limits, constraints: Constraints) 
 
 
 def why_unseen(plan: Plan, asked: Mapping[str, Any]) -> str:
-    """Why no candidate is as ``asked``, though some could be."""
+    """Return the reason why the search considered no candidate with the constraints ``asked``, as part of a
+    sentence.
+    """
     fixed = {n: v for n, v in plan.constraints.given.items() if n != "ahead"}
     against = {n: v for n, v in fixed.items() if n in asked and v != asked[n]}
     if against:
@@ -117,7 +124,7 @@ def why_unseen(plan: Plan, asked: Mapping[str, Any]) -> str:
 
 
 def _only_where_fixed(plan: Plan, asked: Mapping[str, Any]) -> str | None:
-    """What of ``asked`` is tried only for those who fix it."""
+    """Return the reason if a value in ``asked`` is searched only if the user fixes it; ``None`` otherwise."""
     pinned, limits = plan.constraints, plan.certificate.limits
     widest = widest_searched(plan.topology, pinned)
     if pinned.tp is None and asked.get("tp", 1) > widest:
@@ -144,12 +151,13 @@ Verdict = Literal["chosen", "slower", "faster", "bounded", "infeasible", "unknow
 
 @dataclass(frozen=True)
 class WhyNot:
-    """An answer; ``str()`` of it is for people.
+    """The answer to why a plan does not have other constraints. ``str()`` returns it as text.
 
-    ``verdict``: ``chosen``, the plan is so; ``slower``, ``faster``: the best plan so is ``candidate``; ``bounded``: no
-    plan so takes less than ``bound`` seconds, which is no less than the chosen one's; ``infeasible``: there is no plan
-    so; ``unknown``: it takes the model to say, ``bound`` is known or not. ``changes``: what would make the
-    infeasible feasible. ``with_model``: what can be said if the model is given, too; empty: nothing more.
+    ``verdict``: ``chosen``: the plan has them. ``slower`` or ``faster``: the best plan with them is ``candidate``.
+    ``bounded``: no plan with them takes less than ``bound`` seconds, which is at least the time of the chosen plan.
+    ``infeasible``: no plan has them. ``unknown``: the answer needs the model; ``bound`` may be known. ``changes``:
+    changes that make an infeasible request possible. ``with_model``: what more could be said with the model; empty:
+    nothing.
     """
 
     asked: Mapping[str, Any]
@@ -164,7 +172,7 @@ class WhyNot:
         return self.told("why_not(model=..., ...)")
 
     def told(self, how: str) -> str:
-        """The answer, for those who give the model as ``how`` says."""
+        """Return the answer as text. ``how``: the text that tells the reader how to pass the model."""
         return "\n".join([*self.lines, *([f"{self.with_model}: {how}."] if self.with_model else [])])
 
 
@@ -175,10 +183,10 @@ def why_not(
     inputs: Any = None,
     loss: Callable[..., Any] | None = None,
 ) -> WhyNot:
-    """Explain why ``plan`` does not have the constraints ``asked`` (values by name). If the certificate cannot answer
-    and ``model`` is given, the job is planned again.
+    """Return the answer to why ``plan`` does not have the constraints ``asked`` (values by name). If the certificate
+    cannot answer and ``model`` is given, the job is planned again.
 
-    Raises :class:`ConstraintError` for unknown constraints, and :class:`InputsError` if the model is not the plan's.
+    Raise :class:`ConstraintError` for unknown constraints, and :class:`InputsError` if the model is not the plan's.
     """
     if not asked:
         raise ConstraintError("why not what? Name constraints, like tp=8 or pp=2, schedule='gpipe'")
@@ -194,7 +202,7 @@ def why_not(
 
 
 def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
-    """The certificate's answer, if it has one."""
+    """Return the answer that the rows of the certificate give; ``None`` if they have none."""
     if not set(asked) <= set(OF_POINT):
         return None
     rows = [c for c in plan.certificate.candidates if _matches_asked(c, asked)]
@@ -217,14 +225,18 @@ def _matches_asked(candidate: Candidate, asked: Mapping[str, Any]) -> bool:
 
 
 def _has_asked_value(candidate: Candidate, name: str, value: Any) -> bool:
-    """Whether a candidate is so; where nobody shares states, or experts, in any way of sharing them."""
+    """Whether a candidate has ``value`` for the constraint ``name``. Every value of ``zero`` counts as equal if no two
+    ranks have the same states. An ``etp`` of 1 or ``None`` counts as equal without expert parallelism.
+    """
     mesh = candidate.mesh
     alone = {"zero": mesh.get("dp", 1) * mesh.get("cp", 1) == 1, "etp": mesh.get("ep", 1) == 1 and value in (1, None)}
     return alone.get(name, False) or (mesh[name] if name in mesh else getattr(candidate, name)) == value
 
 
 def _is_beside(plan: Plan, asked: Mapping[str, Any]) -> bool:
-    """Whether what is asked for was tried for the best meshes alone."""
+    """Whether the search tried the constraints ``asked`` on the best meshes only, because they concern a schedule or
+    virtual stages and the user left the schedule free.
+    """
     several = asked.get("schedule", "1f1b") not in SEARCHED or (asked.get("virtual_stages") or 1) > 1
     return several and plan.constraints.leaves_schedule
 
@@ -232,7 +244,9 @@ def _is_beside(plan: Plan, asked: Mapping[str, Any]) -> bool:
 def _explain_slower(
     plan: Plan, asked: Mapping[str, Any], best: Candidate, marks: tuple[str, ...] = (), other: Plan | None = None
 ) -> WhyNot:
-    """``other``: what was planned now, of which ``best`` is the candidate."""
+    """Return the answer that compares the plan with ``best``, the best candidate under the constraints. ``marks``:
+    further sentences. ``other``: the plan of ``best`` if the job was planned again.
+    """
     assert best.step_time is not None
     chosen = plan.estimate
     slower = best.step_time >= chosen.step_time
@@ -318,7 +332,7 @@ def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> Why
 
 
 def _merge_asked_constraints(plan: Plan, asked: Mapping[str, Any]) -> Constraints:
-    """The plan's constraints with ``asked`` in their place."""
+    """Return the plan's constraints with those in ``asked`` replaced or added."""
     given = plan.constraints.given
     places = {**given.get("stage_of", {}), **asked.get("stage_of", {})}
     return Constraints(**{**given, **asked, **({"stage_of": places} if places else {})})
@@ -327,7 +341,7 @@ def _merge_asked_constraints(plan: Plan, asked: Mapping[str, Any]) -> Constraint
 def _answer_by_planning(
     plan: Plan, asked: Mapping[str, Any], model: nn.Module, inputs: Any, loss: Callable[..., Any] | None
 ) -> WhyNot:
-    """The answer by planning again."""
+    """Return the answer after planning the job again with the constraints ``asked``."""
     from partitioner.api import partition
 
     try:
@@ -365,7 +379,9 @@ def _answer_by_planning(
 
 
 def _list_different_parameters(plan: Plan, other: Plan) -> list[str]:
-    """The parameters that only one of two plans has, or that have another shape; none where one has no program."""
+    """Return the sorted names of parameters that only one of two plans has, or whose shapes differ; empty if a plan has
+    no program.
+    """
     if plan.written is None or other.written is None:
         return []
     mine, theirs = (
@@ -376,7 +392,7 @@ def _list_different_parameters(plan: Plan, other: Plan) -> list[str]:
 
 
 def _explain_counted_candidates(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
-    """What can be said of candidates without a row: they come behind all that have one."""
+    """Return the answer for candidates that the certificate only counts. They are no better than those with a row."""
     left = plan.certificate.left
     count = f"{sum(left.values()):,}"
     worst = f"Layouts with {format_asked_constraints(asked)} are among the {count} worst, which the report only counts"
@@ -387,7 +403,7 @@ def _explain_counted_candidates(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
 
 
 def _explain_unsearched(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
-    """What can be said of what the search did not look at, without the model."""
+    """Return the answer for constraints that the search did not consider, without planning again."""
     merged = _merge_asked_constraints(plan, asked)
     try:
         check_asked(plan, merged)

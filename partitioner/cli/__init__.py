@@ -1,1 +1,1 @@
-"""The command line: one command for each function of the public interface."""
+"""The command line of the partitioner."""

@@ -1,8 +1,8 @@
 """The command line: ``partitioner plan | show | explain | diff | prove | verify | run | trace | compare | ...``.
 
-It mirrors the public interface and calls nothing else. Results go to the standard output, errors and progress to the
-standard error; the exit code is 0, 1 where a plan does not do what its model does, 2 for what the user has to mend,
-3 for a fault of the partitioner.
+Commands call only the public interface of the package. Results go to the standard output, errors and progress to the
+standard error. The exit code is 0 for success, 1 if a plan or run differs from what it is compared with, 2 for an error
+that the user can correct, and 3 for a fault of the partitioner.
 """
 
 from __future__ import annotations
@@ -147,9 +147,9 @@ def plan(
     timeline: Chart = None,
     memory: Memory = None,
 ) -> None:
-    """Find the best plan for a model on a cluster, and print its summary.
+    """Find the fastest plan for a model on a cluster, and print its summary.
 
-    What is not given (mesh, microbatch, schedule) is chosen.
+    Mesh axes, microbatch size and schedule are chosen by the search unless they are given.
     """
     from partitioner import Constraints, Topology
 
@@ -200,7 +200,7 @@ def show(
     topology: Layout = None,
     memory: Memory = None,
 ) -> None:
-    """Print a plan's summary, or one rank's program; draw pictures."""
+    """Print the summary of a plan, or the program of one rank, and draw pictures of the plan."""
     from partitioner import Plan
     from partitioner.cli.show import rank_parts
 
@@ -235,7 +235,9 @@ def explain(
     ] = None,
     meta: Meta = False,
 ) -> None:
-    """Say in plain words why a plan is as it is: what binds, where the time goes, what lost and why."""
+    """Explain a plan: the constraints that limit it, how its step time is composed, and why other layouts were not
+    chosen.
+    """
     from partitioner import Plan
     from partitioner.explain.explain import explain_parts
 
@@ -259,7 +261,7 @@ def diff(
     plan_file: PlanFile,
     other: Annotated[Path, typer.Argument(help="The plan to compare it with.", show_default=False)],
 ) -> None:
-    """Say what one plan does otherwise than another, and what that changes in time and memory."""
+    """Print the differences between two plans, and how they change step time and memory."""
     from partitioner import Plan
     from partitioner.explain.diff import diff_parts
 
@@ -268,7 +270,7 @@ def diff(
 
 @app.command(epilog=format_examples("partitioner prove plan.json"))
 def prove(plan_file: PlanFile) -> None:
-    """Prove that no rank of a plan can block another, and that every value is there when it is used."""
+    """Prove that the ranks of a plan cannot deadlock, and that every value exists when it is used."""
     from partitioner import Plan
 
     proof = Plan.load(plan_file).prove()
@@ -281,9 +283,9 @@ def verify(
     function: ModelFunction,
     rows: Annotated[int, typer.Option(help="How many of the largest errors to list.")] = 5,
 ) -> None:
-    """Run all ranks on this machine in float64, and compare outputs, loss and every gradient with the model's.
+    """Run all ranks on this machine in float64, and compare outputs, loss and every gradient with those of the model.
 
-    Exit code 1 where they differ.
+    The exit code is 1 if they differ.
     """
     from partitioner import Plan
 
@@ -310,7 +312,7 @@ def run(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps, all on the function's inputs.")] = 10,
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
 ) -> None:
-    """Train on this machine, a process per rank, and print the losses."""
+    """Train a plan on this machine with one process per rank, and print the loss of each step."""
     from partitioner import Plan
     from partitioner.cli.train import train_on_target
 
@@ -332,7 +334,7 @@ def topology(
     yaml: Annotated[bool, typer.Option("--yaml", help="Print it as YAML, to be changed and given to `plan`.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Draw it to this SVG file.", show_default=False)] = None,
 ) -> None:
-    """Show the devices and links that a name stands for."""
+    """Show the devices and links of a topology."""
     from partitioner import Topology
     from partitioner.cli.show import topology_parts
 
@@ -369,7 +371,7 @@ def profile(
 ) -> None:
     """Measure this machine, and write a topology file that `plan --topology` reads.
 
-    Close what else runs on the machine first. Ctrl-C ends it and writes nothing.
+    Close other programs first. Ctrl-C ends the measurement, and nothing is written.
     """
     from partitioner.cli.show import topology_parts
     from partitioner.profile.profile import profile_machine as measure
@@ -397,7 +399,7 @@ def _print_summary(found: Any) -> None:
 
 
 def _so_far(seen: Any) -> str:
-    """How far the search is: a ``Progress``."""
+    """Return the progress of a search (a ``Progress``) as a short text."""
     best = f", best so far {seconds_text(seen.best)}" if seen.best is not None else ""
     return (
         f"{format_plural(seen.num_evaluated, 'candidate')} solved, {seen.num_bounded} bounds, "

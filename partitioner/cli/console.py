@@ -1,7 +1,6 @@
 """Console output of commands: error panels, progress on a terminal, exit codes.
 
-Modules of commands import PyTorch inside of the commands, so that help appears at once and Ctrl-C works while PyTorch
-loads.
+Modules of commands import PyTorch inside the commands. Help then appears at once, and Ctrl-C works while PyTorch loads.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ UsageError: type[Exception] = BadParameter.__mro__[1]  # of click, or of typer's
 
 
 class Commands(TyperGroup):
-    """Commands whose user errors end in a panel and exit code 2, faults of the partitioner in 3, and Ctrl-C in 130.
+    """A group of commands that prints errors as panels. The exit code is 2 for errors of the user, 3 for faults of the
+    partitioner, and 130 for Ctrl-C.
 
-    ``--debug`` may stand anywhere on the line, but for what is passed on behind ``--``: then errors come with their
-    traceback.
+    ``--debug`` anywhere on the line before ``--`` makes errors show their traceback.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -78,26 +77,30 @@ class Commands(TyperGroup):
 
 
 def takes_constraints(ctx: Any) -> bool:
-    """Whether the command of a context of typer's can be given constraints."""
+    """Whether the command of ``ctx``, a context of typer, has the option ``--constraints``."""
     options = [option for each in getattr(getattr(ctx, "command", None), "params", ()) for option in each.opts]
     return "--constraints" in options
 
 
 def _is_of_the_command_line(error: Exception) -> bool:
-    """Whether an exception ends a command on purpose, or is of a file or pipe that is told below."""
+    """Whether an exception passes to the handlers of the command line unchanged: an ``OSError``, or one with which
+    typer ends a command.
+    """
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in ("click", "typer")
 
 
 class OptionError(PartitionError):
-    """A command has no such option, and another that is meant by it."""
+    """A command has no option of this name. The message names the one that has this meaning."""
 
 
 class FileError(PartitionError):
-    """A file cannot be written, or read."""
+    """A file cannot be read or written."""
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Raise :class:`FileError` where a result could not be written in the end: before it is worked for."""
+    """Raise :class:`FileError` if a result cannot be written to one of ``paths``. Commands call it before their
+    work.
+    """
     for path in filter(None, paths):
         if path.is_dir():
             raise FileError(f"{path} is a folder; expected the name of a file to write")
@@ -116,7 +119,9 @@ def show_error(error: PartitionError) -> None:
 
 
 def build_output_console() -> Console:
-    """For results. Made anew for each use, since tests replace the streams."""
+    """Return a console for results on the standard output. It is created for each use, because tests replace the
+    streams.
+    """
     console = text_console(sys.stdout)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = WIDTH
@@ -124,7 +129,7 @@ def build_output_console() -> Console:
 
 
 def print_parts(parts: Iterable[RenderableType]) -> None:
-    """Tables and text in colour on a terminal, plain elsewhere."""
+    """Print tables and texts to the standard output, with colours on a terminal and as plain text elsewhere."""
     console = build_output_console()
     if not console.is_terminal:
         console.out(format_plain_text(parts))
@@ -134,13 +139,15 @@ def print_parts(parts: Iterable[RenderableType]) -> None:
 
 
 def build_error_console() -> Console:
-    """For errors and progress."""
+    """Return a console for errors and progress on the standard error."""
     return text_console(sys.stderr)
 
 
 @contextlib.contextmanager
 def show_spinner(doing: str) -> Iterator[Callable[[str], None]]:
-    """``doing`` with a spinner while the block runs, on terminals only; the block may call for other words."""
+    """Show the text ``doing`` with a spinner while the block runs. The block receives a function that replaces the
+    text. Nothing is shown outside terminals.
+    """
     console = build_error_console()
     if console.is_terminal:
         with console.status(doing) as status:
@@ -151,7 +158,9 @@ def show_spinner(doing: str) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def show_progress_bar(doing: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar while the block runs, on terminals only; the block calls ``(doing, steps done, steps in all)``."""
+    """Show a progress bar while the block runs. The block receives a function ``(text, steps done, total steps)`` that
+    updates it. Nothing is shown outside terminals.
+    """
     console = build_error_console()
     if not console.is_terminal:
         yield lambda words, done, total: None

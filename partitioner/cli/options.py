@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and the loader of the model that a command names.
+"""Define the arguments and options that several commands share, and load the model that a command names.
 
 A model is named as ``FILE.py:FUNCTION`` or ``package.module:function``.
 """
@@ -61,7 +61,7 @@ Meta = Annotated[bool, typer.Option("--meta", help="Make the model without memor
 
 
 def format_examples(*lines: str) -> str:
-    """The end of a command's help."""
+    """Return the section with examples at the end of a command's help, in Markdown."""
     return "**Examples**\n\n" + "\n\n".join(f"`{line}`" for line in lines)
 
 
@@ -69,12 +69,18 @@ SHAPE = "a model, (model, inputs) or (model, inputs, loss)"
 
 
 class TargetError(PartitionError):
-    """What a command was told to take the model from is not there, or gives something else."""
+    """The model function that a command names does not exist, fails, or returns something other than a model; or an
+    option has an invalid value.
+    """
 
 
 def all_constraints(given: Mapping[str, Any], more: str | None) -> dict[str, Any]:
-    """What options of their own gave (``None``: nothing) and what ``more`` says. Raises :class:`TargetError` where both
-    name the same, and :class:`ConstraintError` for ``more`` of another form."""
+    """Return the constraints of a command by name. ``given``: those with an option of their own (``None``: not given).
+    ``more``: the text of ``--constraints``.
+
+    Raise :class:`TargetError` if both give different values to a name, and :class:`ConstraintError` if ``more`` is
+    malformed.
+    """
     asked = read_options(more or "")
     options = {name: value for name, value in given.items() if value is not None}
     twice = [name for name in options if name in asked and asked[name] != options[name]]
@@ -88,7 +94,9 @@ def all_constraints(given: Mapping[str, Any], more: str | None) -> dict[str, Any
 
 @dataclass(frozen=True)
 class TargetModel:
-    """What the function returned. ``inputs`` and ``loss`` are ``None`` where it gave none."""
+    """The result of the user's model function. ``inputs`` and ``loss`` are ``None`` if the function did not return
+    them.
+    """
 
     model: nn.Module
     inputs: Any = None
@@ -100,9 +108,11 @@ class TargetModel:
 
 
 def load_target(text: str, *, meta: bool = False) -> TargetModel:
-    """Call the function that ``text`` names; with ``meta``, tensors that it makes take no memory.
+    """Return the model that the function named by ``text`` returns, with inputs and loss if it returns them. ``meta``:
+    create tensors on the meta device, without memory.
 
-    Raises :class:`TargetError`: no such file or function, an error inside it, or a result that is not ``SHAPE``.
+    Raise :class:`TargetError` if the file or function does not exist, if the function fails, or if its result is not
+    ``SHAPE``.
     """
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
@@ -153,7 +163,9 @@ def _find_user_function(module: ModuleType, where: str, name: str) -> Callable[[
 
 @contextlib.contextmanager
 def _blame_user_code(where: str) -> Iterator[None]:
-    """Errors of the user's own code, with the line in which they arose."""
+    """Convert exceptions in the block, which runs the user's code, into :class:`TargetError` with the line that failed.
+    ``where``: the name of the code.
+    """
     try:
         yield
     except PartitionError:

@@ -1,4 +1,4 @@
-"""The commands on runs: ``launch``, ``trace``, ``compare`` and ``compare-runs``."""
+"""Commands that start runs or read their records: ``launch``, ``trace``, ``compare`` and ``compare-runs``."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def trace(
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Write the trace to this JSON file.")] = Path("trace.json"),
 ) -> None:
-    """Write a step for Perfetto (ui.perfetto.dev): the measured one of a run beside the predicted one."""
+    """Write the events of a step to a file for Perfetto (ui.perfetto.dev): the predicted step and, for a run, the
+    measured one.
+    """
     from partitioner import Plan
     from partitioner.explain.measured import write_plan_trace
 
@@ -86,7 +88,7 @@ def compare(
     plan_file: PlanFile,
     trace_file: Annotated[Path, typer.Argument(help="A measured step, from `partitioner trace`.", show_default=False)],
 ) -> None:
-    """Say where a plan's prediction and a measured step part."""
+    """Compare the predicted step of a plan with a measured step, and print where they differ."""
     from partitioner import Plan
     from partitioner.explain.measured import compare_steps
     from partitioner.runtime.observe.trace_events import read_spans
@@ -100,7 +102,9 @@ def compare_runs(
     ],
     other: Annotated[Path, typer.Argument(help="The hashes of another run.", show_default=False)],
 ) -> None:
-    """Name the first operator that gave other bits in one run than in the other. Exit code 1 where there is one."""
+    """Compare two runs bit by bit, and print the first operator whose results differ. The exit code is 1 if there is
+    one.
+    """
     from partitioner.runtime.debug import compare_runs as compared
 
     difference = compared(one, other)

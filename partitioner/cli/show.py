@@ -1,4 +1,4 @@
-"""What ``show --rank`` and ``topology`` print."""
+"""Build the output of ``show --rank`` and ``topology``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _MOST_DIFFERENT = 12
 
 
 def rank_parts(plan: Plan, rank: int) -> Iterator[RenderableType]:
-    """One rank's place, groups, shards and instructions. Raises :class:`PlanError` for a rank that is not there."""
+    """Yield the description of one rank of a plan: its device, coordinates, groups, peak memory, shards of parameters
+    and buffers, and instructions. Raise :class:`PlanError` if the rank does not exist.
+    """
     if not 0 <= rank < plan.program.world_size:
         raise PlanError(f"there is no rank {rank}; the plan has ranks 0 to {plan.program.world_size - 1}")
     mine = plan.rank(rank)
@@ -74,14 +76,16 @@ def _format_shape(shape: tuple[int, ...]) -> str:
 
 
 def _format_instructions(mine: RankProgram) -> RenderableType:
-    """The list in the notation of the program, without what is mere bookkeeping."""
+    """Return the rank's instructions in the notation of programs, without ``FREE`` and ``LOAD``, which are only
+    counted.
+    """
     silent = [i for i in mine.instructions if i.op in ("FREE", "LOAD")]
     text = " ".join(str(i) for i in mine.instructions if i.op not in ("FREE", "LOAD"))
     return indent_part(Text(text + (f"  (and {len(silent)} LOAD and FREE)" if silent else "")))
 
 
 def topology_parts(topology: Topology) -> Iterator[RenderableType]:
-    """Kinds of devices, their hosts, levels of links, and what differs."""
+    """Yield the description of a topology: device types, nodes with their hosts, levels of links, and overrides."""
     count = f"{format_plural(topology.num_devices, 'device')} on {format_plural(topology.num_nodes, 'node')}"
     price = topology.price_per_hour
     yield format_heading(f"{topology.name}: {count}" + (f", {price:,.2f} USD/h" if price is not None else ""))
@@ -116,7 +120,7 @@ def topology_parts(topology: Topology) -> Iterator[RenderableType]:
 
 
 def _build_node_table(topology: Topology) -> Table:
-    """The kinds of nodes, in order, with as much of their hosts as is described."""
+    """Return a table of the node groups, in order, with columns for the parts of their hosts that are described."""
     hosts = [group.host for group in topology.nodes]
     titles = ["nodes", "devices in each"]
     cards = topology.num_nodes > 1 and any(group.num_cards != group.devices for group in topology.nodes)
@@ -153,7 +157,9 @@ def _format_power(entry: DeviceType) -> str:
 
 
 def _list_device_differences(topology: Topology) -> list[str]:
-    """What nodes and devices have of their own, a line each."""
+    """Return one line for each node or device that differs from its group; at most twelve of each, and the number of
+    others.
+    """
     nodes = [(f"node {node}", own) for node, own in topology.node_overrides.items()]
     every = [*nodes[:_MOST_DIFFERENT], *list(topology.overrides.items())[:_MOST_DIFFERENT]]
     lines = [f"{name}: {', '.join(_format_given_fields(own))}" for name, own in every]

@@ -1,4 +1,6 @@
-"""The commands ``size``, ``budget`` and ``largest``: the cluster for a job, and the largest job for a cluster."""
+"""The commands ``size``, ``budget`` and ``largest``: the cluster that a job needs, the cost of a training run, and the
+largest input that fits on a cluster.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def size(
         Path | None, typer.Option("--out", "-o", help="Write the chosen plan to this JSON file.", show_default=False)
     ] = None,
 ) -> None:
-    """Find how many machines a job needs: the fewest for a step time, or the cheapest in money or energy per step."""
+    """Find how many nodes a job needs: the fewest for a step time, or those with the least money, energy or time per
+    step.
+    """
     from partitioner import Constraints, size_cluster
     from partitioner.cluster_size import SizeError, scaling_picture
     from partitioner.explain.explain import summary_parts
@@ -103,7 +107,7 @@ def size(
 
 
 def _parse_node_counts(text: str) -> tuple[int, ...]:
-    """``1,2,4``. Raises :class:`TargetError` for what is no list of numbers."""
+    """Return a text like ``1,2,4`` as numbers. Raise :class:`TargetError` if it is not a list of numbers."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise TargetError(f"--nodes {text!r}: expected numbers of nodes, like 1,2,4")
@@ -132,7 +136,7 @@ def budget(
         typer.Option(help="US dollars for one device and hour; default: the hardware file's.", show_default=False),
     ] = None,
 ) -> None:
-    """Say what a training run takes under a plan: steps, days, device hours, money and energy."""
+    """Print what a training run takes under a plan: steps, days, device hours, money and energy."""
     from partitioner import Plan
     from partitioner.plans.training_run import parse_count
 
@@ -171,7 +175,7 @@ def largest(
     optimizer: Optimizer = "adamw",
     meta: Meta = False,
 ) -> None:
-    """Find the largest microbatch, or the longest sequence, that fits in the memory of a cluster."""
+    """Find the largest microbatch, or the longest sequence, for which a plan fits in the memory of a cluster."""
     from partitioner import Constraints, Topology, largest_that_fits
 
     pins = Constraints.parse(constraints or "")

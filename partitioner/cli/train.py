@@ -1,4 +1,6 @@
-"""Training on this machine, for ``run``: the ranks are processes, the optimizer is torch's on the whole model."""
+"""Train a plan on this machine, for the command ``run``. Ranks are processes; the optimizer is PyTorch's AdamW on the
+whole model.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,9 @@ from partitioner.plan import Plan
 
 
 def train_on_target(plan: Plan, target: TargetModel, steps: int, lr: float) -> Iterator[float]:
-    """The loss before each of ``steps`` steps of AdamW, all on the target's inputs.
+    """Yield the loss before each of ``steps`` optimizer steps with AdamW, all on the inputs of ``target``.
 
-    Raises :class:`PlanError` for a plan that does not train, and :class:`TargetError` where there is nothing to train
-    on.
+    Raise :class:`PlanError` if the plan does not train, and :class:`TargetError` if there are no inputs.
     """
     if plan.program.objective != "train" or plan.program.loss is None:
         raise PlanError("this plan is for inference; make one with --objective train to run it")

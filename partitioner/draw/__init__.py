@@ -1,4 +1,4 @@
-"""Pictures of a plan as SVG: one file for light and dark viewers, with details under the pointer."""
+"""Draw a plan as SVG. Each picture is one file that adapts to light and dark viewers and shows details as tooltips."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ if TYPE_CHECKING:
 
 
 class DrawError(PartitionError):
-    """There is no such picture."""
+    """The requested view does not exist."""
 
 
 def draw(plan: Plan, view: str = "graph") -> str:
-    """The picture ``view`` of ``plan`` as SVG text. Raises :class:`DrawError` for a view that does not exist."""
+    """Return the picture of ``plan`` as SVG text. ``view``: a key of ``VIEWS``. Raise :class:`DrawError` for other
+    names.
+    """
     if view not in VIEWS:
         raise DrawError(f"there is no view {view!r}; expected one of {', '.join(VIEWS)}")
     return VIEWS[view](plan)

@@ -1,7 +1,8 @@
-"""The ``graph`` view: a panel per stage with its folded calls; transfers, long edges and tied weights between panels.
+"""The ``graph`` view: one panel per pipeline stage with its calls, and the transfers and tied weights between panels.
 
 All ranks of a stage share one panel, so the size of the picture depends on the number of stages and not on the number
-of ranks. A long run of equal stages is one panel. A panel lists the states that its ranks hold, and the calls.
+of ranks. A long run of equal stages is one panel. A panel shows the parameters and memory of a rank, and cards of equal
+consecutive calls.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ _PAD = 14.0
 
 @dataclass(frozen=True)
 class Panel:
-    """A measured stage: ``header`` above, ``cards`` of its groups of calls placed by ``layout``."""
+    """The contents of a stage's panel and their sizes in pixels. ``header``: the card at the top. ``cards``: one card
+    for each run of repeated blocks, by name, at the positions in ``layout``. ``tips``: the tooltip of each card.
+    ``tooltip``: that of the panel.
+    """
 
     header: Card
     cards: dict[str, Card]
@@ -80,7 +84,9 @@ class Panel:
 
 
 def stage_panel(header: Card, groups: Sequence[CallGroup], flows: Sequence[ValueFlow], tooltip: str) -> Panel:
-    """Measure a stage; ``flows`` are those within it."""
+    """Return the panel of a stage with a card for each of ``groups`` (runs of repeated blocks, such as decoder layers)
+    and curves for those of ``flows`` (values passed between groups) that stay inside the stage.
+    """
     names = {(g.stage, g.index): f"g{g.index}" for g in groups}
     cards = {names[g.stage, g.index]: group_card(g) for g in groups}
     within = [f for f in flows if f.source in names and f.target in names]
@@ -97,7 +103,7 @@ def stage_panel(header: Card, groups: Sequence[CallGroup], flows: Sequence[Value
 
 
 def draw_panel(parent: ET.Element, panel: Panel, x: float, y: float, width: float, height: float) -> None:
-    """Draw ``panel`` with its corner at ``x``, ``y``, stretched to ``width`` by ``height``."""
+    """Draw ``panel`` with its top left corner at (``x``, ``y``), stretched to ``width`` by ``height`` pixels."""
     outer = draw_group(parent)
     head = draw_group(outer, panel.tooltip)
     draw_rectangle(head, x, y, width, height, "panel", stroke="line", radius=10)
@@ -115,7 +121,9 @@ def draw_panel(parent: ET.Element, panel: Panel, x: float, y: float, width: floa
 
 
 def draw_curve(parent: ET.Element, points: Sequence[Point], colour: str, width: float) -> None:
-    """A Bézier path (start, then three points per segment, then where its arrow ends) with its arrow head."""
+    """Draw a Bézier curve with an arrow head. ``points``: the start, three points per segment, and the tip of the
+    arrow.
+    """
     *curve, tip = points
     start, rest = curve[0], curve[1:]
     rest = [*rest[:-1], _short_of(tip, rest[-1])]
@@ -129,7 +137,7 @@ def draw_curve(parent: ET.Element, points: Sequence[Point], colour: str, width: 
 
 
 def _short_of(tip: Point, start: Point) -> Point:
-    """Where the line to an arrow's ``tip`` ends, a little within the head."""
+    """Return the point at which the line to an arrow's ``tip`` ends, a little inside the arrow head."""
     dx, dy = start[0] - tip[0], start[1] - tip[1]
     length = max(1e-6, (dx * dx + dy * dy) ** 0.5)
     return tip[0] + dx / length * (_HEAD - 1), tip[1] + dy / length * (_HEAD - 1)
@@ -139,7 +147,9 @@ _DIRECTIONS = ("forward", "backward")
 
 
 def group_card(calls: CallGroup) -> Card:
-    """Name, count, module paths, collectives by kind, parameters, weight layouts."""
+    """Return the card of a run of repeated blocks, such as decoder layers: name, number, module paths, notes,
+    collectives by kind, parameters, and how weights are sharded.
+    """
     title = " + ".join(calls.blocks)
     rows = [CardRow(title, 13, bold=True, aside=f"× {calls.count}" if calls.count > 1 else "")]
     if calls.paths and calls.paths != title:
@@ -164,7 +174,9 @@ def _format_amount(op: str, axis: str, direction: str, collectives: Sequence[Col
 
 
 def weight_lines(weights: Sequence[Weight]) -> list[str]:
-    """``column-parallel: q_proj, k_proj, v_proj``: one entry per way of cutting weights."""
+    """Return texts like ``column-parallel: q_proj, k_proj, v_proj``, one or two lines for each way of sharding
+    weights.
+    """
     by_way: dict[str, list[str]] = {}
     for weight in weights:
         by_way.setdefault(weight.how, []).append(short_name(weight.name))
@@ -172,7 +184,9 @@ def weight_lines(weights: Sequence[Weight]) -> list[str]:
 
 
 def short_name(name: str) -> str:
-    """The module that a weight belongs to: ``self_attn.q_proj.weight`` is ``q_proj``; a bias says so."""
+    """Return the module of a weight without its path: ``self_attn.q_proj.weight`` becomes ``q_proj``. Other parameters
+    keep their own name after the module, as in ``q_proj.bias``.
+    """
     parts = [p for p in name.split(".") if not re.fullmatch(r"\d+", p)]
     if len(parts) > 1:
         return parts[-2] if parts[-1] == "weight" else f"{parts[-2]}.{parts[-1]}"
@@ -217,7 +231,7 @@ _LEGEND = (
 
 
 def draw_graph(plan: Plan) -> str:
-    """The picture as SVG text."""
+    """Return the ``graph`` view of ``plan`` as SVG text."""
     scene = _GraphScene(plan, outline_program(plan.program))
     drawing, width, height = scene.draw_graph()
     used = {name[2:] for e in drawing.iter() for name in e.get("class", "").split() if name[:2] in ("f-", "s-")}
@@ -239,14 +253,17 @@ def draw_graph(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class StageCluster:
-    """Equal consecutive ``stages``, drawn once as the first of them."""
+    """Equal consecutive stages that are drawn once. ``stage``: the first of them. ``stages``: the indices of all."""
 
     stage: StageOutline
     stages: tuple[int, ...]
 
 
 def clusters_of(whole: Outline) -> list[StageCluster]:
-    """The stages, with runs of equal ones joined where there are more than ``MOST_STAGES``."""
+    """Return the pipeline stages of a program's outline as clusters, which are drawn as one panel each. Runs of at
+    least three equal stages form one cluster if there are more than ``MOST_STAGES`` stages; every other stage forms its
+    own.
+    """
     if len(whole.stages) <= MOST_STAGES:
         return [StageCluster(stage, (stage.index,)) for stage in whole.stages]
     runs: list[StageCluster] = []
@@ -277,7 +294,7 @@ class _GraphScene:
         self.panels = [self.build_stage_panel(c) for c in self.clusters]
 
     def draw_graph(self) -> tuple[ET.Element, float, float]:
-        """The drawing, its width and its height."""
+        """Return the drawing without its header, and its width and height in pixels."""
         rows = self.split_into_rows()
         columns = range(len(rows[0]))
         widths = [max(self.panels[row[i]].width for row in rows if i < len(row)) for i in columns]
@@ -307,7 +324,7 @@ class _GraphScene:
         return drawing, lanes.width, y
 
     def split_into_rows(self) -> list[list[int]]:
-        """Panel numbers row by row, the rows about equally long."""
+        """Return the indices of the panels row by row; all rows but the last have equally many."""
         widest = max(p.width for p in self.panels) + max(
             (self.compute_gap_width(i) for i in range(len(self.panels))), default=0.0
         )
@@ -317,7 +334,9 @@ class _GraphScene:
         return [list(range(i, min(i + size, len(self.panels)))) for i in range(0, len(self.panels), size)]
 
     def find_neighbour_stages(self, index: int) -> tuple[int, int] | None:
-        """The stages on either side of the gap after panel ``index``."""
+        """Return the last stage of panel ``index`` and the first stage of the next panel; ``None`` for the last
+        panel.
+        """
         if index + 1 >= len(self.clusters):
             return None
         return self.clusters[index].stages[-1], self.clusters[index + 1].stages[0]
@@ -336,7 +355,9 @@ class _GraphScene:
         return max(44.0, *(text_width(label, _LABEL) + 24 for label in labels))
 
     def draw_hand_over(self, parent: ET.Element, index: int, left: float, right: float, y: float) -> None:
-        """Arrows between neighbouring panels: forward, and backward below it."""
+        """Draw the arrows between panel ``index`` and the next one: activations forward and, below, gradients
+        backward.
+        """
         stages = self.find_neighbour_stages(index)
         assert stages is not None
         directions = (("forward", stages, left, right), ("backward", stages[::-1], right, left))
@@ -361,7 +382,9 @@ class _GraphScene:
         return ", ".join(shown) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
     def collect_wires(self, beside: set[tuple[int, int]]) -> list[Wire]:
-        """All that is drawn along the lanes: hand-overs to the next row or further, relayed values, tied weights."""
+        """Return the lines between panels that are not next to each other in a row: transfers, values that are relayed
+        over several stages, and tied weights.
+        """
         wires = []
         for link in self.whole.links:
             pair = self.shown[link.source], self.shown[link.target]
@@ -380,7 +403,9 @@ class _GraphScene:
         return wires
 
     def build_relay_wires(self) -> list[Wire]:
-        """Values read more than one hand-over away from where they are made."""
+        """Return one line for each pair of panels between which values are relayed over other stages, not sent
+        directly.
+        """
         between: dict[tuple[int, int], list[ValueFlow]] = {}
         for flow in self.whole.flows:
             stages = flow.source[0], flow.target[0]
@@ -428,7 +453,9 @@ class _GraphScene:
         return Card(tuple(rows))
 
     def build_memory_rows(self, ranks: Sequence[int]) -> list[CardRow]:
-        """Peak against room on the fullest of ``ranks``."""
+        """Return a row with the peak memory and the capacity of that one of ``ranks`` which uses the largest share of
+        its device. Empty if the plan has no memory estimate for them.
+        """
         peaks, rooms = self.plan.estimate.memory, list_rank_capacities(self.plan)
         known = [r for r in ranks if r < len(peaks)]
         if not known:

@@ -1,11 +1,11 @@
-"""Layout of graphs: layered positions of boxes by Graphviz, and orthogonal lines between panels.
+"""Layout of graphs: positions of boxes in layers by Graphviz, and orthogonal lines between panels.
 
-``lay_out`` turns sized boxes into positions by way of a DOT source. The boxes carry no text, so the result does not
+``lay_out`` computes positions for boxes of given sizes with Graphviz. The boxes carry no text, so the result does not
 depend on the fonts of a machine; the caller draws the contents.
 
-``draw_wires`` draws lines between panels that do not touch each other. Panels are arranged in rows. A line leaves its
-panel at the bottom, runs in a lane of the gutter below the row, and enters the other panel. A margin at the right holds
-the lines that pass a whole row. All angles are right angles, so that many lines stay apart.
+``draw_wires`` draws lines between panels that are not adjacent. Panels are arranged in rows. A line leaves its panel at
+the bottom, runs in a lane of the gutter below the row, and enters the other panel. A margin at the right holds the
+lines that pass a whole row. All angles are right angles, so that many lines remain distinguishable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HEAD = 8.0  # pixels of an arrow head
 
 
 def draw_arrowhead(parent: ET.Element, start: Point, tip: Point, colour: str) -> None:
-    """A triangle that points from ``start`` to ``tip``."""
+    """Draw a triangle with its tip at ``tip`` that points away from ``start``."""
     dx, dy = tip[0] - start[0], tip[1] - start[1]
     length = max(1e-6, (dx * dx + dy * dy) ** 0.5)
     ux, uy = dx / length, dy / length
@@ -42,7 +42,9 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class DotLayout:
-    """Corners of the boxes (top left) and Bézier control points of the edges, y downwards, within width by height."""
+    """Positions in pixels, with y downwards. ``boxes``: the top left corner of each box. ``edges``: the Bézier control
+    points of each edge. ``width`` and ``height``: the size of the whole.
+    """
 
     boxes: dict[str, Point]
     edges: dict[tuple[str, str], tuple[Point, ...]]
@@ -51,7 +53,9 @@ class DotLayout:
 
 
 def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str, str]]) -> DotLayout:
-    """Place boxes of ``sizes`` (width, height) top to bottom along ``edges``."""
+    """Return positions for boxes in layers from top to bottom along ``edges`` (source, target). ``sizes``: (width,
+    height) of each box in pixels.
+    """
     if not sizes:
         return DotLayout({}, {}, 0.0, 0.0)
     import pygraphviz  # where something is drawn: texts take what notes pictures have from beside it
@@ -73,7 +77,7 @@ def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str,
 
 
 def dot_source(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str, str]]) -> str:
-    """The graph as DOT text."""
+    """Return the DOT source of a graph of boxes with fixed sizes and no labels."""
     import graphviz
 
     graph = graphviz.Digraph(
@@ -100,9 +104,9 @@ _SIDES = {"top": (0.0, 0.4), "bottom": (0.4, 0.6)}  # the part of a panel's side
 
 @dataclass(frozen=True)
 class Wire:
-    """A line from panel ``source`` to panel ``target`` with a ``label``.
+    """A line from panel ``source`` to panel ``target`` (indices) with a ``label``.
 
-    ``heads``: 0 for none and a dashed line, 1 for an arrow at the target, 2 for one at either end.
+    ``heads``: 0 for a dashed line without arrow heads, 1 for an arrow head at the target, 2 for one at both ends.
     """
 
     source: int
@@ -115,7 +119,9 @@ class Wire:
 
 @dataclass(frozen=True)
 class PanelBox:
-    """Where a panel stands: which row, and its extent; where a row begins follows from the gutters above it."""
+    """The position of a panel: its row, left edge, width and height. Its top follows from the heights of the rows and
+    gutters above.
+    """
 
     row: int
     left: float
@@ -125,7 +131,7 @@ class PanelBox:
 
 @dataclass
 class _WireRun:
-    """A horizontal piece of a wire in the gutter below ``row``; ``lane`` counts downwards."""
+    """A horizontal segment of a wire in the gutter below ``row``; ``lane`` is counted from the top of the gutter."""
 
     wire: int
     row: int
@@ -137,7 +143,7 @@ class _WireRun:
 
 @dataclass
 class WireLanes:
-    """Lanes and ends chosen for all ``wires``; :meth:`height` is what the gutter below a row takes."""
+    """The lanes and end points of all ``wires``. :meth:`height` returns the height of the gutter below a row."""
 
     boxes: Sequence[PanelBox]
     wires: Sequence[Wire]
@@ -158,11 +164,13 @@ class WireLanes:
 
     @property
     def width(self) -> float:
-        """How far the wires reach to the right."""
+        """The x coordinate up to which panels and wires extend."""
         return max([self.right, *(x + _MARGIN_STEP for x in self.margins.values())])
 
     def upper_first(self, index: int) -> tuple[int, int, bool]:
-        """The wire's panels, the one in the upper row first, and whether that swapped them."""
+        """Return the two panels of a wire, the one in the upper row first, and whether this exchanged source and
+        target.
+        """
         wire = self.wires[index]
         if self.boxes[wire.target].row < self.boxes[wire.source].row:
             return wire.target, wire.source, True
@@ -206,7 +214,9 @@ class WireLanes:
         return text_width(self.wires[run.wire].label, _LABEL_SIZE) / 2 + 8
 
     def middle(self, run: _WireRun) -> float:
-        """The middle of a run's label: that of the run, unless the label would leave the picture."""
+        """Return the x coordinate of the centre of a segment's label: the middle of the segment, moved if the label
+        would leave the picture.
+        """
         half = self._compute_label_half(run)
         return max(half, min((run.start + run.end) / 2, self.right - half))
 
@@ -217,7 +227,9 @@ class WireLanes:
 
 
 def draw_wires(parent: ET.Element, lanes: WireLanes, tops: Sequence[float], bottoms: Sequence[float]) -> None:
-    """Draw all wires; ``tops`` and ``bottoms`` are the rows' vertical extents."""
+    """Draw all wires with their labels. ``tops`` and ``bottoms``: the y coordinates at which each row of panels begins
+    and ends.
+    """
     labels: list[Point] = []
     for index, wire in enumerate(lanes.wires):
         upper, lower, swapped = lanes.upper_first(index)
@@ -258,7 +270,9 @@ def _draw_polyline(parent: ET.Element, corners: Sequence[Point], wire: Wire) -> 
 
 
 def _step_towards(corner: Point, other: Point, most: float = _RADIUS) -> Point:
-    """The point at most ``most`` from ``corner`` on the way to ``other``, and no further than half of it."""
+    """Return the point on the way from ``corner`` to ``other`` at a distance of ``most``, or halfway if that is
+    less.
+    """
     dx, dy = other[0] - corner[0], other[1] - corner[1]
     length = abs(dx) + abs(dy)
     if length == 0:
@@ -268,7 +282,7 @@ def _step_towards(corner: Point, other: Point, most: float = _RADIUS) -> Point:
 
 
 def _draw_wire_label(parent: ET.Element, x: float, y: float, wire: Wire) -> None:
-    """The label with a halo, so that lines which cross it leave it legible."""
+    """Draw the label of a wire with a halo, so that it stays legible where lines cross it."""
     element = draw_text(parent, x, y, wire.label, size=_LABEL_SIZE, anchor="middle")
     element.set("class", f"{element.get('class')} s-canvas")
     element.attrib |= {"stroke": PALETTE["canvas"].light, "stroke-width": "3", "paint-order": "stroke"}

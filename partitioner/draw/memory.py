@@ -1,7 +1,7 @@
-"""The ``memory`` view: memory of every stage's ranks over the step, by kind, below the capacity of their devices.
+"""The ``memory`` view: memory of a rank of each stage over the step, by kind, with the capacity of its device.
 
-The simulated program gives states, saved activations and gradients in transfer, call by call. The cost model adds the
-optimizer's states and the working memory of operators. All ranks of a stage hold the same.
+The simulated program gives states, saved activations and gradients in transfer, call by call. The cost model adds
+optimizer states and the working memory of operators. All ranks of a stage use equal amounts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _FAR = 0.3  # of the capacity: a lower peak is drawn on a scale of its own
 
 @dataclass(frozen=True)
 class MemoryLevel:
-    """What a rank holds from ``start`` to ``end`` (seconds), in bytes by kind."""
+    """The memory of a rank between ``start`` and ``end`` (s, from the start of the step). ``sizes``: bytes by kind."""
 
     start: float
     end: float
@@ -70,7 +70,7 @@ class MemoryLevel:
 
 
 def draw_plan_memory(plan: Plan) -> str:
-    """The picture as SVG text."""
+    """Return the ``memory`` view of ``plan`` as SVG text."""
     of = simulate_plan(plan)
     return to_text(
         _MemoryChart(plan, of.timeline, stage_levels(plan, of.timeline, of.durations, of.facts)).draw_chart()
@@ -80,7 +80,9 @@ def draw_plan_memory(plan: Plan) -> str:
 def stage_levels(
     plan: Plan, timeline: Timeline, durations: PlanDurations, facts: ProgramFacts
 ) -> tuple[tuple[MemoryLevel, ...], ...]:
-    """For each stage what one of its ranks holds, without gaps from the start of the step to its end."""
+    """Return for each stage the memory of one of its ranks over time. The intervals follow each other without gaps from
+    the start of the step to its end.
+    """
     stages = []
     for stage, lane in enumerate(timeline.stages):
         fixed = fixed_sizes(facts, stage, plan.optimizer)
@@ -111,7 +113,10 @@ def _get_working_bytes(plan: Plan, durations: PlanDurations, stage: int, moment:
 def _in_time(
     span: SimulatedSpan, moments: Sequence[MemoryMoment], durations: PlanDurations, facts: ProgramFacts, stage: int
 ) -> Iterator[tuple[MemoryMoment, float, float]]:
-    """Each moment of an instruction with the time of its call."""
+    """Yield (memory at one moment, start, end) in seconds for each layer that a forward or backward instruction runs.
+    ``moments``: one for each layer; the instruction's time is divided in proportion to the predicted times of the
+    layers.
+    """
     part = {"F": "F", "B": "B", "I": "I", "W": "W"}.get(span.instruction.op)
     if part is None or not moments:
         return
@@ -185,7 +190,7 @@ class _MemoryChart:
         return self.left + _WIDTH * seconds / self.total
 
     def draw_time_axis(self, root: ET.Element, top: float, bottom: float) -> None:
-        """Ticks at round times, and one at the end of the step."""
+        """Draw ticks at round times, and one at the end of the step."""
         step = tick_step(self.step, int(_WIDTH / 110))
         times = [i * step for i in range(math.ceil(self.step / step - 1e-9)) if self.step - i * step > 0.4 * step]
         for time in [*times, self.step]:
@@ -221,7 +226,7 @@ class _MemoryChart:
         self.draw_tooltip_areas(root, columns, top)
 
     def find_fullest_moments(self, stage: int) -> list[MemoryLevel]:
-        """For each column of pixels the fullest moment in it."""
+        """Return for each column of pixels the interval with the most memory in it."""
         count = int(_WIDTH / _COLUMN)
         fullest: list[MemoryLevel | None] = [None] * count
         for level in self.stages[stage]:
@@ -251,7 +256,7 @@ class _MemoryChart:
     def draw_kind_label(
         self, shape: ET.Element, kind: str, floor: Sequence[float], roof: Sequence[float], ground: float
     ) -> None:
-        """The kind's name inside its area, where that is high enough for as long as the name is."""
+        """Write the name of a kind of memory inside its area, if the area is high enough over the width of the name."""
         words = kind if kind != "saved" else "activations"
         half = math.ceil(text_width(words, _LABEL) / 2 / _COLUMN) + 1
         middle = len(roof) // 2
@@ -263,7 +268,9 @@ class _MemoryChart:
         draw_text(shape, self.left + _COLUMN * middle, y, words, size=_LABEL, fill=ink, anchor="middle")
 
     def trace_staircase(self, sizes: Sequence[float], ground: float) -> list[str]:
-        """The corners of a staircase from the left to the right."""
+        """Return the corners of a step function of ``sizes`` (bytes per column), from left to right, as SVG
+        coordinates.
+        """
         corners, column = [], 0
         for size, run in groupby(sizes):
             length, y = len(list(run)), ground - self.height * size / self.scale
@@ -298,7 +305,7 @@ class _MemoryChart:
             )  # fmt: skip
 
     def draw_tooltip_areas(self, root: ET.Element, columns: Sequence[MemoryLevel], top: float) -> None:
-        """Tooltips: what is held at the fullest of a short time."""
+        """Draw transparent rectangles whose tooltips show the memory by kind at the fullest time of a few columns."""
         wide = int(_HIT / _COLUMN)
         for start in range(0, len(columns), wide):
             level = max(columns[start : start + wide], key=lambda c: c.total)
@@ -314,7 +321,9 @@ class _MemoryChart:
 
 
 def byte_step(total: float, most: int) -> float:
-    """The smallest of 1, 2 or 5 (or a power of two) times a power of 1024 that puts at most ``most`` lines on it."""
+    """Return the distance of grid lines in bytes that puts at most ``most`` of them on ``total`` bytes: 1, 2 or 5 times
+    a power of ten, times a power of 1024.
+    """
     unit = 1024.0 ** max(0, math.floor(math.log(max(total, 1.0), 1024)))
     while True:
         for factor in (1, 2, 5, 10, 20, 50, 100, 200, 500):

@@ -1,4 +1,4 @@
-"""How throughput and MFU change with the number of ranks: the picture of ``partitioner size``."""
+"""Draw throughput and MFU over the number of ranks: the picture of ``partitioner size``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _DOT = 7.0
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One size of a cluster. ``throughput``: tokens or samples per second, ``mfu``: a share of one."""
+    """The best plan for one cluster size. ``throughput``: tokens or samples per second. ``mfu``: a fraction of 1.
+    ``step_time``: seconds. ``chosen``: whether this size was selected.
+    """
 
     num_ranks: int
     throughput: float
@@ -37,8 +39,11 @@ class ScalingPoint:
 
 
 def draw_scaling(title: str, what: str, points: Sequence[ScalingPoint]) -> str:
-    """Throughput in ``what`` per second and MFU over ranks, as SVG text; a line shows the throughput per rank of the
-    smallest size kept up, which is perfect scaling."""
+    """Return a picture of throughput and MFU over ranks as SVG text. ``what``: the unit of throughput, such as
+    ``tokens``.
+
+    A further line shows perfect scaling, at which every size has the throughput per rank of the smallest size.
+    """
     points = sorted(points, key=lambda point: point.num_ranks)
     header = Header(
         title,
@@ -90,7 +95,7 @@ def draw_scaling(title: str, what: str, points: Sequence[ScalingPoint]) -> str:
 
 
 def _compute_point_x(points: Sequence[ScalingPoint], point: ScalingPoint) -> float:
-    """The x of a point: logarithmic in ranks."""
+    """Return the x coordinate of a point, on a logarithmic axis of ranks."""
     first, last = math.log2(points[0].num_ranks), math.log2(points[-1].num_ranks)
     share = (math.log2(point.num_ranks) - first) / (last - first) if last > first else 0.5
     return _LEFT + 24 + share * (_WIDTH - _RIGHT - _LEFT - 48)

@@ -1,11 +1,11 @@
 """Elements that all pictures share: the palette for light and dark viewers, SVG elements, headers with legends, cards.
 
-Colours are named. An element has its light colour as an attribute, for viewers without style sheets, and a class
-through which the style sheet applies the reader's scheme. The style sheet contains literal colours, because viewers
-other than browsers do not know variables and draw them in black.
+Colours have names. An element has its light colour as an attribute, for viewers without style sheets, and a class
+through which the style sheet applies the reader's colour scheme. The style sheet contains literal colours, because
+viewers other than browsers do not support variables and draw them black.
 
-A card is a framed list of rows with text, swatches and bars. It is measured first, and drawn at the position that the
-layout gives it.
+A card is a list of rows with text, swatches and bars. It is measured first, and drawn at the position that the layout
+gives it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Colour:
     dark: str
 
     def towards(self, other: Colour, share: float) -> Colour:
-        """This colour with ``share`` of another in it: paler than itself, and opaque."""
+        """Return this colour mixed with ``share`` (0 to 1) of ``other``. The result is opaque."""
         return Colour(_mix_colours(self.light, other.light, share), _mix_colours(self.dark, other.dark, share))
 
 
@@ -104,12 +104,16 @@ PALETTE |= {
 
 
 def name_chunk_colour(colour: str, chunk: int) -> str:
-    """The name of ``colour`` on virtual stage ``chunk`` of a rank, the first of which has it as it is."""
+    """Return the name of the colour of an operation on virtual stage ``chunk`` of a rank. Virtual stage 0 has
+    ``colour`` itself, later ones a paler variant.
+    """
     return f"{colour}_{min(chunk, max(_LATER))}" if chunk and colour in _COMPUTED else colour
 
 
 def style_sheet() -> str:
-    """A fill and a stroke class per colour in the light scheme, the same in the dark one, and fonts."""
+    """Return a style sheet with a fill class and a stroke class per colour, for the light and the dark scheme, and
+    fonts.
+    """
     return "\n".join(
         [
             f"svg.{ROOT_CLASS}{{color-scheme:light dark}}",
@@ -132,12 +136,14 @@ def _build_style_rules(colours: Mapping[str, str]) -> Iterator[str]:
 
 
 def format_coordinate(value: float) -> str:
-    """A coordinate with at most two decimals."""
+    """Return a coordinate as text with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def create_picture(width: float, height: float, description: str) -> ET.Element:
-    """The root of a picture of ``width`` by ``height`` pixels, with its style sheet and the hatching for idle time."""
+    """Return the root element of a picture of ``width`` by ``height`` pixels, with the style sheet and the hatch
+    pattern for idle time. ``description``: its title for screen readers.
+    """
     root = ET.Element(
         "svg",
         {
@@ -169,7 +175,9 @@ def create_picture(width: float, height: float, description: str) -> ET.Element:
 
 
 def draw_group(parent: ET.Element, tooltip: str = "", name: str = "") -> ET.Element:
-    """A ``<g>``; ``tooltip`` shows when the pointer rests on it in a browser."""
+    """Append a ``<g>`` element and return it. ``tooltip``: shown in browsers when the pointer rests on it. ``name``:
+    its class.
+    """
     element = ET.SubElement(parent, "g", {"class": name} if name else {})
     if tooltip:
         ET.SubElement(element, "title").text = tooltip
@@ -187,7 +195,9 @@ def draw_rectangle(
     stroke: str | None = None,
     radius: float = 0.0,
 ) -> ET.Element:
-    """A rectangle in the palette's colour ``fill``, or ``"hatched"`` for idle time."""
+    """Append a rectangle and return it. ``fill`` and ``stroke``: names of colours; a fill of ``"hatched"`` marks idle
+    time.
+    """
     attributes = {
         "x": format_coordinate(x),
         "y": format_coordinate(y),
@@ -235,7 +245,9 @@ def draw_text(
     anchor: str = "start",
     bold: bool = False,
 ) -> ET.Element:
-    """A line of text whose baseline is at ``y``; ``anchor`` is start, middle or end."""
+    """Append a line of text whose baseline is at ``y`` and return it. ``anchor``: ``start``, ``middle`` or ``end``,
+    which says where ``x`` is.
+    """
     attributes = {
         "x": format_coordinate(x),
         "y": format_coordinate(y),
@@ -253,7 +265,9 @@ def draw_text(
 
 
 def draw_text_span(parent: ET.Element, content: str, *, size: float, fill: str, gap: float) -> ET.Element:
-    """More of the line ``parent``, ``gap`` pixels after what it has, of ordinary weight."""
+    """Append text to the text element ``parent``, ``gap`` pixels after its present end, in normal weight, and return
+    it.
+    """
     attributes = {
         "font-size": format_coordinate(size),
         "font-weight": "400",
@@ -269,7 +283,9 @@ _NARROW, _WIDE = frozenset("iljtfrI.,:;'|!()[] -·"), frozenset("mwMWQ%@→×")
 
 
 def text_width(content: str, size: float, bold: bool = False) -> float:
-    """About how wide ``content`` is, in pixels: exact widths depend on the reader's fonts, so this errs to the wide."""
+    """Return an estimate of the width of ``content`` in pixels. Exact widths depend on the reader's fonts, so the
+    estimate is rather too wide.
+    """
     width = 0.0
     for char in content:
         if char in _NARROW:
@@ -285,7 +301,9 @@ def text_width(content: str, size: float, bold: bool = False) -> float:
 
 @dataclass(frozen=True)
 class Header:
-    """What stands above a picture. ``figures``: (name, value) pairs; ``legend``: (colour or "hatched", meaning)."""
+    """The text above a picture. ``figures``: (name, value) pairs. ``legend``: (colour or ``"hatched"``, meaning)
+    pairs.
+    """
 
     title: str
     subtitle: str
@@ -297,7 +315,7 @@ _MARGIN, _GAP, _SWATCH = 20.0, 26.0, 11.0
 
 
 def _wrap_words(content: str, size: float, width: float) -> list[str]:
-    """Lines of whole words, as many to a line as there is room for."""
+    """Return ``content`` broken into lines of whole words that fit into ``width`` pixels."""
     lines: list[str] = []
     for word in content.split():
         longer = f"{lines[-1]} {word}" if lines else word
@@ -309,7 +327,9 @@ def _wrap_words(content: str, size: float, width: float) -> list[str]:
 
 
 def draw_header(parent: ET.Element, header: Header, width: float) -> float:
-    """Draw ``header`` at the top of a picture of ``width`` pixels, wrapping where needed; the y where it ends."""
+    """Draw ``header`` at the top of a picture of ``width`` pixels, with line breaks if needed. Return the y coordinate
+    at which it ends.
+    """
     draw_text(parent, _MARGIN, 32, header.title, size=17, bold=True)
     y = 32.0
     if header.subtitle:
@@ -341,7 +361,7 @@ def draw_header(parent: ET.Element, header: Header, width: float) -> float:
 
 
 def to_text(root: ET.Element) -> str:
-    """The picture as a standalone SVG file."""
+    """Return the picture as the text of a standalone SVG file."""
     for element in root.iter():
         if element.tag not in ("text", "tspan"):  # where a line break would be drawn as a space
             for child in element:
@@ -357,9 +377,9 @@ _BAR_WIDTH, _BAR_HEIGHT = 110.0, 8.0
 
 @dataclass(frozen=True)
 class CardRow:
-    """A line of a card: a swatch, text, a muted ``aside`` after it, and ``columns`` set flush right.
+    """A line of a card: a colour swatch, text, a muted ``aside`` after it, and ``columns`` aligned to the right.
 
-    ``bar``: a share of one, drawn as a bar before the text.
+    ``bar``: a fraction of 1 that is drawn as a bar before the text; ``None`` for no bar.
     """
 
     text: str
@@ -378,12 +398,12 @@ class CardRow:
 
     @property
     def lead(self) -> float:
-        """Where the text begins."""
+        """The distance in pixels from the left edge of the row to its text."""
         return (_INDENT if self.swatch else 0.0) + (_BAR_WIDTH + 8 if self.bar is not None else 0.0)
 
     @property
     def width(self) -> float:
-        """Without the columns."""
+        """The width of the row in pixels, without its columns."""
         aside = text_width(self.aside, self.size - 1) + 8 if self.aside else 0.0
         return self.lead + text_width(self.text, self.size, self.bold) + aside
 
@@ -411,7 +431,9 @@ class Card:
 
 
 def draw_card(parent: ET.Element, card: Card, x: float, y: float, width: float) -> None:
-    """Draw the rows of ``card`` (not a frame) with its corner at ``x``, ``y``; columns end at ``width``."""
+    """Draw the rows of ``card``, without a frame, with the top left corner at (``x``, ``y``). Columns are aligned to
+    the right edge of ``width``.
+    """
     columns = card.column_widths
     top = y + _PAD_Y
     for row in card.rows:
@@ -443,7 +465,9 @@ def _draw_row(parent: ET.Element, row: CardRow, x: float, base: float) -> None:
 
 
 def wrap_names(prefix: str, names: Sequence[str], most_lines: int = 2, longest: int = 52) -> list[str]:
-    """``prefix`` and ``names`` over at most ``most_lines`` lines; what does not fit is counted."""
+    """Return ``prefix`` and ``names`` as at most ``most_lines`` lines. Names that do not fit are replaced by their
+    number.
+    """
     lines: list[str] = []
     line = prefix
     for i, name in enumerate(names):

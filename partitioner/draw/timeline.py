@@ -1,7 +1,8 @@
-"""The ``timeline`` view: what every stage does when. All ranks of a stage do the same, so a stage is one row.
+"""The ``timeline`` view: the instructions of each pipeline stage over time. All ranks of a stage execute the same list,
+so a stage is one row.
 
-A row has a lane for computation, hatched where the stage waits, and below it thin lanes for what is sent and reduced
-meanwhile. What repeats, as the steady state of a pipeline does, is drawn once with how often it runs.
+A row has a lane for computation, hatched while the stage waits, and below it thin lanes for transfers and reductions
+that run at the same time. Repeated periods, such as the steady state of a pipeline, are drawn once with their number.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ Lane = Literal["compute", "exchange", "reduce", "gather", "host"]
 
 @dataclass(frozen=True)
 class OperationStyle:
-    """How an operation is drawn: lane, colour, the colour of its number, and its words in legend and tooltip."""
+    """How an operation is drawn. ``lane``: its lane in a row. ``colour``: of its box. ``on``: colour of the text in the
+    box. ``meaning``: its text in the legend. ``verb``: its text in tooltips.
+    """
 
     lane: Lane
     colour: str
@@ -76,7 +79,7 @@ LOOKS: dict[str, OperationStyle] = {
 
 
 def look_of(instruction: Instruction) -> OperationStyle | None:
-    """How an instruction is drawn, if it is."""
+    """Return the style of an instruction; ``None`` if it is not drawn."""
     return LOOKS.get(instruction.word)
 
 
@@ -93,7 +96,9 @@ _CLOSE = 0.01  # of a step, by which a simulation may differ from the step time 
 
 @dataclass(frozen=True)
 class Bar:
-    """One instruction on one stage, in seconds from the start of the step."""
+    """One instruction on one stage. ``start`` and ``end``: seconds from the start of the step. ``merged``: the number
+    of instructions that are drawn as this one box.
+    """
 
     stage: int
     start: float
@@ -103,14 +108,18 @@ class Bar:
 
 
 def draw_plan_timeline(plan: Plan) -> str:
-    """The picture of ``plan``, simulated under the cost model that chose it; its axis ends at the plan's step time."""
+    """Return the ``timeline`` view of ``plan`` as SVG text. The plan is simulated with the cost model that chose it.
+    The time axis ends at the plan's step time.
+    """
     bars, notes = _in_step(plan, bars_of(plan_timeline(plan)))
     total = None if plan.constraints.overlap_steps else plan.estimate.step_time
     return draw_timeline(picture_title(plan), plan.program, bars, key_figures(plan), total, notes)
 
 
 def _in_step(plan: Plan, bars: list[Bar]) -> tuple[list[Bar], list[str]]:
-    """Bars that end with the plan's step, the optimizer's update included, and what a reader has to know of them."""
+    """Return the bars scaled to the plan's step time, with the optimizer's update appended, and notes for the reader on
+    differences between the simulation and the step time.
+    """
     step, gradients = plan.estimate.step_time, max((b.end for b in bars), default=0.0)
     whole, update = simulated_seconds(plan, gradients)
     if plan.constraints.overlap_steps:
@@ -132,7 +141,9 @@ def _in_step(plan: Plan, bars: list[Bar]) -> tuple[list[Bar], list[str]]:
 
 
 def bars_of(timeline: Timeline) -> list[Bar]:
-    """A simulated step as bars: an instruction that waits before it works is as long as its work."""
+    """Return a simulated step as bars. A bar covers the work of an instruction, without the time in which it waits
+    before.
+    """
     bars = []
     for stage, lane in enumerate(timeline.stages):
         for span in lane.spans:
@@ -150,15 +161,18 @@ def draw_timeline(
     total: float | None = None,
     notes: Sequence[str] = (),
 ) -> str:
-    """The picture of ``bars`` as SVG text; ``figures`` and ``notes`` stand in the header. ``total``: the seconds at
-    which the axis ends (``None``: with the last bar)."""
+    """Return a picture of ``bars`` as SVG text. ``figures`` and ``notes``: shown in the header. ``total``: seconds at
+    which the axis ends; ``None``: at the end of the last bar.
+    """
     return to_text(
         _TimelineChart(title, program, [b for b in bars if look_of(b.instruction)], figures, total, notes).draw_chart()
     )
 
 
 def idle_shares(program: Program, bars: Iterable[Bar], total: float | None = None) -> list[float]:
-    """For each stage the share of the step, of ``total`` seconds, in which it computes nothing."""
+    """Return for each stage the fraction of the step in which it computes nothing. ``total``: seconds of the step;
+    ``None``: until the end of the last bar.
+    """
     bars = list(bars)
     total = total or max((b.end for b in bars), default=0.0)
     busy = [0.0] * len(program.stages)
@@ -203,7 +217,9 @@ class _TimelineChart:
         self.figures = figures
 
     def _find_chart_folds(self, bars: Sequence[Bar]) -> tuple[Fold, ...]:
-        """What repeats, where there is more than can be read."""
+        """Return the repeated periods that are drawn once; none if a stage has few enough computations to show them
+        all.
+        """
         stages, kept = range(len(self.program.stages)), []
         computing = 0
         for stage in stages:
@@ -224,7 +240,9 @@ class _TimelineChart:
         return look
 
     def _plot_width(self) -> float:
-        """Wide enough for the typical forward to hold its number, within reason."""
+        """Return the width of the plot in pixels, at which the box of a typical forward has room for its number, within
+        limits.
+        """
         forwards = [b.end - b.start for b in self.bars if b.instruction.op == "F" and b.end > b.start]
         shown = self.total - sum(stop - start for start, stop in self._hidden_spans)
         wanted = _NARROWEST * shown / statistics.median(forwards) if forwards else 0.0
@@ -260,7 +278,9 @@ class _TimelineChart:
         return root
 
     def draw_fold_bracket(self, root: ET.Element, fold: Fold, top: float, bottom: float) -> None:
-        """Above a period that is drawn how often it runs, and two lines where the repetitions are left out."""
+        """Draw a bracket with the number of repetitions above a period that is drawn once, and two dashed lines where
+        the repetitions are left out.
+        """
         start, _ = fold.hidden
         words = f"× {fold.times:,}"
         told = f"{fold.times:,} equal periods of {seconds_text(fold.period)} from {seconds_text(fold.start)} on"
@@ -285,12 +305,12 @@ class _TimelineChart:
         return [*entries, ("hatched", "idle")]
 
     def find_chunk_number(self, bar: Bar) -> int:
-        """Which of its rank's virtual stages an instruction is of."""
+        """Return the index of the virtual stage of its rank to which an instruction belongs."""
         calls = bar.instruction.calls
         return max(0, bisect_right(self.chunks[bar.stage], calls[0]) - 1) if calls else 0
 
     def draw_time_axis(self, root: ET.Element, top: float, bottom: float) -> None:
-        """Ticks at round times, and one at the end of the step."""
+        """Draw ticks at round times, and one at the end of the step."""
         step = tick_step(self.scale.shown, max(2, int(self.width / 110)))
         times = [i * step for i in range(math.ceil(self.total / step - 1e-9))]
         right, last = self.left + self.width, -math.inf
@@ -370,7 +390,9 @@ class _TimelineChart:
 
 
 def join_call_bars(bars: Sequence[Bar]) -> list[Bar]:
-    """The pieces in which a microbatch passes through consecutive calls without a pause, as one bar each."""
+    """Return ``bars`` in which those of one microbatch are joined if they run consecutive layers of the stage without a
+    pause.
+    """
     joined: list[Bar] = []
     for bar in sorted(bars, key=lambda b: (b.start, b.end)):
         last = joined[-1] if joined else None
@@ -393,7 +415,7 @@ def _joined_calls(last: Bar, bar: Bar) -> tuple[int, int] | None:
 
 
 def merge_narrow_bars(bars: Sequence[Bar], narrow: float) -> list[Bar]:
-    """Neighbours of one kind that are all shorter than ``narrow`` seconds, joined."""
+    """Return ``bars`` with adjacent ones of the same operation merged if all are shorter than ``narrow`` seconds."""
     merged: list[Bar] = []
     for bar in sorted(bars, key=lambda b: (b.start, b.end)):
         last = merged[-1] if merged else None
@@ -411,7 +433,9 @@ def merge_narrow_bars(bars: Sequence[Bar], narrow: float) -> list[Bar]:
 
 
 def tick_step(total: float, most: int) -> float:
-    """The smallest of 1, 2 or 5 times a power of ten that puts at most ``most`` ticks on ``total``."""
+    """Return the least distance of ticks, 1, 2 or 5 times a power of ten, that puts at most ``most`` of them on
+    ``total``.
+    """
     rough = total / most
     magnitude = 10.0 ** math.floor(math.log10(rough))
     return next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= rough * (1 - 1e-9))

@@ -1,8 +1,8 @@
-"""Equal periods of a timeline that are drawn once, and the axis that leaves their repetitions out.
+"""Find equal periods of a timeline, which are drawn once, and map times to a pixel axis that leaves repetitions out.
 
-A period begins with an anchor: the forward (or backward) of the next microbatch on the busiest stage, or that of its
-next layer. Two periods are equal if all stages do the same at the same times after the anchor, on microbatches, calls
-and buckets that are as far from the anchor's.
+A period begins with an anchor: the forward (or backward) of the next microbatch, or of the next layer, on the busiest
+stage. Two periods are equal if all stages run equal instructions at equal times after the anchor. Microbatches, calls
+and buckets are compared relative to those of the anchor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EDGE = 1e-6  # of a period, by which it begins before its anchor, whatever the 
 
 
 class Drawn(Protocol):
-    """One instruction on one stage, in seconds from the start of the step."""
+    """One instruction on one stage. ``start`` and ``end``: seconds from the start of the step."""
 
     @property
     def stage(self) -> int: ...
@@ -38,7 +38,9 @@ class Drawn(Protocol):
 
 @dataclass(frozen=True)
 class Fold:
-    """``times`` equal periods in a row, ``period`` seconds each, from ``start`` on; the first is drawn."""
+    """A run of ``times`` equal periods of ``period`` seconds each, which begins at ``start``. Only the first period is
+    drawn.
+    """
 
     start: float
     period: float
@@ -46,13 +48,15 @@ class Fold:
 
     @property
     def hidden(self) -> tuple[float, float]:
-        """From when to when nothing is drawn."""
+        """The start and end (s) of the time that is not drawn."""
         return self.start + self.period, self.start + self.period * self.times
 
 
 @dataclass(frozen=True)
 class TimeScale:
-    """Where a time is drawn: ``left`` to ``left + width`` pixels for 0 to ``total`` seconds without what is folded."""
+    """The map from seconds to pixels. The pixels ``left`` to ``left + width`` show the time from 0 to ``total`` seconds
+    without the hidden parts of ``folds``. ``gap``: pixels in place of each hidden part.
+    """
 
     total: float
     folds: tuple[Fold, ...]
@@ -62,13 +66,13 @@ class TimeScale:
 
     @property
     def segments(self) -> list[tuple[float, float]]:
-        """From when to when the timeline is drawn, in order."""
+        """The (start, end) times in seconds between which the timeline is drawn, in order."""
         ends = [0.0, *(time for fold in self.folds for time in fold.hidden), self.total]
         return list(zip(ends[::2], ends[1::2], strict=True))
 
     @property
     def shown(self) -> float:
-        """Seconds that are drawn."""
+        """The number of seconds that are drawn."""
         return sum(stop - start for start, stop in self.segments)
 
     @property
@@ -76,7 +80,7 @@ class TimeScale:
         return self.shown / max(1.0, self.width - self.gap * len(self.folds))
 
     def x(self, seconds: float) -> float:
-        """Pixels; of a time within a fold those of the break's left."""
+        """Return the x coordinate of a time. A time in a hidden part has the coordinate of the left edge of the gap."""
         x, last = self.left, self.left
         for number, (start, stop) in enumerate(self.segments):
             if seconds < start:
@@ -90,7 +94,7 @@ class TimeScale:
         return last
 
     def visible(self, start: float, end: float) -> list[tuple[float, float]]:
-        """What is drawn of the time from ``start`` to ``end``: pixels from left to right."""
+        """Return the (left, right) x coordinates of the drawn parts of the time from ``start`` to ``end``."""
         found = []
         x = self.left
         for first, last in self.segments:
@@ -102,7 +106,9 @@ class TimeScale:
 
 
 def find_folds(bars: Sequence[Drawn], num_stages: int) -> tuple[Fold, ...]:
-    """The folds of a timeline of ``bars``, in order; inside of a period that is drawn there may be another."""
+    """Return the runs of equal periods in a timeline that are worth drawing once, in order of time; at most four. A
+    drawn period may contain another fold.
+    """
     computing = [b for b in bars if b.instruction.op in "FBI" and b.instruction.calls]
     if not computing:
         return ()
@@ -129,7 +135,7 @@ def find_folds(bars: Sequence[Drawn], num_stages: int) -> tuple[Fold, ...]:
 
 
 def _list_anchor_bars(bars: Sequence[Drawn], num_stages: int) -> Iterator[tuple[list[Drawn], tuple[int, ...]]]:
-    """Lists of bars with which periods may begin, and how many of a list make one."""
+    """Yield lists of bars at which periods may begin, each with the numbers of anchors per period to try."""
     for ops in ("F", "BI"):
         every = sorted((b for b in bars if b.instruction.op in ops), key=lambda b: b.start)
         firsts: dict[int | None, Drawn] = {}
@@ -143,7 +149,7 @@ def _list_anchor_bars(bars: Sequence[Drawn], num_stages: int) -> Iterator[tuple[
 def _equal_periods(
     ordered: Sequence[Drawn], anchors: Sequence[Drawn], stride: int, folds: Sequence[Fold]
 ) -> Iterator[Fold]:
-    """Runs of equal periods, each of ``stride`` anchors, outside of what ``folds`` hide."""
+    """Yield runs of at least four equal periods, each of ``stride`` anchors, outside the hidden parts of ``folds``."""
     begins = anchors[::stride]
     spans = [(a.start, b.start) for a, b in pairwise(begins)]
     hidden = [fold.hidden for fold in folds]
@@ -167,7 +173,7 @@ def _equal_periods(
 
 
 def _group_bars_by_span(ordered: Sequence[Drawn], spans: Sequence[tuple[float, float]]) -> list[list[Drawn]]:
-    """The bars that begin in each of ``spans``, which follow one another."""
+    """Return the bars that begin in each of ``spans``, which are consecutive intervals. ``ordered``: bars by start."""
     found: list[list[Drawn]] = [[] for _ in spans]
     place = 0
     for bar in ordered:
@@ -184,7 +190,9 @@ Picture = list[tuple[tuple[int, str, int, int, int], float, float]]
 
 
 def _build_period_picture(anchor: Instruction, bars: Sequence[Drawn]) -> Picture:
-    """What happens, when and how long, with numbers that count from those of the ``anchor``."""
+    """Return a comparable form of a period: sorted (key, start, duration) tuples. The key has the stage, the operation,
+    and the microbatch, layer and bucket relative to those of the instruction ``anchor``.
+    """
     microbatch, (call, _) = anchor.microbatch or 0, anchor.calls or (0, 0)
     bucket = min((b.instruction.bucket for b in bars if b.instruction.bucket is not None), default=0)
     found = []

@@ -1,7 +1,7 @@
-"""The ``topology`` view: nodes as clusters of devices, coloured by pipeline stage, and a table of levels by mesh axis.
+"""The ``topology`` view: nodes with their devices, coloured by pipeline stage, and a table of links by mesh axis.
 
-Equal nodes with equal stages are drawn once with their count, so the size of the picture depends on the number of
-distinct nodes, not on the number of ranks. The table lists the levels of links from the inside out, and shows which
+Equal nodes with equal stages are drawn once with their number, so the size of the picture depends on the number of
+distinct nodes, not on the number of ranks. The table lists the levels of links from the innermost, and shows which
 levels the groups of each mesh axis use.
 """
 
@@ -48,9 +48,10 @@ _HEADS = ("links", "join", "a device gets", "latency")
 
 @dataclass(frozen=True)
 class LinkTable:
-    """``rows``: name, what it joins, what a device gets, latency; ``axes``: (head, subhead) of each mesh axis.
+    """A table of links. ``rows``: name, what it connects, bandwidth per device, latency. ``axes``: (heading,
+    subheading) of each mesh axis.
 
-    ``cells``: by (row, axis), for the levels that the axis's groups span.
+    ``cells``: by (row, axis), an entry for each level that the groups of the axis use.
     """
 
     rows: tuple[tuple[str, str, str, str], ...]
@@ -59,7 +60,7 @@ class LinkTable:
 
     @property
     def columns(self) -> list[float]:
-        """Widths of the first four columns and of the axes'."""
+        """The widths in pixels of the first four columns and of one column per axis."""
         fixed = [
             max([text_width(head, 11), *(text_width(row[i], 11, i == 0) for row in self.rows)]) + _COLUMN_SPACE
             for i, head in enumerate(_HEADS)
@@ -86,7 +87,9 @@ class LinkTable:
 
 
 def link_table(topology: Topology, plan: Plan | None) -> LinkTable:
-    """The links of ``topology`` and, with a plan, the axes of its mesh that have more than one rank."""
+    """Return the table of the links of ``topology``. With a plan, it has a column for each mesh axis with more than one
+    rank.
+    """
     rows = link_rows(topology)
     used = {} if plan is None else _find_axis_uses(plan)
     names = [row[0] for row in rows]
@@ -101,7 +104,7 @@ def link_table(topology: Topology, plan: Plan | None) -> LinkTable:
 
 
 def draw_links(root: ET.Element, table: LinkTable, x: float, y: float) -> None:
-    """Draw ``table`` with its corner at ``x``, ``y``."""
+    """Draw ``table`` with its top left corner at (``x``, ``y``)."""
     widths = table.columns
     lefts = [x + sum(widths[:i]) for i in range(len(widths))]
     for left, head in zip(lefts, _HEADS, strict=False):
@@ -133,18 +136,18 @@ _LEGEND_STAGES = 16
 
 
 def draw_plan_topology(plan: Plan) -> str:
-    """The picture of ``plan`` on its devices as SVG text."""
+    """Return the ``topology`` view of ``plan`` as SVG text, with devices coloured by pipeline stage."""
     return to_text(_TopologyScene(plan.topology, plan).draw_scene())
 
 
 def draw_topology(topology: Topology) -> str:
-    """The picture of ``topology`` alone as SVG text: devices are coloured by kind."""
+    """Return a picture of ``topology`` without a plan as SVG text, with devices coloured by type."""
     return to_text(_TopologyScene(topology, None).draw_scene())
 
 
 @dataclass(frozen=True)
 class DeviceBox:
-    """Devices that are drawn as one box: from ``start`` to ``stop`` in the order of the topology."""
+    """The devices ``start`` up to, but without, ``stop``, drawn as one box."""
 
     start: int
     stop: int
@@ -154,7 +157,9 @@ class DeviceBox:
 
 @dataclass(frozen=True)
 class NodeCluster:
-    """Nodes that are drawn once; the picture shows the first of them."""
+    """Equal nodes that are drawn once. ``boxes`` are the devices of the first of them. ``chords``: direct links as
+    (position, position, bytes/s).
+    """
 
     nodes: tuple[int, ...]
     boxes: tuple[DeviceBox, ...]
@@ -164,7 +169,7 @@ class NodeCluster:
 
     @property
     def alike(self) -> str:
-        """Note on which of several equal nodes is drawn; empty for a single node."""
+        """A note that says which of several equal nodes is drawn; ``""`` for a single node."""
         return (
             f"node {self.nodes[0]} is shown, 1 of {len(self.nodes):,} alike"
             if len(self.nodes) > 1 and self.boxes
@@ -182,7 +187,7 @@ class NodeCluster:
 
     @property
     def radius(self) -> float:
-        """Radius of the ring of devices, for nodes with direct links."""
+        """The radius in pixels of the ring on which devices are drawn, for nodes with direct links."""
         return max(64.0, len(self.boxes) * (self.box_width + 28) / (2 * math.pi))
 
     @property
@@ -207,7 +212,7 @@ class NodeCluster:
         return self.top + math.ceil(len(self.boxes) / self.columns) * (_BOX_HEIGHT + _BOX_GAP) - _BOX_GAP + _PAD
 
     def centres(self, x: float, y: float) -> list[tuple[float, float]]:
-        """Centres of the boxes, with the cluster's corner at ``x``, ``y``."""
+        """Return the centres of the boxes if the cluster's top left corner is at (``x``, ``y``)."""
         if self.chords:
             middle = x + self.width / 2, y + self.top + self.radius + _BOX_HEIGHT / 2
             turns = [2 * math.pi * (i + 0.5) / len(self.boxes) - math.pi / 2 for i in range(len(self.boxes))]
@@ -271,7 +276,7 @@ class _TopologyScene:
         return f"Bandwidths are per device and direction, when all talk at once.{numbers}"
 
     def format_drawn_share(self, clusters: Sequence[NodeCluster]) -> str:
-        """The number of drawn nodes among all nodes: ``1 of 16``."""
+        """Return how many of all nodes are drawn, such as ``1 of 16``."""
         return f"{sum(1 for c in clusters if c.boxes):,} of {self.topology.num_nodes:,}"
 
     def list_key_figures(self, links: LinkTable) -> list[tuple[str, str]]:
@@ -300,7 +305,9 @@ class _TopologyScene:
         return f"stage_{number % NUM_STAGE_COLOURS}"
 
     def cluster_equal_nodes(self) -> list[NodeCluster]:
-        """The clusters of the picture; equal nodes form one cluster."""
+        """Return the nodes as clusters of equal nodes, at most ``MOST_CLUSTERS``, and one entry that counts the
+        others.
+        """
         firsts = np.flatnonzero(self.topology.place_of == 0)
         ends = [*firsts[1:].tolist(), self.topology.num_devices]
         spans = list(zip(firsts.tolist(), ends, strict=True))
@@ -327,7 +334,9 @@ class _TopologyScene:
         ]
 
     def build_likeness_key(self, start: int, stop: int, exact: bool) -> object:
-        """Key of the nodes that are drawn once. Without ``exact``, stages are relative to the node's own stages."""
+        """Return a key that is equal for nodes that are drawn once. Without ``exact``, pipeline stages are compared
+        relative to those of the node.
+        """
         here = slice(start, stop)
         devices = self.topology.devices[here]
         stages = self.stage_of[here]
@@ -359,7 +368,7 @@ class _TopologyScene:
         yield from self.list_node_notes(start, stop)
 
     def list_node_notes(self, start: int, stop: int) -> list[str]:
-        """Notes on the node's reduced network, speeds and memory."""
+        """Return at most three notes on what differs in a node: reduced network bandwidth, device speed or memory."""
         found = []
         shares = self.topology.cards.left[start:stop]
         if (shares < 1).any():
@@ -399,12 +408,14 @@ class _TopologyScene:
 
     @cached_property
     def named(self) -> frozenset[int]:
-        """Indices of the devices that the topology's description names."""
+        """The indices of the devices for which the topology's description gives names."""
         sizes = [(g.devices * g.count, bool(g.names)) for g in self.topology.nodes]
         return frozenset(np.flatnonzero(np.repeat([own for _, own in sizes], [n for n, _ in sizes])).tolist())
 
     def find_direct_links(self, start: int, stop: int) -> Iterator[tuple[int, int, float]]:
-        """The direct links of a node (positions, bytes/s), if its pattern differs between pairs of devices."""
+        """Yield the direct links of a node as (position, position, bytes/s), if they differ between pairs of devices
+        and the node has at most 32 devices.
+        """
         kind = int(self.topology.pattern_of[start])
         matrix = self.topology.pattern_kinds[kind][1] if kind >= 0 else np.zeros((0, 0))
         apart = matrix[~np.eye(len(matrix), dtype=bool)]
@@ -476,7 +487,7 @@ def _format_numbered(noun: str, numbers: Sequence[int]) -> str:
 
 
 def _shorten_ranges(words: str, longest: int = 30) -> str:
-    """``words``, a list of ranges, shortened to about ``longest`` characters."""
+    """Return ``words``, a list of ranges as text, cut to about ``longest`` characters."""
     if len(words) <= longest:
         return words
     kept = words[:longest].rsplit(",", 1)[0]
@@ -486,7 +497,9 @@ def _shorten_ranges(words: str, longest: int = 30) -> str:
 def _place_clusters(
     clusters: Sequence[NodeCluster], width: float, top: float
 ) -> tuple[list[tuple[NodeCluster, float, float]], float]:
-    """The clusters with their positions, row by row, and the y coordinate of the end."""
+    """Return the clusters with the coordinates of their top left corners, row by row, and the y coordinate at which
+    they end.
+    """
     placed = []
     x, y, tallest = _MARGIN, top, 0.0
     for cluster in clusters:

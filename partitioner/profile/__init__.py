@@ -1,1 +1,1 @@
-"""Measures the machine at hand and writes a topology file from the measurements."""
+"""Measure a machine and write its speeds as a topology file."""

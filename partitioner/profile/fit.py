@@ -1,9 +1,9 @@
-"""Robust fits of the fields of :class:`DeviceType` and :class:`Level` to measured times; nothing here measures.
+"""Robust fits of the fields of :class:`DeviceType` and :class:`Level` to measured times. Nothing is measured here.
 
 The fits invert the cost model. Seconds of a kernel are ``launch + flops / (efficiency peak) + bytes / rate``
-(``partitioner/cost/call/roofline.py``), seconds of a collective ``start + share bytes / bandwidth``
+(``partitioner/cost/call/roofline.py``). Seconds of a collective are ``start + share bytes / bandwidth``
 (``partitioner/cost/call/collectives.py``). All fits are medians or least absolute errors, so that single disturbed
-times have no effect.
+times have little effect.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from partitioner.topology.hardware import COLLECTIVES, DeviceType, Level
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float], least: float = 0.0) -> tuple[float, float]:
-    """``(start, per)`` of ``seconds = start + per * size`` with the least sum of relative errors; ``start`` is not
-    negative and ``per`` at ``least`` what is said.
+    """Return ``(start, per)`` of the line ``seconds = start + per * size`` with the least sum of relative errors.
+    ``start`` is at least 0 and ``per`` at least ``least``.
 
-    An optimum of least absolute errors passes through two of the points, or through one where a bound holds, so that
-    trying all of them is exact; up to a good third of the points may be far off without moving it.
+    An optimal line under least absolute errors passes through two of the points, or through one point if a bound holds.
+    Trying all of these lines is therefore exact. Up to about a third of the points may be far off without changing it.
 
     >>> fit_line([1, 2, 3, 4], [3.0, 5.0, 7.0, 90.0])
     (1.0, 2.0)
@@ -50,7 +50,7 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float], least: float = 0.
 
 
 def median_error(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """The median of ``|predicted / measured - 1|``; 0 for nothing."""
+    """Return the median of ``|predicted / measured - 1|``; 0 for empty sequences."""
     return statistics.median([abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)] or [0.0])
 
 
@@ -65,7 +65,9 @@ _UNBOUNDED = {"default": 1e6}  # of the memory bandwidth: only memory limits the
 
 @dataclass(frozen=True)
 class FitError:
-    """The error of a fit on its own samples: the median of ``|predicted / measured - 1|``."""
+    """The error of a fit on its own samples: the median of ``|predicted / measured - 1|``. ``what``: the kind of kernel
+    or collective that was predicted.
+    """
 
     what: str
     num_samples: int
@@ -73,14 +75,16 @@ class FitError:
 
     @property
     def is_large(self) -> bool:
-        """Whether the error is so large that plans based on the fit may be wrong."""
+        """Whether the error is so large (over 25 %) that plans based on the fit may be wrong."""
         return self.median > _LARGE_ERROR
 
 
 def fit_device(samples: Sequence[KernelSample], overlaps: Sequence[Overlap] = (), **given: Any) -> DeviceType:
-    """The device that best explains ``samples``. ``given``: its fields that are not fitted (memory, ...).
+    """Return the device description that best explains the measured kernels ``samples``. ``overlaps``: measured
+    overlaps of computation and collectives. ``given``: fields of :class:`DeviceType` that are not fitted, such as
+    ``memory``.
 
-    Raises :class:`TopologyError` without samples of matrix products or of pointwise kernels.
+    Raise :class:`TopologyError` if there are no samples of matrix products or none of pointwise kernels.
     """
     products = [s for s in samples if s.kernel.kind == "matmul"]
     moves = [s for s in samples if not s.kernel.flops]
@@ -102,7 +106,7 @@ def fit_device(samples: Sequence[KernelSample], overlaps: Sequence[Overlap] = ()
 
 
 def fit_launch(samples: Iterable[KernelSample]) -> float:
-    """Seconds of a kernel with almost no work; 0 if none was measured."""
+    """Return the median seconds of kernels with almost no work; 0 if none was measured."""
     found = [s.seconds for s in samples if s.kernel.num_bytes <= _NEGLIGIBLE_BYTES]
     return statistics.median(found) if found else 0.0
 
@@ -110,12 +114,12 @@ def fit_launch(samples: Iterable[KernelSample]) -> float:
 def fit_memory(
     samples: Iterable[KernelSample], launch: float, dispatch: float = 0.0
 ) -> tuple[float, dict[str, float], tuple[tuple[float, float], ...]]:
-    """Memory bandwidth in bytes/s, the fraction of it by kind of kernel, and the greatest fraction that any kernel
-    reaches, by size.
+    """Return the memory bandwidth in bytes/s, the fraction of it by kind of kernel, and a table of (bytes, largest
+    fraction that any kernel of that size reaches).
 
-    Pointwise kernels do little but move memory: their rates are the memory's rates at their size, and the largest ones
-    give the bandwidth. The efficiency of a kind has the least sum of relative errors, over samples that take longer
-    than ``dispatch``, the host's part, which hides shorter kernels.
+    Pointwise kernels do little but move memory. Their rates are the memory's rates at their size, and the largest ones
+    give the bandwidth. The fraction of a kind has the least sum of relative errors. Samples that take less than
+    ``dispatch``, the seconds in which the host issues a kernel, are ignored, because the host hides them.
     """
     rates: dict[str, list[tuple[float, float]]] = {}  # kind -> (bytes, rate)
     seen: dict[str, list[tuple[float, float]]] = {}  # samples that the host does not hide
@@ -140,8 +144,9 @@ def fit_memory(
 
 
 def _memory_efficiency(rates: Sequence[tuple[float, float]], device: DeviceType) -> float:
-    """The efficiency of one kind of kernel that has the least relative errors, chosen among the measured ones.
-    ``rates``: (bytes, rate)."""
+    """Return the fraction of the bandwidth with the least relative errors for one kind of kernel, chosen among the
+    measured ones. ``rates``: (bytes, bytes/s) of each sample.
+    """
     most = [(memory_rate("default", device, num_bytes), rate) for num_bytes, rate in rates]
 
     def error(efficiency: float) -> float:
@@ -151,14 +156,15 @@ def _memory_efficiency(rates: Sequence[tuple[float, float]], device: DeviceType)
 
 
 def _round_to_octave(size: float) -> float:
-    """The nearest power of two: sizes within an octave count as one."""
+    """Return the power of two that is nearest to ``size`` on a logarithmic scale, so that similar sizes are grouped."""
     return float(2.0 ** round(math.log2(size)))
 
 
 def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceType:
-    """``device`` with peaks, the efficiency by the smallest dim, and the rate at which products move memory.
+    """Return ``device`` with fitted figures of matrix products: the peak FLOP/s by precision, the efficiency by the
+    smallest of M, N and K, and the rate at which products move memory.
 
-    The best knot reaches the peak. The split between memory rate and efficiencies is the one with the least errors.
+    The most efficient smallest dim reaches the peak. The memory rate is the one of 25 trials with the least errors.
     """
     leading = max({s.kernel.precision for s in samples}, key=lambda p: sum(s.kernel.precision == p for s in samples))
     curve_samples = [s for s in samples if s.kernel.precision == leading]
@@ -193,7 +199,9 @@ def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceT
 
 
 def _product_rates(samples: Sequence[KernelSample], device: DeviceType) -> dict[float, float]:
-    """FLOP/s by the smallest dim, in the time that launch and memory leave, with the least relative errors."""
+    """Return the FLOP/s of matrix products by min(M, N, K). Each has the least relative errors, and counts only the
+    time that is left after launch and memory traffic.
+    """
     found: dict[float, list[tuple[KernelSample, float]]] = {}
     for s in samples:
         found.setdefault(s.kernel.smallest, []).append((s, _without_products(s.kernel, device)))
@@ -201,8 +209,9 @@ def _product_rates(samples: Sequence[KernelSample], device: DeviceType) -> dict[
 
 
 def _product_rate(samples: Sequence[tuple[KernelSample, float]]) -> float:
-    """The FLOP/s with the least relative errors for one smallest dim, chosen among the measured ones. ``samples``: each
-    with its seconds of launch and memory."""
+    """Return the FLOP/s that explains matrix products with one value of min(M, N, K) best, by least relative errors,
+    chosen among the measured rates. ``samples``: each with the predicted seconds of its launch and memory traffic.
+    """
 
     def error(rate: float) -> float:
         return sum(abs((rest + s.kernel.flops / rate) / s.seconds - 1) for s, rest in samples)
@@ -216,7 +225,9 @@ def _without_products(kernel: Kernel, device: DeviceType) -> float:
 
 
 def fit_attention(samples: Iterable[KernelSample], device: DeviceType) -> float:
-    """The fraction of the peak that fused attention reaches over long sequences; 0.5 if none was measured."""
+    """Return the fraction of the peak FLOP/s that fused attention reaches over long sequences; 0.5 if none was
+    measured.
+    """
     found = [
         s.kernel.flops
         / max(s.seconds - _without_products(s.kernel, device), _LEAST_SHARE * s.seconds)
@@ -228,7 +239,7 @@ def fit_attention(samples: Iterable[KernelSample], device: DeviceType) -> float:
 
 
 def fit_overlap(overlaps: Sequence[Overlap]) -> float:
-    """The factor by which compute and a collective slow down while both run; 1 if it was not measured."""
+    """Return the factor by which computation and a collective slow down while both run; 1 if it was not measured."""
     found = []
     for o in overlaps:
         longer, shorter = max(o.compute_s, o.collective_s), min(o.compute_s, o.collective_s)
@@ -237,8 +248,9 @@ def fit_overlap(overlaps: Sequence[Overlap]) -> float:
 
 
 def fit_concurrent(measured: Measurements, cores: int) -> float | None:
-    """Number of ranks that can compute at a time: one for each core, less the cost of taking turns. ``None`` if it was
-    not measured, which means all ranks."""
+    """Return the number of ranks that can compute at the same time: the number of cores, less the loss from
+    time-sharing. ``None`` if it was not measured, which means all ranks.
+    """
     if not measured.all_s:
         return None
     stretch = statistics.median([a / f for a, f in zip(measured.all_s, measured.few_s, strict=True)])
@@ -246,9 +258,10 @@ def fit_concurrent(measured: Measurements, cores: int) -> float | None:
 
 
 def fit_level(samples: Sequence[CollectiveSample], name: str) -> Level:
-    """One level of links. Raises :class:`TopologyError` without times of messages.
+    """Return the links between the measured ranks as one level, with bandwidth, latency and tables by collective.
 
-    Times that do not grow with size give no bandwidth; it is then at most the bandwidth that others on the level reach.
+    Raise :class:`TopologyError` if there are no times of messages. If the times of a transfer do not grow with its
+    size, they do not determine a bandwidth, which is then at most the largest bandwidth of the other transfers.
     """
     lines = {("send", 2): _BandwidthSamples.of(s for s in samples if s.op == "send")}
     if not lines["send", 2].seconds:
@@ -270,7 +283,7 @@ def fit_level(samples: Sequence[CollectiveSample], name: str) -> Level:
 
 @dataclass(frozen=True)
 class _BandwidthSamples:
-    """Measured transfers: bytes that pass through each rank's links, and seconds."""
+    """Measured transfers of one kind: the bytes that pass through each rank's links, and the seconds."""
 
     moved: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -286,20 +299,23 @@ class _BandwidthSamples:
 
     @property
     def slope(self) -> float | None:
-        """Seconds per byte; ``None`` if the size makes too little difference to tell."""
+        """Seconds per byte; ``None`` if the size has too little influence on the time."""
         start, per = fit_line(self.moved, self.seconds)
         most = per * max(self.moved)
         return per if most > _TOLD * (start + most) else None
 
     @property
     def least_slope(self) -> float:
-        """Seconds per byte, if starting took no time."""
+        """Seconds per byte of the sample with the fewest, under the assumption that starting a transfer takes no
+        time.
+        """
         return min(s / n for n, s in zip(self.moved, self.seconds, strict=True))
 
 
 def device_errors(samples: Sequence[KernelSample], device: DeviceType) -> list[FitError]:
-    """Errors by kind of kernel (of products by precision), over kernels that take longer than the host needs to issue
-    the next."""
+    """Return the error of ``device`` on ``samples`` by kind of kernel; matrix products are also divided by precision.
+    Kernels that take less time than the host needs to issue one, or do almost no work, are left out.
+    """
     groups: dict[str, list[KernelSample]] = {}
     for s in samples:
         if s.seconds > device.dispatch and (s.kernel.flops or s.kernel.num_bytes > _NEGLIGIBLE_BYTES):
@@ -312,7 +328,7 @@ def device_errors(samples: Sequence[KernelSample], device: DeviceType) -> list[F
 
 
 def level_errors(samples: Sequence[CollectiveSample], level: Level) -> list[FitError]:
-    """Errors by collective and number of ranks."""
+    """Return the error of ``level`` on ``samples`` for each collective and number of ranks."""
     errors = []
     for op in ("send", *COLLECTIVES):
         for size in sorted({s.num_ranks for s in samples if s.op == op}):

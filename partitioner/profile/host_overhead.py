@@ -1,8 +1,8 @@
 """Measure the time that a host takes to issue an operator.
 
-The engine trains a small decoder, whose kernels are shorter than the issue time of their operators. The cost model
-gives the number of operators: the time of a step on a device that takes one second to issue an operator and no time to
-run it.
+The engine trains a small decoder whose kernels take less time than the host needs to issue them. The number of issued
+operators comes from the cost model: it is the step time in seconds on an imaginary device that takes one second to
+issue an operator and no time to run it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _STEPS = 3  # before the first one that is timed
 
 @dataclass(frozen=True)
 class Issuing:
-    """A plan of one rank to be timed, at ``path``, and the ``operators`` that its host issues in a step."""
+    """A plan for one rank that is to be timed. ``path``: its file. ``operators``: number of operators that the host
+    issues in a step.
+    """
 
     path: str
     operators: float
@@ -42,7 +44,7 @@ class Issuing:
 
 @contextmanager
 def open_issuing_plan() -> Iterator[Issuing]:
-    """The plan, in a file that is there for as long."""
+    """Yield the plan of a small decoder for one rank, to be timed. Its file is deleted when the context ends."""
     types = {"told": {"memory": 1 << 40, "peak": {"fp32": 1e24}, "memory_bandwidth": 1e18, "dispatch": 1.0}}
     topology = Topology(name="told", nodes=({"type": "told", "devices": 1},), types=types)
     with torch.random.fork_rng():
@@ -54,7 +56,9 @@ def open_issuing_plan() -> Iterator[Issuing]:
 
 
 def time_issuing(plan: Issuing, kind: str, repeats: int) -> list[float]:
-    """Seconds for an operator, in turns, on rank 0; nothing on others."""
+    """Return the host seconds for one operator, one entry per repetition, on rank 0. Return an empty list on other
+    ranks.
+    """
     if dist.get_rank():
         return []
     device = open_device(kind)

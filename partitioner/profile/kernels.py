@@ -1,6 +1,6 @@
-"""The kernels that a profile times: a table of families, each with the cost model's description of the kernel.
+"""The kernels that a profile times: a table of families of kernels, and the sizes of each.
 
-A case names its kernel without a tensor, so that it can be sent to the ranks; :func:`build_case_tensors` makes the
+A case describes its kernel without tensors, so that it can be sent to the ranks. :func:`build_case_tensors` creates the
 tensors there.
 """
 
@@ -36,8 +36,9 @@ _ADAM_BYTES = 28  # per fp32 parameter: what partitioner/cost/call/states.py cha
 
 @dataclass(frozen=True)
 class KernelCase:
-    """One kernel. ``name``: a row of :data:`FAMILIES`. ``shape``: M, N, K of a product; batch, heads, sequence and head
-    size of an attention; else the number of rows of :data:`ROW` elements."""
+    """A kernel to be timed. ``name``: a key of :data:`FAMILIES`. ``shape``: M, N, K of a matrix product; batch, heads,
+    sequence and head size of an attention; for others the number of rows of :data:`ROW` elements.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -49,17 +50,20 @@ class KernelCase:
 
 @dataclass(frozen=True)
 class BuiltCase:
-    """A case with its tensors: the function to run, and the cost model's kernel."""
+    """A kernel with its tensors. ``run``: the function to time. ``kernel``: the description by which the cost model
+    predicts its time.
+    """
 
     run: Callable[[], object]
     kernel: Kernel
 
 
 def build_case_tensors(case: KernelCase, device: torch.device) -> BuiltCase:
-    """Make the tensors of ``case``, with so many copies that the first has left the caches when its turn comes again: a
-    program seldom finds its operands in caches.
+    """Return the function that runs the kernel ``case`` once, with tensors created on ``device``.
 
-    Raises ``RuntimeError`` or ``NotImplementedError`` if the device cannot run the kernel.
+    The function uses several copies of the tensors in turn, so that a copy has left the caches when it is used again;
+    real programs seldom find their operands in caches. Raise ``RuntimeError`` or ``NotImplementedError`` if the device
+    cannot run the kernel.
     """
     first = FAMILIES[case.name](case, device)
     copies = min(_MAX_COPIES, math.ceil(_FOOTPRINT[device.type] / first.kernel.num_bytes))
@@ -70,8 +74,9 @@ def build_case_tensors(case: KernelCase, device: torch.device) -> BuiltCase:
 
 
 class _OperandPool:
-    """A pool of random numbers from which tensors take consecutive pieces, so that each is cold in the caches though
-    the numbers are made only once."""
+    """A pool of random numbers from which tensors take consecutive parts. Each tensor is outside the caches, although
+    the numbers are generated only once.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.numbers = torch.randn(_FOOTPRINT[device.type] // 2, device=device)
@@ -94,8 +99,9 @@ def _take_random_tensor(*shape: int, device: torch.device, dtype: torch.dtype = 
 
 
 def _build_product(case: KernelCase, device: torch.device) -> BuiltCase:
-    """A product of two dense factors (``mm``), or with the second or the first read transposed (``mm_nt``, ``mm_tn``):
-    the forward and the two halves of backward."""
+    """Return a matrix product of dense factors (``mm``), or with a transposed second or first factor (``mm_nt``,
+    ``mm_tn``). These are the three products of a linear layer's forward and backward.
+    """
     m, n, k = case.shape
     dtype = DTYPES[case.precision]
     a = _take_random_tensor(*((k, m) if case.name == "mm_tn" else (m, k)), device=device, dtype=dtype)
@@ -140,7 +146,9 @@ def _on_rows(
     case: KernelCase,
     device: torch.device,
 ) -> BuiltCase:
-    """An operator on tensors of ``[rows, ROW]``. ``results``: elements of its results per element of an operand."""
+    """Return an operator on tensors of the shape ``[rows, ROW]``. ``results``: number of result elements per element of
+    one operand.
+    """
     (rows,), row, dtype = case.shape, ROW[device.type], DTYPES[case.precision]
     operands = [_take_random_tensor(rows, row, device=device, dtype=dtype) for _ in range(num_operands)]
     num_bytes = dtype.itemsize * rows * row * (num_operands + results)
@@ -148,7 +156,7 @@ def _on_rows(
 
 
 def _build_launch(case: KernelCase, device: torch.device) -> BuiltCase:
-    """A kernel without work, which measures the launch."""
+    """Return a kernel without work, whose time is that of a launch."""
     one = torch.ones(case.shape, device=device)
     return BuiltCase(partial(torch.add, one, one), Kernel("pointwise", 3.0 * one.nbytes))
 
@@ -193,7 +201,7 @@ def _apply_to_last_dim(function: Callable[..., object], x: Tensor) -> object:
 
 
 def _transpose_heads(x: Tensor) -> Tensor:
-    """Transpose rows of heads to heads of rows, as a copy."""
+    """Return a copy of ``x`` of shape ``[rows, heads * 64]`` as ``[heads, rows, 64]``."""
     made: Tensor = x.unflatten(1, (-1, 64)).transpose(0, 1).contiguous()
     return made
 
@@ -239,8 +247,10 @@ LAUNCH = KernelCase("launch", (1,))
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the cases. ``knots``: of the smallest of M, N, K. ``large``: of the other two. ``rows``: numbers of
-    rows. ``attention``: batch, heads, sequence, head size."""
+    """Sizes of the kernels to time. ``knots``: the smallest of M, N and K of matrix products. ``large``: the other two.
+    ``rows``: numbers of rows of other operators. ``attention``: batch, heads, sequence, head size. ``precisions``: the
+    first is used for all kernels, the others only for large matrix products.
+    """
 
     knots: tuple[int, ...]
     large: tuple[int, ...]
@@ -272,8 +282,9 @@ SIZES: dict[tuple[str, bool], Sizes] = {  # by type of device, and whether to be
 
 
 def list_product_cases(sizes: Sizes) -> list[KernelCase]:
-    """Matrix products whose smallest dim is each knot, in each of the three positions, in the leading precision; and
-    products of the largest knot in every other precision, for its peak."""
+    """Return the matrix products to time. In the first precision of ``sizes``, each of M, N and K in turn takes each
+    size of ``sizes.knots``. In every other precision only products of the largest size are timed, for the peak.
+    """
     leading, *others = sizes.precisions
     forms = ("mm", "mm_nt", "mm_tn")
     cases = []
@@ -292,7 +303,9 @@ def list_attention_cases(sizes: Sizes) -> list[KernelCase]:
 
 
 def on_rows(sizes: Sizes, names: Iterable[str] = ON_ROWS) -> list[KernelCase]:
-    """Cases of operators on rows: in float32 and, if the operator computes in any type, in the leading precision."""
+    """Return the kernels to time that work on rows of elements, such as softmax, in all sizes. Each is timed in float32
+    and, if it computes in any dtype, in the first of ``sizes.precisions``. ``names``: keys of :data:`FAMILIES`.
+    """
     return [
         KernelCase(name, (rows,), precision)
         for name in names

@@ -1,5 +1,6 @@
 """``profile_machine()``: measure this machine, fit the cost model, and describe the machine as a topology for
-planning."""
+planning.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ class ProfileEffort:
     """How long to measure.
 
     ``kernel_s``: seconds for each kernel. ``collective_s``: seconds for each size of a collective. ``sharing_s``:
-    seconds for each turn of the work for which ranks share cores. ``repeats``: repetitions of each comparison.
-    ``message_sizes``: bytes of the transfers.
+    seconds of each repetition of the work by which the sharing of CPU cores is measured. ``repeats``: repetitions of
+    each comparison. ``message_sizes``: bytes of the transfers.
     """
 
     kernel_s: float
@@ -66,7 +67,9 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Profile:
-    """A measured machine. ``errors``: the errors of the topology's figures on the measured times."""
+    """A measured machine. ``topology``: the fitted description. ``errors``: how far its predictions are from the
+    measured times. ``measurements``: the measured times. ``machine``: a text that names the machine.
+    """
 
     topology: Topology
     errors: tuple[FitError, ...]
@@ -74,11 +77,13 @@ class Profile:
     machine: str
 
     def to_yaml(self) -> str:
-        """A topology file with the errors as comments."""
+        """Return the text of a topology file, with the errors as comments."""
         return machine_yaml(self.topology, self.errors, self.machine)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the topology file atomically: it is complete or absent."""
+        """Write the topology file to ``path`` and return the path. The file is replaced atomically, so that it is never
+        partial.
+        """
         return write_text(Path(path), self.to_yaml())
 
 
@@ -89,18 +94,19 @@ def profile_machine(
     quick: bool = False,
     progress: Report | None = None,
 ) -> Profile:
-    """Measure this machine with ``num_ranks`` ranks: its kernels, its launches, and the transfers between its ranks.
+    """Measure the kernels, the launches and the transfers of this machine with ``num_ranks`` processes, and return the
+    fitted topology.
 
     Args:
         num_ranks: processes that share the machine; ``None``: one for each GPU, on a CPU one for each core.
         device: ``cuda`` (over NCCL) or ``cpu`` (over Gloo); ``None``: ``cuda`` if a GPU is present, else ``cpu``.
         quick: fewer and shorter measurements: some seconds instead of a minute or two.
-        progress: called before every step.
+        progress: called before every measurement with its name, the number of measurements done, and their total.
 
-    Ranks on one CPU compete for its cores. Kernels are timed on as many ranks at a time as there are cores, and the
+    Ranks on one CPU compete for its cores. Kernels are timed on at most as many ranks at a time as there are cores. The
     number of ranks that can really compute at a time is measured with all ranks.
 
-    Raises :class:`TopologyError` for ranks or a device that are not present, before anything is started;
+    Raise :class:`TopologyError` before anything is started if the device or that many ranks are not available. Raise
     :class:`partitioner.RankError` if a rank fails.
     """
     kind = _device_kind(device)
@@ -185,7 +191,7 @@ def _list_profile_steps(
 
 
 def _take_median_samples(samples: Sequence[Sequence[KernelSample]]) -> list[KernelSample]:
-    """For each kernel, the median time over the ranks; kernels that some rank could not run are left out."""
+    """Return for each kernel the sample with the median time over the ranks. ``samples``: by rank, then by kernel."""
     found = []
     for row in zip(*samples, strict=True):
         seconds = sorted(s.seconds for s in row)
@@ -194,7 +200,9 @@ def _take_median_samples(samples: Sequence[Sequence[KernelSample]]) -> list[Kern
 
 
 def _column_medians(rows: Sequence[Sequence[Sequence[float]]], place: int) -> list[float]:
-    """Medians over the ranks that took part, one for each turn. ``rows``: by rank, turn, place."""
+    """Return for each repetition the median time over the ranks that took part. ``rows[rank][repetition][place]``:
+    seconds; NaN if the rank took no part.
+    """
     turns = zip(*([turn[place] for turn in rank] for rank in rows), strict=True)
     return [float(torch.tensor(turn).nanmedian()) for turn in turns]
 

@@ -1,6 +1,6 @@
-"""Measurements on every rank: kernels, shared cores, and the overlap of computation with a collective.
+"""Measurements that run on every rank: kernels, shared cores, and the overlap of computation with a collective.
 
-All functions are called on every rank at once and return plain data. A time is that of the slowest rank.
+All functions are called on every rank at the same time and return plain data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OVERLAP_SIZE = 256  # of a square product
 
 
 def open_device(kind: str) -> torch.device:
-    """This rank's device: a GPU of its own, or the CPU."""
+    """Return the device of this rank: the GPU with the rank's number, which becomes the current one, or the CPU."""
     if kind == "cuda":
         torch.cuda.set_device(dist.get_rank())
         return torch.device("cuda", dist.get_rank())
@@ -33,7 +33,9 @@ def open_device(kind: str) -> torch.device:
 
 
 def describe_gpu(kind: str) -> dict[str, int | str]:
-    """A GPU's name, memory, and the bytes of it that a process takes before it has a tensor."""
+    """Return ``name``, ``memory`` (bytes in total) and ``reserved`` (bytes that are in use without any tensor, such as
+    the CUDA context) of this rank's GPU.
+    """
     device = open_device(kind)
     gc.collect()
     torch.cuda.empty_cache()
@@ -43,9 +45,9 @@ def describe_gpu(kind: str) -> dict[str, int | str]:
 
 
 def time_kernels(cases: Sequence[KernelCase], kind: str, active: int, budget_s: float) -> list[KernelSample]:
-    """The kernels, one after the other, on ``active`` ranks at the same time; what this rank measured.
-
-    What the device cannot do (a precision that it lacks) is left out.
+    """Time the kernels one after the other on the first ``active`` ranks at the same time, and return the samples of
+    this rank; none on other ranks. Kernels that the device cannot run, such as those of a missing precision, are left
+    out.
     """
     device = open_device(kind)
     samples = []
@@ -64,11 +66,12 @@ def time_kernels(cases: Sequence[KernelCase], kind: str, active: int, budget_s: 
 
 
 def time_sharing(active: Sequence[int], repeats: int, budget_s: float) -> list[list[float]]:
-    """Seconds of the same work while ``active[i]`` ranks do it, in turns; a row for each turn, for this rank.
+    """Return this rank's CPU seconds of a fixed piece of work: one row per repetition, with one entry for each number
+    of ranks in ``active`` that do it at the same time. NaN if this rank did not take part.
 
-    Half of the work is bound by compute, half by memory. It takes about ``budget_s`` seconds in one piece: long against
-    the time that the system lets one of several processes run. Seconds are those in which the rank ran: those in which
-    it waited for a core say as much of other programs as of ranks.
+    Half of the work is limited by compute, half by memory. A piece takes about ``budget_s`` seconds, which is long
+    against the time slices of the operating system. CPU time is used, because waiting for a core depends on other
+    programs, too.
     """
     device = torch.device("cpu")
     product, copy = (
@@ -99,7 +102,9 @@ def time_sharing(active: Sequence[int], repeats: int, budget_s: float) -> list[l
 
 
 def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:
-    """Products on their own, an all-reduce over ``num_ranks`` ranks on its own, and both started together."""
+    """Return ``repeats`` measurements of matrix products alone, an all-reduce over ``num_ranks`` ranks alone, and both
+    started together; an empty list on ranks outside the group. A time is that of the slowest rank.
+    """
     device = open_device(kind)
     communicator = TorchCommunicator(dist.get_world_size(), device)
     ranks = tuple(range(num_ranks))
@@ -137,7 +142,7 @@ def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:
 
 
 def _time_slowest_rank(run: Callable[[], object], group: RankGroup, device: torch.device) -> float:
-    """Seconds of ``run`` on the slowest rank of ``group``."""
+    """Return the wall-clock seconds of ``run`` on the slowest rank of ``group``."""
     group.all_reduce(torch.zeros(1, device=device)).wait()
     synchronize_device(device)
     start = time.perf_counter()

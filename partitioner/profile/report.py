@@ -1,4 +1,4 @@
-"""A profile as people read it: the topology file with its errors as comments, and tables."""
+"""Present a profile: as a topology file with the errors as comments, and as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _DIGITS = 4
 
 
 def machine_yaml(topology: Topology, errors: Sequence[FitError], machine: str) -> str:
-    """``topology`` as YAML that :meth:`Topology.load` reads, figures rounded to what the measurement is worth."""
+    """Return ``topology`` as YAML that :meth:`Topology.load` reads, with numbers rounded to four digits and ``errors``
+    as comments. ``machine``: a text that names the machine.
+    """
     lines = [f"# Measured by `partitioner profile` on {machine}.", "#"]
     lines.append("# Median error of the fitted figures against the times that were measured:")
     lines += [f"#   {e.what:<24} {e.median:>6.1%}  of {e.num_samples} times" for e in errors]
@@ -30,7 +32,9 @@ def machine_yaml(topology: Topology, errors: Sequence[FitError], machine: str) -
 
 
 def large_errors(errors: Sequence[FitError]) -> str:
-    """A warning of fits that are far from what was measured, and what to do; empty where there are none."""
+    """Return a warning that names the fits whose predictions are far from the measured times; ``""`` if there are
+    none.
+    """
     far = [f"{e.what} ({e.median:.0%})" for e in errors if e.is_large]
     if not far:
         return ""
@@ -49,7 +53,7 @@ def _round_numbers(value: Any) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Rows of tables each on one line."""
+    """A YAML dumper that writes each list of numbers on one line."""
 
 
 def _represent_row(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
@@ -61,7 +65,9 @@ _Dumper.add_representer(list, _represent_row)
 
 
 def profile_parts(topology: Topology, errors: Sequence[FitError]) -> Iterator[RenderableType]:
-    """Tables of the fit's errors, and of what was found."""
+    """Yield a table of the errors of the fits, a warning if some are large, and a sentence on ranks that share
+    cores.
+    """
     table = Table("fit", "times", "median error", title_justify="left", box=None, pad_edge=False)
     for error in errors:
         table.add_row(error.what, str(error.num_samples), f"{error.median:.1%}")

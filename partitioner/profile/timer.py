@@ -1,6 +1,6 @@
-"""Timing on a device that others may use too, and records of measured times.
+"""Timing on a device that other programs may also use, and records of measured times.
 
-The records are plain data: ranks send them to each other, and the fits read them.
+The records are plain data. Ranks send them to each other, and the fits read them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _CYCLES_PER_S = 2e9  # of a GPU's clock, at most
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """Seconds of one ``run``: the median over blocks of calls, for about ``budget_s`` seconds, but three at least.
+    """Return the seconds of one ``run``: the median over blocks of calls, which take about ``budget_s`` seconds
+    together. At least three blocks are timed.
 
-    On a CPU it is the time in which this thread ran: what others took of its core in between is not the kernel's. On a
-    GPU it is the device's own: the calls of a block are queued while it is kept busy, and follow each other then as
-    where the host is ahead. How long the host takes is for :func:`host_seconds`.
+    On a CPU the time is the CPU time of this thread, so that other programs on its core do not count. On a GPU it is
+    the device time. The calls of a block are queued while the device is kept busy, so that they follow each other
+    without delays of the host. :func:`host_seconds` measures the host.
     """
     run()
     if device.type == "cuda":
@@ -68,8 +69,9 @@ def _on_gpu(run: Callable[[], object], device: torch.device, budget_s: float) ->
 
 
 def _time_queued_runs(run: Callable[[], object], count: int, hold: float, device: torch.device) -> float | None:
-    """Seconds of ``count`` runs on the device, which is kept busy for ``hold`` seconds while they are queued; ``None``
-    where that was too short."""
+    """Return the device seconds of ``count`` runs. The GPU is kept busy for ``hold`` seconds while they are queued.
+    Return ``None`` if it became idle before all were queued.
+    """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if hold:
         torch.cuda._sleep(int(hold * _CYCLES_PER_S))
@@ -83,7 +85,9 @@ def _time_queued_runs(run: Callable[[], object], count: int, hold: float, device
 
 
 def host_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds until the host has queued one ``run``, of what takes the device less."""
+    """Return the seconds until ``run`` returns on the host. For work that the device finishes faster than the host
+    issues it, this is the time in which the host issues it.
+    """
     synchronize_device(device)
     start = time.perf_counter()
     run()
@@ -99,7 +103,9 @@ def synchronize_device(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class KernelSample:
-    """A kernel and the seconds that it took. ``name`` for people: ``mm 16x512x1024``."""
+    """A measured kernel and its seconds. ``name`` is for reports, such as ``mm 16x512x1024``. ``kernel``: the
+    description by which the cost model predicts its time.
+    """
 
     name: str
     kernel: Kernel
@@ -108,7 +114,9 @@ class KernelSample:
 
 @dataclass(frozen=True)
 class CollectiveSample:
-    """A collective over ``num_ranks`` ranks; ``num_bytes`` is the size of the whole tensor. ``send``: one message."""
+    """The measured seconds of a collective over ``num_ranks`` ranks. ``num_bytes``: size of the whole tensor. ``op`` of
+    ``send`` stands for one message between two ranks.
+    """
 
     op: str
     num_ranks: int
@@ -118,7 +126,7 @@ class CollectiveSample:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of compute and of a collective on their own, and of both started together."""
+    """Seconds of a computation alone, of a collective alone, and of both started together."""
 
     compute_s: float
     collective_s: float
@@ -127,10 +135,11 @@ class Overlap:
 
 @dataclass
 class Measurements:
-    """All that one profile measured.
+    """All times that one profile measured.
 
-    ``issued_s``: a host's, for an operator, in turns. ``few_s`` and ``all_s``: the same work on one rank, while as
-    many ranks work as there are cores, and while all do.
+    ``issued_s``: host seconds to issue one operator, one entry per repetition. ``few_s`` and ``all_s``: seconds of
+    equal work on one rank, while as many ranks work as there are cores, and while all ranks work; one entry per
+    repetition.
     """
 
     kernels: list[KernelSample] = field(default_factory=list)

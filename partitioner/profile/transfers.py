@@ -1,8 +1,8 @@
-"""Measure how much longer a program's computation takes with a collective or message after every piece of it.
+"""Measure by how much collectives and messages lengthen a computation that they follow.
 
-In back-to-back calls a transfer finds all ranks waiting for it and its threads awake. In a program each rank comes to
-it from a computation, at its own time, and the transfer takes cores away from computation: on ranks that share a
-machine that takes several times as long. The reported seconds are therefore differences between computation with and
+In back-to-back calls a transfer finds all ranks waiting for it and its threads awake. In a program each rank reaches it
+from a computation, at its own time, and the transfer takes cores away from computation. On ranks that share a machine
+it then takes several times as long. The reported seconds are therefore differences between a computation with and
 without transfers.
 """
 
@@ -32,8 +32,9 @@ _LEAST_SHARE = 0.1  # least share of the time of back-to-back transfers
 
 @dataclass(frozen=True)
 class _TransferRun:
-    """One measurement on this rank: ``calls`` transfers, each after a computation of some rank. ``busy``: whether this
-    rank computes."""
+    """One measurement on this rank. ``start(compute)`` runs ``calls`` transfers, each after one call of ``compute`` on
+    some rank. ``busy``: whether this rank computes.
+    """
 
     start: Callable[[Callable[[], None]], None]
     calls: int = 1
@@ -43,8 +44,12 @@ class _TransferRun:
 def time_collectives(
     op: str, num_ranks: int, sizes: Sequence[int], kind: str, active: int, repeats: int, budget_s: float
 ) -> list[CollectiveSample]:
-    """Seconds of ``op`` over groups of ``num_ranks`` neighbours among the first ``active`` ranks (at least one group),
-    all groups at once. Returns the times of the slowest rank, on all ranks."""
+    """Return one sample of ``op`` for each of ``sizes`` (bytes of the whole tensor), with the seconds of the slowest
+    rank.
+
+    Groups of ``num_ranks`` neighbouring ranks among the first ``active`` ranks (at least one group) run at the same
+    time. All ranks return equal samples. ``op`` is a collective or ``send``.
+    """
     device = open_device(kind)
     world = dist.get_world_size()
     communicator = TorchCommunicator(world, device)
@@ -71,7 +76,9 @@ def time_collectives(
 
 
 def _compute_element_count(num_bytes: int, size: int) -> int:
-    """Number of four-byte elements that every collective over ``size`` ranks can divide; about ``num_bytes`` bytes."""
+    """Return a number of four-byte elements that every collective over ``size`` ranks can divide; about ``num_bytes``
+    bytes.
+    """
     return max(1, num_bytes // 4 // size**3) * size**3
 
 
@@ -97,7 +104,7 @@ def _build_collective_run(communicator: Communicator, op: str, ranks: tuple[int,
 
 
 def _build_message_run(communicator: Communicator, ranks: tuple[int, ...], num_bytes: int) -> _TransferRun:
-    """A round trip between the first two of ``ranks``: two messages, each after its sender's computation."""
+    """Return a round trip between the first two of ``ranks``: two messages, each after a computation of its sender."""
     rank = dist.get_rank()
     tensor = torch.zeros(_compute_element_count(num_bytes, len(ranks)), device=communicator.device)
     first = rank == ranks[0]
@@ -116,15 +123,15 @@ def _build_message_run(communicator: Communicator, ranks: tuple[int, ...], num_b
 
 
 def _skip_transfer(_: Callable[[], None]) -> None:
-    """No-op for a rank that does not take part in the transfer."""
+    """Do nothing, on a rank that does not take part in the transfer."""
 
 
 def _skip_computation() -> None:
-    """No-op instead of a computation."""
+    """Do nothing, in place of a computation."""
 
 
 class _Timer:
-    """Times transfers of one group. All its ranks run the same number of calls, which the slowest rank determines."""
+    """Times transfers of one group. All ranks run equally many calls; the slowest rank determines the number."""
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -140,7 +147,9 @@ class _Timer:
         self.compute = compute
 
     def seconds(self, run: _TransferRun, repeats: int, budget_s: float) -> float:
-        """Seconds of one transfer: the median of differences between consecutive blocks of calls."""
+        """Return the seconds of one transfer: the median of the differences between blocks of calls with and without
+        transfers. It is at least a tenth of the time of back-to-back transfers.
+        """
 
         def alone() -> None:
             if run.busy:
@@ -157,7 +166,7 @@ class _Timer:
         return max(statistics.median(differences), _LEAST_SHARE * self._reduce_to_slowest(bare))
 
     def _time_call_block(self, call: Callable[[], object], count: int) -> float:
-        """Mean seconds of one call, over ``count`` calls that the ranks begin together."""
+        """Return the mean seconds of one call, over ``count`` calls that the ranks begin together."""
         self.group.all_reduce(torch.zeros(1, device=self.device)).wait()
         synchronize_device(self.device)
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Devices, links and the groups of ranks that talk over them."""
+"""Describe clusters: devices, the links between them, and the groups of ranks that communicate over these links."""
 
 from __future__ import annotations
 

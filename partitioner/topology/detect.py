@@ -1,6 +1,6 @@
-"""Describe the machine at hand as a topology.
+"""Describe the present machine as a topology.
 
-The links between GPUs are read from the text of ``nvidia-smi topo``.
+The links between GPUs are read from the output of ``nvidia-smi topo``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ QUERY = ("--query-gpu=index,uuid,pcie.link.gen.max,pcie.link.width.max", "--form
 
 @dataclass(frozen=True, eq=False)
 class Wiring:
-    """The devices of one machine, in the order of their names there.
+    """The links of the GPUs of one machine, in the order of their indices there.
 
-    ``nvlinks``: how many NVLinks join each pair, shape ``[n, n]``; behind switches as many for every pair as a device
-    has. ``speed``: bytes/s of one per direction, ``ports``: active ones of a device (``None``: not told). ``num_nics``:
-    network cards. ``pcie``: bytes/s of the slowest slot (``None``: not told). ``uuids``: empty where not told.
+    ``nvlinks``: number of NVLinks between each pair, shape ``[n, n]``; behind NVLink switches every pair has the number
+    of NVLinks of one GPU. ``num_nics``: number of network cards. ``speed``: bytes/s of one NVLink per direction.
+    ``ports``: active NVLinks of one GPU. ``pcie``: bytes/s of the slowest PCIe slot. ``uuids``: of the GPUs. ``None``
+    and empty mean that ``nvidia-smi`` does not report the value.
     """
 
     nvlinks: NDArray[np.int64]
@@ -50,13 +51,17 @@ class Wiring:
 
 
 def detect_wiring() -> Wiring | None:
-    """This machine's; ``None`` without the tool, or where its answer makes no sense."""
+    """Return the wiring of this machine's GPUs; ``None`` if ``nvidia-smi`` is missing or its output cannot be
+    parsed.
+    """
     matrix = run_nvidia_smi("topo", "-m")
     return read_wiring(matrix, run_nvidia_smi("nvlink", "--status"), run_nvidia_smi(*QUERY)) if matrix else None
 
 
 def run_nvidia_smi(*arguments: str) -> str:
-    """What ``nvidia-smi`` answers; nothing where there is no such tool or it fails."""
+    """Return the standard output of ``nvidia-smi`` with ``arguments``; ``""`` if the tool is missing, fails or takes
+    over 30 s.
+    """
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -65,7 +70,11 @@ def run_nvidia_smi(*arguments: str) -> str:
 
 
 def read_wiring(matrix: str, status: str = "", query: str = "") -> Wiring | None:
-    """From the answers to ``topo -m``, ``nvlink --status`` and ``QUERY``; the latter two may be missing."""
+    """Return the wiring described by three outputs of ``nvidia-smi``; ``None`` if ``matrix`` cannot be parsed.
+
+    ``matrix``: output of ``topo -m``. ``status``: of ``nvlink --status``. ``query``: of the options ``QUERY``. The
+    latter two may be empty.
+    """
     lines = [_ESCAPES.sub("", text) for text in matrix.splitlines()]
     header = next((text for text in lines if text.split()[:1] == ["GPU0"] and "X" not in text.split()), "")
     columns = _COLUMN.findall(header)
@@ -94,9 +103,11 @@ def _num_nvlinks(cell: str) -> int:
 
 
 def _read_status(text: str) -> tuple[list[float], list[int]]:
-    """Speeds of all active links in bytes/s, and their number per device.
+    """Return the data rates of all active NVLinks in bytes/s, and the number of active NVLinks of each GPU that has
+    any.
 
-    Told is the signalling rate (25.781, 26.562, 53.125 GB/s); what carries data is the round figure below it.
+    ``nvidia-smi`` reports the signalling rate (25.781, 26.562 or 53.125 GB/s). The data rate is the next lower multiple
+    of 5 GB/s.
     """
     parts = re.split(r"^GPU \d+:", text, flags=re.MULTILINE)[1:]
     found = [[float(speed) for speed in _SPEED.findall(part)] for part in parts]
@@ -109,9 +120,10 @@ _MOST_PORTS = 18  # NVLinks of a device, of any generation so far
 
 
 def build_local_topology(num_ranks: int) -> Topology:
-    """``num_ranks`` processes that share this machine's cores and memory evenly. Figures per core are rough.
+    """Return a topology of ``num_ranks`` processes that share this machine's CPU cores and memory evenly. The rates per
+    core are rough estimates.
 
-    Raises :class:`TopologyError` unless ``num_ranks`` is positive.
+    Raise :class:`TopologyError` unless ``num_ranks`` is positive.
     """
     if num_ranks < 1:
         raise TopologyError(f"local topology of {num_ranks} ranks; expected at least 1")
@@ -140,14 +152,15 @@ def build_local_topology(num_ranks: int) -> Topology:
 
 
 def detect_topology() -> Topology:
-    """This machine's CUDA devices, times the launcher's number of nodes; without CUDA, its CPU.
+    """Return a topology of this machine's CUDA devices, repeated for each node of the launcher; without CUDA, of its
+    CPU.
 
-    Reads ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` as torchrun sets them, and takes all nodes to be like this one. Links
-    are what ``nvidia-smi`` says; without it, those of the machine that such devices are commonly built into. The
-    network between nodes cannot be seen from here and is always that machine's.
+    ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` are read as torchrun sets them, and all nodes are assumed to equal this one.
+    Links come from ``nvidia-smi``. Without it, they are those of the catalogue's machine with such devices. The network
+    between nodes cannot be detected and always comes from that machine.
 
-    Raises :class:`TopologyError` for a device that the catalogue does not know, for more ranks than devices, and where
-    the launcher's variables are no numbers.
+    Raise :class:`TopologyError` if the catalogue does not know a device, if there are more ranks than devices, or if
+    the launcher's variables are not numbers.
     """
     world = _from_launcher("WORLD_SIZE", 1)
     import torch  # it takes seconds, and a topology of local ranks does without
@@ -169,7 +182,7 @@ def detect_topology() -> Topology:
 
 
 def _from_launcher(name: str, otherwise: int) -> int:
-    """The number that the environment has under ``name``; ``otherwise`` where it has none."""
+    """Return the positive integer in the environment variable ``name``; ``otherwise`` if it is not set."""
     given = os.environ.get(name, str(otherwise)).strip()
     if not given.isdecimal() or int(given) < 1:
         raise TopologyError(
@@ -182,7 +195,10 @@ def _from_launcher(name: str, otherwise: int) -> int:
 def build_machine_topology(
     kinds: Sequence[str], memories: Sequence[int], nodes: int = 1, wires: Wiring | None = None
 ) -> Topology:
-    """``nodes`` machines whose devices are ``kinds`` of the catalogue, with ``memories`` bytes and ``wires``."""
+    """Return a topology of ``nodes`` equal machines. ``kinds``: the device type of each device of one machine, a name
+    in the catalogue. ``memories``: bytes of each of these devices. ``wires``: their links; ``None`` to take them from
+    the catalogue.
+    """
     main = Counter(kinds).most_common(1)[0][0]
     fields = _build_machine_fields(main, nodes, len(kinds))
     (group,) = fields["nodes"]
@@ -206,7 +222,9 @@ def build_machine_topology(
 
 
 def _build_machine_fields(kind: str, nodes: int, devices: int) -> dict[str, Any]:
-    """Nodes and levels of the first machine of the catalogue that is built from ``kind``; else PCIe and Ethernet."""
+    """Return the nodes and levels of the first machine in the catalogue that has devices of type ``kind``, as topology
+    fields. If there is none, assume PCIe inside nodes and Ethernet between them.
+    """
     name = next((name for name, machine in catalogue("machines").items() if machine["type"] == kind), None)
     if name is None:
         levels: list[Any] = [{"like": "pcie4", "nodes": 1}] if devices > 1 else []
@@ -225,7 +243,9 @@ def _build_machine_fields(kind: str, nodes: int, devices: int) -> dict[str, Any]
 
 
 def _build_wired_levels(group: dict[str, Any], kind: str, wires: Wiring) -> dict[str, Any]:
-    """The levels inside and beyond the node and the pattern, as ``wires`` say; ``group`` is told of the pattern."""
+    """Return the levels, and the pattern of direct links if there is one, that describe ``wires``, as topology fields.
+    The name of the pattern is written into ``group``, the description of the nodes.
+    """
     fields = _build_machine_fields(kind, group["count"], group["devices"])
     known = next((level for level in fields["levels"] if level.get("nodes") == 1), None)
     beyond = [level for level in fields["levels"] if level.get("nodes") != 1]
@@ -248,7 +268,7 @@ def _build_wired_levels(group: dict[str, Any], kind: str, wires: Wiring) -> dict
 
 
 def _has_nvlink_switches(wires: Wiring) -> bool:
-    """Whether all NVLinks of a device go to switches: every pair then counts all of them."""
+    """Whether all NVLinks of a device lead to switches. Each pair of devices then reports all of them."""
     apart = wires.nvlinks[~np.eye(len(wires.nvlinks), dtype=bool)]
     count = int(apart[0])
     if len(wires.nvlinks) == 2 or (apart != count).any():
@@ -257,7 +277,9 @@ def _has_nvlink_switches(wires: Wiring) -> bool:
 
 
 def _match_link_pattern(matrix: NDArray[np.float64]) -> tuple[str, dict[str, Any]]:
-    """The name of the pattern of direct links ``matrix`` and, unless the catalogue has it, its description."""
+    """Return the name of the pattern whose direct links are ``matrix`` (bytes/s of each pair), and its description by
+    name; the description is empty if the catalogue has the pattern.
+    """
     for name, entry in catalogue("patterns").items():
         places = [k for link in entry["links"] if link["pairs"] != "all" for pair in link["pairs"] for k in pair]
         if places and max(places) < len(matrix):
@@ -273,7 +295,9 @@ def _match_link_pattern(matrix: NDArray[np.float64]) -> tuple[str, dict[str, Any
 
 
 def _select_visible_wiring(wires: Wiring | None, seen: Sequence[Any]) -> Wiring | None:
-    """``wires`` of the devices ``seen`` alone, in their order (``CUDA_VISIBLE_DEVICES``)."""
+    """Return the part of ``wires`` that belongs to the devices ``seen``, in their order (``CUDA_VISIBLE_DEVICES``).
+    ``None`` if it cannot be determined which ones they are.
+    """
     if wires is None:
         return None
     uuids = [str(getattr(each, "uuid", "")).removeprefix("GPU-") for each in seen]

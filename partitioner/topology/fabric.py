@@ -48,8 +48,9 @@ class Storey:
 
 
 def level_groups(topology: Topology, level: Level) -> Ints:
-    """Return the group number of each device on ``level``, shape ``[num_devices]``. Devices that do not have the level
-    get distinct negative numbers."""
+    """Return the group number of each device on ``level`` (links of one kind and reach), shape ``[num_devices]``. The
+    level connects devices with equal numbers. Devices that do not have the level get distinct negative numbers.
+    """
     if level.nodes is not None:
         groups = topology.node_of // level.nodes
     elif level.devices is not None:
@@ -69,22 +70,26 @@ def spans_nodes(level: Level) -> bool:
 
 
 def compute_level_extent(level: Level) -> tuple[float, float]:
-    """Return the reach of ``level`` as (nodes, devices of a node), which compares in order of reach. One of the two is
-    0."""
+    """Return how far ``level`` reaches as (whole nodes, devices inside a node), one of which is 0. Tuples compare in
+    order of reach; infinity stands for all nodes.
+    """
     if level.devices is not None:
         return 0, level.devices
     return level.nodes or math.inf, 0
 
 
 def largest_node(nodes: Sequence[NodeGroup], level: Level) -> int:
-    """Return the greatest number of devices of a node that has ``level``; 0 if no node has it."""
+    """Return the number of devices of the largest node that has the links of ``level``; 0 if no node has them."""
     return max((g.devices for g in nodes if not level.only or g.island_name in level.only), default=0)
 
 
 def fitting_levels(levels: Sequence[Level], nodes: Sequence[NodeGroup]) -> dict[int, Level]:
-    """Return the ``levels`` that remain useful on ``nodes``, by their former index. The reach inside a node is cut to
-    its number of devices. Levels are dropped if their islands are gone, or if an inner level already connects the
-    same devices."""
+    """Return the ``levels`` that remain useful for the node groups ``nodes``, by their former index. The reach inside a
+    node is limited to its number of devices.
+
+    Levels are dropped if none of their islands (named sets of nodes) is left, or if an inner level already connects the
+    same devices.
+    """
     islands = {group.island_name for group in nodes}
     fitting: dict[int, Level] = {}
     for number, level in enumerate(levels):
@@ -103,7 +108,9 @@ def fitting_levels(levels: Sequence[Level], nodes: Sequence[NodeGroup]) -> dict[
 
 
 def build_storeys(topology: Topology) -> tuple[Storey, ...]:
-    """Return the storeys of a topology, from the innermost to the outermost."""
+    """Return the storeys of a topology, from the innermost to the outermost. A storey is all links at one depth: the
+    direct links inside nodes, or a level of links, or several levels that belong to different sets of nodes.
+    """
     found = []
     joined = np.arange(topology.num_devices)
     if (topology.pattern_of >= 0).any():
@@ -122,7 +129,9 @@ def build_storeys(topology: Topology) -> tuple[Storey, ...]:
 
 
 def _side_by_side(levels: tuple[Level, ...]) -> list[tuple[int, ...]]:
-    """Return the indices of the levels, grouped into storeys: consecutive levels of different islands are together."""
+    """Return the indices of the levels of links, grouped by depth. Consecutive levels of different islands (named sets
+    of nodes) are at one depth.
+    """
     runs: list[list[int]] = []
     taken: set[str] = set()
     for number, level in enumerate(levels):
@@ -150,8 +159,12 @@ def pattern_matrix(pattern: Pattern, devices: int) -> Floats:
 
 
 def node_sets(topology: Topology, rows: Ints) -> tuple[Ints, Ints, Ints]:
-    """Find the nodes that have a pattern and at least two devices in a row of ``rows``. Return three arrays, one entry
-    per such node: the row, the index of the pattern, and the devices as a bit mask of their indices in the node."""
+    """Find the nodes that have a pattern (direct links between pairs of devices) and at least two devices in a row of
+    ``rows``.
+
+    Return three arrays with one entry per such node: the row, the index of the pattern, and the devices as a bit mask
+    of their indices in the node.
+    """
     row = np.repeat(np.arange(len(rows)), rows.shape[1])
     devices = rows.ravel()
     keys = row * topology.num_nodes + topology.node_of[devices]
@@ -164,8 +177,9 @@ def node_sets(topology: Topology, rows: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def inside_levels(topology: Topology, rows: Ints) -> tuple[Level | None, ...]:
-    """For each row of devices, return the slowest of the levels that stand for the direct links inside its nodes.
-    ``None`` if no node of the row has a pattern and several of the devices."""
+    """Return for each row of device indices the slowest direct links inside a node, as a level of links. ``None`` for
+    rows without two devices in one node that has direct links (a pattern).
+    """
     slowest: list[Level | None] = [None] * len(rows)
     for row, kind, members in zip(*(column.tolist() for column in node_sets(topology, rows)), strict=True):
         level, seen = topology.inside_level(kind, members), slowest[row]
@@ -232,8 +246,9 @@ def least_cut(matrix: Floats) -> float:
 
 
 def least_share(parts: Ints, shares: Floats) -> Floats:
-    """Return, for each row, the least sum of ``shares`` over the row's parts. Equal numbers in ``parts`` are one part.
-    Both arguments have the shape ``[rows, size]``."""
+    """Return, for each row, the least sum of ``shares`` over the parts of the row. ``parts`` has the number of the part
+    to which each entry belongs. Both arguments have the shape ``[rows, size]``.
+    """
     rows, size = parts.shape
     order = np.lexsort((parts.ravel(), np.repeat(np.arange(rows), size)))
     ordered = parts.ravel()[order]
@@ -246,8 +261,9 @@ def least_share(parts: Ints, shares: Floats) -> Floats:
 
 
 def road_graph(topology: Topology) -> nx.Graph[str]:
-    """Build the graph that :meth:`partitioner.topology.topology.Topology.graph` describes: devices, hubs, and the links
-    between them."""
+    """Return a graph of a topology. Its nodes are the devices, by name, and one hub for each group of devices that a
+    level of links connects. Edges have ``bandwidth`` in bytes/s and ``latency`` in seconds.
+    """
     import networkx as nx
 
     graph: nx.Graph[str] = nx.Graph()
@@ -304,8 +320,9 @@ def links_at_once(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]
 
 
 def _compute_card_shares(topology: Topology, moment: Ints, devices: Ints) -> Floats:
-    """Return the share of a network card that each message gets. ``devices`` are the ends of the messages; messages of
-    equal ``moment`` share cards."""
+    """Return the share of a network card's bandwidth that each message gets. ``devices``: the sending or receiving
+    device of each message. ``moment``: messages with equal numbers are under way at the same time and share cards.
+    """
     cards = topology.cards
     if not cards.are_shared:
         return cards.alone[devices]

@@ -1,11 +1,12 @@
-"""Topologies from files: the catalogue of devices, links, patterns, hosts and machines, and the user's own YAML.
+"""Read topologies from files: the catalogue of devices, links, patterns, hosts and machines, and the user's own YAML.
 
-A file gives either a known machine::
+A file either names a machine of the catalogue::
 
     machine: dgx-h100
     nodes: 4
 
-or all of it; types, levels, patterns and hosts may start from the catalogue with ``like`` (``docs/topology.md``)::
+or describes everything. Types, levels, patterns and hosts can start from an entry of the catalogue with ``like``
+(``docs/topology.md``)::
 
     name: lab
     types:
@@ -19,7 +20,7 @@ or all of it; types, levels, patterns and hosts may start from the catalogue wit
     overrides: {left: {memory: 40 GB}}
     links: [{between: [left, right], bandwidth: 300 GB/s, latency: 8 us}]
 
-``with_nodes``, ``with_devices`` and ``with_memory`` resize a topology.
+``with_nodes``, ``with_devices`` and ``with_memory`` return a larger or smaller copy of a topology.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ _ALL = ("name", "types", "nodes", "levels", "overrides", "node_overrides", "link
 
 
 class _Decimal(yaml.SafeLoader):
-    """Loader that keeps odd numbers as text: YAML 1.1 would read ``4:1`` as minutes and seconds, and ``010`` as 8."""
+    """A YAML loader that keeps unusual numbers as text. YAML 1.1 would read ``4:1`` as minutes and seconds, and ``010``
+    as 8.
+    """
 
     def resolve(self, kind: type[yaml.Node], value: str | None, implicit: tuple[bool, bool] | bool) -> str:
         tag = str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
@@ -59,7 +62,9 @@ class _Decimal(yaml.SafeLoader):
 
 @cache
 def catalogue(kind: str) -> dict[str, dict[str, Any]]:
-    """The entries of a data file (devices, links, patterns, hosts, machines), with ``like`` resolved."""
+    """Return the entries of a data file by name, with references by ``like`` resolved. ``kind``: ``devices``,
+    ``links``, ``patterns``, ``hosts`` or ``machines``.
+    """
     text = resources.files("partitioner.topology").joinpath("data", f"{kind}.yaml").read_text(encoding="utf-8")
     entries: dict[str, dict[str, Any]] = yaml.safe_load(text)
     return {name: _resolve_like(entry, entries, kind, name) for name, entry in entries.items()}
@@ -70,8 +75,9 @@ def known_presets() -> tuple[str, ...]:
 
 
 def build_preset_topology(name: str, nodes: int = 1) -> Topology:
-    """The topology of ``nodes`` machines called ``name``. Raises :class:`TopologyError` for an unknown name or no
-    nodes."""
+    """Return the topology of ``nodes`` machines of the catalogue entry ``name``. Raise :class:`TopologyError` if the
+    name is unknown or ``nodes`` is not a positive integer.
+    """
     machines = catalogue("machines")
     if name not in machines:
         raise TopologyError(
@@ -84,13 +90,16 @@ def build_preset_topology(name: str, nodes: int = 1) -> Topology:
 
 
 def topology_of(data: dict[str, Any], source: str) -> Topology:
-    """The topology that ``data``, the content of a YAML file, describes. ``source`` names it in errors."""
+    """Return the topology that ``data``, the content of a YAML file, describes. ``source``: name of the file in
+    errors.
+    """
     return Topology(**_expand_topology({"name": source, **data}))
 
 
 def machine_fields(name: str, nodes: int, devices: int | None = None) -> dict[str, Any]:
-    """Nodes and levels of ``nodes`` machines ``name``. ``devices``: number of devices in each, by default the machine's
-    own."""
+    """Return the nodes and levels of ``nodes`` machines of the catalogue entry ``name``, as topology fields.
+    ``devices``: number of devices in each; by default that of the entry.
+    """
     machine = dict(catalogue("machines")[name])
     levels = machine.pop("levels")
     group = {**machine, "count": nodes}
@@ -102,7 +111,9 @@ def machine_fields(name: str, nodes: int, devices: int | None = None) -> dict[st
 
 
 def needed_levels(levels: Sequence[Mapping[str, Any]], nodes: int, devices: int) -> list[Mapping[str, Any]]:
-    """The ``levels`` that join some of ``nodes`` times ``devices`` devices, up to the first that joins all."""
+    """Return the ``levels`` that connect devices of a cluster of ``nodes`` nodes with ``devices`` devices each, from
+    the innermost to the first that connects all of them.
+    """
     needed = []
     for level in levels:
         extent = min(level.get("nodes", nodes), nodes)
@@ -114,7 +125,7 @@ def needed_levels(levels: Sequence[Mapping[str, Any]], nodes: int, devices: int)
 
 
 def load_topology(path: str | os.PathLike[str]) -> Topology:
-    """Read a YAML file. Raises :class:`TopologyError` with the file and line of the mistake."""
+    """Return the topology in a YAML file. Raise :class:`TopologyError` with the file and line of the mistake."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -125,7 +136,9 @@ def load_topology(path: str | os.PathLike[str]) -> Topology:
 
 
 def loads(text: str, source: str = "topology") -> Topology:
-    """Read YAML text. ``source`` names it in errors. Raises :class:`TopologyError` with the line of the mistake."""
+    """Return the topology in YAML text. ``source``: name of the text in errors. Raise :class:`TopologyError` with the
+    line of the mistake.
+    """
     try:
         tree = yaml.compose(text, Loader=_Decimal)
         _refuse_odd(tree, source)
@@ -160,14 +173,18 @@ def loads(text: str, source: str = "topology") -> Topology:
 
 
 def dump_topology(topology: Topology) -> str:
-    """Self-contained YAML of ``topology``."""
+    """Return ``topology`` as YAML text that needs no other file."""
     data = topology.model_dump(mode="json", exclude_defaults=True)
     return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
 
 
 def parse_topology(text: str) -> Topology:
-    """The topology of ``local:4``, ``detect``, a preset with or without ``:<nodes>``, or a path; any of these without
-    some devices: ``dgx-h100:2 without node1/3, node1/7``. Raises :class:`TopologyError` for other text."""
+    """Return the topology that ``text`` names: ``local:4``, ``detect``, a preset, a preset with ``:<nodes>``, or the
+    path of a YAML file.
+
+    Any of these may end with devices to remove: ``dgx-h100:2 without node1/3, node1/7``. Raise :class:`TopologyError`
+    for other text.
+    """
     whole, fewer, names = text.partition(" without ")
     if fewer:
         return parse_topology(whole.strip()).without(*(name.strip() for name in names.split(",")))
@@ -189,8 +206,9 @@ def parse_topology(text: str) -> Topology:
 
 
 def _resolve_like(entry: Any, entries: Mapping[str, Mapping[str, Any]], *path: int | str) -> Any:
-    """``entry``, found at ``path``, merged over the catalogue entry that it is ``like``. An ``entry`` without ``like``
-    is returned unchanged."""
+    """Return ``entry`` merged over the entry of ``entries`` that its key ``like`` names; unchanged if it has no such
+    key. ``path``: the keys of ``entry`` in the file, for errors.
+    """
     if not isinstance(entry, Mapping) or "like" not in entry:
         return entry
     base = entry["like"]
@@ -212,9 +230,10 @@ def _expand_machine(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expand_topology(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a topology, with ``like`` resolved and missing parts taken from the catalogue.
+    """Return the fields of a topology from the content of a file: ``like`` is resolved, and missing types and patterns
+    are taken from the catalogue.
 
-    Raises :class:`MisplacedError` for unknown keys and names. Values of wrong types are left for the model to refuse.
+    Raise :class:`MisplacedError` for unknown keys and names. Values of wrong types are left for pydantic to refuse.
     """
     unknown = sorted(str(key) for key in set(data) - set(_ALL))
     if unknown:
@@ -257,18 +276,20 @@ def _check_kinds(fields: Mapping[str, Any]) -> None:
 
 
 def _list_entries(value: Any) -> list[Any]:
-    """The entries of a list or a mapping; empty for other values."""
+    """Return the entries of a list or the values of a mapping; an empty list for other objects."""
     return list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, list | tuple) else []
 
 
 def _add_catalogue_entries(own: dict[str, Any], kind: str, names: Sequence[Any]) -> dict[str, Any]:
-    """``own``, and the catalogue's entries for those of ``names`` that it lacks."""
+    """Return ``own`` with the catalogue's entries added for those of ``names`` that it lacks. ``kind``: the catalogue's
+    file.
+    """
     known = catalogue(kind)
     return own | {n: known[n] for n in names if isinstance(n, str) and n in known and n not in own}
 
 
 def _expand_level(level: Any, number: int) -> Any:
-    """The level with ``like`` resolved. A level without a name is called after the link that it is ``like``."""
+    """Return the level with ``like`` resolved. If it has no name, it is named after the link that it is ``like``."""
     resolved = _resolve_like(level, catalogue("links"), "levels", number)
     return resolved if resolved is level else {"name": level["like"], **resolved}
 
@@ -281,7 +302,9 @@ def _expand_group(group: Any, number: int) -> Any:
 
 
 def _refuse_odd(node: Any, source: str, around: tuple[Any, ...] = ()) -> None:
-    """Refuse names that are given twice, and a node that contains itself: that is one of the nodes ``around`` it."""
+    """Raise :class:`TopologyError` if a YAML mapping has a key twice, or if a node contains itself by an alias.
+    ``around``: the nodes that enclose ``node``.
+    """
     if any(node is outer for outer in around):
         line = node.start_mark.line + 1
         raise TopologyError(f"{source}, line {line}: what stands here contains itself by its alias; write it out")
@@ -300,7 +323,9 @@ def _refuse_odd(node: Any, source: str, around: tuple[Any, ...] = ()) -> None:
 
 
 def _find_line_number(node: Any, path: Sequence[int | str]) -> int | None:
-    """The line in the file of the value at ``path``, or of the nearest enclosing value."""
+    """Return the line in the file of the value at ``path``, or of the nearest enclosing value; ``None`` if there is
+    none.
+    """
     for key in path:
         inner = None
         if isinstance(node, yaml.MappingNode):
@@ -314,11 +339,11 @@ def _find_line_number(node: Any, path: Sequence[int | str]) -> int | None:
 
 
 def with_nodes(topology: Topology, num_nodes: int) -> Topology | None:
-    """``topology`` with ``num_nodes`` nodes, by more or fewer of its most common kind; ``None`` if that is not
-    possible.
+    """Return ``topology`` with ``num_nodes`` nodes, by a change of the count of its largest node group; ``None`` if
+    that is impossible or changes nothing.
 
-    A single machine of a known kind gets the network of that kind. Any other topology needs a level that joins all of
-    its nodes. Devices and links that are described one by one keep their descriptions.
+    A single machine of the catalogue gets the network that the catalogue gives it. Any other topology needs a level
+    that connects all of its nodes. Overrides of single devices and links are kept.
     """
     more = num_nodes - topology.num_nodes
     largest = max(range(len(topology.nodes)), key=lambda k: topology.nodes[k].count)
@@ -337,7 +362,9 @@ def with_nodes(topology: Topology, num_nodes: int) -> Topology | None:
 
 
 def with_devices(topology: Topology, num_devices: int) -> Topology | None:
-    """A single node with ``num_devices`` devices; ``None`` for a topology that is not a single node."""
+    """Return a copy of a single-node topology with ``num_devices`` devices; ``None`` if the topology has several nodes
+    or the number is impossible.
+    """
     group = topology.nodes[0]
     if topology.num_nodes > 1 or group.names or num_devices < 1:
         return None
@@ -349,7 +376,9 @@ def with_devices(topology: Topology, num_devices: int) -> Topology | None:
 
 
 def with_memory(topology: Topology, times: float) -> Topology | None:
-    """``topology`` with ``times`` the memory on every device; reserved bytes do not change."""
+    """Return ``topology`` with the memory of every device multiplied by ``times``; ``None`` if the result is
+    inconsistent. The reserved bytes do not change.
+    """
 
     def grown(part: TopologyPart) -> TopologyPart:
         memory = getattr(part, "memory", None)
@@ -361,7 +390,7 @@ def with_memory(topology: Topology, times: float) -> Topology | None:
 
 
 def with_margin(topology: Topology, margin: float) -> Topology:
-    """``topology`` without the fraction ``margin`` of each device's usable memory."""
+    """Return ``topology`` with each device's usable memory reduced by the fraction ``margin``."""
     if not margin:
         return topology
 

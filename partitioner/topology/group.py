@@ -30,7 +30,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Tier:
-    """One level of links inside a group: ``ways`` parts of ``below`` ranks each communicate over ``level``."""
+    """One level of links inside a group of ranks: ``ways`` parts of ``below`` ranks each communicate over ``level``."""
 
     level: Level
     ways: int
@@ -108,8 +108,9 @@ class Group:
         return self.base + self._ring_steps(1) + self.lag
 
     def measured(self, op: str) -> tuple[float, float] | None:
-        """Return (start-up seconds, bus bandwidth in bytes/s) of the collective ``op`` from measurements. ``None`` if
-        it was not measured, or the group spans several levels."""
+        """Return (start-up seconds, bandwidth in bytes/s through each rank) of the collective ``op`` from measurements.
+        ``None`` if it was not measured, or if the group spans several levels of links.
+        """
         table = getattr(self.tiers[0].level, op, ()) if len(self.tiers) == 1 else ()
         if not table:
             return None
@@ -131,8 +132,9 @@ class Group:
 
     @cached_property
     def prices(self) -> tuple[float, ...]:
-        """The start-up seconds and the seconds per byte of each collective and each hop. A group is at least as fast as
-        another if none of its numbers is greater."""
+        """The start-up seconds and the seconds per byte of each collective and each ring hop, in a fixed order. A group
+        is at least as fast as another if none of its numbers is greater.
+        """
         found = [self.all_reduce_start, 1 / self.all_reduce_bandwidth]
         for op in ("all_gather", "reduce_scatter"):
             start, bandwidth = self.measured(op) or (self.one_way_start, self.bus_bandwidth)
@@ -144,9 +146,11 @@ class Group:
         return *found, self.exchange_start, self.exchange_slope
 
     def hop(self, places: int) -> Hop:
-        """Return the hop in which each rank sends to the rank ``places`` positions further in the ring; negative: back.
+        """Return the latency and bandwidth of a step in which each rank sends to the rank ``places`` positions further
+        in the ring; a negative number means backward.
 
-        If the order of the ranks is not known, the hop has the greatest latency and the least bandwidth of the levels.
+        If the order of the ranks is not known, the result has the greatest latency and the least bandwidth of the
+        levels.
         """
         places %= self.size
         if not places:
@@ -209,16 +213,18 @@ def _no_faster(group: Group, other: Group) -> bool:
 
 
 def measured_ring(level: Level, size: int) -> tuple[float, float]:
-    """Return (start-up seconds, bus bandwidth in bytes/s) of an all-reduce over ``size`` ranks inside one group of
-    ``level``. The values are computed from the latency and bandwidth if the level has no measurements."""
+    """Return (start-up seconds, bandwidth in bytes/s through each rank) of an all-reduce over ``size`` ranks that
+    ``level`` connects. The values are computed from latency and bandwidth if the level has no measurements.
+    """
     if not level.all_reduce:
         return level.base + 2 * (size - 1) * level.step_s, level.bandwidth * level.efficiency
     return _interpolate_measured(level.all_reduce, size, 2 * level.step_s)
 
 
 def _interpolate_measured(table: Measured, size: int, step_s: float) -> tuple[float, float]:
-    """Return (start-up seconds, bus bandwidth in bytes/s) at ``size`` ranks, interpolated in ``table``. Above the
-    largest measured size, each further rank adds ``step_s`` to the start-up."""
+    """Return (start-up seconds, bandwidth in bytes/s through each rank) at ``size`` ranks, interpolated in the
+    measurements ``table``. Above the largest measured size, each further rank adds ``step_s`` to the start-up.
+    """
     sizes = [n for n, _, _ in table]
     start = np.interp(size, sizes, [a for _, a, _ in table]) + max(0, size - sizes[-1]) * step_s
     return float(start), float(np.interp(size, sizes, [b for _, _, b in table]))
@@ -270,8 +276,9 @@ def _build_pair_link(link: LinkOverride, plain: Level | Pattern | None) -> PairL
 
 
 def _in_place_of(topology: Topology, i: int, j: int) -> Level | Pattern | None:
-    """Return the level or pattern that two devices would use without a direct link; ``None`` if nothing else connects
-    them."""
+    """Return the level of links, or the pattern of direct links of their node, that connects devices ``i`` and ``j``
+    without the link given for this pair; ``None`` if nothing else connects them.
+    """
     kind = int(topology.pattern_of[i])
     if kind >= 0 and topology.node_of[i] == topology.node_of[j]:
         name, matrix = topology.pattern_kinds[kind]
@@ -282,8 +289,9 @@ def _in_place_of(topology: Topology, i: int, j: int) -> Level | Pattern | None:
 
 
 def step_over(latency: float, plain: Level | Pattern | None) -> float:
-    """Return the seconds of a collective's step over a link with another ``latency`` than ``plain``, the link that it
-    replaces. A greater latency adds its difference to the step; a smaller one scales the step down."""
+    """Return the seconds of one step of a collective over a link with another ``latency`` than ``plain``, the link that
+    it replaces. A greater latency adds its difference to the step; a smaller one scales the step down.
+    """
     if plain is None:
         return latency
     faster = latency / plain.latency if latency < plain.latency else 1.0

@@ -1,12 +1,13 @@
-"""Groups of a placed mesh: the links over which the ranks of each mesh axis communicate.
+"""Compute the communication groups of a mesh on a topology: the links over which the ranks of each mesh axis
+communicate.
 
-Ranks are numbered along the mesh's axes, nested in the order of ``partitioner.runtime.program.mesh.AXES``, outermost
-first. A placement maps each rank to a device; without one, rank ``i`` is on device ``i``. All groups of an axis work at
-the same time, and a stage waits for the slowest one.
+Ranks are numbered along the mesh axes, nested in the order of ``partitioner.runtime.program.mesh.AXES``, outermost
+first. A placement maps each rank to a device; without one, rank ``i`` is on device ``i``. All groups of an axis
+communicate at the same time, and a pipeline stage waits for the slowest one.
 
-Where ranks are nested in levels that are all alike, one group stands for all groups over the same axes. A nesting gives
-every level a factor of every axis (``partitioner/solve/placement/regular.py``). The steps of a nesting are the numbers
-of ranks, from the inside out, after which another axis, or the part of an axis on another level, begins.
+If all devices and levels are equal, one group can represent all groups over the same axes. A nesting gives each level a
+factor of each axis (``partitioner/solve/placement/regular.py``). The steps of a nesting are the cumulative numbers of
+ranks, from the innermost, at which another axis, or the part of an axis on another level, begins.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ Devices = NDArray[np.int64] | Sequence[int] | None  # by rank; None: each rank o
 
 
 def rank_grid(mesh: Mapping[str, int], *axes: str) -> NDArray[np.int64]:
-    """The ranks of every group over ``axes``, shape ``[num_groups, group_size]``, each in order of rank."""
+    """Return the ranks of every group over ``axes``, shape ``[num_groups, group_size]``, each row in ascending
+    order.
+    """
     sizes = [mesh.get(axis, 1) for axis in AXES]
     grid = np.arange(math.prod(sizes)).reshape(sizes)
     inner = [AXES.index(axis) for axis in AXES if axis in axes]
@@ -43,15 +46,17 @@ def rank_grid(mesh: Mapping[str, int], *axes: str) -> NDArray[np.int64]:
 
 
 def expert_grid(mesh: Mapping[str, int], etp: int = 0) -> NDArray[np.int64]:
-    """All groups of ``ep``, one per row; ``etp``: ranks that share one expert (0: ``tp``)."""
+    """Return the ranks of every group over ``ep``, one group per row. ``etp``: ranks that share one expert; 0 means
+    ``tp``.
+    """
     sizes = expert_mesh(mesh, etp)
     return np.arange(num_ranks(mesh)).reshape(-1, sizes["ep"], sizes["etp"]).transpose(0, 2, 1).reshape(-1, sizes["ep"])
 
 
 def map_ranks_to_devices(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> NDArray[np.int64]:
-    """The device of every rank: ``devices``, or each rank on its namesake.
+    """Return the device index of every rank: ``devices`` if given, else device ``i`` for rank ``i``.
 
-    Raises :class:`TopologyError` where the mesh has more ranks than the topology has devices.
+    Raise :class:`TopologyError` if the mesh has more ranks than the topology has devices.
     """
     world = num_ranks(mesh)
     if world > topology.num_devices:
@@ -63,33 +68,40 @@ def map_ranks_to_devices(topology: Topology, mesh: Mapping[str, int], devices: D
 
 
 def axis_groups(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> list[Group]:
-    """The different kinds of groups that the ranks of ``axes`` form, each once; for ``devices`` see
-    :func:`map_ranks_to_devices`."""
+    """Return the distinct communication groups that the ranks form over the mesh axes ``axes``; groups with equal links
+    count once. ``devices``: the device of each rank; ``None`` for device ``i`` of rank ``i``.
+    """
     return row_groups(topology, map_ranks_to_devices(topology, mesh, devices)[rank_grid(mesh, *axes)])
 
 
 def row_groups(topology: Topology, rows: NDArray[np.int64]) -> list[Group]:
-    """The different kinds of groups among ``rows`` of devices, shape ``[num_groups, group_size]``, each once."""
+    """Return the distinct groups among ``rows`` of device indices, shape ``[num_groups, group_size]``. Groups with
+    equal links count once.
+    """
     return list(dict.fromkeys(kinds_of(topology, rows)[1]))
 
 
 def axis_group(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> Group:
-    """The slowest group that the ranks of ``axes`` form; see :func:`axis_groups`."""
+    """Return the slowest communication group that the ranks form over the mesh axes ``axes``. ``devices``: the device
+    of each rank; ``None`` for device ``i`` of rank ``i``.
+    """
     return select_slowest_group(axis_groups(topology, mesh, *axes, devices=devices))
 
 
 def stage_groups(
     topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None, ring: bool = False
 ) -> tuple[Group, ...]:
-    """For each pipeline stage the slowest of the groups that its ranks form over ``axes``, ``pp`` not among them;
-    ``ring``: with their hops."""
+    """Return for each pipeline stage the slowest of the communication groups that its ranks form over the mesh axes
+    ``axes`` (without ``pp``). ``ring``: whether to compute the latency and bandwidth of ring neighbours, too.
+    """
     numbers, groups = replica_groups(topology, mesh, 1, *axes, devices=devices, ring=ring)
     return tuple(groups[k] for k in numbers[:, 0].tolist())
 
 
 def kinds_of(topology: Topology, rows: NDArray[np.int64], ring: bool = False) -> tuple[NDArray[np.int64], list[Group]]:
-    """For each row of devices the number of its kind, and a group of each kind; ``ring``: with their hops, of all rows
-    at the same time."""
+    """Return for each row of device indices the number of its kind, and one group for each kind. Rows of one kind have
+    equal links. ``ring``: whether to compute the latency and bandwidth of ring neighbours, while all rows communicate.
+    """
     if rows.shape[1] == 1:
         return np.zeros(len(rows), dtype=np.int64), [Group(1)]
     columns = list(_compute_cost_traits(topology, rows))
@@ -107,7 +119,7 @@ def kinds_of(topology: Topology, rows: NDArray[np.int64], ring: bool = False) ->
 
 
 def _compute_cost_traits(topology: Topology, rows: NDArray[np.int64]) -> Iterator[NDArray[np.float64]]:
-    """Columns that are equal for rows whose groups cost the same."""
+    """Yield columns with one number per row of devices. Rows that agree in all columns have groups of equal cost."""
     yield np.zeros(len(rows))
     for groups in topology.groups:
         yield from (column.astype(np.float64) for column in spread_of(groups[rows]))
@@ -125,7 +137,9 @@ def _compute_cost_traits(topology: Topology, rows: NDArray[np.int64]) -> Iterato
 
 
 def _own_kinds(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    """For each row the number of the group that single links in it make; 0 without any."""
+    """Return for each row of devices a number that identifies the group formed by direct links of single pairs in it; 0
+    if no such link joins two of its devices.
+    """
     paired = np.array(sorted({i for pair in topology.own_links for i in pair}))
     pairs = np.array(list(topology.own_links))
     numbers: dict[Group, int] = {}
@@ -137,15 +151,16 @@ def _own_kinds(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.float6
 
 
 def stage_ranks(mesh: Mapping[str, int]) -> list[range]:
-    """The ranks of each pipeline stage: consecutive, since ``pp`` is the outermost axis."""
+    """Return the ranks of each pipeline stage. They are consecutive, since ``pp`` is the outermost axis."""
     stages = mesh.get("pp", 1)
     size = num_ranks(mesh) // stages
     return [range(s * size, (s + 1) * size) for s in range(stages)]
 
 
 def stage_links(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[Link, ...]:
-    """What each stage talks to the next one over: the slowest of the links between their ranks, which all send at the
-    same time."""
+    """Return for each pair of consecutive pipeline stages the slowest of the links between their ranks, which all send
+    at the same time. Empty for a single stage.
+    """
     stages = mesh.get("pp", 1)
     grid = map_ranks_to_devices(topology, mesh, devices).reshape(stages, -1)
     return _slowest_links(topology, grid[:-1], grid[1:]) if stages > 1 else ()
@@ -154,13 +169,15 @@ def stage_links(topology: Topology, mesh: Mapping[str, int], devices: Devices = 
 def find_stage_link(
     topology: Topology, mesh: Mapping[str, int], stage: int, other: int, devices: Devices = None
 ) -> Link:
-    """What two stages talk over, as :func:`stage_links` has it."""
+    """Return the slowest of the links between the ranks of two pipeline stages, which all send at the same time."""
     grid = map_ranks_to_devices(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
     return _slowest_links(topology, grid[stage : stage + 1], grid[other : other + 1])[0]
 
 
 def _slowest_links(topology: Topology, here: NDArray[np.int64], there: NDArray[np.int64]) -> tuple[Link, ...]:
-    """For each row the slowest of its pairs, which talk at the same time: of the narrowest, and the longest latency."""
+    """Return for each row one link with the least bandwidth and the longest latency of its pairs of devices, which all
+    send at the same time.
+    """
     bandwidth, latency = links_at_once(topology, here, there)
     narrowest = np.lexsort((-latency, bandwidth), axis=1)[:, 0]
     return tuple(
@@ -172,7 +189,9 @@ def _slowest_links(topology: Topology, here: NDArray[np.int64], there: NDArray[n
 
 
 def stage_capacity(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[int, ...]:
-    """Bytes that a rank of each stage may use: its smallest device's, without what its groups take."""
+    """Return for each pipeline stage the bytes that a rank may use: the usable memory of its smallest device, less what
+    the communication library keeps for the rank's groups.
+    """
     paces, of_device = topology.paces
     grid = map_ranks_to_devices(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
     each = np.array([topology.types[kind].communicator for kind, _ in paces], dtype=np.int64)[of_device]
@@ -181,7 +200,9 @@ def stage_capacity(topology: Topology, mesh: Mapping[str, int], devices: Devices
 
 
 def num_communicators(mesh: Mapping[str, int]) -> int:
-    """Groups that a rank is in: along ``tp``, of the ranks that add up gradients, and between stages."""
+    """Return the number of communication groups of a rank: over ``tp``, over ``dp`` x ``cp``, and over ``pp``, if these
+    have more than one rank.
+    """
     sizes = mesh.get("tp", 1), mesh.get("dp", 1) * mesh.get("cp", 1), mesh.get("pp", 1)
     return sum(size > 1 for size in sizes)
 
@@ -189,7 +210,7 @@ def num_communicators(mesh: Mapping[str, int]) -> int:
 def stage_paces(
     topology: Topology, mesh: Mapping[str, int], devices: Devices = None
 ) -> tuple[tuple[tuple[str, float], ...], ...]:
-    """For each stage the different (kind, speed) of its devices."""
+    """Return for each pipeline stage the distinct (device type, speed factor) pairs of its devices."""
     paces, of_device = topology.paces
     if len(paces) == 1:
         return (tuple(paces),) * mesh.get("pp", 1)
@@ -200,8 +221,10 @@ def stage_paces(
 def replica_paces(
     topology: Topology, mesh: Mapping[str, int], devices: Devices = None
 ) -> tuple[NDArray[np.int64], list[tuple[tuple[str, float], ...]]]:
-    """The different (kind, speed) of the devices of each rank of ``dp`` in each stage: numbers, shape ``[pp, dp]``, and
-    what each stands for."""
+    """Return the sets of (device type, speed factor) pairs of the devices of each ``dp`` rank in each pipeline stage.
+
+    The first result has the number of the set, shape ``[pp, dp]``; the second has the set of each number.
+    """
     paces, of_device = topology.paces
     grid = of_device[map_ranks_to_devices(topology, mesh, devices)].reshape(mesh.get("pp", 1), mesh.get("dp", 1), -1)
     numbers, sets = _find_kind_sets(grid, len(paces))
@@ -211,9 +234,12 @@ def replica_paces(
 def replica_groups(
     topology: Topology, mesh: Mapping[str, int], dp: int, *axes: str, devices: Devices = None, ring: bool = False
 ) -> tuple[NDArray[np.int64], list[Group]]:
-    """The slowest of the groups over ``axes``, ``pp`` not among them, inside each of ``dp`` replicas in each stage:
-    numbers, shape ``[pp, dp]``, and what each stands for; ``ring``: with their hops. The ranks of a replica follow each
-    other in ``mesh``."""
+    """Return the slowest group over ``axes`` (without ``pp``) inside each of ``dp`` replicas in each pipeline stage.
+
+    The first result has the number of the group, shape ``[pp, dp]``; the second has the group of each number. ``ring``:
+    whether to compute the latency and bandwidth of ring neighbours, too. The ranks of a replica are consecutive in
+    ``mesh``.
+    """
     assert "pp" not in axes, axes
     kinds, groups = kinds_of(topology, map_ranks_to_devices(topology, mesh, devices)[rank_grid(mesh, *axes)], ring)
     # groups of one stage follow each other, since pp is the outermost axis
@@ -222,7 +248,9 @@ def replica_groups(
 
 
 def _find_kind_sets(kinds: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], list[list[int]]]:
-    """Which of so many ``kinds`` there are along the last dim: the number of each set, and the sets."""
+    """Return the sets of kinds that occur along the last dim of ``kinds``: an array with the number of the set, and the
+    sets. ``count``: the number of kinds.
+    """
     shape, rows = kinds.shape[:-1], kinds.reshape(-1, kinds.shape[-1])
     if count == 1:
         return np.zeros(shape, dtype=np.int64), [[0]]
@@ -233,7 +261,9 @@ def _find_kind_sets(kinds: NDArray[np.int64], count: int) -> tuple[NDArray[np.in
 
 
 def reference_type(topology: Topology) -> str:
-    """The kind of device that the sharding is chosen for: the commonest, and of those the first by name."""
+    """Return the device type for which the sharding is chosen: the most frequent one, and among equals the first by
+    name.
+    """
     paces, of_device = topology.paces
     counts: Counter[str] = Counter()
     for (kind, _), count in zip(paces, np.bincount(of_device, minlength=len(paces)).tolist(), strict=True):
@@ -242,8 +272,12 @@ def reference_type(topology: Topology) -> str:
 
 
 def is_nested(sizes: Iterable[int], steps: Sequence[int]) -> bool:
-    """Whether all groups over the same axes are alike of a mesh whose ``sizes``, the innermost first, part the ranks of
-    a nesting of these ``steps`` otherwise: where no axis has a part of a level's factor and something else."""
+    """Whether a mesh divides ranks into groups that are all alike, on a placement whose nesting has the steps
+    ``steps``.
+
+    ``sizes``: the axis sizes of the mesh, the innermost first. True if no axis combines a part of a level's factor with
+    something else.
+    """
     for product in accumulate(sizes, mul):
         above = bisect_left(steps, product)
         if above == len(steps) or steps[above] % product or product % steps[max(above - 1, 0)]:
@@ -254,7 +288,9 @@ def is_nested(sizes: Iterable[int], steps: Sequence[int]) -> bool:
 def first_group(
     topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None, ring: bool = False
 ) -> Group:
-    """The group over ``axes`` of the first rank; ``ring``: with its hops."""
+    """Return the group over ``axes`` that contains rank 0. ``ring``: whether to compute the latency and bandwidth of
+    ring neighbours, too.
+    """
     on = map_ranks_to_devices(topology, mesh, devices).reshape(-1)
     if ring:
         rows = select_card_neighbours(topology, on[rank_grid(mesh, *axes)])

@@ -27,7 +27,7 @@ from partitioner.topology.quantities import (
 
 
 class TopologyPart(BaseModel, metaclass=DocumentedModel):
-    """Base model: frozen, and strict about unknown keys."""
+    """Base class of the parts of a topology: a frozen pydantic model that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -36,27 +36,26 @@ PRECISIONS = ("fp8", "fp16", "bf16", "tf32", "fp32", "fp64")
 
 
 class DeviceType(TopologyPart):
-    """Capabilities of a device type. Peaks in FLOP/s by precision (``bf16``), bandwidth in bytes/s, times in seconds.
+    """The capabilities of a type of device. Peaks are in FLOP/s by precision (``bf16``), bandwidth in bytes/s, times in
+    seconds, memory in bytes.
 
-    ``matmul_efficiency``: (smallest of M, N, K; fraction of peak), interpolated over the logarithm.
-    ``unaligned``: factor on it if rows of 16-bit matrices are not multiples of 16 bytes.
-    ``attention_efficiency``: of a fused attention over long sequences. ``attention_lengths``: (keys; fraction of it),
-    interpolated likewise, also below the first; empty: equal at all lengths. ``attention_widths``: (width of a head;
-    fraction), likewise.
-    ``memory_efficiency``: fraction of the memory bandwidth by kind of kernel, ``default`` for the others.
-    ``launch``: of a kernel on the device. ``dispatch``: of an operator on the host that issues it.
-    ``communicator``: bytes that the communication library keeps for each group of ranks that a device is in.
-    ``matches``: the names by which the driver reports the device. ``torch``: torch's device type.
-    ``price``: US dollars per device and hour. ``power_busy``, ``power_idle``: watts of one device; ``None``: not known.
-    ``power_limit``: power cap in watts; below ``power_busy`` it lowers the clock, see :attr:`clock`.
-    ``memory_sizes``: (bytes that a kernel moves; greatest multiple of the memory bandwidth that it reaches),
-    interpolated over the logarithm: data in caches is faster, for kinds of kernels whose efficiency allows it. Empty:
-    no such limits.
-    ``fused_attention``: whether no attention kernel materialises scores; kernels for CPUs do if heads of queries and of
-    values differ in width.
-    ``whole_scatter``: in a reduce-scatter a rank receives every rank's part before it sums them, as over Gloo.
-    ``single_ring``: an all-reduce is one ring through all ranks, as over Gloo, so that only one device of a node at a
-    time sends to the next node; NCCL's rings use all cards.
+    ``reserved``: memory that programs cannot use. ``communicator``: memory that the communication library keeps for
+    each group of ranks that a device is in. ``launch``: seconds to launch a kernel on the device. ``dispatch``: seconds
+    in which the host issues one operator. ``overlap_slowdown``: factor on computation and communication while both run.
+    ``matmul_efficiency``: (smallest of M, N, K; fraction of peak), interpolated over the logarithm. ``unaligned``:
+    factor on it if rows of 16-bit matrices are not multiples of 16 bytes. ``attention_efficiency``: fraction of peak of
+    a fused attention over long sequences. ``attention_lengths``: (number of keys; fraction of that efficiency),
+    interpolated over the logarithm, also below the first; empty: equal at all lengths. ``attention_widths``: (width of
+    a head; fraction of that efficiency), interpolated likewise. ``memory_efficiency``: fraction of the memory bandwidth
+    by kind of kernel; ``default`` for the others. ``memory_sizes``: (bytes that a kernel moves; greatest multiple of
+    the memory bandwidth that it reaches), interpolated over the logarithm, since data in caches are faster. Empty: no
+    such limits. ``fused_attention``: whether no attention kernel materialises scores; kernels for CPUs do if heads of
+    queries and of values differ in width. ``whole_scatter``: in a reduce-scatter a rank receives every rank's part
+    before it sums them, as over Gloo. ``single_ring``: an all-reduce is one ring through all ranks, as over Gloo, so
+    that only one device of a node at a time sends to the next node; NCCL's rings use all cards. ``matches``: the names
+    by which the driver reports the device. ``torch``: PyTorch's device type. ``price``: US dollars per device and hour.
+    ``power_busy``, ``power_idle``: watts of one device; ``None``: not known. ``power_limit``: power cap in watts; below
+    ``power_busy`` it lowers the clock, see :attr:`clock`.
     """
 
     memory: Bytes
@@ -123,8 +122,9 @@ class DeviceType(TopologyPart):
 
     @property
     def clock(self) -> float:
-        """Fraction of the full clock at which a device runs under ``power_limit``: power above idle is proportional to
-        the cube of the clock, since voltage is proportional to frequency."""
+        """The fraction of the full clock at which a device runs under ``power_limit``; 1 without an effective limit.
+        Power above idle is assumed proportional to the cube of the clock, since voltage is proportional to frequency.
+        """
         if self.power_limit is None or self.power_busy is None or self.power_limit >= self.power_busy:
             return 1.0
         idle = self.power_idle or 0.0
@@ -132,13 +132,16 @@ class DeviceType(TopologyPart):
 
     @property
     def has_fp8(self) -> bool:
-        """Whether the device multiplies in fp8: its peaks list it. CPUs compute it slowly, for experiments."""
+        """Whether the device can multiply in fp8. GPUs can if they list an fp8 peak. CPUs always can, slowly, for
+        experiments.
+        """
         return "fp8" in self.peak or self.torch == "cpu"
 
     @property
     def in_tf32(self) -> DeviceType:
-        """This device type with products in float32 at the rate of TF32, if it has that. Fused attention in float32
-        does not use TF32 (torch 2.11 on H200)."""
+        """A copy of this device type in which float32 matrix products run at the TF32 rate, if it has one. The rate of
+        float32 attention stays the same, because fused attention does not use TF32 (torch 2.11 on H200).
+        """
         faster = self.peak_of("tf32") / self.peak_of("fp32")
         return self.model_copy(
             update={
@@ -148,8 +151,9 @@ class DeviceType(TopologyPart):
         )
 
     def peak_of(self, precision: str) -> float:
-        """Peak FLOP/s in ``precision``; a precision that the device does not list is replaced by the nearest one that
-        it does."""
+        """Return the peak FLOP/s in ``precision``. If the device does not list it, return the peak of the most similar
+        precision that it lists.
+        """
         for name in (precision, *_STAND_INS.get(precision, ())):
             if name in self.peak:
                 return self.peak[name]
@@ -211,7 +215,9 @@ class Level(TopologyPart):
         return self.latency if self.step is None else self.step
 
     def shared(self, share: float = 1.0) -> Level:
-        """This level when all devices communicate, over links that have ``share`` of their bandwidth left."""
+        """Return this level as each device sees it while all devices communicate. ``share``: the fraction of the
+        bandwidth of the links that remains.
+        """
         share /= self.oversubscription
         if share == 1.0:
             return self
@@ -223,7 +229,9 @@ class Level(TopologyPart):
 
 
 class PatternLink(TopologyPart):
-    """Links of ``bandwidth`` bytes/s per direction between ``pairs`` of positions in a node, or between ``all``."""
+    """Direct links of ``bandwidth`` bytes/s per direction between ``pairs`` of positions in a node, or between ``all``
+    pairs.
+    """
 
     pairs: Literal["all"] | tuple[tuple[int, int], ...]
     bandwidth: Rate
@@ -238,10 +246,11 @@ class PatternLink(TopologyPart):
 
 
 class Pattern(TopologyPart):
-    """The direct links inside one node, if pairs of devices differ; described once for a kind of node.
+    """The direct links inside one node, for nodes in which pairs of devices have different links. Several node groups
+    can use one pattern.
 
-    A pair that is not listed communicates over the levels. ``latency``, ``step``, ``base``, ``efficiency``: see
-    :class:`Level`. ``starts``: (ranks, seconds) of a measured all-reduce of no bytes.
+    A pair that is not listed communicates over the levels. ``latency``, ``step``, ``base``, ``efficiency``: as in
+    :class:`Level`. ``starts``: (ranks, seconds) of a measured all-reduce of zero bytes.
     """
 
     links: tuple[PatternLink, ...] = Field(min_length=1)
@@ -281,13 +290,14 @@ class Host(TopologyPart):
 
 
 class NodeGroup(TopologyPart):
-    """``count`` nodes of ``devices`` devices of type ``type``. ``names``: of each device; by default ``node<n>/<k>``.
+    """``count`` equal nodes of ``devices`` devices each, all of the device type ``type``. ``names``: a name for each
+    device; default: ``node<n>/<k>``.
 
-    ``island``: the name by which levels refer to these nodes; by default the type. ``pattern``: of the links inside a
-    node. ``nics``: number of network cards of a node, each with the bandwidth of the levels that leave the node; its
-    devices share them evenly. ``None``: one for each device. ``concurrent``: number of devices of a node that can
-    compute at full speed at a time; more devices share that capacity evenly (ranks that compete for a machine's cores).
-    ``None``: all.
+    ``island``: the name by which levels refer to these nodes; default: the type. ``pattern``: the pattern of direct
+    links inside a node. ``nics``: number of network cards of a node, each with the bandwidth of the levels that connect
+    nodes; its devices share them evenly; ``None``: one for each device. ``concurrent``: number of devices of a node
+    that can compute at full speed at the same time; more devices share that capacity evenly, as ranks do that compete
+    for CPU cores; ``None``: all.
     """
 
     type: str
@@ -306,7 +316,7 @@ class NodeGroup(TopologyPart):
 
     @property
     def num_cards(self) -> int:
-        """Number of network cards of a node."""
+        """The number of network cards of a node."""
         return self.nics or self.devices
 
     @model_validator(mode="after")
@@ -318,8 +328,9 @@ class NodeGroup(TopologyPart):
 
 
 class DeviceOverride(TopologyPart):
-    """Differences of one device from its type. ``speed``: factor on compute rate and memory bandwidth. ``memory``:
-    bytes."""
+    """What differs between one device and its node group. ``speed``: factor on compute rate and memory bandwidth.
+    ``memory``: bytes.
+    """
 
     type: str | None = None
     memory: Bytes | None = None
@@ -327,10 +338,10 @@ class DeviceOverride(TopologyPart):
 
 
 class NodeOverride(TopologyPart):
-    """Differences of one node. ``network``: the remaining fraction of its bandwidth to other nodes.
+    """What differs between one node and its group. ``network``: the remaining fraction of its bandwidth to other nodes.
 
     ``dead_nics``: the number of failed network cards (counted from the last), or their indices from 0; their devices
-    share the nearest working card. ``memory`` and ``speed``: of each of its devices.
+    share the nearest working card. ``memory`` and ``speed``: for each of its devices, as in :class:`DeviceOverride`.
     """
 
     network: Factor = Field(default=1.0, le=1)
@@ -347,17 +358,19 @@ class NodeOverride(TopologyPart):
         return dead
 
     def dead(self, nics: int) -> frozenset[int]:
-        """The indices of the failed cards among ``nics`` cards."""
+        """Return the indices of the failed cards of a node with ``nics`` cards."""
         if isinstance(self.dead_nics, int):
             return frozenset(range(nics - self.dead_nics, nics))
         return frozenset(self.dead_nics)
 
 
 class LinkOverride(TopologyPart):
-    """A link between two devices, by name, which replaces the link of the levels; in both directions.
+    """A direct link between two devices, named in ``between``, which replaces the link of the levels in both
+    directions.
 
-    ``latency``: seconds for one message. ``efficiency``: the fraction of the bandwidth that large collectives reach.
-    ``None``: the value of the replaced link, if there is one; else no latency, and the full bandwidth.
+    ``bandwidth``: bytes/s. ``latency``: seconds for one message. ``efficiency``: the fraction of the bandwidth that
+    large collectives reach. ``None``: the value of the replaced link, if there is one; otherwise no latency and the
+    full bandwidth.
     """
 
     between: tuple[str, str]
@@ -367,8 +380,9 @@ class LinkOverride(TopologyPart):
 
 
 class Link(TopologyPart):
-    """The link between two devices: bytes/s and seconds. ``level``: its index from the inside out, -1 for a direct
-    link."""
+    """The link between two devices. ``bandwidth``: bytes/s. ``latency``: seconds. ``level``: index of its level, from
+    the innermost; -1 for a direct link.
+    """
 
     name: str
     bandwidth: float
@@ -376,25 +390,28 @@ class Link(TopologyPart):
     level: int
 
     def time(self, num_bytes: float) -> float:
-        """Seconds for one message of ``num_bytes``."""
+        """Return the seconds of one message of ``num_bytes``."""
         return self.latency + num_bytes / self.bandwidth
 
 
 class Hop(NamedTuple):
-    """A hop in which all ranks of a ring send at the same time: latency in seconds and bytes/s of the slowest
-    message."""
+    """A step of a ring in which all ranks send at the same time. ``latency`` (s) and ``bandwidth`` (bytes/s) are those
+    of the slowest message.
+    """
 
     latency: float
     bandwidth: float
 
     def time(self, num_bytes: float) -> float:
-        """Seconds until all messages of ``num_bytes`` have arrived."""
+        """Return the seconds until all messages of ``num_bytes`` have arrived; 0 for 0 bytes."""
         return self.latency + num_bytes / self.bandwidth if num_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device of a topology. ``memory``, ``reserved``: bytes. ``speed``: relative to its type."""
+    """One device of a topology. ``memory``, ``reserved``: bytes. ``speed``: factor relative to its type. ``kind``: name
+    of its type. ``node``: number of its node.
+    """
 
     index: int
     name: str
@@ -406,5 +423,5 @@ class Device:
 
     @property
     def usable(self) -> int:
-        """Usable bytes of the device."""
+        """The bytes of the device that programs can use."""
         return self.memory - self.reserved

@@ -1,4 +1,4 @@
-"""Each rank's share of its node's host: memory, disk, and bandwidth to them."""
+"""Compute each rank's share of its node's host: memory, disk, and the bandwidth to them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ _UNKNOWN_MEMORY_BANDWIDTH = 100e9  # default: one socket with four channels of D
 
 @dataclass(frozen=True)
 class HostShare:
-    """A rank's share of its host. ``bandwidth``: bytes/s each way between the device and host memory. ``memory``:
-    bytes. ``update_bandwidth``: bytes/s at which an optimizer step on the host reads and writes. ``disk_bandwidth``:
-    the rank's share of its node's disks in bytes/s; infinite without a disk, since nothing is moved there."""
+    """One rank's share of its host.
+
+    ``bandwidth``: bytes/s per direction between the device and host memory. ``latency``: seconds. ``memory``: bytes.
+    ``update_bandwidth``: bytes/s at which an optimizer step on the host reads and writes. ``disk_bandwidth``: the
+    rank's share of its node's disks in bytes/s; infinite without a disk, since nothing is moved there.
+    """
 
     bandwidth: float = math.inf
     latency: float = 0.0
@@ -29,7 +32,7 @@ class HostShare:
     disk_bandwidth: float = math.inf
 
     def time(self, num_bytes: float) -> float:
-        """Seconds of moving ``num_bytes``."""
+        """Return the seconds of a copy of ``num_bytes`` between device and host; 0 for 0 bytes."""
         return self.latency + num_bytes / self.bandwidth if num_bytes else 0.0
 
 
@@ -37,8 +40,9 @@ BOUNDLESS = HostShare()  # a host without limits
 
 
 def host_shares(topology: Topology) -> tuple[HostShare | None, ...]:
-    """The host share of every device, shape ``[num_devices]``; ``None`` if the host is not described. Equal shares are
-    one object."""
+    """Return the host share of every device, in the order of devices; ``None`` for devices whose host is not described.
+    Equal shares are one object.
+    """
     on_node = Counter(device.node for device in topology.devices)
     by_node: dict[int, HostShare | None] = {}
     different: dict[HostShare, HostShare] = {}
@@ -56,19 +60,19 @@ def host_shares(topology: Topology) -> tuple[HostShare | None, ...]:
 
 
 def can_offload(topology: Topology) -> bool:
-    """Whether every device has a host whose memory is separate from its own."""
+    """Whether every device has a host whose memory is separate from the device's own."""
     hosts = [topology.host(node) for node in {device.node for device in topology.devices}]
     return all(host is not None and not host.shared for host in hosts)
 
 
 def has_disks(topology: Topology) -> bool:
-    """Whether every device has a disk on its node."""
+    """Whether the node of every device has a disk."""
     hosts = [topology.host(node) for node in {device.node for device in topology.devices}]
     return all(host is not None and host.disk > 0 for host in hosts)
 
 
 def least_share(shares: Sequence[HostShare | None]) -> HostShare | None:
-    """The least share among several ranks, field by field; ``None`` if one of them is ``None``."""
+    """Return the least of several host shares, field by field; ``None`` if one of them is ``None``."""
     known = [share for share in shares if share is not None]
     if len(known) < len(shares):
         return None

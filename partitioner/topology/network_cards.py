@@ -1,7 +1,7 @@
-"""The network cards of nodes: which device talks over which, and what each device gets of a card's bandwidth.
+"""The network cards of nodes: which device uses which card, and how much of a card's bandwidth each device gets.
 
-The bandwidth of a level that leaves a node is that of one card. A node has ``nics`` cards (one for each device, unless
-it says otherwise), in the order of its devices: with fewer cards than devices, neighbours share one; with more, each
+The bandwidth of a level that connects nodes is that of one card. A node has ``nics`` cards (by default one for each
+device), in the order of its devices. With fewer cards than devices, neighbouring devices share one. With more, each
 device has several.
 """
 
@@ -23,11 +23,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class NetworkCards:
-    """The network cards that every device uses, all arrays of shape ``[num_devices]``; bandwidths in cards.
+    """The network cards that every device uses. All arrays have the shape ``[num_devices]``. Bandwidths are in units of
+    one card.
 
-    ``port``: the number of the card that it uses (of several, one number for all of them). ``alone``: what it gets
-    while no other device uses its port, ``share``: while all those do that have the port. ``left``: the fraction of
-    ``share`` that is left of what it would be in a node of the same kind that is whole.
+    ``port``: the number of the card that a device uses, or one number for all of its cards. ``alone``: its bandwidth
+    while no other device uses its port. ``share``: its bandwidth while all devices with that port communicate.
+    ``left``: ``share`` as a fraction of what it would be without failures.
     """
 
     port: Ints
@@ -37,23 +38,25 @@ class NetworkCards:
 
     @cached_property
     def users(self) -> Ints:
-        """How many devices have the port of each device."""
+        """The number of devices that use the port of each device, shape ``[num_devices]``."""
         return np.asarray(np.bincount(self.port)[self.port], dtype=np.int64)
 
     @cached_property
     def are_shared(self) -> bool:
-        """Whether several devices have the same port, somewhere."""
+        """Whether any port is used by several devices."""
         return bool((self.users > 1).any())
 
     def among(self, devices: Ints, talking: Ints) -> Floats:
-        """What each of ``devices`` gets if so many devices use its port at the same time; shapes are broadcast."""
+        """Return the bandwidth, in cards, that each of ``devices`` gets if ``talking`` devices use its port at the same
+        time. The shapes are broadcast.
+        """
         alone = self.alone[devices]
         whole = np.maximum(alone, self.share[devices] * self.users[devices])
         return np.minimum(alone, whole / talking)
 
 
 def network_cards(nodes: tuple[NodeGroup, ...], overrides: Mapping[int, NodeOverride]) -> NetworkCards:
-    """The cards of all nodes, some of which have lost cards or bandwidth (``overrides``, by number)."""
+    """Return the network cards of all nodes. ``overrides``: by node number, failed cards and lost bandwidth."""
     ports, alone, shares, left = [], [], [], []
     node = first = 0
     for group in nodes:
@@ -79,9 +82,10 @@ def network_cards(nodes: tuple[NodeGroup, ...], overrides: Mapping[int, NodeOver
 
 
 def card_shares(devices: int, cards: int, dead: frozenset[int]) -> Floats:
-    """The fraction that each device is left with of what it has with all ``cards``: who lost them goes to the nearest.
+    """Return the fraction of its bandwidth that each device of a node retains if the cards ``dead`` fail. A device
+    whose cards all failed uses the nearest working port.
 
-    Devices share cards, or have several each, in order of their place. Adds up to the living cards' share of all.
+    Devices share cards, or have several each, in order of their index in the node.
     """
     used, strength = _assign_live_ports(devices, cards, dead)
     home = np.arange(devices) * len(strength) // devices
@@ -90,7 +94,7 @@ def card_shares(devices: int, cards: int, dead: frozenset[int]) -> Floats:
 
 
 def _assign_live_ports(devices: int, cards: int, dead: frozenset[int]) -> tuple[Ints, Floats]:
-    """The port that each device uses, and the fraction of its cards that each port is left with."""
+    """Return the port that each device of a node uses, and for each port the fraction of its cards that work."""
     ports = min(devices, cards)
     alive = np.array([card not in dead for card in range(cards)], dtype=float)
     strength = np.array([cards_of.mean() for cards_of in np.split(alive, np.arange(1, ports) * cards // ports)])

@@ -1,9 +1,9 @@
-"""Links between pairs of devices: the communication group of a set of devices, and the hops of a ring.
+"""Compute the communication group of a set of devices, and the latency and bandwidth of ring neighbours in it.
 
-``group_of`` builds a group from levels, from the inside out, and from direct links of single pairs.
+``group_of`` builds a group from levels of links, from the innermost, and from direct links of single pairs.
 
-In a hop of a ring, every rank sends a message to the rank a fixed number of places further, all at the same time. A hop
-lasts as long as its slowest pair. Pairs inside a node use their own links. Pairs on different nodes use one network
+In a hop of a ring, every rank sends a message to the rank a fixed number of positions further, all at the same time. A
+hop lasts as long as its slowest pair. Pairs inside a node use their own links. Pairs on different nodes use one network
 card each, which they share with the other pairs of all groups that use it in the same hop.
 """
 
@@ -37,7 +37,9 @@ _MOST_KEPT = 1 << 16  # groups with links of their own
 
 
 def group_of(topology: Topology, devices: Ints) -> Group:
-    """The group of ``devices``: by level or, if that is faster, over direct links of single pairs."""
+    """Return the communication group of ``devices``. Its links are the levels or, if that is faster, direct links of
+    single pairs.
+    """
     if not topology.own_links:
         return _level_group(topology, devices)
     key = np.sort(devices).tobytes()
@@ -65,7 +67,7 @@ def _linked_group(topology: Topology, devices: Ints) -> Group:
 
 
 def _past_singles(group: Group, singles: Mapping[Pair, PairLink]) -> Group:
-    """``group`` by level, whose rings use as few of the ``singles`` as possible, and the fastest of them."""
+    """Return ``group``, built from levels, for a ring that avoids slow direct links ``singles`` as far as possible."""
     size, every = group.size, singles.values()
     group = replace(group, pair_cap=min(own.reached for own in every), pair_lag=max(own.more for own in every))
     if size > _RINGS_FOUND:
@@ -80,8 +82,9 @@ def _past_singles(group: Group, singles: Mapping[Pair, PairLink]) -> Group:
 
 
 def _over_singles(plain: Group, singles: Mapping[Pair, PairLink]) -> Group:
-    """The group over the ``singles`` alone, which join all devices; with the efficiency of the links in ``plain`` that
-    they replace."""
+    """Return the group that communicates over the direct links ``singles`` alone, which connect all of its devices.
+    Links without an efficiency of their own take that of the levels in ``plain`` which they replace.
+    """
     size, every = plain.size, list(singles.values())
     step, latency = min(own.step for own in every), max(own.link.latency for own in every)
     if len(plain.tiers) == 1 and all(own.as_level for own in every):
@@ -103,7 +106,9 @@ def _over_singles(plain: Group, singles: Mapping[Pair, PairLink]) -> Group:
 
 
 def spread_of(ids: Ints) -> tuple[Ints, Ints, Ints]:
-    """For each row of group numbers: the number of distinct groups, the fewest and the most members of one."""
+    """Return three numbers for each row of group numbers: how many distinct groups there are, and the sizes of the
+    smallest and the largest one.
+    """
     ordered = np.sort(ids, axis=1)
     place = np.arange(ids.shape[1])
     starts = np.ones(ids.shape, dtype=bool)
@@ -116,7 +121,7 @@ def spread_of(ids: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _level_group(topology: Topology, devices: Ints) -> Group:
-    """The group of ``devices``, level by level from the inside out."""
+    """Return the group of ``devices`` over the levels of links, without direct links of single pairs."""
     size = len(devices)
     tiers: list[Tier] = []
     ring = math.inf
@@ -146,7 +151,9 @@ def _level_group(topology: Topology, devices: Ints) -> Group:
 
 
 def _storey_level(topology: Topology, storey: Storey, ranks: Ints) -> Level:
-    """The slowest of the levels of ``storey`` that join some of ``ranks``."""
+    """Return the slowest of the levels at one depth of links (``storey``) that connect some of the devices
+    ``ranks``.
+    """
     if not storey.levels:
         (inside,) = inside_levels(topology, ranks[None])
         assert inside is not None
@@ -158,10 +165,11 @@ def _storey_level(topology: Topology, storey: Storey, ranks: Ints) -> Level:
 
 
 def ring_hops(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(seconds of latency, bytes/s) of hops in each of the groups ``rows`` of devices, in the order of the ring.
+    """Return the latency (s) and the bandwidth (bytes/s) of the hops of a ring in each group, both of shape ``[groups,
+    size // 2]``, for messages to the rank 1, 2, ... positions further.
 
-    ``rows``: shape ``[groups, size]``, all groups that hop at the same time; the results ``[groups, size // 2]``, for
-    hops of 1, 2, ... places. As many places back take as long, which is why there are no more.
+    ``rows``: the device indices of groups that communicate at the same time, in ring order, shape ``[groups, size]``.
+    Messages to the rank as many positions back take equally long, so larger distances are not needed.
     """
     latencies, bandwidths = [], []
     for places in range(1, rows.shape[1] // 2 + 1):
@@ -172,12 +180,16 @@ def ring_hops(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.f
 
 
 def hops_of(latencies: NDArray[np.float64], bandwidths: NDArray[np.float64]) -> tuple[Hop, ...]:
-    """The hops of one group, of its row of :func:`ring_hops`."""
+    """Return the hops of one group from its rows of latencies (s) and bandwidths (bytes/s) in the results of
+    :func:`ring_hops`.
+    """
     return tuple(map(Hop, latencies.tolist(), bandwidths.tolist()))
 
 
 def select_card_neighbours(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The first of ``rows`` and those that may share a network card with it: of nodes that it is in."""
+    """Return the first of ``rows`` and those rows that may share a network card with it, which are those with a device
+    on one of its nodes.
+    """
     if not topology.cards.are_shared:
         return rows[:1]
     mine = np.unique(topology.node_of[rows[0]])

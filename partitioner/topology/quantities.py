@@ -1,4 +1,4 @@
-"""Numbers with units, as people write them in a cluster file: ``80 GB``, ``50 GB/s``, ``5 us``, ``989 TFLOP/s``."""
+"""Parse numbers with units in topology files, such as ``80 GB``, ``50 GB/s``, ``5 us`` and ``989 TFLOP/s``."""
 
 from __future__ import annotations
 
@@ -39,9 +39,11 @@ _MOST_BYTES = 1 << 60  # sums over all devices stay within 64 bits
 
 
 def parse_quantity(value: Any, kind: str | None = None) -> Any:
-    """``value`` in the base unit (bytes, seconds, FLOP/s, watts, ...) if it is text with one; else as it is.
+    """Return a text like ``80 GB`` as a number in the base unit (bytes, bytes/s, s, FLOP/s, W, USD/h). Other values are
+    returned unchanged, except booleans.
 
-    ``kind``: what it must measure, as the table has it.
+    ``kind``: the dimension that is required, such as ``"bytes"``; ``None`` allows any. Raise ``ValueError`` for
+    booleans, text that is not a number, unknown units and units of another dimension.
     """
     like = "'80 GB', '50 GB/s', '5 us'" if kind is None else _DIMENSIONS[kind][1]
     if isinstance(value, bool):  # which Python takes for 0 or 1
@@ -64,7 +66,9 @@ def parse_quantity(value: Any, kind: str | None = None) -> Any:
 
 
 def parse_ratio(value: Any) -> Any:
-    """``value`` as a number, where it is text like ``4:1``."""
+    """Return text like ``4:1`` as its quotient, and other values as :func:`parse_quantity` does. Raise ``ValueError``
+    for a division by zero.
+    """
     match = _RATIO.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         return parse_quantity(value, "a number")
@@ -75,7 +79,7 @@ def parse_ratio(value: Any) -> Any:
 
 
 def reject_boolean(value: Any) -> Any:
-    """``value``, where it may be a number of things: truth values are not."""
+    """Return ``value``, or raise ``ValueError`` if it is a boolean, which Python would accept as an integer."""
     if isinstance(value, bool):
         raise ValueError(f"{str(value).lower()} is not a number; expected a whole number, like 2")
     return value
@@ -93,7 +97,9 @@ def _make_quantity_validator(kind: str) -> BeforeValidator:
 
 
 def _require_rising_rows(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
-    """``table``, where it can be interpolated over its first column."""
+    """Return ``table``, or raise ``ValueError`` if its first column does not increase strictly, as interpolation
+    needs.
+    """
     for (before, *_), (after, *_) in pairwise(table):
         if after <= before:
             raise ValueError(f"{after:g} after {before:g}; expected rows in order of their first number, each once")
@@ -101,7 +107,9 @@ def _require_rising_rows(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[fl
 
 
 def _make_range_validator(least: float, most: float, unit: str, like: str) -> AfterValidator:
-    """Refuses what nothing has: a slip of the pen, or of a unit."""
+    """Return a validator that refuses numbers outside the range of real hardware, which are typing errors or wrong
+    units.
+    """
 
     def check(value: float) -> float:
         if not least <= value <= most:

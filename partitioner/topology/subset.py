@@ -1,4 +1,4 @@
-"""A cluster without some of its devices."""
+"""Remove devices from a topology."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ Marks = NDArray[np.bool_]
 
 
 def remove_devices(topology: Topology, names: Collection[str]) -> Topology:
-    """``topology`` as if the devices ``names`` were not there (``node3``: all of node 3); others keep names and links.
+    """Return ``topology`` without the devices ``names``; ``node3`` stands for all devices of node 3. The remaining
+    devices keep their names and links.
 
-    Raises :class:`TopologyError` for names that no device has, where no device is left, and where what is left cannot
-    be written down: levels join aligned runs, which a gap would move, and network cards are told apart by place.
+    Raise :class:`TopologyError` for unknown names, if no device is left, or if the rest cannot be described. A level
+    connects runs of consecutive devices, which a gap would shift, and network cards belong to positions in a node.
     """
     kept = np.ones(topology.num_devices, dtype=bool)
     for name in names:
@@ -64,7 +65,7 @@ def remove_devices(topology: Topology, names: Collection[str]) -> Topology:
 
 
 def _find_named_devices(topology: Topology, name: str) -> Ints:
-    """The device of a name, or all devices of a node."""
+    """Return the indices of the device ``name``, or of all devices of a node named like ``node3``."""
     if name in topology.index:
         return np.array([topology.index[name]])
     node = re.fullmatch(r"node ?(\d+)", name)
@@ -77,7 +78,9 @@ def _find_named_devices(topology: Topology, name: str) -> Ints:
 
 
 def _find_node_runs(topology: Topology, kept: Marks) -> Iterator[tuple[NodeGroup, Places, tuple[str, ...]]]:
-    """Consecutive nodes of a group of which the same places are left: the group, these, and the devices' names."""
+    """Yield runs of consecutive equal nodes of which the same devices are kept: the node group, the kept positions in a
+    node, and the names of all kept devices.
+    """
     start = 0
     for group in topology.nodes:
         nodes = kept[start : start + group.count * group.devices].reshape(group.count, group.devices)
@@ -92,7 +95,9 @@ def _find_node_runs(topology: Topology, kept: Marks) -> Iterator[tuple[NodeGroup
 
 
 def _count_remaining_cards(group: NodeGroup, places: Places) -> int | None:
-    """The network cards of what is left of a node: those that its devices use."""
+    """Return the number of network cards that the devices at the indices ``places`` of a node use; ``None`` for one
+    card per device.
+    """
     if group.nics is None:
         return None
     if group.nics < group.devices:
@@ -101,7 +106,9 @@ def _count_remaining_cards(group: NodeGroup, places: Places) -> int | None:
 
 
 def _restrict_pattern(pattern: Pattern, places: Places) -> Pattern:
-    """The links of a pattern that are among ``places``."""
+    """Return the direct links inside a node between the devices at the indices ``places``, which are renumbered from
+    0.
+    """
     at = {place: number for number, place in enumerate(places)}
     links = []
     for link in pattern.links:
@@ -115,7 +122,9 @@ def _restrict_pattern(pattern: Pattern, places: Places) -> Pattern:
 
 
 def _require_same_links(topology: Topology, smaller: Topology, numbers: Sequence[int], kept: Ints) -> None:
-    """Raise :class:`TopologyError` where what is left is joined otherwise than before; ``numbers``: of its levels."""
+    """Raise :class:`TopologyError` if the kept devices would be connected differently than before. ``numbers``: the
+    indices of the levels that remain.
+    """
     before = [topology.groups[number] for number in numbers]
     for level, old, new in zip(smaller.levels, before, smaller.groups, strict=True):
         pairs = len({*zip(old[kept].tolist(), new.tolist(), strict=True)})
@@ -132,7 +141,7 @@ def _require_same_links(topology: Topology, smaller: Topology, numbers: Sequence
 
 
 def _format_devices(topology: Topology, gone: Marks) -> str:
-    """Devices in words: whole nodes by number, and a few devices by name."""
+    """Return a text that names the removed devices: whole nodes by number, and others by name."""
     whole, single = [], []
     for node in np.unique(topology.node_of[gone]).tolist():
         of_node = np.flatnonzero(topology.node_of == node)

@@ -167,8 +167,9 @@ class Topology(TopologyPart):
 
     @cached_property
     def concurrent(self) -> dict[int, float]:
-        """Map a node number to the number of its devices that can compute at full speed at the same time. Nodes without
-        such a limit have no entry."""
+        """The number of devices that can compute at full speed at the same time, by number of the node. Nodes without
+        such a limit have no entry.
+        """
         found = [g.concurrent for g in self.nodes for _ in range(g.count)]
         return {n: limit for n, limit in enumerate(found) if limit is not None}
 
@@ -191,14 +192,16 @@ class Topology(TopologyPart):
 
     @cached_property
     def storeys(self) -> tuple[Storey, ...]:
-        """The storeys, from the innermost to the outermost. A storey is the set of levels at the same depth, with the
-        devices that they connect."""
+        """The links by depth, from the innermost to the outermost. A storey is all levels of links at one depth, with
+        the devices that they connect.
+        """
         return build_storeys(self)
 
     @cached_property
     def pattern_kinds(self) -> tuple[tuple[str, Floats], ...]:
-        """The patterns in use as (name, matrix). The matrix has the bandwidth in bytes/s between devices of one node,
-        shape ``[devices, devices]``, and 0 for pairs without a direct link."""
+        """The patterns of direct links in use, as (name, matrix). The matrix has the bandwidth in bytes/s between the
+        devices of one node, shape ``[devices, devices]``, and 0 for pairs without a direct link.
+        """
         kinds = dict.fromkeys((g.pattern, g.devices) for g in self.nodes if g.pattern is not None)
         return tuple((name, pattern_matrix(self.patterns[name], devices)) for name, devices in kinds)
 
@@ -215,8 +218,9 @@ class Topology(TopologyPart):
         return {}
 
     def inside_level(self, kind: int, members: int) -> Level:
-        """Return the direct links among some devices of a node as one level, from a cache. ``kind``: index into
-        :attr:`pattern_kinds`. ``members``: bit mask of the devices' indices within the node."""
+        """Return the direct links among some devices of a node as one level of links, from a cache. ``kind``: index
+        into :attr:`pattern_kinds`. ``members``: bit mask of the devices' indices within the node.
+        """
         if (kind, members) not in self._inner_level_cache:
             self._inner_level_cache[kind, members] = inside_level(self, kind, members)
         return self._inner_level_cache[kind, members]
@@ -378,7 +382,7 @@ class Topology(TopologyPart):
 
     @cached_property
     def roads(self) -> nx.Graph[str]:
-        """The result of :meth:`graph`, computed once."""
+        """The graph of devices and links that :meth:`graph` returns, computed once."""
         return self.graph()
 
     def graph(self) -> nx.Graph[str]:
@@ -429,8 +433,9 @@ class Topology(TopologyPart):
 
     @classmethod
     def detect(cls) -> Topology:
-        """Return the CUDA devices of this machine, times the launcher's number of nodes; without CUDA, this machine's
-        CPU."""
+        """Return a topology of this machine's CUDA devices, repeated for each node that the launcher (torchrun)
+        started; without CUDA, of this machine's CPU.
+        """
         from partitioner.topology.detect import detect_topology
 
         return detect_topology()

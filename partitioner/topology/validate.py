@@ -1,6 +1,6 @@
-"""Checks of the parts of a topology against each other, and their error messages.
+"""Check the parts of a topology against each other, and format error messages.
 
-A message says what is wrong and where, which value came, and what to do.
+A message states what is wrong, where it is in the file, the value that was given, and a correction.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ def format_validation_error(
     what: str,
     line_of: Callable[[Sequence[int | str]], int | None] | None = None,
 ) -> str:
-    """The first of ``error``'s complaints about a ``model`` as one sentence; ``line_of`` maps a path of keys to a line
-    of a file."""
+    """Return the most specific error of a pydantic validation as one sentence.
+
+    ``model``: the class that was validated. ``what``: the name of the object. ``line_of``: maps a path of keys to a
+    line of a file.
+    """
     every = error.errors()
     # what is inside tells more than that nothing is left of the whole, what was given more than what was not
     first = min(every, key=lambda each: (_has_inside(each["loc"], every), each["type"] == "missing"))
@@ -70,12 +73,12 @@ def format_validation_error(
 
 
 def _has_inside(place: Sequence[int | str], every: Iterable[ErrorDetails]) -> bool:
-    """Whether one of ``every`` complaint is about what is inside of ``place``."""
+    """Whether one of the pydantic errors ``every`` is about a value inside the one at the path of keys ``place``."""
     return any(len(each["loc"]) > len(place) > 0 and each["loc"][: len(place)] == place for each in every)
 
 
 def format_suggestion(name: str, known: Sequence[str]) -> str:
-    """``did you mean ..?``, where some of ``known`` is like ``name``; else nothing."""
+    """Return ``"did you mean ...? "`` with the names in ``known`` that resemble ``name``; ``""`` if there are none."""
     name = name.lower()
     near = [each for each in known if name and name in each] or get_close_matches(name, known, n=3)
     return f"did you mean {' or '.join(near)}? " if near else ""
@@ -90,7 +93,9 @@ def _unknown_key(key: str, known: Sequence[str]) -> str:
 
 
 def _list_allowed_keys(model: Any, place: Sequence[int | str]) -> list[str]:
-    """The keys that what stands at ``place`` of a ``model`` may have; none where it is no mapping of known keys."""
+    """Return the keys that are allowed at the path of keys ``place`` inside ``model``, a class; empty if there is no
+    mapping with known keys.
+    """
     for key in place:
         known = model.model_fields if _is_model(model) else {}
         if known and key not in known:
@@ -110,7 +115,7 @@ MOST_DEVICES = 1 << 20  # what each has of its own fills some gigabytes
 
 
 class MisplacedError(ValueError):
-    """A complaint about what stands under the keys ``path``."""
+    """An error in the value under the keys ``path`` of a topology file."""
 
     def __init__(self, message: str, *path: int | str) -> None:
         super().__init__(message)
@@ -118,14 +123,16 @@ class MisplacedError(ValueError):
 
 
 def require_type(name: str, value: object, kind: Any) -> None:
-    """Raise :class:`TopologyError` unless ``value``, the argument ``name``, is of ``kind``."""
+    """Raise :class:`TopologyError` unless ``value``, the argument called ``name``, is an instance of ``kind``."""
     if not isinstance(value, kind) or isinstance(value, bool):
         wanted = " or ".join(k.__name__ for k in getattr(kind, "__args__", (kind,)))
         raise TopologyError(f"{name} must be {wanted}; got {value!r}")
 
 
 def check_parts(topology: Topology) -> None:
-    """Raises :class:`MisplacedError` for names that are not described or given twice, and for what cannot be."""
+    """Raise :class:`MisplacedError` for names that are not described or given twice, and for values that are impossible
+    together.
+    """
     if topology.num_devices > MOST_DEVICES:  # before each is named
         raise MisplacedError(
             f"{topology.num_devices:,} devices; expected at most {MOST_DEVICES:,}: lower count or devices", "nodes"
@@ -227,7 +234,9 @@ def _check_pattern(topology: Topology, group: NodeGroup, number: int) -> None:
 
 
 def _check_pairs(name: str, pattern: Pattern) -> None:
-    """Raise where a pair is listed twice; ``all`` stands before what differs."""
+    """Raise :class:`MisplacedError` if a pattern lists a pair of devices twice. ``all`` must precede the pairs that
+    differ.
+    """
     listed: set[frozenset[int]] = set()
     for k, link in enumerate(pattern.links):
         if link.pairs == "all":
@@ -272,7 +281,7 @@ def _check_node(topology: Topology, node: int, override: NodeOverride) -> None:
 
 
 def _check_memory(topology: Topology) -> None:
-    """What the overrides leave of a device's memory."""
+    """Raise :class:`MisplacedError` if an override leaves a device no memory beyond the reserved bytes."""
     kinds = [g.type for g in topology.nodes for _ in range(g.count)]
     given: list[tuple[str, int | None, tuple[int | str, ...]]] = [
         (kinds[n], o.memory, ("node_overrides", n, "memory")) for n, o in topology.node_overrides.items()

@@ -1,4 +1,4 @@
-"""The bare pairwise problem: one choice per node, at the least sum of node costs and edge costs.
+"""Solve the pairwise assignment problem: one choice per node, at the least sum of node costs and edge costs.
 
 ::
 
@@ -6,11 +6,12 @@
     subject to  sum_i usage_ri[x_i] <= limit_r     for every row r
 
 An infinite cost forbids a choice or a pair of choices. After an exact presolve (``presolve.py``) each connected
-component is solved by dynamic programming if it is narrow (``dynamic_programming.py``), and otherwise as a
-mixed-integer program over the tight local polytope: binaries ``s[i,p]``, one of them per node, and for each edge
+component is solved by dynamic programming if its graph is narrow (``dynamic_programming.py``). Otherwise it becomes a
+mixed-integer program over the tight local polytope: binaries ``s[i,p]``, one of them 1 per node, and for each edge
 continuous ``e[p,q] >= 0`` whose marginals *equal* the nodes' binaries, ``sum_q e[p,q] = s_i[p]`` and ``sum_p e[p,q] =
-s_j[q]``. HiGHS solves it through OR-Tools MathOpt. Who settles for less gets what a dual ascent finds
-(``dual_bound.py``), made better (``improve.py``), where HiGHS finds nothing in its time.
+s_j[q]``. HiGHS solves it through OR-Tools MathOpt. If the caller accepts a solution without proof of optimality
+(``settle``) and HiGHS finds none in time, the result of a dual ascent (``dual_bound.py``) is improved (``improve.py``)
+and returned with the bound of the ascent.
 """
 
 from __future__ import annotations
@@ -49,12 +50,14 @@ _IMPROVED_S = 10.0  # in which an assignment is made better
 
 
 class AssignmentTimeLimitError(PartitionError):
-    """The solver found no assignment at all within its time."""
+    """The solver found no assignment within its time limit."""
 
 
 @dataclass(frozen=True)
 class ResourceConstraint:
-    """A resource: each choice of each node of ``usage`` takes some of it, and all together at most ``limit``."""
+    """A limit on a resource. ``usage``: for each node that uses it, by index, the amount that each of its choices
+    takes. The amounts of the chosen choices must not add up to more than ``limit``.
+    """
 
     usage: dict[int, Vector]
     limit: float
@@ -62,9 +65,12 @@ class ResourceConstraint:
 
 @dataclass(frozen=True)
 class AssignmentProblem:
-    """``costs[i][p]``; ``edges`` of (i, j, table indexed [p, q]), of which a pair may have several; ``rows``.
+    """A pairwise assignment problem: choose one of the given choices for each node at the least total cost.
 
-    ``memory`` limits what is live together; a large problem gives it so, and not as rows of hundreds of members.
+    ``costs[i][p]``: the cost of choice p of node i. ``edges``: (i, j, table), where ``table[p, q]`` is the cost of
+    choosing p for node i and q for node j; a pair may have several edges. ``rows``: resource limits. ``memory``: a
+    limit on the memory of nodes that are live (in memory) at the same time, which is more compact than one row per
+    time.
     """
 
     costs: Sequence[Vector]
@@ -79,7 +85,9 @@ class AssignmentProblem:
                 raise ValueError(f"edge ({i}, {j}) needs a table of shape {expected}, got {table.shape}")
 
     def objective(self, choice: Sequence[int]) -> float:
-        """The cost of an assignment, infinite where it does what is forbidden or exceeds a limit."""
+        """Return the cost of an assignment, which has the index of a choice for each node; infinite if it contains a
+        forbidden choice or pair, or exceeds a limit.
+        """
         if any(sum(u[choice[i]] for i, u in row.usage.items()) > row.limit for row in self.rows):
             return float("inf")
         if self.memory is not None and self.memory.peak(choice) > self.memory.limit:
@@ -90,7 +98,10 @@ class AssignmentProblem:
 
 @dataclass(frozen=True)
 class Assignment:
-    """``choice[i]`` per node. No assignment costs less than ``bound``; ``gap`` is relative to ``objective``."""
+    """A solution of an assignment problem. ``choice[i]``: index of the choice of node i. ``objective``: its cost.
+    ``bound``: no assignment costs less. ``seconds``: time of the solution. ``gap``: ``objective - bound`` relative to
+    ``objective``.
+    """
 
     choice: list[int]
     objective: float
@@ -104,12 +115,13 @@ class Assignment:
 
 
 def live_rows(intervals: Sequence[tuple[int, int]], usages: Sequence[Vector], limit: float) -> list[ResourceConstraint]:
-    """The rows of a memory limit: one for each maximal set of nodes that are live together and might exceed it.
+    """Return a memory limit as resource constraints: one for each maximal set of nodes that are live (in memory) at the
+    same time and could exceed ``limit``.
 
     Args:
-        intervals: half-open, one per node; an empty one uses nothing.
-        usages: what each choice of each node takes while the node is live.
-        limit: of what the live nodes may take together.
+        intervals: for each node the half-open interval in which it is live; an empty one uses nothing.
+        usages: for each node the memory of each choice while the node is live.
+        limit: the memory that the live nodes may use together.
     """
     events = sorted(
         event
@@ -135,14 +147,15 @@ def live_rows(intervals: Sequence[tuple[int, int]], usages: Sequence[Vector], li
 def solve_assignment(
     problem: AssignmentProblem, *, time_limit_s: float = 60.0, relative_gap: float = 1e-6, settle: bool = False
 ) -> Assignment:
-    """Solves ``problem`` to within ``relative_gap``, or as well as ``time_limit_s`` allows.
+    """Return the cheapest assignment of ``problem`` to within ``relative_gap``, or the best one found in
+    ``time_limit_s``.
 
-    ``settle``: where HiGHS finds nothing in time, or would not in minutes, and no resource is short, take what a dual
-    ascent finds and dynamic programming makes better, with the ascent's bound.
+    ``settle``: if HiGHS finds nothing in time, or the program is too large for it, and no resource limit binds, return
+    a good assignment from a dual ascent and local improvement, with the lower bound of the ascent.
 
     Raises:
-        InfeasibleError: no assignment is allowed.
-        TimeLimitError: none was found in time.
+        InfeasibleAssignmentError: no assignment is allowed.
+        AssignmentTimeLimitError: none was found in time.
     """
     start = time.perf_counter()
     rows = list(problem.rows)
@@ -187,7 +200,9 @@ def solve_assignment(
 
 
 def _order_narrow_component(reduction: ReducedProblem, nodes: Sequence[int], most_work: int) -> list[int] | None:
-    """The order in which dynamic programming solves a component without resources, if it is narrow enough."""
+    """Return an order of the nodes in which dynamic programming can solve a connected component. ``None`` if its tables
+    would have more than ``most_work`` entries, or if the component has resource limits.
+    """
     if any(reduction.usage[i] for i in nodes):
         return None
     sizes = {i: len(reduction.costs[i]) for i in nodes}
@@ -195,8 +210,12 @@ def _order_narrow_component(reduction: ReducedProblem, nodes: Sequence[int], mos
 
 
 def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dict[int, int], float]:
-    """Leave wide components without resources only the choices that an optimal assignment may have. Good choices for
-    their nodes, of all that the problem has, and what no assignment costs less than."""
+    """Remove choices that no optimal assignment has from connected components that are too large for dynamic
+    programming.
+
+    Return a good choice for each node of these components, as original indices, and a lower bound on the cost of every
+    assignment of the whole problem.
+    """
     near, bound = dict[int, int](), reduction.constant
     for nodes in _find_components(reduction):
         costs, tables = _extract_component_costs(reduction, nodes)
@@ -215,7 +234,9 @@ def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dic
 def _find_known_choices(
     reduction: ReducedProblem, nodes: Sequence[int], near: Mapping[int, int]
 ) -> dict[int, int] | None:
-    """The choices of ``near`` among those that are left, if all of them are."""
+    """Return the choices ``near`` (original indices) as indices into the choices that the presolve left, for ``nodes``.
+    ``None`` if any of them was removed.
+    """
     places = {i: np.flatnonzero(reduction.alive[i] == near.get(i, -1)).tolist() for i in nodes}
     return {i: found[0] for i, found in places.items()} if all(places.values()) else None
 
@@ -223,13 +244,13 @@ def _find_known_choices(
 def _extract_component_costs(
     reduction: ReducedProblem, nodes: Sequence[int]
 ) -> tuple[dict[int, Vector], dict[tuple[int, int], Table]]:
-    """The costs and the tables of some nodes."""
+    """Return the cost vector of each of ``nodes``, and the cost table of each edge (i, j) between them, with i < j."""
     tables = {(i, j): t for i in nodes for j, t in reduction.tables[i].items() if i < j}
     return {i: reduction.costs[i] for i in nodes}, tables
 
 
 def _find_components(reduction: ReducedProblem) -> list[list[int]]:
-    """The nodes left, in groups that neither an edge nor a row connects."""
+    """Return the nodes that the presolve left, in groups that no edge and no resource limit connects."""
     seen, groups = set[int](), []
     for root in reduction.nodes:
         if root in seen:
@@ -247,7 +268,7 @@ def _find_components(reduction: ReducedProblem) -> list[list[int]]:
 
 
 class _MixedIntegerProgram:
-    """The mixed-integer program of one component, as a MathOpt proto that is filled from arrays."""
+    """The mixed-integer program of one connected component, kept as arrays and converted to a MathOpt proto."""
 
     def __init__(self, reduction: ReducedProblem, nodes: Sequence[int]) -> None:
         sizes = [len(reduction.costs[i]) for i in nodes]
@@ -298,7 +319,9 @@ class _MixedIntegerProgram:
         self.scale = _LARGEST_COEFFICIENT / largest if largest > 0 else 1.0
 
     def solve(self, time_limit_s: float, relative_gap: float, choice: dict[int, int]) -> float:
-        """Adds each node's choice to ``choice`` and returns the bound on this component's cost."""
+        """Solve the program, write the choice of each node into ``choice``, and return the lower bound on the
+        component's cost.
+        """
         parameters = mathopt.SolveParameters(
             time_limit=timedelta(seconds=time_limit_s), relative_gap_tolerance=relative_gap
         )

@@ -1,9 +1,9 @@
 """Eliminate choices that no optimal assignment contains, by a lower bound and a known assignment close to it.
 
 A sequential dual ascent (TRW-S: Kolmogorov, "Convergent Tree-reweighted Message Passing", 2006, on monotonic chains)
-moves costs between nodes and tables, which changes no assignment's cost. The sum of all minima is then a lower bound.
-The excess of a choice over its node's minimum bounds the cost of choosing it: if the excess is larger than the gap
-between the lower bound and the known assignment, the choice is removed.
+moves costs between nodes and tables. This does not change the cost of any assignment. The sum of all minima is then a
+lower bound. If a choice exceeds the minimum of its node by more than the gap between the lower bound and the known
+assignment, the choice is removed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ _SLACK = 1e-9  # of the cost: rounding
 
 
 class Reparametrization:
-    """The costs ``unary`` of nodes and ``tables`` of pairs, moved so that their minima add up to much."""
+    """The node costs ``unary`` and the edge cost tables ``tables`` of a pairwise assignment problem.
+
+    Costs are moved between them to increase the sum of their minima, which is a lower bound. The total cost of each
+    assignment stays unchanged.
+    """
 
     def __init__(self, costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> None:
         self.unary = {i: cost.copy() for i, cost in costs.items()}
@@ -44,8 +48,10 @@ class Reparametrization:
         return sum_of_minima(self.unary, self.tables)
 
     def sweep(self, forward: bool) -> None:
-        """Pass costs through all nodes in order (or in reverse). Each node collects the minima of its tables and
-        distributes its excess cost to the tables of later nodes. No assignment's cost changes."""
+        """Move costs between nodes and edge tables, through all nodes in order or in reverse. Each node collects the
+        minima of its tables and distributes its excess cost to the tables of later nodes. The cost of each assignment
+        stays unchanged.
+        """
         for node in self.unary if forward else reversed(self.unary):
             unary = self._gather_messages(node)
             ahead = [(pair, dim) for pair, dim, later in self.near[node] if later == forward]
@@ -67,7 +73,9 @@ class Reparametrization:
         return unary
 
     def assignment(self) -> dict[int, int]:
-        """Return a good assignment: choose greedily node by node, then improve single nodes while the cost falls."""
+        """Return a good assignment: the index of a choice for each node. Each node in order takes the cheapest choice;
+        then single nodes are improved while the cost falls, in at most ten rounds.
+        """
         choice: dict[int, int] = {}
         for node in self.unary:
             choice[node] = int(self._compute_conditional_costs(node, choice).argmin())
@@ -92,7 +100,9 @@ class Reparametrization:
         return total + sum(float(table[choice[i], choice[j]]) for (i, j), table in self.tables.items())
 
     def allowed(self, room: float) -> dict[int, Mask]:
-        """The choices of each node that cost at most ``room`` more than the bound."""
+        """Return for each node a mask of the choices that an assignment may contain if its cost exceeds the lower bound
+        by at most ``room``.
+        """
         masks = {}
         for node, unary in self.unary.items():
             extra = unary - unary.min()
@@ -110,8 +120,12 @@ def sum_of_minima(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], 
 
 @dataclass(frozen=True)
 class RemainingChoices:
-    """``masks``: for each node the choices that an optimal assignment may have; every optimal one, but where one is
-    found. ``choice``: a good assignment, if one was found; ``bound``: what none costs less than."""
+    """The result of a dual ascent.
+
+    ``masks``: for each node the choices that an optimal assignment may contain; only one choice per node if an optimal
+    assignment was found. ``choice``: a good assignment; ``None`` if none was found. ``bound``: a lower bound on the
+    cost of every assignment.
+    """
 
     masks: dict[int, Mask]
     choice: dict[int, int] | None
@@ -119,8 +133,9 @@ class RemainingChoices:
 
 
 def find_remaining_choices(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> RemainingChoices:
-    """Run a dual ascent. Return the choices that an optimal assignment may contain, a good assignment if one was found,
-    and a lower bound."""
+    """Run a dual ascent on a pairwise assignment problem. Return the choices of each node that an optimal assignment
+    may contain, a good assignment if one was found, and a lower bound on the cost.
+    """
     dual = Reparametrization(costs, tables)
     best, least, bound = None, np.inf, -np.inf
     for sweep in range(_SWEEPS):
@@ -146,7 +161,7 @@ def find_remaining_choices(costs: Mapping[int, Vector], tables: Mapping[tuple[in
 
 
 def _replace_infinite_by_zero(values: Vector) -> Vector:
-    """0 for what is infinite."""
+    """Return ``values`` with every infinite entry replaced by 0."""
     return np.where(values < np.inf, values, 0.0)
 
 

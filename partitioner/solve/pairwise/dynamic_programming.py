@@ -1,8 +1,8 @@
-"""Exact dynamic programming: minimise a pairwise problem one node after the other.
+"""Exact dynamic programming: solve a pairwise assignment problem by eliminating one node after the other.
 
-Minimising over a node leaves one table over its neighbours. Where the graph is narrow, as a model's blocks are once
-followers and values are merged, these tables stay small and the optimum is found in milliseconds; where it is not,
-:func:`elimination_order` says so before any work is done.
+Minimising over a node leaves one table over its neighbours. If the graph is narrow, these tables stay small and the
+optimum is found in milliseconds. The graphs of model blocks are narrow after the presolve. :func:`elimination_order`
+decides before any work is done whether the tables would be too large.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ _Score = Callable[[int, Mapping[int, int], Mapping[int, set[int]]], float]
 def elimination_order(
     sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], most_work: int = MOST_WORK
 ) -> list[int] | None:
-    """An order in which the nodes can be eliminated with tables of ``most_work`` entries together, none larger than
-    :data:`LARGEST_TABLE`, or ``None``.
+    """Return an order in which dynamic programming can eliminate the nodes, or ``None`` if the order found needs too
+    large tables.
 
-    ``sizes`` are numbers of choices. Greedy, by two scores of which one is better now and now the other.
+    The tables together have at most ``most_work`` entries, and each has at most :data:`LARGEST_TABLE`. ``sizes``:
+    number of choices of each node. ``neighbours``: nodes with which it shares a cost table. The order is greedy; the
+    better result of two scores is used.
     """
     orders = [_order_nodes_greedily(sizes, neighbours, score, most_work) for score in (_table_left, _entries_filled)]
     allowed = [order for order in orders if order is not None]
@@ -50,8 +52,9 @@ def _entries_filled(node: int, sizes: Mapping[int, int], near: Mapping[int, set[
 def _order_nodes_greedily(
     sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], score: _Score, most_work: int
 ) -> tuple[int, list[int]] | None:
-    """The entries of all tables, and the order that takes the node of the least ``score`` next; ``None`` where they are
-    too many."""
+    """Return the number of entries of all tables and the order that eliminates the node of the least ``score`` next.
+    ``None`` if the tables have too many entries.
+    """
     near = {node: set(others) for node, others in neighbours.items()}
     scores = {node: score(node, sizes, near) for node in near}
     order, work = list[int](), 0
@@ -77,8 +80,9 @@ _Term = tuple[tuple[int, ...], NDArray[np.float64]]  # the other nodes in order,
 def eliminate_nodes(
     costs: Mapping[int, Vector], tables: Iterable[tuple[int, int, Table]], order: Sequence[int]
 ) -> tuple[dict[int, int], float]:
-    """Return an optimal choice for every node of ``order``, and its total cost. Raises
-    :class:`InfeasibleAssignmentError` if no assignment is allowed."""
+    """Return the index of an optimal choice for every node of ``order``, and the total cost. Raise
+    :class:`InfeasibleAssignmentError` if every assignment is forbidden.
+    """
     place = {node: i for i, node in enumerate(order)}
     waiting: dict[int, list[_Term]] = {node: [] for node in order}
     for i, j, table in tables:
@@ -109,7 +113,7 @@ def eliminate_nodes(
 
 
 def _sum_cost_tables(cost: Vector, terms: Sequence[_Term], scope: Sequence[int]) -> NDArray[np.float64]:
-    """The sum of a node's cost and of ``terms``, with the dims (node, *scope)."""
+    """Return the sum of a node's costs and of ``terms`` as one array with the dims (node, *scope)."""
     joined = cost.reshape(-1, *[1] * len(scope))
     for others, table in sorted(terms, key=lambda term: term[1].size):
         if len(others) < len(scope):

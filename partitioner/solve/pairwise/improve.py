@@ -1,9 +1,9 @@
 """Improve a known assignment of a problem that is too wide for dynamic programming.
 
-Where a table over a node's neighbours would be too large, one of the neighbours keeps its present choice, which removes
-it from the graph. The best choices of all other nodes, given the fixed ones, are then found at once, and cost no more
-than the known assignment (conditioning: Dechter, "Enhancement schemes for constraint processing", 1990). In the next
-round other nodes keep their choices.
+If a table over a node's neighbours would be too large, one of the neighbours keeps its present choice, which removes it
+from the graph. Dynamic programming then finds the best choices of all other nodes, given the fixed ones. They cost no
+more than the known assignment (conditioning: Dechter, "Enhancement schemes for constraint processing", 1990). In the
+next round other nodes keep their choices.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _GAIN = 1e-9  # of the cost
 def improve_assignment(
     costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table], choice: Mapping[int, int], until: float
 ) -> dict[int, int]:
-    """Return an assignment that costs no more than the allowed assignment ``choice``. The search stops after the round
-    in which ``time.perf_counter`` passes ``until``."""
+    """Return an assignment (a choice for each node) that costs no more than the given one, ``choice``. The search ends
+    after three rounds without gain, or after the round in which ``time.perf_counter()`` passes ``until``.
+    """
     near: dict[int, set[int]] = {node: set() for node in costs}
     for i, j in tables:
         near[i].add(j)
@@ -55,8 +56,9 @@ def improve_assignment(
 def _choose_elimination_order(
     sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], kept: Counter[int]
 ) -> list[int]:
-    """The nodes in an order in which they can be eliminated, without those that are to keep their choices, which are
-    others than those that have often been ``kept``."""
+    """Return the nodes to optimise, in an order of elimination with small tables. The nodes that are left out keep
+    their choices; nodes that have rarely kept them so far (``kept``) are preferred.
+    """
     near = {node: set(others) for node, others in neighbours.items()}
     scores = {node: _count_table_entries(node, sizes, near) for node in near}
     order = []

@@ -1,7 +1,8 @@
-"""Memory limits over time: the nodes that are live at any time use at most a limit together.
+"""Memory limits over time: nodes of a pairwise problem that are live at the same time use at most a limit together.
 
-Only maximal live sets matter, which are those after which a node dies: they are the *rows*. Their members are never
-listed, because a model of 30,000 operators would have millions. A profile over the rows is a sum of differences.
+Only maximal sets of live nodes matter, which are those just before a node stops being live. They are called *rows*. The
+members of a row are never listed, because a model of 30,000 operators would have millions. The memory of each row is
+computed as a cumulative sum of differences.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from partitioner.solve.pairwise.presolve import Choices, Vector
 
 @dataclass(frozen=True)
 class MemoryConstraint:
-    """A limit on the total memory of the nodes that are live at the same time. ``usages[i]``: bytes of each choice of
-    node i during the half-open interval ``intervals[i]``."""
+    """A limit on the total memory of the nodes that are live (in memory) at the same time. ``usages[i]``: bytes of each
+    choice of node i during the half-open interval ``intervals[i]``.
+    """
 
     intervals: Sequence[tuple[int, int]]
     usages: Sequence[Vector]
     limit: float
 
     def peak(self, choice: Sequence[int]) -> float:
-        """Return the largest total memory at any time under the assignment ``choice``."""
+        """Return the largest total memory at any time if node i takes choice ``choice[i]``."""
         change: dict[int, float] = {}
         for (start, end), usage, p in zip(self.intervals, self.usages, choice, strict=True):
             if start < end:
@@ -37,7 +39,12 @@ class MemoryConstraint:
 
 @dataclass(frozen=True)
 class Stretch:
-    """What one root takes: ``usage[p, s]`` in segment s, which are rows ``breaks[s]`` up to ``breaks[s + 1]``."""
+    """The memory of one node over the rows (maximal sets of nodes that are in memory together), constant within
+    segments.
+
+    ``usage[p, s]``: the memory of choice p in segment s, which consists of the rows ``breaks[s]`` up to, but without,
+    ``breaks[s + 1]``.
+    """
 
     breaks: NDArray[np.intp]
     usage: NDArray[np.float64]
@@ -47,20 +54,23 @@ class Stretch:
         return np.diff(self.breaks)
 
     def worst(self, profile: Vector) -> Vector:
-        """The maximum of ``profile`` in each segment."""
+        """Return the maximum of ``profile``, a number per row, in each segment."""
         first, last = int(self.breaks[0]), int(self.breaks[-1])
         worst: Vector = np.maximum.reduceat(profile[first:last], self.breaks[:-1] - first)
         return worst
 
     def at(self, rows: NDArray[np.intp]) -> NDArray[np.float64]:
-        """``usage[p, row]`` at each of ``rows``."""
+        """Return the memory of each choice of the node (first dim) in each of ``rows`` (second dim)."""
         segment = np.searchsorted(self.breaks, rows, side="right") - 1
         inside = (segment >= 0) & (segment < self.usage.shape[1])
         return np.where(inside, self.usage[:, np.clip(segment, 0, self.usage.shape[1] - 1)], 0.0)
 
 
 class Usage:
-    """The stretches of many roots in flat arrays; ``starts[r]`` is where the choices of root r begin."""
+    """The memory of many nodes over the rows (maximal sets of nodes that are in memory together), in flat arrays.
+
+    Choices of all nodes are numbered consecutively; ``starts[r]`` is the number of the first choice of node r.
+    """
 
     def __init__(
         self, stretches: Mapping[int, Stretch], starts: Mapping[int, int], num_choices: int, num_rows: int
@@ -78,13 +88,17 @@ class Usage:
         self.amount = np.concatenate(amount)
 
     def priced(self, prices: Vector) -> Vector:
-        """Return for each choice the cost of its memory, given a price for each row (maximal live set)."""
+        """Return for each choice of each node the cost of its memory, if a unit of memory costs ``prices[row]`` in each
+        row (set of nodes that are in memory together).
+        """
         total = np.concatenate([[0.0], np.cumsum(prices)])
         weights = self.amount * (total[self.end] - total[self.begin])
         return np.bincount(self.choice, weights, minlength=self.num_choices).astype(np.float64)
 
     def profile(self, chosen: NDArray[np.intp]) -> Vector:
-        """The memory per row of an assignment, given as places in the array of all choices."""
+        """Return the total memory in each row (set of nodes that are in memory together) of an assignment. ``chosen``:
+        the chosen choices, as indices into the consecutive numbering of all choices.
+        """
         taken = np.zeros(self.num_choices, bool)
         taken[chosen] = True
         entry = taken[self.choice].nonzero()[0]
@@ -93,12 +107,16 @@ class Usage:
         return np.cumsum(change)[:-1].astype(np.float64)
 
     def at(self, row: int) -> Vector:
-        """What each choice takes in ``row``."""
+        """Return the memory that each choice of each node uses in ``row``, one set of nodes that are in memory
+        together.
+        """
         live = ((self.begin <= row) & (row < self.end)).nonzero()[0]
         return np.bincount(self.choice[live], self.amount[live], minlength=self.num_choices).astype(np.float64)
 
     def total(self) -> Vector:
-        """What each choice takes, summed over the rows."""
+        """Return the memory of each choice of each node, summed over the rows (sets of nodes that are in memory
+        together).
+        """
         weights = self.amount * (self.end - self.begin)
         return np.bincount(self.choice, weights, minlength=self.num_choices).astype(np.float64)
 
@@ -106,9 +124,11 @@ class Usage:
 def build_memory_stretches(
     memory: MemoryConstraint, roots: Sequence[int], maps: Sequence[Choices]
 ) -> tuple[dict[int, Stretch], Vector, Vector]:
-    """Per root what its followers take; the limit left in every row by what is taken whatever is chosen; and that.
+    """Return the memory of each root node by row, the limit that is left in each row, and the memory that is used in
+    each row under every assignment. A row is a maximal set of nodes that are in memory together.
 
-    ``maps[i]`` is the choice of node i for each choice of ``roots[i]``.
+    A root is a node whose choice decides the choices of others. ``roots[i]``: the root of node i. ``maps[i]``: the
+    choice of node i for each choice of ``roots[i]``. The memory of a root includes that of all nodes it decides.
     """
     live = [i for i, (start, end) in enumerate(memory.intervals) if start < end and np.any(memory.usages[i])]
     events = sorted(e for i in live for e in ((memory.intervals[i][0], 1), (memory.intervals[i][1], 0)))

@@ -1,17 +1,17 @@
-"""Make a pairwise problem smaller without losing its optimum.
+"""Reduce a pairwise assignment problem without losing its optimum.
 
-Every step keeps at least one optimal assignment, and the steps that were taken can be undone on an answer to what is
-left. In the order in which they are tried on a node:
+Every step keeps at least one optimal assignment. The steps can be undone on a solution of what is left. In the order in
+which they are tried on a node:
 
-=============  =======================================================================================================
-step           what it does
-=============  =======================================================================================================
-normalise      moves row and column minima of a table into its nodes; drops tables of zeros and impossible choices
-forced         a node with one choice is added to its neighbours and to the limits
-eliminate      a node with at most two neighbours (and no resource) is minimised out, into a table of these two
-follow         a node whose choice is decided by one neighbour's choice is merged into that neighbour
-dominate       a choice is dropped where another is never worse, whatever the neighbours do (Goldstein's criterion)
-=============  =======================================================================================================
+============= =======================================================================================================
+step what it does =============
+======================================================================================================= normalise moves
+row and column minima of a table into its nodes; drops tables of zeros and impossible choices forced a node with one
+choice is added to the costs of its neighbours and subtracted from the limits eliminate a node with at most two
+neighbours (and no resource) is minimised out, into a table of these two follow a node whose choice is decided by one
+neighbour's choice is merged into that neighbour dominate a choice is dropped if another is never worse, whatever the
+neighbours choose (Goldstein's criterion) =============
+=======================================================================================================
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ _ALWAYS_FILL = 256  # a new table this small is worth losing a node
 
 
 class InfeasibleAssignmentError(PartitionError):
-    """No assignment satisfies the constraints. ``nodes`` are the indices of nodes that lost their last choice."""
+    """No assignment (one choice for each node) satisfies the constraints. ``nodes``: the indices of nodes that have no
+    choice left.
+    """
 
     def __init__(self, message: str, nodes: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -48,7 +50,9 @@ class InfeasibleAssignmentError(PartitionError):
 
 @dataclass(frozen=True)
 class _Function:
-    """``node`` takes ``choice[neighbour labels...]``: how an eliminated node follows from the others."""
+    """A reduction step that can be undone: the choice of an eliminated ``node`` as a function of its neighbours'
+    choices.
+    """
 
     node: int
     neighbours: tuple[int, ...]
@@ -57,10 +61,11 @@ class _Function:
 
 
 class ReducedProblem:
-    """A pairwise problem that is being reduced; ``solve`` only what :attr:`nodes` still lists.
+    """A pairwise assignment problem while it is being reduced. Only the nodes in :attr:`nodes` remain to be solved.
 
-    ``costs[i]`` has one entry per remaining choice of node i, ``tables[i][j]`` is indexed (choice of i, choice of j)
-    and ``usage[i][r]`` is what each choice of i takes of row r, of which ``limits[r]`` is left.
+    ``costs[i]`` has one entry per remaining choice of node i. ``tables[i][j]`` is indexed (choice of i, choice of j).
+    ``usage[i][r]`` is the amount that each choice of i takes of resource r. ``limits[r]`` is the amount of r that is
+    left.
     """
 
     def __init__(
@@ -94,14 +99,15 @@ class ReducedProblem:
 
     @property
     def nodes(self) -> list[int]:
-        """The nodes that are still to be decided."""
+        """The indices of the nodes that are not yet decided."""
         return [i for i, done in enumerate(self._done) if not done]
 
     def run(self, *, dominance: bool = True) -> None:
-        """Reduces until no step applies. Raises :class:`InfeasibleAssignmentError` where a node is left without a
-        choice.
+        """Apply reduction steps until none applies. Raise :class:`InfeasibleAssignmentError` if a node has no choice
+        left.
 
-        Without ``dominance``, the dearest step, until no other applies; a later call goes on from there.
+        ``dominance``: whether to include the removal of dominated choices, the most expensive step. A later call with
+        ``dominance`` continues from the present state.
         """
         for node in self.nodes:
             self._drop_choices(node, np.isfinite(self.costs[node]))
@@ -127,11 +133,13 @@ class ReducedProblem:
                     self._drop_dominated_choices(node)
 
     def keep(self, node: int, choices: NDArray[np.bool_]) -> None:
-        """Leave ``node`` only some of its choices."""
+        """Remove from ``node`` the choices for which the mask ``choices`` is false."""
         self._drop_choices(node, choices)
 
     def restore(self, choice: dict[int, int]) -> list[int]:
-        """Every node's original choice, given an index into ``costs[i]`` for each node i that is left."""
+        """Return the choice of every node in the original problem. ``choice``: for each node i that was left to solve,
+        an index into ``costs[i]``.
+        """
         full = {node: int(self.alive[node][index]) for node, index in choice.items()}
         for step in reversed(self._undo):
             where = tuple(
@@ -275,7 +283,7 @@ class ReducedProblem:
         self._enqueue_node(second)
 
     def _drop_choices(self, node: int, keep: NDArray[np.bool_]) -> bool:
-        """Leaves ``node`` only the choices of ``keep``; whether any went."""
+        """Remove from ``node`` the choices for which the mask ``keep`` is false. Return whether any was removed."""
         if keep.all():
             return False
         if not keep.any():
@@ -295,7 +303,10 @@ class ReducedProblem:
         return True
 
     def _check_row(self, row: int) -> None:
-        """Takes what a row's members use in any case out of it, and the whole row where it cannot bind."""
+        """Simplify a resource limit: subtract what each node uses under all of its choices, remove choices that exceed
+        the limit alone, and remove the limit if it cannot be exceeded. Raise :class:`InfeasibleAssignmentError` if it
+        always is.
+        """
         for node in list(self.members[row]):
             usage = self.usage[node][row]
             least = float(usage.min())
@@ -335,7 +346,9 @@ class ReducedProblem:
 
 
 def _compare_allowed_choices(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """``[p, q]``: whether row ``p`` allows what row ``q`` does not; without BLAS, whose threads wait for each other."""
+    """Return a matrix ``[p, q]``: whether row ``p`` of ``possible`` is true somewhere where row ``q`` is false. BLAS is
+    not used, because its threads wait for each other.
+    """
     packed = np.packbits(possible, axis=1)
     narrower: NDArray[np.bool_]
     if len(packed) * packed.size <= _ALWAYS_COMPARED:
@@ -348,7 +361,9 @@ def _compare_allowed_choices(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def _subtract_tables(values: Table, least: Table) -> Table:
-    """``values - least`` (both may be infinite), with what is left of rounding set to zero."""
+    """Return ``values - least``, where both may contain infinities. Differences that are only rounding errors become
+    0.
+    """
     rest = values - np.where(np.isfinite(least), least, 0.0)
     rest[np.abs(rest) <= 1e-14 * np.abs(np.where(np.isfinite(values), values, 0.0))] = 0.0
     return rest

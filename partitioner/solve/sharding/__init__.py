@@ -1,1 +1,1 @@
-"""Chooses layouts of values and states and strategies of operators, one mesh axis at a time."""
+"""Choose the layouts of values and states and the strategies of operators, for one mesh axis at a time."""

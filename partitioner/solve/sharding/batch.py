@@ -1,9 +1,9 @@
-"""Find the batch dim of every value: sharding on the axis ``data``, which counts microbatches times data-parallel
-ranks.
+"""Find the batch dim of every value of a model, by sharding the model on the pseudo-axis ``data``.
 
-The solver is the one of every other axis, with other costs: undivided work is expensive, reductions and exchanges over
-samples cost more the more often they happen, and nothing else counts. A mean loss ends as a partial sum; the number of
-targets is a total over the batch, known before the pipeline starts.
+The axis ``data`` has one rank per microbatch and data-parallel rank. The solver is the one for other mesh axes, with
+other costs: work that is not divided is expensive, and reductions and exchanges over samples cost more the more often
+they occur. Nothing else has a cost. A mean loss becomes a partial sum. The number of targets is a total over the batch
+that is computed before the pipeline starts.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ _WHOLE = 0.1  # an input with a batch dim that every rank reads whole: worth a f
 
 
 def batch_size(model: FoldedModel, global_batch: int | None) -> int:
-    """The global batch size: ``global_batch`` if given, else the first dim of the first input that has one. Raises
-    :class:`InputsError` if there is none, or if it is 0."""
+    """Return the global batch size: ``global_batch`` if given, else the size of dim 0 of the first model input that has
+    a dim.
+
+    Raise :class:`InputsError` if no input has a dim, or if that size is 0.
+    """
     if global_batch is not None:
         return global_batch
     sizes = [(i.spec.shape[0], i.path) for i in model.inputs if i.spec.shape]
@@ -49,10 +52,13 @@ def batch_size(model: FoldedModel, global_batch: int | None) -> int:
 
 
 def shard_batch(model: FoldedModel, batch: int, allowed: Allowed | None = None) -> ShardingSolution:
-    """The layouts that split ``batch`` samples; they hold for any number of parts that divides ``batch``.
+    """Return the sharding that splits the ``batch`` samples of ``model``: for each value the dim of its samples, if
+    any.
 
-    ``allowed``: the strategies that an operator may have. Raises
-    :class:`partitioner.solve.sharding.choices.ShardingError` if the samples cannot be told apart at all.
+    The layouts hold for any number of parts that divides ``batch``. ``allowed(operator, strategy)``: whether an
+    operator may be run in this way; ``None`` allows all. Raise
+    :class:`partitioner.solve.sharding.choices.ShardingError` if no sharding exists, because the model does not compute
+    samples separately.
     """
     outputs = {
         o.value: [REPLICATED, PARTIAL, *map(make_shard_layout, range(len(model.values[o.value].shape)))]
@@ -72,8 +78,12 @@ def shard_batch(model: FoldedModel, batch: int, allowed: Allowed | None = None) 
 
 
 def of_groups(model: FoldedModel, group: GroupModel, count: int) -> tuple[FoldedModel, ShardingSolution]:
-    """``model``, folded from one ``group``, with the inputs of ``count`` groups, and the split of a batch into groups:
-    nothing is split within a group, and every gradient is a partial sum."""
+    """Return a model for ``count`` groups of samples, and the sharding that splits the batch into these groups.
+
+    ``model`` is the folded graph of one ``group``. The returned model has the same graph and the inputs of all
+    ``count`` groups. The sharding splits nothing inside a group; the gradient of every trained parameter is a partial
+    sum over groups.
+    """
     layouts = {i.value: _dim_layout(group.inputs[i.path]) for i in model.inputs}
     layouts |= {o.value: group.outputs[o.path] for o in model.outputs if o.value is not None}
     layouts |= {model.loss: PARTIAL} if model.loss is not None else {}
@@ -96,7 +106,9 @@ def _input_layouts(model_input: ModelInput, batch: int) -> list[Layout]:
 
 
 def _without_samples(model: FoldedModel, batch: int) -> frozenset[fx.Node]:
-    """The operators that no sample reaches in any call: they depend on weights, constants and random indices alone."""
+    """Return the operators that depend on no input with a batch dim, wherever their block is used in the model. They
+    depend on weights, constants and random indices alone.
+    """
     reached = {i.value for i in model.inputs if batch in i.spec.shape}
     found: set[fx.Node] = set()
     for run in model.calls:
@@ -113,8 +125,11 @@ def _without_samples(model: FoldedModel, batch: int) -> frozenset[fx.Node]:
 
 
 def _into_buffers(model: FoldedModel) -> frozenset[fx.Node]:
-    """The operators whose results only go into buffers. Dividing their work is not worth exchanges of samples other
-    than sums, which can be accumulated over microbatches (``passes/shard/buffer_sums.py``)."""
+    """Return the operators whose results are used only to update buffers of the model.
+
+    Their work need not be divided at the price of exchanges between samples. Sums are an exception, because they can be
+    accumulated over microbatches (``passes/shard/buffer_sums.py``).
+    """
     taken, found = set(model.updates.values()), set[fx.Node]()
     for name, block in model.blocks.items():
         calls = [c for c in model.calls if c.block == name]
@@ -134,7 +149,9 @@ def _work(model: FoldedModel, alone: frozenset[fx.Node]) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def node_work(node: fx.Node) -> float:
-    """Approximate work of a node: matrix-multiply FLOPs plus elements of the results; 0 for a view."""
+    """Return the approximate work of an operator: its matrix-multiply FLOPs plus the number of elements of its results.
+    0 for a view.
+    """
     if is_view(node):
         return 0.0
     return float(matmul_flops(node) + sum(r.numel() for r in results_of(node)))
@@ -142,11 +159,12 @@ def node_work(node: fx.Node) -> float:
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """Costs on the axis ``data``. ``total``: the work on samples. ``samples``: the specs of inputs with a batch dim.
+    """The costs of a sharding on the axis ``data``, in units without a dimension.
 
-    ``alone``: the operators whose work does not count, mainly those that no sample reaches. ``moved``: the cost of
-    moving samples, or of giving each rank a part of a weight, relative to one sum over samples. If it were small,
-    channels would be divided instead of samples.
+    ``total``: the work of all operators that count, for scaling. ``samples``: the shapes and dtypes of inputs with a
+    batch dim. ``alone``: operators whose work costs nothing, mainly those that depend on no sample. ``moved``: the cost
+    of an exchange of samples between ranks, or of giving each rank a part of a weight, relative to one sum over
+    samples. If it were small, the solver would divide channels instead of samples.
     """
 
     total: float
@@ -181,8 +199,10 @@ class BatchCosts:
         return 0.0
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
-        """A tie-break that prefers the first of two possible batch dims, and the cost of an input with a batch dim read
-        whole."""
+        """Return the cost of ``layout`` for a tensor that blocks pass on to each other. A shard costs slightly more on
+        a later dim, so that the first of two possible batch dims is chosen. An input with a batch dim costs more if it
+        is not sharded.
+        """
         if layout.is_shard:
             return _SLICE * layout.dim
         return _WHOLE if spec in self.samples else 0.0

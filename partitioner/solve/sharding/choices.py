@@ -1,12 +1,12 @@
-"""Layouts and strategies that a sharding may choose from.
+"""List the layouts and strategies that the sharding solver may choose from.
 
-``value_options`` and ``state_options`` give the layouts of values between calls and of states. ``candidates`` gives the
-strategies of each operator: its own, and the ones that sections of its neighbours require. Most layouts shard a whole
-dim or nothing, but some operators shard a dim only in sections (the pieces of a fused projection, an inner factor of a
-reshape). The sections of an operator are offered to its neighbours, which offer them to their own, until nothing new
-comes up.
+``value_options`` and ``state_options`` list the layouts of values between calls and of states (parameters and buffers).
+``list_operator_strategies`` lists the strategies of each operator. Most layouts shard a whole dim or nothing. Some
+operators shard a dim only in sections, which are parts that are each sharded separately (the pieces of a fused
+projection, an inner factor of a reshape). The section layouts of an operator are offered to the operators that produce
+or read its values. These may offer further ones, until no new layout appears.
 
-``matmul_flops`` gives the share of matrix-multiply work that a sharding divides over the ranks.
+``matmul_flops`` counts the FLOPs of matrix products, which measure how much work a sharding divides.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from partitioner.solve.sharding.layout_ties import BlockValue, LayoutTie
 
 
 class ShardingError(PartitionError):
-    """No sharding does what is asked: a pin that cannot be kept, or layouts that exclude each other."""
+    """No sharding satisfies the request: a fixed layout is impossible, or the required layouts contradict each
+    other.
+    """
 
 
 @dataclass(frozen=True)
 class LayoutRules:
-    """What is fixed from outside, by the name of a value or a state.
+    """Layouts that are fixed by the caller of the solver, by the name of a value or a state (parameter or buffer).
 
-    ``inputs``: the layouts that a model input may have (``R`` where it is not named). ``outputs``: those that a model
-    output may have (``S`` or ``R`` where it is not named). ``pins``: the one layout of a value, input or state.
-    ``whole_states``: no state is sharded, and one that is trained has a partial-sum gradient. ``partial_values``:
-    values between calls may be partial sums. ``lengths``: of sequences that the axis shards: dims of
-    these sizes may be sharded zigzag, operators in further forms.
+    ``inputs``: the layouts that a model input may have (``R``, replicated, if it is not named). ``outputs``: those that
+    a model output may have (``S``, sharded, or ``R`` if it is not named). ``pins``: the one layout of a value, input or
+    state. ``whole_states``: no state is sharded, and the gradient of a trained state is a partial sum.
+    ``partial_values``: values between calls may be partial sums. ``lengths``: sequence lengths. Dims of these sizes may
+    be sharded zigzag, and operators on them have further strategies.
     """
 
     inputs: Mapping[str, Collection[Layout]] = field(default_factory=dict)
@@ -51,7 +53,9 @@ class LayoutRules:
     lengths: frozenset[int] = frozenset()
 
     def check(self, model: FoldedModel) -> None:
-        """Raise :class:`ShardingError` if a name is not a value or state of ``model``."""
+        """Raise :class:`ShardingError` if a name in ``pins``, ``inputs`` or ``outputs`` is not a value, parameter or
+        buffer of ``model``.
+        """
         aliases = {a for state in model.states.values() for a in state.aliases}
         for what, names in (("pins", self.pins), ("inputs", self.inputs), ("outputs", self.outputs)):
             for name in names:
@@ -66,7 +70,7 @@ FREE_LAYOUTS = LayoutRules()  # nothing is fixed
 
 
 def _list_dim_shards(tie: LayoutTie, num_ranks: int) -> list[Layout]:
-    """One shard per dim that divides."""
+    """Return one layout for each dim of the tied values whose size ``num_ranks`` divides, sharded on this dim."""
     layouts = [make_shard_layout(d) for d, size in enumerate(tie.spec.shape) if size > 0]
     return [layout for layout in layouts if can_shard_evenly(layout, tie.spec.shape, num_ranks)]
 
@@ -77,7 +81,9 @@ def _list_zigzag_shards(tie: LayoutTie, num_ranks: int, rules: LayoutRules) -> l
 
 
 def value_options(model: FoldedModel, tie: LayoutTie, num_ranks: int, rules: LayoutRules) -> list[Layout]:
-    """Return the layouts that the values of ``tie`` may have. Raises :class:`ShardingError` if none is left."""
+    """Return the layouts that the values of ``tie`` (values that must share one layout) may have. Raise
+    :class:`ShardingError` if ``rules`` leave none.
+    """
     read = {v for call in model.calls for v in call.inputs}
     inputs = {i.value for i in model.inputs}
     outputs = {o.value for o in model.outputs if o.value is not None}
@@ -101,9 +107,10 @@ def value_options(model: FoldedModel, tie: LayoutTie, num_ranks: int, rules: Lay
 def state_options(
     model: FoldedModel, tie: LayoutTie, num_ranks: int, rules: LayoutRules, trained: bool, asked: Iterable[Layout]
 ) -> list[Layout]:
-    """The layouts that these states may have; ``asked`` are those in sections that operators would like.
+    """Return the layouts that the states of ``tie`` (parameters or buffers that must share one layout) may have.
 
-    Raises :class:`ShardingError` where none is left.
+    ``trained``: whether the states receive gradients. ``asked``: layouts that shard a dim in separate sections, which
+    operators could use. Raise :class:`ShardingError` if ``rules`` leave no layout.
     """
     options = [REPLICATED, *_list_dim_shards(tie, num_ranks)]
     options += [layout for layout in dict.fromkeys(asked) if layout.is_shard and layout not in options]
@@ -124,7 +131,9 @@ def state_options(
 
 
 def _pinned_state(layout: Layout, trained: bool) -> Collection[Layout]:
-    """A state that is pinned whole may have either kind of gradient."""
+    """Return the layouts that a parameter or buffer may have if the user fixed ``layout``. A trained parameter that is
+    fixed as replicated may have a complete gradient (``R``) or a partial-sum gradient (``R'``).
+    """
     return (REPLICATED, READ_SHARDED) if layout == REPLICATED and trained else (layout,)
 
 
@@ -152,8 +161,11 @@ MAX_WANTED = 6  # section layouts of one value that are passed on
 def list_operator_strategies(
     values: Sequence[BlockValue], operators: Sequence[fx.Node], num_ranks: int, lengths: Collection[int] = NO_SIZES
 ) -> dict[fx.Node, list[Strategy]]:
-    """The strategies of each operator of a block whose values are ``values``; ``lengths``: of sequences, which may be
-    sharded zigzag."""
+    """Return for each operator of a block its strategies: the ways to run it on ``num_ranks`` ranks, with the layouts
+    of its operands and results.
+
+    ``values``: the values of the block. ``lengths``: sequence lengths; dims of these sizes may be sharded zigzag.
+    """
     spots: dict[fx.Node, dict[int, int]] = {node: {} for node in operators}  # operand i or result ~k -> value
     for number, value in enumerate(values):
         if value.source in spots:
@@ -183,7 +195,12 @@ def list_operator_strategies(
 def _offer_section_layouts(
     node: fx.Node, found: Sequence[Strategy], spots: Mapping[int, int], wanted: Sequence[dict[Layout, None]]
 ) -> set[int]:
-    """Adds the section layouts of a node's strategies to those wanted of its values; the values that gained one."""
+    """Offer layouts that shard a dim in sections (separately sharded parts) from one operator to its neighbours.
+
+    The section layouts of ``found``, the strategies of ``node``, are added to ``wanted``, the layouts wanted for each
+    value. ``spots``: the index of the value at each operand i and each result ~k. Return the indices of the values that
+    gained a layout.
+    """
     gained = set[int]()
     for strategy in found:
         layouts = [*enumerate(strategy.operands), *((~k, layout) for k, layout in enumerate(strategy.results))]
@@ -234,7 +251,9 @@ FLOPS: dict[str, Callable[[list[Shape], Shape], float]] = {
 
 
 def matmul_flops(node: fx.Node) -> float:
-    """Multiplications and additions of one call of a matrix product; 0 for any other operator."""
+    """Return the multiplications plus additions of one run of a matrix product, convolution or attention; 0 for any
+    other operator.
+    """
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0.0
     name = node.target._schema.name.removeprefix("aten::")

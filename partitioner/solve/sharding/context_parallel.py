@@ -1,15 +1,17 @@
-"""Context parallelism: the sequence shared over the ranks of ``cp``.
+"""Context parallelism: shard the sequence of each sample over the ranks of the mesh axis ``cp``.
 
-The solver that shards every axis, with these rules: samples and weights are whole, work that is not divided is dear,
-and along a sequence attention has further forms. Inputs may have their positions in order or zigzag, whichever makes
-the step shorter: attention that is causal is uneven where they are in order.
+The general sharding solver is used with these rules: samples and weights are not sharded, work that is not divided is
+expensive, and attention has further strategies along a sequence. Inputs have their positions in order or zigzag (each
+rank has one piece from the start and one from the end), whichever makes the step shorter. In-order positions give
+causal attention unequal work per rank.
 
 ====================  =================================================  ==============================================
-``context``           keys and values                                    asks for
+``context``           keys and values                                    requires
 ====================  =================================================  ==============================================
-``ring``              travel from rank to rank, behind computation       a mask that is a band of positions, or none
-``all_gather``        are brought together, forward and backward         positions that divide
-``ulysses``           stay; each rank has all positions of some heads    key heads that ``tp`` x ``cp`` divides
+``ring``              are sent from rank to rank during computation      a mask that is a band of positions, or none
+``all_gather``        are gathered, in forward and backward              positions that the number of ranks divides
+``ulysses``           are exchanged so that each rank has all            key heads that ``tp`` x ``cp`` divides
+                      positions of some heads
 ====================  =================================================  ==============================================
 """
 
@@ -42,7 +44,9 @@ _LEAST_DIVIDED = 0.5  # of the matrix products' work: with less there is no sequ
 
 @dataclass(frozen=True)
 class ContextModel:
-    """``model`` as one rank along ``cp`` has it; ``states`` and ``inputs`` with their global specs."""
+    """A model as one rank of ``cp`` runs it, and its sharding. In ``model``, graphs and the tensors between them have
+    the shapes of one rank; parameters, buffers and inputs have their global shapes.
+    """
 
     model: FoldedModel
     sharding: ShardingSolution
@@ -59,11 +63,13 @@ def shard_context(
     allowed: Allowed | None = None,
     known: ShardingSolution | None = None,
 ) -> ContextModel:
-    """``split``, the model of one microbatch, with its sequence sharded over ``cp`` at the least cost.
+    """Return the model of one rank of ``cp``: ``split`` with its sequence sharded over ``num_ranks`` ranks at the least
+    cost.
 
-    ``batch``: which dim of each value has the samples. ``tp``: ranks that share the heads that are left.
-    ``algorithm``: that of every attention. ``known``: the sharding, where it was found before. Raises
-    :class:`PlanError` where that, or sharing at all, is not possible.
+    ``split``: the model of one microbatch. ``batch``: the dim of the samples of each value. ``tp``: ranks that also
+    divide the attention heads. ``algorithm``: the algorithm of every attention, or ``None`` to choose. ``allowed``:
+    whether an operator may use a strategy. ``known``: a sharding found before, which is then used instead of a search.
+    Raise :class:`PlanError` if the algorithm, or any useful split of the sequence, is impossible.
     """
     solution = known or _solve_context_sharding(split, batch, num_ranks, costs, tp, algorithm, allowed)
     _check_divided(split, solution)
@@ -106,21 +112,24 @@ def _solve_context_sharding(
 
 
 def _input_layouts(spec: TensorSpec, batch: Layout, num_ranks: int) -> list[Layout]:
-    """An input may be whole, or sharded on any dim but that of the samples."""
+    """Return the layouts that an input may have: replicated, or sharded (in order or zigzag) on any dim but that of the
+    samples.
+    """
     dims = [d for d in range(len(spec.shape)) if not (batch.is_shard and batch.dim == d)]
     found = [make_shard_layout(d, (), zigzag) for d in dims for zigzag in (False, True)]
     return [REPLICATED, *(to for to in found if can_shard_evenly(to, spec.shape, num_ranks))]
 
 
 def list_fused_attentions(model: FoldedModel) -> Iterator[fx.Node]:
-    """The fused attentions of all blocks."""
+    """Yield the graph nodes of the fused attention operators of all blocks."""
     for block in model.blocks.values():
         yield from (node for node in block.graph.nodes if node.op == "call_function" and is_attention(node))
 
 
 def check_algorithm(model: FoldedModel, num_ranks: int, tp: int, algorithm: Algorithm | None) -> None:
-    """Raise :class:`PlanError` if some attention cannot run by ``algorithm``. The message names the attention and the
-    reason."""
+    """Raise :class:`PlanError` if some attention of ``model`` cannot run by ``algorithm`` over ``num_ranks`` ranks. The
+    message names the attention, the reason and an alternative.
+    """
     if algorithm is None or num_ranks == 1:
         return
     found = list(list_fused_attentions(model))
@@ -138,7 +147,9 @@ def check_algorithm(model: FoldedModel, num_ranks: int, tp: int, algorithm: Algo
 
 
 def _explain_algorithm_obstacle(node: fx.Node, num_ranks: int, tp: int, algorithm: str) -> str:
-    """Why an attention cannot run by an algorithm; nothing where it can."""
+    """Return the reason why an attention cannot run by ``algorithm``, as the predicate of a sentence; ``""`` if it
+    can.
+    """
     query, key = (get_meta_shape(o) for o in operands_of(node)[:2])
     if get_node_argument(node, "dropout_p"):
         return "drops out weights within the operator"
@@ -156,7 +167,9 @@ def _explain_algorithm_obstacle(node: fx.Node, num_ranks: int, tp: int, algorith
 
 
 class _ContextRules:
-    """Which strategies there are over ``cp``: no samples apart, no weights apart, and attention as it is asked for."""
+    """A function object: whether an operator may be run by a strategy over ``cp``. It refuses strategies that shard
+    samples or weights, and attention by another algorithm than the requested one.
+    """
 
     def __init__(
         self,
@@ -205,13 +218,17 @@ class _ContextRules:
         )
 
     def _splits_weights(self, node: fx.Node, strategy: Strategy) -> bool:
-        """A weight may be cut where it has an element for each position, as learned positions do; not in a product."""
+        """Whether ``strategy`` shards a weight of a matrix product or embedding. Other weights may be sharded, because
+        they have an element for each position, as learned position embeddings do.
+        """
         if not (is_product(node) or "embedding" in str(node.target)):
             return False
         return any(to.is_shard for to, state in zip(strategy.operands, self.states[node], strict=True) if state)
 
     def _is_zigzag(self, node: fx.Node, strategy: Strategy) -> bool:
-        """A causal attention is as even as may be; others are as is best for those around them."""
+        """Whether this attention strategy must use zigzag positions. Causal attention must if twice the number of ranks
+        divides the sequence, since this balances the work; other attention may use the layout that ``strategy`` has.
+        """
         seen = find_attention_band(node)
         if seen is None or not seen.is_causal:
             return strategy.operands[0].zigzag
@@ -219,7 +236,7 @@ class _ContextRules:
 
 
 def _states_of(node: fx.Node, states: set[str]) -> list[bool]:
-    """Which operands of ``node`` are states, or views of them."""
+    """Return for each operand of ``node`` whether it is one of ``states`` (names of placeholders) or a view of one."""
     found = []
     for operand in operands_of(node):
         while operand.op == "call_function" and len(operand.all_input_nodes) == 1 and is_view(operand):
@@ -229,7 +246,9 @@ def _states_of(node: fx.Node, states: set[str]) -> list[bool]:
 
 
 def algorithm_of(node: fx.Node, strategy: Strategy) -> str:
-    """By which algorithm a strategy runs an attention; nothing where it is another way to divide its work."""
+    """Return the algorithm by which ``strategy`` runs an attention: ``"ring"``, ``"all_gather"`` or ``"ulysses"``.
+    Return ``""`` if it divides the work in another way.
+    """
     if strategy.form:
         return strategy.form
     query, key, *_ = strategy.operands
@@ -242,7 +261,9 @@ def algorithm_of(node: fx.Node, strategy: Strategy) -> str:
 
 
 def algorithms_of(model: FoldedModel, sharding: ShardingSolution) -> dict[str, int]:
-    """By which algorithms the model's attentions run, and how many calls of each, the commonest first."""
+    """Return the number of attention calls of the model by algorithm, most frequent first. The key ``"whole"`` counts
+    calls that use none of the algorithms.
+    """
     counts: dict[str, int] = {}
     for name, block in model.blocks.items():
         for node in block.graph.nodes:

@@ -1,10 +1,10 @@
-"""Costs of a sharding over ranks that communicate (``tp``, ``cp``), in seconds per microbatch.
+"""Costs of a sharding over ranks that communicate (``tp`` or ``cp``), in seconds per microbatch.
 
-They implement the protocol of ``partitioner/solve/sharding/sharding.py``: operators under a strategy, reshards, states,
-and values between calls.
+:class:`TensorCosts` implements the protocol ``ShardingCosts`` of ``partitioner/solve/sharding/sharding.py``: it prices
+operators under a strategy, changes of layout, states, and values between calls.
 
-``divided_costs`` adds a penalty for work that an axis leaves undivided. Without it, the best use of any axis would be
-to split the batch, which ``dp`` does already.
+``divided_costs`` adds a penalty for work that the axis does not divide. Without it, the best use of any axis would be
+to split the batch, which data parallelism does already.
 """
 
 from __future__ import annotations
@@ -49,17 +49,18 @@ from partitioner.topology.hardware import DeviceType
 
 @dataclass
 class TensorCosts:
-    """Seconds per microbatch of operators, reshards, states and boundaries that are sharded over ``group``.
+    """Prices in seconds per microbatch for a sharding over ``group``: of operators, changes of layout, states
+    (parameters and buffers), and tensors that are kept between blocks.
 
     ``num_microbatches``: costs that occur once per step are divided by it. ``sequence_parallel``: ``False`` forbids
-    sharded values between calls. ``update_bytes``: traffic of the optimizer per byte of parameter; every rank updates
-    all of a replicated state. ``state_price``: further seconds per byte of state that a rank holds, to be raised until
-    the states fit. ``undivided``: further seconds for each FLOP of a matrix product that every rank repeats.
-    ``repeated``: further seconds for each byte that every rank repeats.
+    sharded tensors between blocks. ``update_bytes``: memory traffic of the optimizer per byte of parameter that a rank
+    holds. ``state_price``: further seconds per byte of state that a rank holds; callers raise it until the states fit
+    in memory. ``undivided``: further seconds for each matrix-product FLOP that every rank repeats. ``repeated``:
+    further seconds for each byte of results that every rank computes.
 
-    ``short_gradients``: gradients have the type of their parameter instead of float32. ``complete``: a gradient that
-    all ranks have whole costs as much as one that is reduced, because ZeRO shards only the states of the latter.
-    ``tp``: number of ranks that share the heads left by this axis.
+    ``short_gradients``: gradients have the dtype of their parameter instead of float32. ``complete``: a gradient that
+    every rank computes completely costs as much as one that must be reduced, because ZeRO shards only states of the
+    second kind. ``tp``: number of ranks that divide the attention heads left by this axis.
     """
 
     device: DeviceType
@@ -78,7 +79,9 @@ class TensorCosts:
     _operators: dict[fx.Node, _Operator] = field(default_factory=dict, repr=False)
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
-        """Seconds of one call of an operator, forward and backward, with the collectives of its special lowering."""
+        """Return the seconds of one call of an operator, forward and backward, if it is run by ``strategy`` (with these
+        layouts of operands and results). The collectives of the strategy are included.
+        """
         key = (node, strategy)
         if key not in self._nodes:
             operator = self._operators.get(node)
@@ -97,7 +100,9 @@ class TensorCosts:
         return self._nodes[key]
 
     def _divide_compute_seconds(self, node: fx.Node, strategy: Strategy, num_ranks: int, seconds: float) -> float:
-        """Seconds if each rank works on its own rows only; the sharded operands are read whole."""
+        """Return the seconds of an operator if each rank computes only its own rows but reads the sharded operands in
+        whole. ``seconds``: those of the undivided work.
+        """
         read = sum(
             o.meta["val"].nbytes / num_ranks
             for o, layout in zip(operands_of(node), strategy.operands, strict=True)
@@ -108,7 +113,9 @@ class TensorCosts:
         return seconds / num_ranks + rest
 
     def _of_form(self, operator: _Operator, strategy: Strategy, seconds: float, num_ranks: int) -> float:
-        """Seconds that an attention's communication adds to its computation."""
+        """Return the seconds that the communication of a sequence-parallel attention adds to its computation of
+        ``seconds``.
+        """
         query, key, value = operator.operands(strategy, num_ranks)[:3]
         zigzag, seen = strategy.operands[0].zigzag, find_attention_band(operator.node) or Band()
         sent = exchange_seconds(query, key, value, seen, strategy.form, zigzag, self.group)
@@ -125,8 +132,9 @@ class TensorCosts:
         return sum(collective_time(name, numel * itemsize, self.group) for name, numel in lowering.collectives)
 
     def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
-        """Seconds of one change of layout, forward and, where ``differentiable``, backward; ``math.inf`` if there is no
-        such reshard."""
+        """Return the seconds of one change of layout, forward and, if ``differentiable``, backward. ``math.inf`` if no
+        collective makes this change.
+        """
         if source == target or (source.kind == target.kind and not source.is_shard):
             return 0.0
         change = RESHARDS.get((source.kind, target.kind))
@@ -145,7 +153,10 @@ class TensorCosts:
         return seconds
 
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
-        """Seconds of updating a rank's part and, under ``R'``, of reducing the gradient; both occur once per step."""
+        """Return the seconds of keeping a parameter or buffer in ``layout``: the optimizer's update of a rank's part
+        and, if every rank computes a partial sum of the gradient (``R'``), its reduction. Both occur once per step and
+        are divided by the number of microbatches.
+        """
         local = math.prod(local_shape(layout, spec.shape, num_ranks)) * spec.dtype.itemsize
         if not self.train or not spec.dtype.is_floating_point:
             return local * self.state_price
@@ -155,7 +166,9 @@ class TensorCosts:
         return seconds / self.num_microbatches + local * self.state_price
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
-        """Seconds of keeping a value until backward: every rank that holds it writes it once and reads it once."""
+        """Return the seconds of keeping a tensor between blocks for the backward: a rank writes its part once and reads
+        it once. ``math.inf`` for a shard if sequence parallelism is forbidden.
+        """
         if layout.is_shard and self.sequence_parallel is False:
             return math.inf
         local = math.prod(local_shape(layout, spec.shape, self.group.size)) * spec.dtype.itemsize
@@ -163,7 +176,9 @@ class TensorCosts:
 
 
 class _Operator:
-    """The strategy-independent data of an operator, and the seconds of its local form by local shapes."""
+    """The data of one operator that are equal for all strategies, and its compute seconds cached by the shapes on one
+    rank.
+    """
 
     def __init__(self, node: fx.Node, train: bool, tp: int) -> None:
         self.node, self._tp = node, tp
@@ -178,12 +193,17 @@ class _Operator:
         self._seconds: dict[tuple[tuple[tuple[Shape, float], ...], tuple[Shape, ...]], float] = {}
 
     def lowering(self, strategy: Strategy) -> Lowering | None:
-        """The special lowering by which ``strategy`` runs, if any."""
+        """Return the special local operators that run the operator under ``strategy``; ``None`` if each rank runs the
+        operator itself on its shards.
+        """
         return None if strategy.factor is None else self._lower.get(strategy.factor)
 
     def operands(self, strategy: Strategy, num_ranks: int) -> list[Operand]:
-        """One rank's operands under ``strategy``. Attention over ranks that share a sequence has each repeated key head
-        once (``passes/shard/repeated_heads.py``)."""
+        """Return the shapes and dtypes of one rank's operands under ``strategy``.
+
+        If ranks share the sequence of an attention, repeated key heads are counted once
+        (``passes/shard/repeated_heads.py``).
+        """
         found = []
         for place, (shape, dtype), (dim, group) in zip(self._places, self._operands, self._repeated, strict=True):
             layout = strategy.operands[place]
@@ -200,12 +220,12 @@ class _Operator:
 
     @cached_property
     def _key_head_reduction(self) -> int:
-        """Factor by which the number of key heads shrinks when repeated heads are not materialised."""
+        """Factor by which the number of key heads shrinks if repeated heads are not materialised."""
         times = count_head_repetitions(self.node)
         return times // exchanged_times(self._operands[1][0][1], times, self._tp) if times > 1 else 1
 
     def seconds(self, strategy: Strategy, num_ranks: int, device: DeviceType) -> float:
-        """Seconds of the operator's local form, forward and, if it has a gradient, backward."""
+        """Return the compute seconds of the operator on one rank, forward and, if it has a gradient, backward."""
         operands = self.operands(strategy, num_ranks)
         results = [
             Operand(local_shape(layout, shape, num_ranks), dtype)
@@ -228,8 +248,10 @@ class _Operator:
 
 
 def _find_repeated_dim(node: fx.Node) -> tuple[int, float]:
-    """The dim of ``node`` in which a view repeats each part of a smaller tensor consecutively (keys of a group of
-    heads), and the number of repetitions; ``(-1, 1.0)`` if there is none."""
+    """Return the dim along which a view repeats each element of a smaller tensor, and the number of repetitions.
+
+    An example is keys whose heads are shared by groups of query heads. ``(-1, 1.0)`` if there is no such dim.
+    """
     group, source = repeats_of(node, copied=True), node
     if group == 1:
         return -1, 1.0
@@ -241,7 +263,7 @@ def _find_repeated_dim(node: fx.Node) -> tuple[int, float]:
 
 
 def made_bytes(node: fx.Node) -> int:
-    """Bytes of a node's results; 0 for a view."""
+    """Return the bytes of a node's results; 0 for a view."""
     return 0 if is_view(node) else sum(r.nbytes for r in results_of(node) if isinstance(r, Tensor))
 
 
@@ -255,8 +277,10 @@ _UNDIVIDED_RESULTS = 4.0
 
 
 def divided_costs(model: FoldedModel, axis: str, device: DeviceType, group: Group, precision: str) -> TensorCosts:
-    """Costs on ``axis`` over ``group``: products and weights are dear where they are left whole; over ``cp`` all values
-    are, whose memory is what that axis is there to divide."""
+    """Return costs on ``axis`` over ``group`` with a large penalty for matrix products and weights that are not divided
+    over the ranks. On ``cp`` the penalty also applies to all other results, because that axis exists to divide their
+    memory.
+    """
     products = [(often, node) for often, node in _list_weighted_operators(model) if matmul_flops(node)]
     flops = sum(often * matmul_flops(node) for often, node in products)
     results = sum(often * made_bytes(node) for often, node in products)
@@ -276,7 +300,7 @@ def divided_costs(model: FoldedModel, axis: str, device: DeviceType, group: Grou
 
 
 def _list_weighted_operators(model: FoldedModel) -> Iterator[tuple[int, fx.Node]]:
-    """Every operator, with how often its block is called."""
+    """Yield (how often its block is used in the model, operator) for every operator of the model."""
     for name, block in model.blocks.items():
         often = model.num_calls(name)
         yield from ((often, node) for node in block.graph.nodes if node.op == "call_function")

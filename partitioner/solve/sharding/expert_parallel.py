@@ -1,8 +1,9 @@
-"""Expert parallelism: its requirements on the sharding over ``tp``, and the blocks with experts spread over ``ep``.
+"""Expert parallelism: its requirements on the sharding over ``tp``, and the blocks with experts distributed over
+``ep``.
 
 The ``ep`` ranks that share the experts are ranks of dp x cp x tp. No two of them may send the same rows to experts. If
-ranks along ``tp`` have different experts (``etp`` of 1), rows are therefore sharded over ``tp`` and experts' weights
-are not. If ranks along ``tp`` share each expert (``etp`` as large as ``tp``), experts' weights are sharded and rows are
+ranks along ``tp`` have different experts (``etp`` is 1), rows are therefore sharded over ``tp`` and the weights of
+experts are not. If ranks along ``tp`` share each expert (``etp`` equals ``tp``), the weights are sharded and rows are
 not.
 """
 
@@ -28,13 +29,17 @@ from partitioner.solve.sharding.sharding import Allowed, ShardingSolution
 
 
 def regions_of(model: FoldedModel, apart: Collection[str] = ()) -> dict[str, list[ExpertRegion]]:
-    """The regions of each block that has some; ``apart``: axes whose ranks are to have different experts."""
+    """Return the expert regions (parts of a graph that compute by expert) of each block that has any, by block name.
+    ``apart``: mesh axes whose ranks will hold different experts.
+    """
     found = {name: find_regions(block, apart) for name, block in model.blocks.items()}
     return {name: regions for name, regions in found.items() if regions}
 
 
 def expert_states(model: FoldedModel, regions: Mapping[str, list[ExpertRegion]]) -> dict[str, tuple[int, int]]:
-    """The experts' states, with the dim that counts experts and how many there are."""
+    """Return the experts' parameters and buffers by name, each with the dim that indexes experts and the number of
+    experts.
+    """
     found: dict[str, tuple[int, int]] = {}
     for call in model.calls:
         bound = dict(zip(model.blocks[call.block].states, call.states, strict=True))
@@ -44,7 +49,11 @@ def expert_states(model: FoldedModel, regions: Mapping[str, list[ExpertRegion]])
 
 
 def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = True) -> Allowed | None:
-    """Which strategies leave the experts' work as ``split`` says; ``in_order``: rows are cut into consecutive parts."""
+    """Return a function that says whether an operator may be run by a strategy, so that ``tp`` shards experts as
+    ``split`` says: ``"rows"`` (each rank has other rows) or ``"within"`` (each expert is sharded).
+
+    ``None`` if ``split`` is empty, which allows everything. ``in_order``: each rank must have consecutive rows.
+    """
     if not split:
         return None
     rows, tables = _find_expert_row_dims(model)
@@ -64,7 +73,9 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
 
 
 def _find_expert_row_dims(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
-    """What works by row in the experts, with the dim of its rows, and what only their states make, with theirs."""
+    """Return two dicts: the operators of experts that work row by row, with the dim of rows of their results, and the
+    nodes that are computed from experts' parameters alone, with the dim that indexes experts.
+    """
     rows: dict[fx.Node, int] = {}
     tables: dict[fx.Node, int] = {}
     for regions in regions_of(model).values():
@@ -75,7 +86,9 @@ def _find_expert_row_dims(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[
 
 
 def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_order: bool = True) -> Allowed:
-    """Every rank has rows of its own."""
+    """Return a function that allows an operator only strategies under which every rank has its own rows of the experts'
+    work.
+    """
 
     def allowed(node: fx.Node, strategy: Strategy) -> bool:
         made = strategy.results[0]
@@ -87,7 +100,9 @@ def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_orde
 
 
 def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> Allowed:
-    """Every rank has all rows, and of their gradients a part: a row that comes to its expert twice counts once."""
+    """Return a function that allows an operator only strategies under which every rank has all rows and a part of their
+    gradients. A row that two ranks send to its expert then counts once.
+    """
 
     def allowed(node: fx.Node, strategy: Strategy) -> bool:
         made = strategy.results[0]
@@ -99,8 +114,11 @@ def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> All
 
 
 def spread_batch(model: FoldedModel, batch: ShardingSolution, samples: int) -> ShardingSolution:
-    """``batch`` where the ranks of a batch may have different experts as it is, or else a split with which they may;
-    ``batch`` where there is none."""
+    """Return a split of the batch with which ranks that have different samples may hold different experts.
+
+    This is ``batch`` itself if it qualifies, else another sharding of ``samples`` samples. Return ``batch`` if none
+    exists.
+    """
     if can_spread_experts(model, batch):
         return batch
     for way in (_by_rows, _all_rows):
@@ -110,7 +128,9 @@ def spread_batch(model: FoldedModel, batch: ShardingSolution, samples: int) -> S
 
 
 def can_spread_experts(model: FoldedModel, batch: ShardingSolution) -> bool:
-    """Whether ranks with different parts of the batch may have different experts: nothing but rows is cut within."""
+    """Whether ranks with different parts of the batch may hold different experts. That is the case if the sharding
+    ``batch`` divides the experts' work only by rows, or if every rank has all rows.
+    """
     ways = [way(*_find_expert_row_dims(model)) for way in (_by_rows, _all_rows)]
     for name, regions in regions_of(model).items():
         chosen = batch.blocks[name].strategies
@@ -122,9 +142,11 @@ def can_spread_experts(model: FoldedModel, batch: ShardingSolution) -> bool:
 
 
 def spread_over_ranks(model: FoldedModel, tp: int, ep: int, etp: int) -> tuple[FoldedModel, dict[str, Layout]]:
-    """``model``, local over ``tp``, with its experts spread over ``ep`` ranks, and the layouts of their states.
+    """Return ``model`` with its experts distributed over ``ep`` ranks, and the layouts of the distributed states over
+    ``ep``.
 
-    Raises :class:`PlanError` where the graph does not allow it.
+    ``model`` is already sharded over ``tp``; each expert is shared by ``etp`` ranks. Raise :class:`PlanError` if the
+    graph does not allow it.
     """
     merged = "tp" if split_of(tp, ep, etp) == "rows" else None
     apart = ("dp", "cp") if merged is None else ("dp", "cp", merged)
@@ -147,5 +169,6 @@ def spread_over_ranks(model: FoldedModel, tp: int, ep: int, etp: int) -> tuple[F
 
 def common_experts(states: Mapping[str, tuple[int, int]]) -> int:
     """Return the largest number of ranks over which the experts of all layers can be distributed evenly; 0 without
-    experts."""
+    experts. ``states``: for each parameter of experts, the dim that indexes experts and the number of experts.
+    """
     return math.gcd(*(count for _, count in states.values()))

@@ -1,4 +1,9 @@
-"""Ties between layouts: the values inside a block with their readers, and the layouts that several calls share."""
+"""The values of a block with the operators that read them, and the groups of values or states that must share one
+layout.
+
+Blocks repeat: one graph serves several calls. Tensors that different calls pass through the same port (input, state or
+output of a block) therefore have the same layout.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,9 @@ Port = tuple[str, PortKind, int]  # block, kind, place
 
 @dataclass(frozen=True)
 class ValueReader:
-    """An operator that reads a value as its operands ``positions``; ``None``: the block's outputs at these places."""
+    """An operator that reads a value, and the ``positions`` of the value among its operands. ``node`` of ``None``
+    stands for the outputs of the block, and ``positions`` are then indices of outputs.
+    """
 
     node: fx.Node | None
     positions: tuple[int, ...]
@@ -28,10 +35,10 @@ class ValueReader:
 
 @dataclass(frozen=True)
 class BlockValue:
-    """Result ``index`` of ``source`` (a placeholder has one), and who reads it.
+    """A tensor inside a block: result ``index`` of the node ``source``, with its readers. A placeholder has one result.
 
-    ``operator.getitem`` is no operator of its own here: what it picks is a result of its producer. ``grad``: whether
-    the value carries a gradient.
+    ``operator.getitem`` is not counted as an operator; the tensor that it selects is a result of its producer.
+    ``grad``: whether a gradient flows back through the value.
     """
 
     source: fx.Node
@@ -42,12 +49,14 @@ class BlockValue:
 
 
 def operators_of(block: Block) -> list[fx.Node]:
-    """The operators that need a strategy: every call but ``getitem``."""
+    """Return the operators of ``block`` for which a strategy must be chosen: every ``call_function`` node but
+    ``getitem``, in graph order.
+    """
     return [n for n in block.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
 
 
 def values_of(block: Block) -> list[BlockValue]:
-    """Every value of the block that something reads, in graph order."""
+    """Return every value of ``block`` that an operator or an output reads, in graph order."""
     origin: dict[fx.Node, tuple[fx.Node, int]] = {}
     carries: dict[tuple[fx.Node, int], bool] = {}
     for node in block.graph.nodes:
@@ -81,7 +90,12 @@ def values_of(block: Block) -> list[BlockValue]:
 
 @dataclass(frozen=True)
 class LayoutTie:
-    """Values between calls (or states) that must have one layout, since one block's port reads or makes them all."""
+    """Tensors between blocks, or parameters and buffers, that must share one layout because different calls of a block
+    pass them through the same port.
+
+    ``names``: their names. ``ports``: each a block name, a kind (input, state or output) and an index. ``spec``: their
+    common shape and dtype.
+    """
 
     names: tuple[str, ...]
     ports: tuple[Port, ...]
@@ -89,7 +103,7 @@ class LayoutTie:
 
 
 def tied_values(model: FoldedModel) -> list[LayoutTie]:
-    """The model's inputs and the calls' outputs, grouped by the ports that they pass through."""
+    """Return the groups of model inputs and block outputs that must share one layout, in order of first appearance."""
     pairs: list[tuple[str, Port | None]] = [(i.value, None) for i in model.inputs]
     for call in model.calls:
         pairs += [(value, (call.block, "input", i)) for i, value in enumerate(call.inputs)]
@@ -98,7 +112,7 @@ def tied_values(model: FoldedModel) -> list[LayoutTie]:
 
 
 def tied_states(model: FoldedModel) -> list[LayoutTie]:
-    """The states, grouped by the ports that read them."""
+    """Return the groups of states (parameters and buffers) that must share one layout, in order of first appearance."""
     pairs: list[tuple[str, Port | None]] = [(name, None) for name in model.states]
     for call in model.calls:
         pairs += [(name, (call.block, "state", i)) for i, name in enumerate(call.states)]
@@ -106,7 +120,9 @@ def tied_states(model: FoldedModel) -> list[LayoutTie]:
 
 
 def _group_connected_ports(pairs: Iterable[tuple[str, Port | None]]) -> list[tuple[tuple[str, ...], tuple[Port, ...]]]:
-    """The connected groups of names and ports, in order of first appearance."""
+    """Return the connected components of a graph of names and ports (inputs, states or outputs of blocks), in order of
+    first appearance. ``pairs``: a name and a port that it passes through, or ``None`` for no port.
+    """
     parent: dict[str | Port, str | Port] = {}
 
     def root(item: str | Port) -> str | Port:

@@ -1,4 +1,4 @@
-"""Derive the model that one rank runs from the model of one microbatch: ``tp`` sharded, with the layouts of states."""
+"""Derive the model that one rank runs from the model of one microbatch, and collect the layouts of its tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from partitioner.solve.sharding.sharding import ShardingSolution
 
 @dataclass(frozen=True)
 class LocalModel:
-    """What one rank runs for one microbatch, and where its tensors live over ``tp``."""
+    """The blocks that one rank runs for one microbatch, and the layouts of its tensors over ``tp``, ``cp`` and
+    ``ep``.
+    """
 
     model: FoldedModel  # blocks and values as one rank has them; states and inputs with their global specs
     sharding: ShardingSolution
@@ -29,20 +31,22 @@ class LocalModel:
 
     @property
     def complete(self) -> frozenset[str]:
-        """Names of the states whose gradient every rank of ``cp`` computes completely, without a reduction over
-        ``cp``."""
+        """The names of the parameters and buffers whose gradient every rank of ``cp`` computes completely, so that no
+        reduction over ``cp`` is needed.
+        """
         if self.context is None:
             return frozenset()
         return frozenset(name for name, layout in self.context.states.items() if layout.kind != "R'")
 
     @cached_property
     def left_whole(self) -> frozenset[str]:
-        """States that ZeRO-3 does not shard."""
+        """The names of the parameters and buffers that ZeRO-3 does not shard, because they are small."""
         return states_left_whole(self.model)
 
     def spread(self, tp: int, ep: int, etp: int) -> LocalModel:
-        """Return the model with its experts distributed over ``ep`` ranks, each expert sharded over ``etp`` of them (0:
-        ``tp``). Raises ``PlanError`` if that is not possible."""
+        """Return the model with its experts distributed over ``ep`` ranks, each expert sharded over ``etp`` ranks (0
+        means ``tp``). Raise ``PlanError`` if that is not possible.
+        """
         if ep == 1:
             return self
         model, experts = spread_over_ranks(self.model, tp, ep, etp)
@@ -55,9 +59,10 @@ def build_local_model(
     context: ShardingSolution | None,
     known: dict[Hashable, Block],
 ) -> LocalModel:
-    """``split``, the model of one microbatch on a rank along ``cp``, sharded over ``tp`` as ``solution`` says.
+    """Return the model of one rank: ``split`` sharded over ``tp`` by ``solution``.
 
-    ``known``: the blocks of other solutions for the same ``split``, which ones that are sharded alike share.
+    ``split``: the model of one microbatch, already sharded over ``cp`` by ``context`` if that is not ``None``.
+    ``known``: a cache of sharded blocks, filled in place, by which solutions with equal layouts share blocks.
     """
     tp = solution.num_ranks
     blocks: dict[str, Block] = {}
@@ -74,7 +79,10 @@ def build_local_model(
 
 
 def unmark_stopped(block: Block) -> Block:
-    """``block``, where what a lowering makes of detached values alone is not marked like the operator it stands for."""
+    """Set ``node.meta["grad"]`` of ``block`` to false for nodes that depend on detached values alone, and return
+    ``block``. The nodes that replace a sharded operator are marked like it, although no gradient flows through some of
+    them.
+    """
     for node in block.graph.nodes:
         if node.op == "call_function" and node.meta.get("grad"):
             node.meta["grad"] = not stops_gradient(node) and any(n.meta.get("grad", True) for n in node.all_input_nodes)
@@ -82,7 +90,10 @@ def unmark_stopped(block: Block) -> Block:
 
 
 def layouts_of(local: LocalModel, batch: ShardingSolution) -> Layouts:
-    """Where everything lives, for the emitter: over ``tp``, over ``cp``, and over microbatches and ``dp``."""
+    """Return the layouts of all tensors over ``tp``, ``ep`` and ``cp``, the axes over which each gradient is a partial
+    sum, and the batch dims of inputs. The emitter writes them into the program. ``batch``: the sharding over
+    microbatches and ``dp``.
+    """
     tensor = local.sharding
     axes: dict[str, tuple[str, ...]] = {}
     for name, state in local.model.states.items():
@@ -117,5 +128,7 @@ def _batch_dim(layout: Layout) -> int | None:
 
 
 def _describe_layout_join(layout: Layout) -> str:
-    """How the parts that microbatches and ranks have make the whole."""
+    """Return how the parts of an output are combined into the whole: ``"R"`` if they are equal, else the layout as
+    text.
+    """
     return "R" if layout.is_whole else str(layout)

@@ -1,7 +1,8 @@
-"""One value and its readers, as a part of the pairwise problem: every reshard is paid once, however many read it.
+"""Represent a value and its readers in the pairwise problem, so that every change of layout is paid for once, however
+many operators read the result.
 
-With one reader the value is an edge. With several it is a node whose choices are the layout that its source makes and
-the set of layouts made available from it; layouts that cost nothing are available in any case.
+A value with one reader is an edge. A value with several readers is a node. Its choices are pairs of the layout in which
+the value is produced and the set of layouts that are made from it. Layouts that cost nothing are always in the set.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ ReshardCost = Callable[[TensorSpec, Layout, Layout, bool], float]
 
 
 class ProblemBuilder:
-    """An :class:`AssignmentProblem` that grows; ``names`` say what each node stands for."""
+    """An :class:`AssignmentProblem` (choose a layout or strategy for each node) under construction. ``names``: a text
+    for each node, used in error messages.
+    """
 
     def __init__(self) -> None:
         self.costs: list[Vector] = []
@@ -39,7 +42,7 @@ class ProblemBuilder:
         self.names: list[str] = []
 
     def add(self, name: str, cost: Vector) -> int:
-        """Add a node with one cost for each choice, and return its number."""
+        """Add a node to the problem. ``cost`` has the cost of each of its choices. Return the index of the node."""
         self.costs.append(cost)
         self.names.append(name)
         return len(self.costs) - 1
@@ -49,7 +52,7 @@ class ProblemBuilder:
 
 
 class Reshards:
-    """Seconds of a change of layout, remembered; infinite where it cannot be had."""
+    """A cache of the seconds of changes of layout; infinite if a change is impossible."""
 
     def __init__(self, cost: ReshardCost) -> None:
         self._cost = cost
@@ -57,7 +60,9 @@ class Reshards:
         self._tables: dict[tuple[TensorSpec, bool, tuple[Layout, ...], tuple[Layout, ...]], Table] = {}
 
     def table(self, spec: TensorSpec, grad: bool, made: Sequence[Layout], targets: Sequence[Layout]) -> Table:
-        """Indexed (made, target)."""
+        """Return the seconds of every change of layout from ``made`` (rows) to ``targets`` (columns), for a value of
+        ``spec``. ``grad``: whether the backward must also change the layout of the gradient.
+        """
         key = spec, grad, tuple(made), tuple(targets)
         if key not in self._tables:
             costs = [[self._reshard_seconds(spec, grad, source, target) for target in targets] for source in made]
@@ -89,7 +94,9 @@ class Reshards:
 
 @dataclass(frozen=True)
 class Source:
-    """The problem's node that makes a value, and in which layout under each of its choices."""
+    """The node of the assignment problem that decides in which layout a value is produced. ``layouts``: the layout of
+    the value under each choice of the node ``variable``.
+    """
 
     variable: int
     layouts: Sequence[Layout]
@@ -97,7 +104,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Asker:
-    """A node of the problem that reads a value, and the layouts that it asks for under each of its choices."""
+    """A node of the assignment problem that decides in which layouts a value is read. ``layouts``: the layouts that it
+    needs under each choice of the node ``variable``.
+    """
 
     variable: int
     layouts: Sequence[frozenset[Layout]]
@@ -112,9 +121,11 @@ def add_reshard_costs(
     askers: Sequence[Asker],
     weight: float,
 ) -> None:
-    """Adds to ``builder`` what it costs that ``askers`` get what they ask for from ``source``, ``weight`` times.
+    """Add to ``builder`` the nodes and edges that price the changes of layout of one value between the node that
+    produces it, ``source``, and its readers, ``askers``.
 
-    ``value`` is its spec and whether it carries a gradient.
+    ``value``: the spec of the value and whether it has a gradient. ``weight``: the number of calls, by which seconds
+    are multiplied.
     """
     made, made_of = _index_distinct_items(source.layouts)
     asked = [_index_distinct_items(a.layouts) for a in askers]
@@ -142,7 +153,7 @@ def add_reshard_costs(
 
 
 def _index_distinct_items(items: Sequence[T]) -> tuple[list[T], NDArray[np.intp]]:
-    """The distinct items, and which of them each item is."""
+    """Return the distinct items in order of first appearance, and for each item its index among them."""
     places: dict[T, int] = {}
     which = [places.setdefault(item, len(places)) for item in items]
     return list(places), np.array(which, dtype=np.intp)
@@ -153,9 +164,11 @@ def _mask_to_infinite_cost(mask: NDArray[Any] | np.bool_) -> Table:
 
 
 def _list_available_layout_sets(cost: Table, most: int) -> tuple[NDArray[np.intp], NDArray[np.bool_]] | None:
-    """Per choice the layout made and the layouts available; ``None`` where there are too many.
+    """Return the choices of a value with several readers as two arrays, or ``None`` if there are more than
+    ``MAX_SETS``.
 
-    ``cost`` is indexed (made, target). No more than ``most`` layouts are ever read at once.
+    Per choice: the index of the layout in which the value is made, and a mask of the layouts that are available.
+    ``cost`` is indexed (made, target). ``most``: the largest number of layouts that are read at once.
     """
     count = 0
     for row in cost:
@@ -185,7 +198,9 @@ def _connect_by_target(
     wants: Sequence[NDArray[np.bool_]],
     asked_of: Sequence[NDArray[np.intp]],
 ) -> None:
-    """A node (absent, available) per target instead of one node for all sets of them."""
+    """Add one node with the choices (absent, available) for each layout in which a value is read. This replaces a
+    single node with a choice for each set of layouts, if there are too many sets.
+    """
     for target in range(cost.shape[1]):
         node = builder.add(f"{name}, layout {target}", np.zeros(2))
         table = np.stack([np.zeros(len(cost)), cost[:, target]], axis=1)

@@ -2,17 +2,17 @@
 
 The folded model becomes a pairwise problem (``partitioner/solve/pairwise/assignment.py``):
 
-=====================  ============================================  =================================================
-node                   its choices                                   its cost
-=====================  ============================================  =================================================
-operator               its strategies                                compute, forward and backward, times its calls
-value, many readers    (layout made, layouts made available)         the reshards, each once however many read it
-values between calls   ``S(d)`` or ``R``                             keeping and sending them
-states                 ``S(d)``, ``R`` or ``R'``                     memory, and the reduction of their gradients
-=====================  ============================================  =================================================
+===================== ============================================ =================================================
+node its choices its cost ===================== ============================================
+================================================= operator its strategies compute, forward and backward, times its calls
+value, many readers (layout produced, layouts made from it) the changes of layout, each counted once values between
+calls ``S(d)`` or ``R`` keeping and sending them states ``S(d)``, ``R`` or ``R'`` memory, and the reduction of their
+gradients ===================== ============================================
+=================================================
 
-A value with one reader is an edge whose table is the reshard's cost. Values between calls (and states) that some
-block's port ties together, because blocks repeat, are one node. All block types are solved together.
+A value with one reader is an edge whose table has the costs of the changes of layout. Values between calls, or states,
+that must share a layout because they pass through the same port of a repeated block are one node. All block types are
+solved together.
 """
 
 from __future__ import annotations
@@ -57,27 +57,35 @@ DATA = "data"  # the axis of the batch: microbatches times data-parallel ranks
 
 
 class ShardingCosts(Protocol):
-    """Seconds of one step; ``math.inf`` forbids."""
+    """Prices of a sharding, in seconds per microbatch or other units of one kind. ``math.inf`` forbids a choice."""
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
-        """One call of an operator, forward and backward, with the collectives of a special lowering."""
+        """Return the cost of one call of an operator if it is run by ``strategy`` on ``num_ranks`` ranks, forward and
+        backward, with the collectives that this adds.
+        """
 
     def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
-        """One change of layout of a value of global ``spec``, forward and, where differentiable, backward."""
+        """Return the cost of one change of layout of a value of global ``spec``, forward and, if ``differentiable``,
+        backward.
+        """
 
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
-        """Keeping a state in ``layout``; under ``R'`` also the reduction of its gradient, once per step."""
+        """Return the cost of keeping a parameter or buffer in ``layout``. Under ``R'`` (replicated with a partial-sum
+        gradient) it includes the reduction of the gradient, once per step.
+        """
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
-        """Keeping or sending a value between calls."""
+        """Return the cost of keeping or sending a tensor between blocks in ``layout``."""
 
 
 @dataclass(frozen=True)
 class ShardingSolution:
-    """The layouts on one axis. ``objective`` and ``bound`` are seconds; no sharding costs less than ``bound``.
+    """The chosen layouts and strategies on one axis. ``objective`` is the cost, and no sharding costs less than
+    ``bound``; both are in the unit of the costs, seconds on ``tp`` and ``cp``.
 
-    ``values`` and ``states`` are by name. ``matmul_sharded`` is the share of the matrix-multiply work that is divided
-    over the ranks, ``without_rule`` the share of the compute time of each operator that has no factor rule.
+    ``blocks``: strategies and layouts by block name. ``values`` and ``states``: layouts by name. ``matmul_sharded``:
+    the share of the matrix-multiply FLOPs that is divided over the ranks. ``without_rule``: the share of compute time
+    of each operator that has no factor rule and therefore cannot be sharded.
     """
 
     axis: str
@@ -106,16 +114,18 @@ def solve_sharding(
     allowed: Allowed | None = None,
     time_limit_s: float = 60.0,
 ) -> ShardingSolution:
-    """The best sharding of ``model`` over ``num_ranks`` ranks of ``axis``.
+    """Return the cheapest sharding of ``model`` over ``num_ranks`` ranks of ``axis``: layouts of tensors and strategies
+    of operators.
 
     Args:
-        rules: what is fixed from outside. The loss is ``P`` on the axis ``data`` and ``R`` on others unless it is
-            named. On ``data``, states are whole and values between calls may be partial sums.
-        allowed: which strategies an operator may have.
+        rules: layouts that the caller fixes. Unless it is named, the loss is ``P`` (a partial sum) on the axis ``data``
+            and ``R`` (replicated) on others. On ``data``, states are not sharded and tensors between blocks may be
+            partial sums.
+        allowed: ``allowed(operator, strategy)``: whether an operator may be run in this way; ``None`` allows all.
 
     Raises:
-        ShardingError: a name is unknown, or what is asked excludes every sharding.
-        TimeLimitError: no sharding was found in time.
+        ShardingError: a name is unknown, or the rules exclude every sharding.
+        AssignmentTimeLimitError: no sharding was found in time.
     """
     rules = _complete_layout_rules(model, axis, rules)
     if num_ranks == 1:
@@ -124,12 +134,16 @@ def solve_sharding(
 
 
 def sharding_problem(model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts) -> ShardingProblem:
-    """The problem of :func:`solve_sharding` over at least two ranks, with nothing fixed from outside."""
+    """Return the problem that :func:`solve_sharding` solves, for two or more ranks and without layouts fixed by the
+    caller.
+    """
     return ShardingProblem(model, axis, num_ranks, costs, _complete_layout_rules(model, axis, FREE_LAYOUTS))
 
 
 def _complete_layout_rules(model: FoldedModel, axis: str, rules: LayoutRules) -> LayoutRules:
-    """``rules`` with what holds on ``axis``, checked against the model's names."""
+    """Return ``rules`` with the layouts that ``axis`` requires. Raise ``ShardingError`` if a name is not in the
+    model.
+    """
     outputs = dict(rules.outputs)
     if model.loss is not None:
         outputs.setdefault(model.loss, (PARTIAL,) if axis == DATA else (REPLICATED,))
@@ -139,7 +153,9 @@ def _complete_layout_rules(model: FoldedModel, axis: str, rules: LayoutRules) ->
 
 
 class ShardingProblem:
-    """The pairwise problem of a model, and what its nodes stand for; to be solved with different strategies allowed."""
+    """The pairwise assignment problem of a model on one mesh axis, and the meaning of its nodes. It can be solved
+    several times, each with other strategies allowed.
+    """
 
     def __init__(self, model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts, rules: LayoutRules) -> None:
         self.model, self.axis, self.num_ranks, self.costs, self.rules = model, axis, num_ranks, costs, rules
@@ -166,7 +182,9 @@ class ShardingProblem:
                 self._connect_value_readers(name, value)
 
     def solve(self, allowed: Allowed | None = None, time_limit_s: float = 60.0) -> ShardingSolution:
-        """The best sharding of the strategies that are allowed. Raises as :func:`solve_sharding` does."""
+        """Return the cheapest sharding that uses only strategies for which ``allowed(operator, strategy)`` is true.
+        Raise ``ShardingError`` if none exists and ``AssignmentTimeLimitError`` if none is found in time.
+        """
         start = time.perf_counter()
         try:
             answer = self._solve_with_allowed(allowed, time_limit_s)
@@ -180,7 +198,9 @@ class ShardingProblem:
         return self._assignment_to_solution(answer, time.perf_counter() - start)
 
     def _solve_with_allowed(self, allowed: Allowed | None, time_limit_s: float) -> Assignment:
-        """The best of all strategies is also that of those allowed where it has no others."""
+        """Return the cheapest assignment under ``allowed``. The unrestricted optimum is cached and is returned if it
+        uses only allowed strategies, since it is then also the restricted optimum.
+        """
         problem = self.builder.problem()
         if self._best is None:
             self._best = solve_assignment(problem, time_limit_s=time_limit_s, settle=True)
@@ -210,7 +230,7 @@ class ShardingProblem:
         self.ports.update(dict.fromkeys(tie.ports, (variable, options)))
 
     def _tie_updates(self) -> None:
-        """What forward leaves in a buffer is laid out as the buffer is."""
+        """Require that a value which the forward writes into a buffer has the layout of the buffer."""
         if not self.model.updates:
             return
         of = {name: (variable, options) for tie, variable, options in self.ties for name in tie.names}
@@ -245,7 +265,10 @@ class ShardingProblem:
         add_reshard_costs(self.builder, reshards, label, (value.spec, value.grad), source, askers, self.weights[name])
 
     def _state_reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
-        """A state is read as it is kept: gathering weights for every microbatch is what sharding over ``dp`` is for."""
+        """Return the seconds of reading a parameter or buffer of layout ``source`` as ``target``; infinite if the
+        forward would need a collective. Weights are not gathered for every microbatch here, since ZeRO over ``dp``
+        exists for that.
+        """
         change = RESHARDS.get((source.kind, target.kind))
         if change is None or change.forward is not None:
             return math.inf
@@ -258,7 +281,9 @@ class ShardingProblem:
                 yield Asker(variable, [frozenset(s.operands[p] for p in reader.positions) for s in choices])
 
     def _ties_reading(self, name: str, value: BlockValue) -> Iterator[Asker]:
-        """The values between calls that this value becomes."""
+        """Yield one reader for each group of block outputs (that must share a layout) as which this value is
+        returned.
+        """
         places = [p for reader in value.readers if reader.node is None for p in reader.positions]
         for variable, options in dict(self.ports[name, "output", p] for p in places).items():
             yield Asker(variable, [frozenset((layout,)) for layout in options])
@@ -304,7 +329,9 @@ def _placeholder_to_port(block: Block, placeholder: fx.Node) -> Port:
 def _measure_sharded_work(
     model: FoldedModel, chosen: Mapping[str, Mapping[fx.Node, Strategy]], costs: ShardingCosts, num_ranks: int
 ) -> tuple[float, dict[str, float]]:
-    """The share of matrix-multiply work that is sharded, and of compute time per operator without a rule."""
+    """Return the share of matrix-multiply FLOPs that is sharded, and the share of compute time of each operator without
+    a factor rule, by operator name.
+    """
     flops = sharded = total = 0.0
     unruled: dict[str, float] = {}
     for name, strategies in chosen.items():
@@ -321,7 +348,7 @@ def _measure_sharded_work(
 
 
 def whole_sharding(model: FoldedModel, axis: str, costs: ShardingCosts) -> ShardingSolution:
-    """The sharding over one rank: everything whole."""
+    """Return the sharding over one rank, in which everything is replicated, with its cost."""
     chosen: dict[str, dict[fx.Node, Strategy]] = {}
     blocks: dict[str, BlockSharding] = {}
     for name, block in model.blocks.items():

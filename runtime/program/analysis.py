@@ -86,7 +86,7 @@ class CallFacts:
 
 
 class ProgramFacts:
-    """Compute the facts of all calls of a program, each on first access.
+    """The facts of all calls of a program, each computed on first access.
 
     The names and shapes of the program must already be consistent (``runtime/prove/structure.py`` checks this).
     """
@@ -169,7 +169,7 @@ class ProgramFacts:
 
     @cached_property
     def flow(self) -> GradientFlow:
-        """Which values and states get a gradient in each call, for the calls in :attr:`order`."""
+        """The values and states that get a gradient in each call, for the calls in :attr:`order`."""
         paths = {name: gradient_paths(block) for name, block in self.blocks.items()}
         return gradient_flow([self.call(p) for p in self.order], paths, self.trainable, self.program.loss)
 
@@ -189,8 +189,9 @@ class ProgramFacts:
         return frozenset(s for added in self.flow.states for s in added)
 
     def state_bytes(self, name: str) -> int:
-        """Return the bytes of one rank's shard of a state (parameter or buffer), before ZeRO divides the shard
-        further."""
+        """Return the bytes of one rank's shard of a state (parameter or buffer), before ZeRO divides the
+        shard further.
+        """
         return self._sizes_of(name).part
 
     def gradient_bytes(self, name: str) -> int:

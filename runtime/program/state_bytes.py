@@ -1,4 +1,4 @@
-"""What a state, its gradient and the pieces of them that ranks share take on one rank, in bytes."""
+"""Compute the bytes that a state, its gradient and their ZeRO pieces take on one rank."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ from partitioner.runtime.program.program import Program, Stage, StateData, shard
 
 
 def host_states(program: Program, stage: int) -> frozenset[str]:
-    """Return the names of the stage's parameters whose values an optimizer, or calls, read from host memory."""
+    """Return the names of the stage's parameters whose values are in host memory, for the optimizer or for calls."""
     held = {n: s for n, s in program.states.items() if stage in s.stages}
     train = program.objective == "train"
     return frozenset(n for n, state in held.items() if is_hosted(state, program.offload, train))
 
 
 def is_hosted(state: StateData, offload: Sequence[str], train: bool) -> bool:
-    """Whether an optimizer, or calls, take a state's numbers from host memory."""
+    """Whether the values of a state are in host memory under the program's ``offload``, for the optimizer
+    or for calls.
+    """
     if state.kind != "parameter":
         return False
     return "parameters" in offload or ("optimizer" in offload and train and state.requires_grad)
 
 
 def staying_values(stage: Stage) -> frozenset[str]:
-    """Return the values that an OFFLOAD leaves on the device: results of prologue calls, and values that several calls
-    read."""
+    """Return the names of the values that an OFFLOAD leaves on the device.
+
+    These are results of prologue calls, and values that several calls of the stage read.
+    """
     reads = Counter(v for call in stage.calls if not call.prologue for v in set(call.inputs))
     totals = {v for call in stage.calls if call.prologue for v in call.outputs}
     return frozenset(v for v, count in reads.items() if count > 1) | totals
@@ -39,13 +43,12 @@ def state_bytes(program: Program, state: str) -> int:
 
 
 def gradient_bytes(program: Program, state: str) -> int:
-    """Return the bytes of the gradient of one rank's shard over ``ep`` and ``tp``, in the type in which it is
-    accumulated."""
+    """Return the bytes of the gradient of one rank's shard over ``ep`` and ``tp``, in the type of its accumulation."""
     return math.prod(shard_shape(program, state)) * get_dtype_itemsize(sum_type(program.states[state].dtype))
 
 
 class StateSizes(NamedTuple):
-    """Bytes on one rank: of its part of a state and of that one's gradient, and of its pieces of both."""
+    """Bytes of a state on one rank: its shard, the shard's gradient, and the ZeRO pieces of both."""
 
     part: int
     gradient: int
@@ -54,7 +57,10 @@ class StateSizes(NamedTuple):
 
 
 def state_sizes(program: Program, state: str) -> StateSizes:
-    """What a state takes. Pieces are of what ranks share, padding included; all of it where none do."""
+    """Return the bytes of a state on one rank.
+
+    Pieces include padding; without ZeRO they equal the shard and its gradient.
+    """
     part, gradient = state_bytes(program, state), gradient_bytes(program, state)
     ranks = math.prod(program.size(a) for a in program.states[state].zero_axes)
     return StateSizes(part, gradient, -(-part // ranks), -(-gradient // ranks))

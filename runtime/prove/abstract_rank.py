@@ -321,7 +321,7 @@ class _StageInterpreter:
         self.run_reduction_turn(i)
 
     def run_reduction_turn(self, i: Instruction) -> None:
-        """What reduces a bucket further, once the turn before has ended."""
+        """Run a SCATTER, REDUCE or GATHER of a bucket's gradients, which starts once the one before has ended."""
         assert i.bucket is not None
         op, axes = self.states.turn(i.bucket, i.op, i.axes, self.index)
         waits, what = self.reductions.turn(i.bucket, self.buckets[i.bucket], (op, axes))
@@ -329,7 +329,7 @@ class _StageInterpreter:
         self.start_collective(waits, axes, what, f"{TURNS[op]} of {of} {i.bucket}")
 
     def start_collective(self, waits: Iterable[Hashable], axes: tuple[str, ...], what: Hashable, text: str) -> None:
-        """Start a collective, after others have ended."""
+        """Record a collective that starts after the collectives ``waits`` have ended."""
         for other in waits:
             self.await_result(other)
         self.trace_collective(axes, what, text, waits=False)

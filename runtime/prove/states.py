@@ -1,9 +1,9 @@
-"""Checks of states and gradient buckets, and of a rank's collectives in the order of its instructions.
+"""Check states and gradient buckets, and track the collectives of a rank in the order of its instructions.
 
-Parameters, buffers and constants must have valid layouts, stages and buckets. ``Parameters`` follows the instructions
-and checks that a sharded parameter is gathered before a call reads it. ``PendingReductions`` tracks the reductions
-under way, and which of them must end before another one starts. ``bundles_of`` groups consecutive collectives of a call
-over the same axes: a rank that enters one of them enters all.
+Parameters, buffers and constants must have valid layouts, stages and buckets. :class:`Parameters` checks that a sharded
+parameter is gathered before a call reads it. :class:`PendingReductions` tracks the reductions in progress, and which of
+them must end before another one starts. :func:`bundles_of` groups consecutive collectives of a call over the same axes:
+a rank that enters one of them enters all.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from partitioner.runtime.prove.errors import FaultLocation, Refusal, use_text
 
 
 def check_state(facts: ProgramFacts, name: str) -> None:
-    """Raise :class:`Refusal` unless the state's layouts, stages and ZeRO axes are valid and its gradient is summed over
-    the right axes."""
+    """Raise :class:`Refusal` unless a state's layouts, stages and ZeRO axes are valid and its gradient is summed
+    correctly.
+    """
     problem = _state_problem(facts, name)
     if problem:
         stages = [s for s in facts.program.states[name].stages if 0 <= s < len(facts.program.stages)]
@@ -78,7 +79,7 @@ def _state_problem(facts: ProgramFacts, name: str) -> str:
 
 
 def _zero_problem(facts: ProgramFacts, name: str) -> str:
-    """The fault in how ranks share a state under ZeRO; an empty text if there is none.
+    """Return the fault in how ranks share a state under ZeRO; an empty string if there is none.
 
     Ranks that share a state must hold the same shard of it and sum its gradient over their axes.
     """
@@ -105,7 +106,7 @@ def _zero_problem(facts: ProgramFacts, name: str) -> str:
 
 
 def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: Layout) -> bool:
-    """Whether a gradient is summed over ``tp`` exactly if it is a partial sum there.
+    """Whether a gradient is summed over ``tp`` if and only if it is a partial sum there.
 
     The gradient of an expert must be summed over its replicas, ``edp``, and over ``etp`` if it is a partial sum there,
     and over no other axis.
@@ -118,7 +119,7 @@ def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: La
 
 
 def nested_shape(data: object) -> tuple[int, ...] | None:
-    """The shape of nested lists, judged by their first elements; ``None`` if ``data`` is ``None``."""
+    """Return the shape of nested lists, judged by their first elements; ``None`` if ``data`` is ``None``."""
     shape: list[int] = []
     while isinstance(data, list | tuple):
         shape.append(len(data))
@@ -127,10 +128,10 @@ def nested_shape(data: object) -> tuple[int, ...] | None:
 
 
 def check_buckets(facts: ProgramFacts, stage: int) -> None:
-    """Check the gradient buckets and the recomputed calls of a stage. Raises :class:`Refusal` if one is wrong.
+    """Raise :class:`Refusal` if a gradient bucket of a stage, or its list of recomputed calls, is wrong.
 
     Each gradient that is a partial sum over mesh axes must be in exactly one bucket, with those axes. Each parameter
-    that ranks share must be in exactly one bucket, together with states that are shared over the same axes.
+    that ZeRO shards must be in exactly one bucket, together with states that are sharded over the same axes.
     """
     program, here = facts.program, facts.program.stages[stage]
     wanted: dict[str, tuple[str, ...]] = {}
@@ -182,7 +183,7 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
 
 
 def _list_node_names(program: Program, stage: int, position: int) -> set[str]:
-    """The names of the nodes of a call's block."""
+    """Return the names of the nodes in the graph of a call's block."""
     return {node["name"] for node in program.blocks[program.stages[stage].calls[position].block].nodes}
 
 
@@ -207,7 +208,7 @@ class Parameters:
         return split_axes(self.program, zero_axes(self.program, self.states(number)))
 
     def gather(self, number: int, index: int) -> Hashable:
-        """Record a GATHER of a bucket and return the key on which all participants must agree."""
+        """Record a GATHER of a bucket, and return the key on which all participants must agree."""
         if number not in self.shared:
             raise Refusal("fields", f"bucket {number} is whole on every rank: there is nothing to gather")
         if number in self.there:
@@ -245,7 +246,7 @@ class Parameters:
 
 
 class PendingReductions:
-    """Tracks reductions in flight. Each method starts one and returns those that must end before it."""
+    """Tracks the reductions in progress. Methods that start one return the earlier ones that must end first."""
 
     def __init__(self) -> None:
         self._scatters: Counter[int] = Counter()
@@ -254,7 +255,10 @@ class PendingReductions:
         self._gathering: deque[int] = deque()  # buckets on their last turn, where that gathers
 
     def scatter(self, number: int, bucket: Bucket) -> tuple[list[Hashable], Hashable]:
-        """A SCATTER over the axes that shard a bucket: what to wait for, and what has to agree."""
+        """Record a SCATTER over the ZeRO axes of a bucket.
+
+        Return the keys of the collectives that must end first, and the key on which all participants must agree.
+        """
         waits = [what for _, what in self._scattering.before_next()]
         self._scatters[number] += 1
         what = "SCATTER", bucket.states, bucket.compression, self._scatters[number]
@@ -266,7 +270,10 @@ class PendingReductions:
         self._scattering.computed()
 
     def turn(self, number: int, bucket: Bucket, turn: Turn) -> tuple[list[Hashable], Hashable]:
-        """One of :func:`partitioner.runtime.program.sharded_buckets.list_reduction_turns`; likewise."""
+        """Record the next collective of a bucket's reduction, given as (instruction, axes).
+
+        Return the keys of the collectives that must end first, and the key on which all participants must agree.
+        """
         waits = [*self.ended(number)]
         if turn[0] == "GATHER" and turn[1] == bucket.levels[0]:
             while len(self._gathering) >= GATHERING:
@@ -277,7 +284,10 @@ class PendingReductions:
         return waits, what
 
     def ended(self, number: int) -> Iterator[Hashable]:
-        """End the collectives in flight for a bucket, and the SCATTERs started before its own; yields each of them."""
+        """End the collectives in progress for a bucket, and the SCATTERs started before its own.
+
+        Yield the key of each.
+        """
         while any(bucket == number for bucket, _ in self._scattering):
             yield self._scattering.end_first()[1]
         yield from self._end_turning_reduction(number)
@@ -291,8 +301,11 @@ Bundle = tuple[tuple[str, ...], Hashable, str, str, int]  # axes, what has to ag
 
 
 def bundles_of(program: Program, call: CallFacts, op: str, position: int) -> list[Bundle]:
-    """Return the groups of consecutive collectives that the call at ``position`` enters in an F, B, I or W
-    instruction."""
+    """Return the groups of consecutive collectives over the same axes that a call enters in an F, B, I or W
+    instruction.
+
+    ``position`` is the call's position on its stage.
+    """
     uses = [(split_axes(program, (u.axis,)), u) for u in call.collectives(op)]
     found: list[Bundle] = []
     for axes, group in groupby((pair for pair in uses if pair[0]), key=itemgetter(0)):

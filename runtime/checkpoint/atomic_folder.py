@@ -126,7 +126,9 @@ class CheckpointTarget:
         return self.partial / f".writer-{rank}"
 
     def begin(self, rank: int) -> None:
-        """Create the partial folder, and write into it the identity of the process that writes the part of ``rank``."""
+        """Create the folder for unfinished files, and write into it the identity of the process that writes for
+        ``rank``.
+        """
         self.partial.mkdir(parents=True, exist_ok=True)
         self.writer(rank).write_text(this_process())  # lost with the host, and of no use then
 
@@ -140,15 +142,15 @@ class CheckpointTarget:
             write_text(self.failed, f"rank {rank}: {type(error).__name__}: {error}")
 
     def check(self) -> None:
-        """Raise :class:`CheckpointError` if any rank has written the ``failed`` file."""
+        """Raise :class:`CheckpointError` if any rank has reported a failure, so that the file :attr:`failed` exists."""
         if self.failed.exists():
             with contextlib.suppress(OSError):
                 told = self.failed.read_text()
                 raise CheckpointError.of_another(f"the checkpoint {self.final} was not written: {told}")
 
     def wait_for_records(self, world_size: int, timeout: float) -> list[Path]:
-        """Wait until all ranks have written their records, and return the paths of the records in the order of the
-        ranks.
+        """Wait until all ranks have written their parts, and return the paths of the files that record this, in rank
+        order.
 
         Raise :class:`CheckpointError` if a rank reports a failure, if its process on this host ends first, or after
         ``timeout`` seconds.
@@ -176,7 +178,9 @@ class CheckpointTarget:
         )
 
     def _is_gone(self, record: Path) -> bool:
-        """Whether the process that has to write ``record`` has certainly ended."""
+        """Whether the process has certainly ended that has to write the file ``record``, which confirms that its part
+        is written.
+        """
         with contextlib.suppress(OSError):
             return has_ended(self.writer(int(record.name.removeprefix(".record-"))).read_text())
         return False
@@ -194,9 +198,9 @@ class CheckpointTarget:
         raise CheckpointError(f"the checkpoint {self.final} was not completed by the first rank within {timeout:g} s")
 
     def commit(self) -> None:
-        """Rename the partial folder to ``final`` and flush the change to the disk.
+        """Rename the folder of unfinished files to ``final`` and flush the change to disk.
 
-        An existing checkpoint there is replaced.
+        An existing checkpoint is replaced.
         """
         sync_folder(self.partial)
         if self.final.exists():
@@ -225,7 +229,7 @@ class CheckpointTarget:
             raise CheckpointError(f"{self.final} is {what}, which cannot be replaced: name a folder in it")
 
     def clean(self) -> None:
-        """Remove the partial folders and files beside ``final`` that interrupted attempts left.
+        """Remove the unfinished folders and error files beside ``final`` that interrupted attempts left.
 
         Also restore a checkpoint that such an attempt had moved aside. One rank calls this before any rank writes.
         Raise :class:`CheckpointError` if ``final`` cannot be replaced.
@@ -253,9 +257,9 @@ def restore_replaced_checkpoint(final: Path) -> None:
 def wait_for_writers(directory: Path, timeout: float) -> None:
     """Wait until no process writes the checkpoint ``directory``, or a checkpoint inside it.
 
-    Partial folders of processes that have ended are ignored. For a writer on another host, whose process cannot be
-    checked, a partial folder is ignored once it has not changed for a while. Raises :class:`CheckpointError` after
-    ``timeout`` seconds.
+    Unfinished folders of processes that have ended are ignored. For a writer on another host, whose process cannot be
+    checked, an unfinished folder is ignored once it has not changed for 10 seconds. Raise :class:`CheckpointError`
+    after ``timeout`` seconds.
     """
     changed: dict[Path, tuple[int, float]] = {}  # folder -> (hash of its contents, time of the last change)
     writing: list[Path] = []

@@ -50,10 +50,10 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank wrote to a checkpoint.
+    """The record of what one rank wrote to a checkpoint.
 
     Args:
-        items: the chunks, with tensor name, offsets and sizes.
+        items: the chunks (rectangular parts of tensors), with tensor name, offsets and sizes.
         results: the file and position of each chunk, as DCP returns them.
         files: file name -> length and checksum.
     """
@@ -74,9 +74,11 @@ def sum_of(path: Path) -> FileSum:
 
 
 def write_shards(folder: Path, rank: int, pieces: Sequence[ShardPiece]) -> Written:
-    """Write the tensors of ``pieces`` to one file in ``folder``, flush it to the disk, and return what was written.
+    """Write ``pieces`` (parts of tensors, with their names and offsets) to one file in ``folder``, and flush it to the
+    disk.
 
-    Nothing is written for an empty list. Raise ``OSError`` if the file system reports an error.
+    Return what was written; for an empty list no file is written. Raise ``OSError`` if the file system reports an
+    error.
     """
     if not pieces:
         return Written()
@@ -116,11 +118,10 @@ def write_metadata(folder: Path, written: Sequence[Written]) -> None:
 
 
 class ShardReader:
-    """Reads boxes of tensors from a checkpoint's folder.
+    """Reads rectangular parts of tensors from a checkpoint's folder.
 
-    ``tensors`` has the shape, type and chunks of each tensor by name.
-
-    Raise ``OSError``, or an exception of unpickling, if the files are missing or damaged.
+    ``tensors`` has the shape, type and chunks of each saved tensor by name. Raise ``OSError``, or an exception of
+    unpickling, if the files are missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -131,7 +132,9 @@ class ShardReader:
         self.tensors = {k: v for k, v in found.items() if isinstance(v, TensorStorageMetadata)}
 
     def read(self, pieces: Iterable[ShardPiece]) -> None:
-        """Fill the tensor of each piece in place with its box of the saved tensor, converted to the piece's dtype."""
+        """Read each piece, a rectangular part of a saved tensor, into the piece's own tensor, converted to
+        its dtype.
+        """
         targets: dict[MetadataIndex, Tensor] = {}
         items: list[ReadItem] = []
         for piece in pieces:

@@ -66,9 +66,10 @@ _LENGTH = 8  # bytes in front, which say how long the head is
 
 
 class SlotName(NamedTuple):
-    """The owner and the step of a file with a copy. ``step`` is ``None`` if the file is incomplete.
+    """The parsed name of a file with the in-memory copy of a rank's training state.
 
-    ``identity`` is a hash of the run's line and its plan; ``rank`` is the rank whose state the file has.
+    ``rank`` is the rank whose state the file has, and ``step`` the step; it is ``None`` if the file is incomplete.
+    ``identity`` is a hash of the plan and of the token of this run, which changes when the run is rewound.
     """
 
     identity: str
@@ -77,7 +78,10 @@ class SlotName(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> Self | None:
-        """Parse the name of the file ``path``. Return ``None`` if it is not a file with a copy."""
+        """Parse the name of the file ``path``.
+
+        Return ``None`` if it is not a file with an in-memory copy of a training state.
+        """
         if found := _NAME.fullmatch(path.name):
             return cls(found[1], int(found[2]), int(found[3]))
         found = _PARTIAL.fullmatch(path.name)
@@ -85,16 +89,19 @@ class SlotName(NamedTuple):
 
 
 def slots_in(folder: Path) -> Iterator[tuple[SlotName, Path]]:
-    """Yield the parsed name and the path of each file with a copy in ``folder``, in the order of the file names."""
+    """Yield (parsed name, path) of each file in ``folder`` with an in-memory copy of a training state, sorted by file
+    name.
+    """
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if name := SlotName.of(path):
             yield name, path
 
 
 class SlotState(NamedTuple):
-    """The contents of one copy: ``tensors`` by name, and ``head``.
+    """The contents of the in-memory copy of one rank's training state.
 
-    ``head`` is serialised data: names, types and shapes of the tensors, and the other state of the run.
+    ``tensors`` has the tensors by name. ``head`` is serialised data: names, types and shapes of the tensors, and the
+    other state of the run.
     """
 
     head: bytes
@@ -102,7 +109,7 @@ class SlotState(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], run: Mapping[str, Any]) -> Self:
-        """Serialise ``run``, and return the contents of a copy.
+        """Return the contents of an in-memory copy from the rank's tensors and the serialised other state ``run``.
 
         Raise :class:`CheckpointError` if ``run`` is not plain data.
         """
@@ -137,7 +144,7 @@ def parse_slot_content(content: Tensor) -> tuple[dict[str, Tensor], dict[str, An
 
 
 class CheckpointSlot:
-    """A file of one copy, mapped into memory, which only this process writes.
+    """A memory-mapped file for the in-memory copy of a rank's training state, which only this process writes.
 
     ``name`` says whose copy it is and of which step; ``bytes`` is the mapped file as a uint8 tensor. Methods raise
     ``OSError`` if the file system reports an error.
@@ -222,7 +229,7 @@ _Extra = Mapping[str, Stateful]
 
 
 class MemoryCopies:
-    """The in-memory copies of one run, on one rank. All ranks create one and call the same methods.
+    """The in-memory copies of one run's training state, on one rank. All ranks create one and call the same methods.
 
     Args:
         checkpoints: the run's folder of checkpoints, which all ranks see.
@@ -376,7 +383,7 @@ class MemoryCopies:
     def _open_slots(self) -> None:
         """Open two files for this rank, and two for each rank whose second copy it keeps.
 
-        Remove files of earlier lines.
+        Remove files of an abandoned run.
         """
         if self._is_node_leader():
             for name, path in slots_in(self.folder):
@@ -525,7 +532,10 @@ def folder_of(checkpoints: Path, memory: Path) -> Path:
 
 
 def remove_line_token(checkpoints: Path, rank: int) -> None:
-    """Remove the token of the current line, so that its copies are not restored any more. Only rank 0 removes it."""
+    """Remove the file that identifies the run's valid in-memory copies, so that none of them is restored any more.
+
+    Only rank 0 removes it; on other ranks this does nothing.
+    """
     if rank == 0:
         (checkpoints / LINE).unlink(missing_ok=True)
 
@@ -536,10 +546,10 @@ def _resize_slots(wanted: Mapping[CheckpointSlot, int]) -> None:
 
 
 def _read_current_line(checkpoints: Path) -> list[int]:
-    """Return the token of the current line, and the step of the newest checkpoint on disk that was written after it
-    began.
+    """Return the token that identifies the run's valid in-memory copies, and the step of the newest later checkpoint on
+    disk.
 
-    Each is 0 if there is none. Checkpoints from before the line do not count, because their steps are repeated.
+    Each is 0 if there is none. Checkpoints from before the token do not count, because their steps are repeated.
     """
     try:
         token = int((checkpoints / LINE).read_text(), 16)

@@ -68,7 +68,8 @@ class Staging:
         still: Sequence[ShardPiece],
         optimizers: Sequence[torch.optim.Optimizer | None],
     ) -> list[ShardPiece]:
-        """Start copying the state for a save, and return pieces that refer to the copies.
+        """Start copying the state for a save, and return pieces (rectangular parts of tensors) that refer to the
+        copies.
 
         Args:
             moving: pieces that may change at any time; they are copied now.
@@ -102,7 +103,7 @@ class Staging:
         ]
 
     def finish_copies(self) -> None:
-        """Copy the pieces that change only in an optimizer step. Called in the thread that writes the checkpoint.
+        """Copy the tensors that change only in an optimizer step. Called in the thread that writes the checkpoint.
 
         Raise :class:`CheckpointError` if one of them was changed before it was copied.
         """
@@ -117,11 +118,10 @@ class Staging:
         self._require_unchanged(changed)
 
     def written(self) -> None:
-        """Let the optimizer step again.
+        """Let the optimizer step again, after the copied state was written or writing has failed.
 
-        Called after the pieces of :meth:`start_copies` were written, or writing has failed.
-
-        Raise :class:`CheckpointError` if a piece on disk was changed before it was written.
+        Raise :class:`CheckpointError` if a tensor on disk, which is written without a copy, was changed before it was
+        written.
         """
         changed = [p.key for p, version in self._as_it_is if p.tensor._version != version]
         self._as_it_is = []
@@ -411,7 +411,8 @@ def agreed_target(
 def pieces_of(
     rank: RankProgram, states: Mapping[str, Tensor], optimizer: OptimizerState | None
 ) -> tuple[list[ShardPiece], list[ShardPiece]]:
-    """Return the pieces of weights and optimizer state that this rank writes, in two lists.
+    """Return the pieces (rectangular parts of tensors) of weights and optimizer state that this rank writes, in two
+    lists.
 
     The first list has pieces that may change at any time, the second has those that change only in an optimizer step.
     """
@@ -430,7 +431,9 @@ def pieces_of(
 
 
 def saved_states(program: Program) -> list[str]:
-    """Return the names of the states that a checkpoint has: the weights, and the buffers that a step updates."""
+    """Return the names of the states (parameters and buffers) that a checkpoint has: weights, and buffers that a step
+    updates.
+    """
     kept = set(weight_states(program)) | set(updated_states(program))
     return [n for n in program.states if n in kept]
 
@@ -451,8 +454,8 @@ def _write_rank_part(
 ) -> None:
     """Write this rank's part of a checkpoint; on rank 0, also complete the checkpoint.
 
-    Other ranks wait until it is complete. With ``staging``, first finish the copies to which the pieces ``held`` refer.
-    On an error, report it to the other ranks and raise it.
+    Other ranks wait until it is complete. With ``staging``, first finish the copies that ``held`` refers to. On an
+    error, report it to the other ranks and raise it.
     """
     from partitioner.runtime.checkpoint.dcp_files import write_shards
 

@@ -75,7 +75,8 @@ class ShardPiece:
 def compute_shard_boxes(
     shape: Sequence[int], shards: Sequence[Shard], within: ShardBox | None = None
 ) -> list[ShardBox]:
-    """Return the boxes of a tensor of global ``shape`` that make up a rank's shard, in the order of the shard.
+    """Return the boxes (offsets and sizes) of a tensor of global ``shape`` that make up a rank's shard, in the shard's
+    order.
 
     ``shards``: the cuts, applied one after the other. ``within``: return only the parts inside this box of the shard.
     """
@@ -147,7 +148,10 @@ def split_range_into_boxes(shape: Sequence[int], start: int, size: int) -> Itera
 
 
 def _view_boxes(state: StateData, held: RankShard, tensor: Tensor) -> Iterator[tuple[ShardBox, Tensor]]:
-    """Yield the boxes that a rank holds of a state, each with a view of its data in ``tensor``."""
+    """Yield the boxes (rectangular parts) that a rank holds of a parameter or buffer, each with a view of its data.
+
+    ``tensor`` is the rank's shard or, under ZeRO, its piece of the flattened shard.
+    """
     if held.piece is None or not tensor.dim():
         yield from ((box, _slice_box(tensor, box)) for box in compute_shard_boxes(state.shape, held.shards))
         return
@@ -175,7 +179,7 @@ def _slice_box(tensor: Tensor, box: ShardBox) -> Tensor:
 def list_shard_pieces(
     prefix: str, name: str, state: StateData, held: RankShard, tensor: Tensor, suffix: str = ""
 ) -> list[ShardPiece]:
-    """Return the checkpoint pieces of a rank's part ``tensor`` of a state, or of an optimizer state for it.
+    """Return a rank's part of a parameter or buffer, or of an optimizer state for it, as named boxes for a checkpoint.
 
     The keys are ``prefix``, the model's name of the parameter, and ``suffix``. If the state stacks several parameters,
     each of them gets its own piece. A number (a 0-d ``tensor`` for a state with dims) is written only by the rank that
@@ -214,7 +218,7 @@ def make_scalar_piece(prefix: str, name: str, state: StateData, tensor: Tensor, 
 
 
 def written_by(rank: RankProgram, states: Iterable[str]) -> set[str]:
-    """Return the names of the ``states`` whose part on this rank this rank writes.
+    """Return the names of those of ``states`` (parameters and buffers) whose part on this rank is written by this rank.
 
     Every part is written once, by a rank of the first stage that reads the state. Ranks with equal parts divide the
     states among themselves so that their sizes are balanced. All ranks compute the same division without communication.

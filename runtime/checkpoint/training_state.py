@@ -128,7 +128,7 @@ class OptimizerState:
         return {k: v if isinstance(v, Tensor) else torch.tensor(v) for k, v in held.items() if v is not None}
 
     def pieces(self, rank: RankProgram, name: str) -> list[ShardPiece]:
-        """Return this rank's checkpoint pieces of the optimizer state for the parameter ``name``.
+        """Return this rank's part of the optimizer state for the parameter ``name``, as named boxes for a checkpoint.
 
         A state may be a number, or have the parameter's shape and be sharded like it. If this rank holds the whole
         parameter, it may have any shape, such as the row and column factors of Adafactor. Raise
@@ -145,7 +145,7 @@ class OptimizerState:
         return found
 
     def room(self, name: str, key: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """Return an empty tensor for the optimizer state ``key`` of the parameter ``name``.
+        """Return an uninitialised tensor for the optimizer state ``key`` of the parameter ``name``.
 
         It is on disk if the optimizer keeps its states there, and otherwise on ``device``.
         """
@@ -161,7 +161,7 @@ class OptimizerState:
         return bool(tensor.dim()) and tensor.shape != self.parameters[name].shape
 
     def take(self, name: str, state: Mapping[str, Tensor]) -> None:
-        """Set the optimizer state of the parameter ``name``; an empty ``state`` removes it.
+        """Replace the optimizer state of the parameter ``name``; an empty ``state`` removes it.
 
         Numbers stay on the CPU unless the optimizer is fused or capturable.
         """
@@ -276,9 +276,8 @@ RESIDUAL = "residual."
 def way_of(program: Program) -> str:
     """Return a hash of the way in which the program reduces gradients.
 
-    Equal hashes mean that residuals can be restored.
-
-    Return an empty string if the program compresses no gradients and thus has no residuals.
+    Residuals (rounding errors of compressed gradients) can be restored if the hashes are equal. Return an empty string
+    if the program compresses no gradients.
     """
     if not any(bucket.compression for stage in program.stages for bucket in stage.buckets):
         return ""
@@ -289,7 +288,7 @@ def way_of(program: Program) -> str:
 
 
 def residual_pieces(rank: RankProgram, residuals: Mapping[str, Tensor]) -> list[ShardPiece]:
-    """Return the checkpoint pieces of this rank's residuals of compressed gradients."""
+    """Return this rank's residuals (rounding errors of compressed gradients) as named pieces for a checkpoint."""
     return [
         ShardPiece(f"{RESIDUAL}{rank.rank}.{place}", tuple(tensor.shape), (0,), tensor)
         for place, tensor in residuals.items()
@@ -299,8 +298,9 @@ def residual_pieces(rank: RankProgram, residuals: Mapping[str, Tensor]) -> list[
 def load_residuals(
     folder: Path, rank: RankProgram, residuals: Mapping[str, Tensor], training: Mapping[str, Any]
 ) -> None:
-    """Fill ``residuals`` from the checkpoint ``folder``; with zeros if it is of a plan that reduces gradients
-    differently.
+    """Fill ``residuals``, the rounding errors of compressed gradients, from the checkpoint ``folder``.
+
+    They are set to zero if the checkpoint is of a plan that reduces gradients differently.
     """
     if not residuals:
         return

@@ -50,18 +50,18 @@ _KEPT = ("path", "source")
 
 
 class SharedDerivatives:
-    """A cache folder through which the ranks of one run on one machine share the derivatives of blocks."""
+    """A cache folder through which the ranks on one machine share the forward and backward graphs of the model's
+    blocks.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, key: tuple[Any, ...], make: Callable[[], Differentiated]) -> Differentiated:
-        """Return the derivative for ``key``.
+        """Return the forward and backward graphs for ``key``. The first rank that asks computes them; the others wait.
 
-        The first rank that asks computes it with ``make``; the others wait for the result.
-
-        If that rank fails or is killed, the next one computes it.
+        If that rank fails or is killed, the next one calls ``make`` and stores the result.
         """
         path = self.folder / hashlib.sha256(repr(key).encode()).hexdigest()
         with path.with_suffix(".lock").open("w") as turn:
@@ -122,7 +122,7 @@ def _nodes_to_graph(nodes: list[tuple[Any, ...]]) -> fx.Graph:
 
 
 class GradientNeeds(NamedTuple):
-    """The gradients that the backward of a call computes, which together with the block identify its derivative.
+    """The gradients that the backward of a call (one use of a block, such as a layer) has to compute.
 
     ``inputs`` and ``states``: for each one, whether its gradient is computed. ``outputs``: for each one, whether a
     gradient arrives. ``slim``: backward recomputes cheap operators instead of saving their results.
@@ -135,9 +135,9 @@ class GradientNeeds(NamedTuple):
 
 
 def gradient_needs(program: Program, call: CallData, slim: bool = False) -> GradientNeeds | None:
-    """Return the gradients that the backward of ``call`` computes; ``None`` if the call has no backward.
+    """Return which gradients the backward of ``call`` has to compute; ``None`` if the call has no backward.
 
-    ``slim``: use selective recomputation.
+    ``call`` is one use of a block, such as a layer. ``slim``: use selective recomputation.
     """
     outputs = tuple(program.values[v].requires_grad for v in call.outputs)
     if program.objective != "train" or call.prologue or not any(outputs):
@@ -148,10 +148,10 @@ def gradient_needs(program: Program, call: CallData, slim: bool = False) -> Grad
 
 
 class Library:
-    """The blocks of a program and their derivatives, computed on first use. Safe to share between threads.
+    """The graphs of a program's blocks (repeated pieces of the model, such as layers) and their backward graphs.
 
-    ``compile``: whether to use ``torch.compile``, or the name of its backend. ``shared``: a folder in which ranks of
-    the same run and machine share derivatives.
+    They are computed on first use. Safe to share between threads. ``compile``: whether to use ``torch.compile``, or the
+    name of its backend. ``shared``: a folder in which ranks of the same run and machine share derivatives.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Library:
         off.
 
         Each function is compiled once for all calls of a block. ``num_sinks``: number of last outputs that are
-        gradients of states.
+        gradients of parameters.
         """
         if self.backend is None:
             return graph
@@ -209,7 +209,7 @@ class Library:
 
 
 class CurrentMicrobatch:
-    """The microbatch that runs now, which a graph reads by the operator ``axis_index`` of ``data``."""
+    """Holds the number of the microbatch that runs now, which a graph reads by the operator ``axis_index("data")``."""
 
     def __init__(self, share: range, device: torch.device) -> None:
         self.microbatch = 0
@@ -220,7 +220,10 @@ class CurrentMicrobatch:
 
 
 class Binder:
-    """Compiles the graphs of blocks to functions of one rank. Each function is compiled once."""
+    """Compiles the graphs of blocks (repeated pieces of the model, such as layers) to Python functions of one rank.
+
+    Each function is compiled once.
+    """
 
     def __init__(self, rank: RankProgram, library: Library, communicator: Communicator) -> None:
         self.rank = rank
@@ -240,11 +243,11 @@ class Binder:
         )
 
     def compile_piece(self, name: str, needs: GradientNeeds, kind: str) -> Compiled:
-        """Compile one function of a block's derivative.
+        """Compile one function of a block's forward and backward.
 
         ``kind`` is ``forward``, ``backward``, ``backward_input``, ``backward_weight``, or one half of ``forward``:
-        ``outputs`` or ``saved`` (the tensors that backward needs). Gradients of states are not returned but added to
-        sinks.
+        ``outputs`` or ``saved`` (the tensors that backward needs). The function does not return the gradients of states
+        (parameters), but adds them to sinks, which accumulate them.
         """
         derived = self.library.differentiated(name, needs)
         return self._compile_once(name, needs, kind, lambda: _PIECES[kind](derived))
@@ -402,7 +405,7 @@ def _make_context_attention(
 def _in_place(node: fx.Node, binding: Binding) -> Binding:
     """Return ``binding`` with one operand for each tensor argument of ``node``, in order.
 
-    A graph passes a node that occurs twice among the arguments only once.
+    Without this, a node that occurs twice among the arguments would be passed only once.
     """
     assert isinstance(binding, DirectBinding)
     given, function = node.all_input_nodes, binding.function
@@ -473,7 +476,10 @@ def _select_whole_piece(piece: JointSubgraph, num_sinks: int = 0) -> tuple[fx.Gr
 
 
 def _select_outputs(piece: JointSubgraph, start: int, stop: int | None) -> tuple[fx.Graph, int]:
-    """Return the part of ``piece`` that computes the outputs ``[start:stop]``, and 0 as its number of sinks."""
+    """Return the part of the graph ``piece`` that computes its outputs ``[start:stop]``, and 0.
+
+    The 0 is the number of outputs that are accumulated gradients.
+    """
     graph = fx.Graph()
     outputs = graph.graph_copy(piece.graph, {})
     assert isinstance(outputs, tuple)

@@ -18,8 +18,8 @@ from partitioner.runtime.state.host_offload import Copier, OffloadedActivations,
 class Environment:
     """The tensors of a step in progress: values and gradients of each microbatch, and what forward saves for backward.
 
-    ``values`` and ``gradients`` are lists over microbatches of name -> tensor. The other dicts have the keys
-    (microbatch, index of the call).
+    ``values`` (tensors that pass between calls) and ``gradients`` are lists over microbatches of name -> tensor. The
+    other dicts have the keys (microbatch, index of the call).
     """
 
     def __init__(self, rank: RankProgram, device: torch.device, copier: Copier | None = None) -> None:
@@ -80,10 +80,10 @@ class StageStates(NamedTuple):
 
 
 class BoundCall:
-    """A call of a block with this rank's states and compiled functions.
+    """A call, which is one use of a block such as a layer, with this rank's parameters and compiled functions.
 
     Args:
-        index: position of the call on the stage.
+        index: position of the call on the pipeline stage.
         watched: value -> function that is called with (microbatch, name, tensor) when the call computes this value.
         staying: values that stay on the device when activations are moved to host memory.
     """
@@ -199,7 +199,10 @@ class BoundCall:
 
 
 def _copy_shared_results(results: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:
-    """Return ``results`` with copies of those that share memory with ``states``. Dims of stride 0 are not expanded."""
+    """Return ``results``, in which tensors that share memory with ``states`` are copied.
+
+    Expanded dims stay expanded.
+    """
     theirs = {get_storage_address(state) for state in states}
     return [_copy_expanded(x) if get_storage_address(x) in theirs else x for x in results]
 

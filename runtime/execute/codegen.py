@@ -160,9 +160,10 @@ Binding = AliasBinding | ConstantBinding | DirectBinding | AsyncBinding
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled graph. ``function(arguments, sinks)`` returns the graph's outputs, except those that go to sinks.
+    """A graph that is compiled to the Python function ``function(arguments, sinks)``.
 
-    ``arguments`` is a list, which the function empties. ``nodes`` has the node of each line of ``code``.
+    It returns the graph's outputs, except gradients, which it adds to ``sinks``. ``arguments`` is a list, which the
+    function empties. ``nodes`` has the node of each line of ``code``.
     """
 
     name: str
@@ -232,10 +233,11 @@ class _CodeWriter:
         self.line_nodes: dict[int, fx.Node] = {}
 
     def grouped_sums(self) -> tuple[dict[fx.Node, bool], list[fx.Node]]:
-        """Find gradients of stacked expert weights that only a sink reads, so that the sink can compute them.
+        """Find gradients of stacked expert weights that are only accumulated, so that the accumulation can compute them
+        in place.
 
         Return these nodes, each with whether it is transposed afterwards, and the views and copies that need not run
-        because a sink accepts any strides.
+        because any strides are accepted.
         """
         stacks: dict[fx.Node, bool] = {}
         passed: list[fx.Node] = []
@@ -255,7 +257,7 @@ class _CodeWriter:
         return stacks, passed
 
     def one_reader(self, node: fx.Node) -> bool:
-        """Whether exactly one operator, or one sink, reads the result of ``node``."""
+        """Whether exactly one operator, or one sink (an accumulator of gradients), reads the result of ``node``."""
         return len(node.users) == 1 and node not in self.returned and self.sunk.count(node) <= 1
 
     def is_started(self, node: fx.Node) -> bool:
@@ -301,7 +303,7 @@ class _CodeWriter:
         return node
 
     def find_sinks(self) -> dict[fx.Node, list[int]]:
-        """Return, for each node whose value goes to sinks, the indices of the sinks."""
+        """Return, for each node whose value is an accumulated gradient, the indices of the sinks that accumulate it."""
         sinks: dict[fx.Node, list[int]] = {}
         for i, result in enumerate(self.sunk):
             if result is not None:
@@ -309,7 +311,9 @@ class _CodeWriter:
         return sinks
 
     def find_last_uses(self) -> dict[int, list[fx.Node]]:
-        """Return, for each step, the nodes whose values no later step reads, so that they are deleted after it."""
+        """Return, for each line of the function, the nodes whose values no later line reads, so that they are deleted
+        after it.
+        """
         last: dict[fx.Node, int] = {}
         for index, (node, wait) in enumerate(self.steps):
             last[self.resolve_alias(node)] = index
@@ -383,7 +387,11 @@ class _CodeWriter:
         return f"{self.add_constant(function, node)}({', '.join(arguments)})"
 
     def write_product(self, node: fx.Node, to: list[int]) -> bool:
-        """Let a sink compute the product or sum of ``node`` if only this sink reads it. Return whether that is so."""
+        """Write a line in which a sink, an accumulator of gradients, computes the product or sum of ``node`` in place.
+
+        Return ``False`` and write nothing if something else reads the result of ``node``, or if it is no product or
+        sum.
+        """
         if len(to) > 1 or not (node in self.stacks or self.sunk_only(node)):
             return False
         if node in self.sums:

@@ -137,7 +137,9 @@ class Executor:
             self.env.clear()
 
     def _compile_actions(self) -> list[tuple[int, Action]]:
-        """Return the step as a list of functions without arguments, each with the index of its instruction."""
+        """Return the step as a list (index of the instruction, function without arguments), in the order of
+        execution.
+        """
         instructions = self.rank.instructions
         receives = {i: self._compile_receive(ins) for i, ins in enumerate(instructions) if self._is_remote_receive(ins)}
         starts = early_starts(instructions)
@@ -173,7 +175,11 @@ class Executor:
         return actions
 
     def _list_awaited_buckets(self, instruction: Instruction) -> list[int]:
-        """Return the indices of the buckets whose all-gather of parameters must end before ``instruction``."""
+        """Return the buckets whose parameters must be gathered before ``instruction``, as indices into the stage's
+        buckets.
+
+        A bucket is a set of ZeRO-sharded parameters that one collective gathers.
+        """
         if not self.gathered:
             return []
         if instruction.op == "FREE" and instruction.bucket is not None:

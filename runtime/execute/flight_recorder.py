@@ -54,10 +54,11 @@ class InstructionSpot:
 
 @dataclass(frozen=True)
 class RecorderHeader:
-    """The description of a recorder's numbers.
+    """The description of the numbers that a rank's flight recorder writes.
 
     Args:
-        actions: for each action, the index of its instruction; the last action is the end of the step.
+        actions: for each action (a function of the compiled step), the index of its instruction; the last action is the
+            end of the step.
         spots: the description of each instruction.
         clock_s: seconds to add to the host's monotonic clock for the time of day, which is comparable between hosts.
         places: indices of the rank's instructions in the list of its stage; empty if the lists are equal.
@@ -80,9 +81,9 @@ class RecorderHeader:
 
 
 class Recorder:
-    """Writes the record of one rank to files in ``folder``.
+    """Writes the flight record of one rank to files in ``folder``: when each action of a step began.
 
-    ``actions``: for each action, the index of its instruction.
+    ``actions``: for each action (a function of the compiled step), the index of its instruction.
     """
 
     def __init__(self, folder: Path, rank: RankProgram, actions: Sequence[int]) -> None:
@@ -177,10 +178,10 @@ def _first_source(nodes: Sequence[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class RecordedMoment:
-    """The current position of a rank. Times are in nanoseconds of the host's monotonic clock.
+    """The position of a rank at the time of reading. Times are in nanoseconds of the host's monotonic clock.
 
-    ``action`` counts from 0 and is -1 outside of a step. ``moved`` is the time of the last progress, and ``beat`` the
-    last time at which the process was known to be alive.
+    ``action`` is the index of the current action in the step, from 0 on; -1 outside of a step. ``moved`` is the time of
+    the last progress, and ``beat`` the last time at which the process was known to be alive.
     """
 
     step: int
@@ -191,7 +192,10 @@ class RecordedMoment:
 
 
 class Recording:
-    """Reads the files that a :class:`Recorder` writes, at any time. Raise ``OSError`` if they do not exist yet."""
+    """Reads the flight record that a :class:`Recorder` writes, at any time.
+
+    Raise ``OSError`` if its files do not exist yet.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.about = RecorderHeader.from_data(json.loads((folder / f"rank-{rank}.json").read_text()))
@@ -231,8 +235,8 @@ class Recording:
 class MeasuredStep:
     """The times of one step on one rank, in nanoseconds.
 
-    ``starts[k]``: when action ``k`` began. ``waited[k]``: how long the rank had waited for others by then, since its
-    start. Both have one more entry, for the end of the step.
+    ``starts[k]``: when action ``k`` (a function of the compiled step) began. ``waited[k]``: how long the rank had
+    waited for others by then, since its start. Both have one more entry, for the end of the step.
     """
 
     about: RecorderHeader
@@ -241,8 +245,9 @@ class MeasuredStep:
     waited: tuple[int, ...]
 
     def seconds(self) -> list[tuple[int, float, float, float]]:
-        """Return ``(instruction index, start, end, waiting time)`` of each action, in seconds of the host's monotonic
-        clock.
+        """Return ``(instruction index, start, end, waiting time)`` of each action, in order of time, in seconds.
+
+        Start and end are on the host's monotonic clock. An instruction may have several actions.
         """
         return [
             (index, self.starts[k] * 1e-9, self.starts[k + 1] * 1e-9, (self.waited[k + 1] - self.waited[k]) * 1e-9)

@@ -109,7 +109,7 @@ def fuse_segments(
     """Return ``graph`` with the operators between its collectives replaced by calls of compiled functions.
 
     ``made(number, module)`` returns the compiled function for one part. The last ``num_sinks`` outputs are gradients
-    that are added to sinks.
+    that are accumulated in place, so matrix products for them are not replaced.
     """
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     results: tuple[Any, ...] = tuple(graph.output_node().args[0])  # type: ignore[arg-type]

@@ -24,9 +24,9 @@ Direction = tuple[int, str]  # a stage, and the channel to it
 
 
 class PendingReceive:
-    """One RECV_F or RECV_B instruction.
+    """One instruction that receives values (RECV_F) or gradients (RECV_B) from another stage.
 
-    ``start`` posts the receives, ``finish`` waits and passes the tensors to ``place``.
+    ``start`` posts the receives, ``finish`` waits for them and passes the tensors to ``place``.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PendingReceive:
 
 
 class TransferSender:
-    """Starts sends, and keeps the tensors until they have arrived."""
+    """Starts sends of values and gradients to other stages, and keeps the tensors until they have arrived."""
 
     def __init__(self, rank: RankProgram, env: Environment, communicator: Communicator) -> None:
         self.rank = rank
@@ -93,8 +93,9 @@ class TransferSender:
         return send
 
     def release(self, direction: Direction, count: int) -> None:
-        """Wait for the first ``count`` sends of the step in ``direction``, which have certainly arrived, and drop their
-        tensors.
+        """Wait for the first ``count`` sends of the step in ``direction`` (stage, channel), and drop their tensors.
+
+        They have certainly arrived, so this does not block for long.
         """
         under_way = self._under_way[direction]
         for _ in range(count - self._released.get(direction, 0)):
@@ -186,7 +187,10 @@ def early_starts(instructions: Sequence[Instruction]) -> dict[int, list[int]]:
 
 
 def slots_read(instruction: Instruction, stage: Stage) -> list[Slot]:
-    """Return the received values and gradients that ``instruction`` may be the first to read."""
+    """Return the received tensors that ``instruction`` may be the first to read, as (channel, microbatch, value name).
+
+    The channel is "F" for a value and "B" for its gradient.
+    """
     microbatch = instruction.microbatch
     if microbatch is None:
         return []

@@ -30,7 +30,7 @@ def loss_stage(program: Program) -> int:
 
 
 def find_neighbour_stages(stage: int, source: int, num_stages: int) -> tuple[int | None, list[int]]:
-    """Return the neighbours of ``stage`` when ``source`` broadcasts a value along the pipeline.
+    """Return the neighbours of ``stage`` when ``source`` broadcasts a value to all stages along the pipeline.
 
     The first item is the stage from which it receives the value (``None`` for ``source`` itself), the second has the
     stages to which it forwards the value.

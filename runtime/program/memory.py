@@ -39,9 +39,9 @@ def residual_bytes(facts: ProgramFacts, bucket: Bucket) -> int:
 
 
 class LevelReductionBytes:
-    """Track the extra bytes of the stage's buckets while their hierarchical reductions run.
+    """Tracks the extra device bytes of a stage's buckets while their hierarchical gradient reductions run.
 
-    ``held``: the bytes now held beside the gradients themselves.
+    ``held``: the bytes held now, besides the gradients themselves.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
@@ -140,9 +140,10 @@ def gradient_bytes(facts: ProgramFacts, state: str) -> int:
 
 
 def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
-    """Yield for each instruction the peak device bytes while it runs and the bytes held after it, both with states.
+    """Yield for each instruction the peak device bytes while it runs and the bytes held after it.
 
-    The prover must accept ``instructions``. A value that is also saved for backward is counted once.
+    Both include parameters, buffers and gradients. The prover must accept ``instructions``. A value that is also saved
+    for backward is counted once.
     """
     holder = _Holder(facts, stage)
     for instruction in instructions:
@@ -362,16 +363,19 @@ class _Holder:
         return peak
 
     def settle_gradients(self, states: Sequence[str]) -> None:
-        """Count the gradient pieces that SYNC creates for tied ``states`` whose buckets this stage has not
-        reduce-scattered."""
+        """Count the ZeRO gradient pieces that SYNC creates for tied parameters ``states``.
+
+        They are created here if this stage has not reduce-scattered the buckets of these parameters.
+        """
         for number, held in enumerate(self.shared):
             if self.facts.program.zero >= 2 and number not in self.scattered and not set(held).isdisjoint(states):
                 self.scattered.add(number)
                 self.pieces += sum(map(self.facts.gradient_piece_bytes, held))
 
     def count_fetched_bytes(self, states: Sequence[str]) -> int:
-        """Return the bytes that a FETCH copies to the device for the parameters ``states``; 0 unless they are
-        offloaded."""
+        """Return the bytes that are copied from host memory to the device for the parameters ``states``; 0 without
+        offload.
+        """
         hosted = "parameters" in self.facts.program.offload
         return sum(self.facts.piece_bytes(s) for s in states) if hosted else 0
 

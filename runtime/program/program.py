@@ -324,7 +324,8 @@ class Program(Data):
     def grid(self, axes: Collection[str]) -> dict[str, int]:
         """Return a mesh of all ranks (axis -> size, outermost first) that contains ``axes``.
 
-        Axes with one rank, which change no group, may be missing.
+        ``axes`` may belong to the mesh, to the experts' mesh or to the hybrid mesh. Axes with one rank, which change no
+        group, may be missing from the result.
         """
         many = {axis for axis in axes if self.size(axis) > 1}
         return next(grid for grid in self._axis_grids if many <= grid.keys())
@@ -340,7 +341,7 @@ class Program(Data):
 
     @property
     def experts_span_tp(self) -> bool:
-        """Whether ranks along ``tp`` have different experts."""
+        """Whether ranks along ``tp`` hold different experts of a mixture-of-experts layer."""
         return self.mesh.get("ep", 1) > 1 and self.expert_mesh["etp"] < self.mesh.get("tp", 1)
 
     @cached_property
@@ -480,6 +481,8 @@ class RankProgram(Data):
     def places(self) -> tuple[int, ...]:
         """The indices of this rank's instructions in its stage's list; empty if all ranks have equally many
         microbatches.
+
+        A rank with fewer microbatches skips instructions of its stage.
         """
         kept, every = len(self.share), enumerate(self.stage.instructions if self.program.data_shares else ())
         return tuple(k for k, i in every if i.microbatch is None or i.microbatch < kept)

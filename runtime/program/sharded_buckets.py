@@ -119,7 +119,7 @@ def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:
 
 
 def pieces_of(program: Program, states: Sequence[str], ranks: int, index: int) -> list[FlatShard]:
-    """Return the ``index``-th of ``ranks`` ZeRO pieces of the shard of each of ``states``."""
+    """Return, for each parameter in ``states``, the ``index``-th of the ``ranks`` ZeRO pieces of its shard."""
     return [FlatShard(math.prod(shard_shape(program, s)), ranks, index) for s in states]
 
 
@@ -131,23 +131,25 @@ Turn = tuple[Literal["SCATTER", "REDUCE", "GATHER"], tuple[str, ...]]
 
 
 def rest_axes(program: Program, bucket: Bucket) -> tuple[str, ...]:
-    """Return the axes over which REDUCE sums a bucket's gradients: its axes without those over which they are
-    scattered.
+    """Return the mesh axes over which a bucket's gradients are all-reduced: those over which they are not scattered.
+
+    A bucket is a set of parameters whose gradients are reduced together.
     """
     return left_of(bucket.axes, zero_axes(program, bucket.states), bucket.levels, program.size)
 
 
 def left_of(axes: Sequence[str], shared: Sequence[str], levels: Levels, size: Callable[[str], int]) -> tuple[str, ...]:
-    """Return the axes among ``axes``, or split from them, that are neither in ``shared`` nor in ``levels``.
+    """Return the axes of a gradient reduction that remain for an all-reduce.
 
-    Axes with one rank are left out.
+    These are the axes in ``axes`` without the ZeRO axes ``shared`` and the hierarchical ``levels``. If one half of a
+    split axis (``dp_shard``) is removed, the other one (``dp_replicate``) remains. Axes with one rank are left out.
     """
     scattered = {*shared, *(axis for level in levels for axis in level)}
     return tuple(a for a in axes_beside(axes, scattered) if a not in scattered and size(a) > 1)
 
 
 def list_reduction_turns(program: Program, bucket: Bucket) -> tuple[Turn, ...]:
-    """Return the collectives that reduce a bucket, as (instruction, axes) in order.
+    """Return the collectives that reduce the gradients of a bucket, as (instruction, axes) in order.
 
     They start once the bucket's gradients, or its ZeRO shards of them, are computed.
     """
@@ -168,12 +170,14 @@ def turns_of(levels: Levels, rest: tuple[str, ...]) -> tuple[Turn, ...]:
 
 
 def count_gradient_shards(program: Program, bucket: Bucket, level: int) -> int:
-    """Return the number of shards into which the first ``level`` levels scatter a rank's gradients of a bucket."""
+    """Return the number of shards into which the first ``level`` levels of a reduction scatter a bucket's gradients."""
     return math.prod(program.size(axis) for axes in bucket.levels[:level] for axis in axes)
 
 
 def level_problem(program: Program, bucket: Bucket) -> str:
-    """Return why a bucket's levels do not sum its gradients exactly once over its axes; an empty string if they do."""
+    """Return why the levels of a bucket's reduction do not sum its gradients exactly once; an empty string
+    if they do.
+    """
     named = [axis for level in bucket.levels for axis in level]
     shared = zero_axes(program, bucket.states)
     if bucket.levels and not all(bucket.levels):

@@ -12,15 +12,19 @@ from partitioner.runtime.program.program import Program, Stage, StateData, shard
 
 
 def host_states(program: Program, stage: int) -> frozenset[str]:
-    """Return the names of the stage's parameters whose values are in host memory, for the optimizer or for calls."""
+    """Return the names of the stage's parameters whose values are in host memory.
+
+    They are there because parameters are offloaded, or because the optimizer runs there and updates them.
+    """
     held = {n: s for n, s in program.states.items() if stage in s.stages}
     train = program.objective == "train"
     return frozenset(n for n, state in held.items() if is_hosted(state, program.offload, train))
 
 
 def is_hosted(state: StateData, offload: Sequence[str], train: bool) -> bool:
-    """Whether the values of a state are in host memory under the program's ``offload``, for the optimizer
-    or for calls.
+    """Whether the values of a parameter are in host memory, because parameters or the optimizer are offloaded.
+
+    ``offload``: the kinds of data that the program offloads. ``train``: whether the program is for training.
     """
     if state.kind != "parameter":
         return False
@@ -28,9 +32,10 @@ def is_hosted(state: StateData, offload: Sequence[str], train: bool) -> bool:
 
 
 def staying_values(stage: Stage) -> frozenset[str]:
-    """Return the names of the values that an OFFLOAD leaves on the device.
+    """Return the names of the values that stay on the device when activations are moved to host memory.
 
-    These are results of prologue calls, and values that several calls of the stage read.
+    These are results of prologue calls, which compute totals over the batch, and values that several calls of the stage
+    read.
     """
     reads = Counter(v for call in stage.calls if not call.prologue for v in set(call.inputs))
     totals = {v for call in stage.calls if call.prologue for v in call.outputs}
@@ -43,12 +48,16 @@ def state_bytes(program: Program, state: str) -> int:
 
 
 def gradient_bytes(program: Program, state: str) -> int:
-    """Return the bytes of the gradient of one rank's shard over ``ep`` and ``tp``, in the type of its accumulation."""
+    """Return the bytes of the gradient of one rank's shard of a parameter over ``ep`` and ``tp``, in its accumulation
+    type.
+    """
     return math.prod(shard_shape(program, state)) * get_dtype_itemsize(sum_type(program.states[state].dtype))
 
 
 class StateSizes(NamedTuple):
-    """Bytes of a state on one rank: its shard, the shard's gradient, and the ZeRO pieces of both."""
+    """Bytes of a state (parameter or buffer) on one rank: its shard, the shard's gradient, and the ZeRO
+    pieces of both.
+    """
 
     part: int
     gradient: int
@@ -57,9 +66,9 @@ class StateSizes(NamedTuple):
 
 
 def state_sizes(program: Program, state: str) -> StateSizes:
-    """Return the bytes of a state on one rank.
+    """Return the bytes of a state (parameter or buffer) and its gradient on one rank.
 
-    Pieces include padding; without ZeRO they equal the shard and its gradient.
+    The sizes of ZeRO pieces include padding; without ZeRO they equal those of the shard and its gradient.
     """
     part, gradient = state_bytes(program, state), gradient_bytes(program, state)
     ranks = math.prod(program.size(a) for a in program.states[state].zero_axes)

@@ -60,7 +60,7 @@ class BufferUpdates:
                 self._update_tied_buffers(ranks, shared, values)
 
     def _added_up(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the new values of the buffers among ``names`` that this stage updates by a sum, by value name.
+        """Return the new values of those buffers ``names`` that this stage updates by a sum: value name -> tensor.
 
         A new value is the sum over microbatches and ``dp``, plus the old value times the factor ``keeps``.
         """

@@ -143,8 +143,8 @@ class ScatteredBucket:
 
     ``sinks`` accumulate the whole gradients in backward; ``pieces`` are this rank's pieces of the sums, which an
     optimizer reads. ``keep``: the whole gradients keep their memory until the next step (ZeRO 1). Otherwise they are
-    released after each SCATTER, and the pieces have memory only from the first SCATTER of a step on. ``grain`` and
-    ``whole``: alignment of the pieces and of the buffer, in elements.
+    released after each reduce-scatter, and the pieces have memory only from the first reduce-scatter of a step on.
+    ``grain`` and ``whole``: alignment of the pieces and of the buffer, in elements.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class ScatteredBucket:
             self.fresh = False
 
     def reduce(self) -> Pending:
-        """Start to all-reduce the pieces over the ranks that hold the same pieces."""
+        """Start to all-reduce the pieces over the ranks that hold the same pieces, and return the collective."""
         return self.rest.all_reduce(self.flat.buffer)
 
 
@@ -239,10 +239,10 @@ _ALIGNMENT = 64  # bytes: where vector loads and NCCL's chunks like to start
 
 
 class RankGradients:
-    """The gradients of a rank's parameters, by state name.
+    """The gradients of a rank's parameters, by name.
 
     Args:
-        shards: state -> the shard that this rank holds.
+        shards: parameter -> the shard that this rank holds.
         copier: copies gradients to host memory, if the program offloads the optimizer.
 
     ``sinks`` accumulate gradients in backward. ``owned`` has what an optimizer reads after a step: the accumulated
@@ -310,16 +310,19 @@ class RankGradients:
 
     @property
     def residuals(self) -> dict[str, Tensor]:
-        """The rounding errors of compressed gradients, by bucket and level.
+        """The rounding errors of compressed gradients that are added in the next step, by bucket and level of the
+        reduction.
 
-        They are scaled by the loss scale of the last step.
+        They have the loss scale of the last step.
         """
         found = {f"{n}.{k}": s for n, levels in self._levelled.items() for k, s in enumerate(levels.senders)}
         found |= {str(n): b.sender for n, b in self.scattered.items() if b.sender is not None}
         return {place: sender.residual for place, sender in found.items() if sender.residual.numel()}
 
     def rescale(self, factor: float) -> None:
-        """Multiply the residuals by ``factor``, because the loss scale has changed by it; 0 removes them."""
+        """Multiply the rounding errors of compressed gradients by ``factor``, because the loss scale has changed; 0
+        removes them.
+        """
         for residual in self.residuals.values():
             residual.mul_(factor)
 
@@ -339,7 +342,9 @@ class RankGradients:
 
     @property
     def passing(self) -> Iterator[str]:
-        """The states whose gradients have no memory from the start of a step until their first SCATTER."""
+        """The names of the parameters whose gradients have no memory from the start of a step until their first
+        reduce-scatter.
+        """
         return (s for bucket in self.scattered.values() if not bucket.keep for s in bucket.pieces)
 
     def restore(self) -> None:
@@ -348,8 +353,10 @@ class RankGradients:
             bucket.restore()
 
     def scatter(self, bucket: int, level: bool = False) -> None:
-        """Start to reduce-scatter a bucket over its ZeRO axes or, with ``level``, over the next level of
-        its reduction.
+        """Start to reduce-scatter the gradients of a bucket (parameters that are reduced together).
+
+        The collective runs over the mesh axes of ZeRO or, with ``level``, over the next level of a hierarchical
+        reduction.
         """
         if level:
             self._settle_bucket(bucket)
@@ -361,20 +368,24 @@ class RankGradients:
         self._scattering.begin(bucket)
 
     def computed(self) -> None:
-        """Record that a backward instruction has run: the next SCATTER belongs to its gradients."""
+        """Record that a backward instruction has run: the next reduce-scatter belongs to its gradients."""
         self._scattering.computed()
 
     def _collect_first_scatter(self) -> None:
         self.scattered[self._scattering.end_first()].collect()
 
     def _await_scatters(self, bucket: int) -> None:
-        """Wait for the reduce-scatters of a bucket, and for all that were started before them."""
+        """Wait for the reduce-scatters of a bucket (parameters that are reduced together), and for all that were
+        started earlier.
+        """
         while bucket in self._scattering:
             self._collect_first_scatter()
 
     def reduce(self, bucket: int) -> None:
-        """Start to all-reduce the gradients of a bucket, or this rank's pieces of them, over the axes that nothing
-        scatters.
+        """Start to all-reduce the gradients of a bucket, or this rank's pieces of them.
+
+        The collective runs over the mesh axes over which nothing was reduce-scattered. A bucket is a set of parameters
+        whose gradients are reduced together.
         """
         self._settle_bucket(bucket)
         if bucket in self._levelled:
@@ -385,9 +396,9 @@ class RankGradients:
             self._under_way[bucket] = self._groups[bucket].all_reduce(self.buffers[bucket])
 
     def gather(self, bucket: int, last: bool) -> None:
-        """Start to all-gather the sums of a bucket over the level that was scattered last.
+        """Start to all-gather the summed gradients of a bucket over the level of its reduction that was scattered last.
 
-        ``last``: this is the bucket's only level that is not gathered yet.
+        ``last``: no other level of the hierarchical reduction remains to be gathered.
         """
         while last and len(self._gathering) >= GATHERING:
             self._levelled[self._gathering.popleft()].finish()
@@ -396,8 +407,9 @@ class RankGradients:
             self._gathering.append(bucket)
 
     def _settle_bucket(self, bucket: int) -> None:
-        """Wait for the reduce-scatters of a bucket, or set those of its gradients to zero to which nothing
-        was added.
+        """Make the gradients of a bucket complete before they are reduced.
+
+        Wait for its reduce-scatters, or set those gradients to zero to which nothing was added.
         """
         if bucket in self.scattered:
             self._await_scatters(bucket)
@@ -406,7 +418,7 @@ class RankGradients:
             self.sinks[state].settle()
 
     def _await_reduction(self, bucket: int) -> None:
-        """Wait until the reduction of a bucket ends, if one is in progress."""
+        """Wait until the reduction of a bucket (parameters that are reduced together) ends, if one is in progress."""
         if bucket in self.scattered:
             self._await_scatters(bucket)
         if bucket in self._under_way:
@@ -415,7 +427,7 @@ class RankGradients:
             self._levelled[bucket].finish()
 
     def sync(self, states: Sequence[str]) -> None:
-        """Sum the gradients of tied states over the pipeline stages that share them."""
+        """Sum the gradients of tied parameters ``states`` over the pipeline stages that share them."""
         for number, bucket in self.scattered.items():
             if not bucket.pieces.keys().isdisjoint(states):
                 self._await_reduction(number)
@@ -457,7 +469,7 @@ class RankGradients:
 
 
 def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
-    """Group ``states`` by the ranks that share them along the pipeline: ranks -> states.
+    """Group ``states`` (parameters or buffers) by the ranks on different stages that share them: ranks -> states.
 
     The ranks are those on the state's stages whose other mesh coordinates equal this rank's.
     """
@@ -469,10 +481,11 @@ def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tupl
 
 
 def _compute_grains(rank: RankProgram, bucket: Bucket) -> tuple[int, int]:
-    """Return the alignment of each state in a bucket's buffer, and the alignment of the buffer's length, in elements.
+    """Return the alignment, in elements, of each parameter in the gradient buffer of a bucket, and of the buffer's
+    length.
 
-    Compression scales chunks of gradients. A chunk must not contain parts of two states: ranks along ``tp`` may hold
-    the same shard of one and different shards of the other, and would round the first one differently.
+    Compression scales chunks of gradients. A chunk must not contain parts of two parameters: ranks along ``tp`` may
+    hold the same shard of one and different shards of the other, and would round the first one differently.
     """
     chunk = CODECS[bucket.compression].chunk if bucket.compression else 1
     return chunk, chunk * count_gradient_shards(rank.program, bucket, len(bucket.levels))

@@ -185,9 +185,9 @@ class HostParameters:
         masters: parameter -> its tensor in host memory.
         shards: parameter -> this rank's shard on the device, or its piece under ZeRO.
 
-    If the program offloads parameters, the device has them only between FETCH and FREE, and pieces only from FETCH to
-    the end of their GATHER. ``whole``: the device tensors that calls read, for the parameters that are freed between
-    calls; ``leaving`` has their names.
+    If the program offloads parameters, the device has them only between the instructions FETCH and FREE, and ZeRO
+    pieces only from FETCH to the end of their all-gather. ``whole``: the device tensors that calls read, for the
+    parameters that are freed between calls; ``leaving`` has their names.
     """
 
     def __init__(
@@ -265,5 +265,5 @@ class TransientParameters(NamedTuple):
 
     @property
     def leaving(self) -> set[str]:
-        """Names of the states whose device memory is released between calls."""
+        """The names of the parameters whose device memory is released between calls."""
         return {*self.sharded.leaving, *self.hosted.leaving}

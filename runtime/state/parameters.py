@@ -39,9 +39,9 @@ from partitioner.runtime.state.weights import FileWeights, Weights
 
 
 def by_model_names(name: str, state: StateData, whole: Tensor) -> dict[str, Tensor]:
-    """Return the tensor ``whole`` of a state under all of the model's names for it: name -> tensor.
+    """Return a whole parameter or buffer under all of the model's names for it: name -> tensor.
 
-    If the state stacks several parameters, these are returned under their names.
+    If the state stacks several parameters of the model, these are returned under their names.
     """
     if state.parts:
         return dict(zip(state.parts, whole.unbind(0), strict=True))
@@ -49,21 +49,21 @@ def by_model_names(name: str, state: StateData, whole: Tensor) -> dict[str, Tens
 
 
 def model_names(name: str, state: StateData) -> tuple[str, ...]:
-    """Return the names in the model of a state: those of the parameters that it stacks, or its own name and its
-    aliases.
+    """Return the names in the model of a parameter or buffer: its own name and aliases, or those of parameters it
+    stacks.
     """
     return state.parts or (name, *state.aliases)
 
 
 def names_read(program: Program) -> set[str]:
-    """Return all names in the model of the states of ``program``."""
+    """Return all names in the model of the parameters and buffers of ``program``."""
     return {known for name, state in program.states.items() for known in model_names(name, state)}
 
 
 class StackedWeights:
-    """Weights in which the stacked states of a program replace the parameters that they stack.
+    """Weights in which stacked tensors replace the parameters of the model that a program stacks to one.
 
-    ``stacks``: state -> names of its parameters. Reading a shard of a stack reads only the parameters that it needs.
+    ``stacks``: stacked parameter -> names of its parts. Reading a shard of a stack reads only the parts that it needs.
     """
 
     def __init__(self, weights: Weights, stacks: dict[str, tuple[str, ...]]) -> None:
@@ -98,7 +98,7 @@ class StackedWeights:
 
 
 def stack_weights(program: Program, weights: Weights, suffix: str = "") -> Weights:
-    """Return ``weights`` with the stacked states of ``program`` in place of their parameters.
+    """Return ``weights`` in which stacked tensors replace the parameters that ``program`` stacks to one.
 
     ``suffix`` is appended to every name.
     """
@@ -111,13 +111,15 @@ def stack_weights(program: Program, weights: Weights, suffix: str = "") -> Weigh
 
 
 def take_piece(tensor: Tensor, ranks: int, index: int) -> Tensor:
-    """Return the ``index``-th of ``ranks`` pieces of the flattened ``tensor``, of shape ``[size]``."""
+    """Return the ``index``-th of ``ranks`` ZeRO pieces of the flattened ``tensor``, as a view of shape ``[size]``."""
     piece = FlatShard(tensor.numel(), ranks, index)
     return tensor.reshape(-1)[piece.start : piece.start + piece.size]
 
 
 def padded_piece(piece: Tensor, numel: int, ranks: int) -> Tensor:
-    """Return ``piece``, padded with zeros to the common length of all pieces: ``ceil(numel / ranks)``."""
+    """Return the ZeRO piece ``piece`` of a tensor, padded with zeros to the length of all pieces, ``ceil(numel /
+    ranks)``.
+    """
     length = FlatShard(numel, ranks, 0).length
     result = piece.new_zeros(length)
     result[: piece.numel()] = piece
@@ -125,7 +127,9 @@ def padded_piece(piece: Tensor, numel: int, ranks: int) -> Tensor:
 
 
 def join_pieces(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Concatenate all ``pieces``, in order and with or without padding, and return the tensor of ``shape``."""
+    """Concatenate all ZeRO pieces of a tensor, in order and with or without padding, and return the tensor of
+    ``shape``.
+    """
     import torch  # where tensors are: what only reads a program does without
 
     return torch.cat([p.reshape(-1) for p in pieces])[: math.prod(shape)].reshape(torch.Size(shape))
@@ -185,7 +189,7 @@ def load_states(
     dtypes: Mapping[str, torch.dtype] | None = None,
     placed: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> dict[str, Tensor]:
-    """Return the states of ``rank`` on ``device``: name -> shard, or this rank's piece of it under ZeRO.
+    """Load the parameters and buffers of ``rank`` to ``device``: name -> shard, or this rank's piece of it under ZeRO.
 
     Args:
         weights: where the values are read; ``None``: small random values, equal on all ranks that hold the same shard.
@@ -206,8 +210,8 @@ def load_states(
 
 
 def own_piece(rank: RankProgram, name: str, shard: Tensor) -> Tensor:
-    """Return what ``rank`` keeps of its ``shard`` of a state: the shard itself or, under ZeRO, this rank's
-    flat piece.
+    """Return what ``rank`` keeps of its shard of the state ``name``: the shard itself or, under ZeRO, its
+    piece, flat.
     """
     if not rank.program.states[name].zero_axes:
         return shard
@@ -337,14 +341,17 @@ class MasterParameters:
         return self.held[name].to(self._device, dtype, copy=name in self.hosted)
 
     def take(self, pieces: Mapping[str, Tensor]) -> None:
-        """Replace the parameters that ZeRO shards by ``pieces``, which have equal values and are the buffers that are
-        gathered.
+        """Use the tensors ``pieces`` as this rank's ZeRO pieces of parameters; they have equal values and are gathered
+        from.
         """
         self.shards.update(pieces)
         self.held.update({name: piece for name, piece in pieces.items() if name not in self._names})
 
     def refresh(self) -> None:
-        """Set the parameters that no FETCH sets from their copies."""
+        """Copy the tensors that the optimizer updates to the parameters with which the rank computes.
+
+        Parameters whose copies are in host memory are left out, because FETCH instructions copy them.
+        """
         names = self._refreshed
         if names:
             with torch.no_grad():

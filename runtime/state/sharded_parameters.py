@@ -19,7 +19,7 @@ from partitioner.runtime.program.sharded_buckets import FlatShard, pieces_of, ze
 
 
 class FlatBuffer:
-    """A flat buffer with the padded pieces of several states, one after the other.
+    """A flat buffer with one rank's padded ZeRO pieces of several parameters, one after the other.
 
     ``piece(i)`` is a view of one piece without its padding. Pieces start at multiples of ``grain`` elements, and the
     length of the buffer is a multiple of ``whole`` elements.
@@ -54,7 +54,7 @@ class FlatBuffer:
         return self.buffer[self.starts[i] : self.starts[i] + self.pieces[i].size]
 
     def rows(self, whole: Tensor, i: int) -> Tensor:
-        """Return the pieces of state ``i`` in ``whole``, the concatenated buffers of all ranks, as a view ``[ranks,
+        """Return the pieces of parameter ``i`` in ``whole``, the concatenated buffers of all ranks, as a view ``[ranks,
         length]``.
         """
         start = self.starts[i]
@@ -62,7 +62,7 @@ class FlatBuffer:
 
 
 class GatherBuffer:
-    """A tensor of ``shape`` in a buffer that has room for the padded pieces of all ranks.
+    """A parameter of ``shape``, in a buffer that has room for the padded ZeRO pieces of all ranks.
 
     ``take`` allocates the memory, and ``give`` releases it.
     """
@@ -77,10 +77,11 @@ class GatherBuffer:
 
     @property
     def rows(self) -> Tensor:
-        """The padded pieces of all ranks, a view ``[ranks, length]``.
+        """The padded ZeRO pieces of all ranks, a view ``[ranks, length]``.
 
-        Writes through this view do not increase the version counter of the parameter. A GATHER writes values that the
-        optimizer's step has already set, which is not a change for autograd or for a checkpoint that is being copied.
+        Writes through this view do not increase the version counter of the parameter. An all-gather writes values that
+        the optimizer's step has already set, which is not a change for autograd or for a checkpoint that is being
+        copied.
         """
         return self.padded.data.view(self._rows)
 
@@ -95,10 +96,10 @@ class GatherBuffer:
 
 
 class GatheredBucket:
-    """The sharded parameters of one bucket, and their all-gather.
+    """The ZeRO-sharded parameters of one bucket, which are all-gathered together, and their all-gather.
 
     ``keep``: whole parameters are never freed (ZeRO 1 and 2). ``hosted``: the rank's pieces are in host memory, and are
-    on the device only from a FETCH to the end of the GATHER.
+    on the device only until the all-gather ends.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class GatheredBucket:
         self._pending = self.group.all_gather(self._concatenate_own_pieces(), 0)
 
     def _concatenate_own_pieces(self) -> Tensor:
-        """Return this rank's padded pieces as one tensor, the operand of the all-gather."""
+        """Return this rank's padded ZeRO pieces as one tensor, the operand of the all-gather."""
         if not self.keep:
             return self.flat.buffer
         return torch.cat([room.rows[self.group.index] for room in self.rooms])

@@ -42,7 +42,7 @@ class ErrorFeedbackEncoder:
 
 
 class PendingDecode:
-    """A collective in progress whose result is decoded by :meth:`wait`."""
+    """A collective in progress that transfers compressed data. :meth:`wait` returns the decompressed result."""
 
     def __init__(self, pending: Pending, decode: Callable[[Tensor], Tensor]) -> None:
         self.pending, self.decode = pending, decode
@@ -82,7 +82,9 @@ class LevelwiseReduction:
         self._arriving, self._level = None, 0
 
     def scatter(self) -> None:
-        """Start to reduce-scatter this rank's part over the next level."""
+        """Start to reduce-scatter this rank's part of the gradients over the next level of the hierarchical
+        reduction.
+        """
         have, group = self._await_buffer(), self.groups[self._level]
         self._level += 1
         if self.codec is None or self._level < len(self.groups):
@@ -91,11 +93,11 @@ class LevelwiseReduction:
             self._arriving = start_compressed_reduction(self.senders[0], have.view(group.size, -1), group)
 
     def reduce(self) -> None:
-        """Start to all-reduce this rank's part over the axes that are in no level."""
+        """Start to all-reduce this rank's part of the gradients over the ranks that no level contains."""
         self._arriving = self.rest.all_reduce(self._await_buffer())
 
     def gather(self) -> None:
-        """Start to all-gather this rank's part over the level that was scattered last."""
+        """Start to all-gather this rank's part of the sums over the level that was scattered last."""
         have, compressed = self._await_buffer(), self.codec is not None and self._level == len(self.groups)
         self._level -= 1
         group = self.groups[self._level]

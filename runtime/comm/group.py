@@ -35,7 +35,7 @@ class Pending(Protocol):
 
 
 class RankGroup(Protocol):
-    """An ordered group of ranks; ``index`` is the position of this rank in it."""
+    """An ordered group of ranks and its collectives; ``index`` is the position of this rank in it."""
 
     size: int
     index: int
@@ -47,10 +47,10 @@ class RankGroup(Protocol):
         """
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
-        """Start to gather the tensors ``x`` of all ranks, concatenated along ``dim``."""
+        """Start to gather the tensors ``x`` of all ranks; the result is their concatenation along ``dim``."""
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
-        """Start to sum ``x`` over the ranks, and return this rank's part of the sum along ``dim``."""
+        """Start to sum ``x`` over the ranks; the result is this rank's part of the sum along ``dim``."""
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
         """Start to send part ``i`` of ``x`` along ``split_dim`` to rank ``i``; received parts are joined along
@@ -67,7 +67,7 @@ class RankGroup(Protocol):
 
 
 class Communicator(Protocol):
-    """The communication of one rank with all others. ``home``: the rank that the first process runs."""
+    """The interface of one rank for communication with all others. ``home``: the rank that the first process runs."""
 
     rank: int
     home: int

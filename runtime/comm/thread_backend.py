@@ -43,12 +43,10 @@ class ThreadWorld:
                     meeting.event.set()
 
     def join(self, queue: deque[_Meeting], member: int, size: int, what: str, entry: Any) -> tuple[_Meeting, bool]:
-        """Enter the first collective in ``queue`` that ``member`` has not entered.
+        """Enter a collective for ``member``: the first one in ``queue`` that it has not entered, or a new one.
 
-        Return it, and whether all have entered now.
-
-        Raise :class:`CommunicationError` if the run was aborted, or if the others are in another operation than
-        ``what``.
+        Return the collective, and whether all ``size`` members have entered it now. Raise :class:`CommunicationError`
+        if the run was aborted, or if the others have entered another operation than ``what``.
         """
         with self.lock:
             if self.failure is not None:
@@ -119,7 +117,11 @@ def _reduce_entries(entries: list[Tensor], maximum: bool) -> Tensor:
 
 
 class ThreadGroup:
-    """A group of ranks that are threads. The methods are those of :class:`partitioner.runtime.comm.group.RankGroup`."""
+    """Collectives among ranks that are threads of one process.
+
+    It implements :class:`partitioner.runtime.comm.group.RankGroup`. The rank that enters last computes the result for
+    all.
+    """
 
     def __init__(self, world: ThreadWorld, ranks: tuple[int, ...], rank: int, gathering: bool = False) -> None:
         self.world = world
@@ -179,7 +181,10 @@ class ThreadGroup:
 
 
 class ThreadCommunicator:
-    """The communicator of a rank that is a thread; see :class:`partitioner.runtime.comm.group.Communicator`."""
+    """Groups, sends and receives of one rank that is a thread of this process.
+
+    It implements :class:`partitioner.runtime.comm.group.Communicator`.
+    """
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self.world = world

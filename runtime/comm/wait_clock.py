@@ -15,7 +15,7 @@ class _Waitable(Protocol):
 
 
 class WaitClock:
-    """Nanoseconds waited since the process started."""
+    """Counter of the time that this process has waited for other ranks since it started: ``ns``, in nanoseconds."""
 
     __slots__ = ("ns",)
 

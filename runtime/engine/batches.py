@@ -81,7 +81,7 @@ def _unwrap_path_key(key: Any) -> Any:
 
 
 def batch_values(program: Program, batch: Any) -> dict[str, Tensor]:
-    """Return the tensors of ``batch`` by value name, converted to the planned types.
+    """Return the tensors of ``batch``, converted to the planned types: name in the program -> tensor.
 
     Raise :class:`BatchError` if a tensor is missing, if its shape or kind of type differs from the plan's, or if the
     batch has an entry that the program does not read and whose value differs from the planned one.
@@ -104,10 +104,10 @@ def batch_by_path(program: Program, batch: Any) -> dict[str, Any]:
 
 
 def own_values(program: Program, share: Share, batch: Any, local: bool = False) -> dict[str, Tensor]:
-    """Return the tensors that a rank reads, by value name, in the planned types: its rows of the global ``batch``.
+    """Return the tensors that a rank reads of a batch, converted to the planned types: name in the program -> tensor.
 
-    ``local``: ``batch`` has only the rank's rows, and may lack inputs that the rank does not read. Raise
-    :class:`BatchError` if the batch does not match the plan.
+    They are the rank's rows of the global ``batch``. ``local``: ``batch`` has only the rank's rows, and may lack inputs
+    that the rank does not read. Raise :class:`BatchError` if the batch does not match the plan.
     """
     read = [i for i in program.inputs if i.path in share.paths]
     if local:
@@ -231,10 +231,10 @@ class BatchEntries:
     # -- entries that the program reads
 
     def checked(self, data: InputData, share: Share | None = None) -> Tensor:
-        """Return the tensor of an input, checked and converted to the planned type.
+        """Return the tensor of the batch for the input ``data``, checked and converted to the planned type.
 
-        With ``share``, the tensor must have the rows of that share only. Raise :class:`BatchError` if the input is
-        missing, or has another shape or kind of type than planned.
+        With ``share``, the tensor must have only the rows of this share of the batch. Raise :class:`BatchError` if the
+        input is missing, or has another shape or kind of type than planned.
         """
         expected, dim = data.shape, data.batch_dim
         if share is not None and dim is not None:

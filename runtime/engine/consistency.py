@@ -52,7 +52,9 @@ _Kind = tuple[tuple[str, ...], tuple[int, ...]]
 
 
 class _GradientProbe(NamedTuple):
-    """The largest element of a gradient right after backward: its position and its value then."""
+    """The largest element of a gradient right after backward: the gradient, the position, and the value at
+    that time.
+    """
 
     gradient: Tensor
     place: Tensor
@@ -260,8 +262,9 @@ class Agreement:
         )
 
     def _list_replica_kinds(self) -> list[_Kind]:
-        """Return all pairs (axes with replicas, stages of a tied parameter) of the trained parameters; equal on all
-        ranks.
+        """Return all kinds of replication of the trained parameters, sorted; the list is equal on all ranks.
+
+        A kind is a pair: the mesh axes along which ranks hold equal shards, and the stages that share a tied parameter.
         """
         return sorted({self._find_replica_kind(n) for n, s in self.rank.program.states.items() if s.requires_grad})
 

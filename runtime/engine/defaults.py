@@ -90,7 +90,9 @@ def resolve_device(device: torch.device | str) -> torch.device:
 
 
 def one_step_folder() -> str:
-    """Return the folder for disk files of a run of one step without an optimizer."""
+    """Return the folder for the disk files of a run of one step: ``PARTITION_OFFLOAD_FOLDER``, or the
+    temporary folder.
+    """
     return os.environ.get(FOLDER) or tempfile.gettempdir()
 
 

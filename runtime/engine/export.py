@@ -226,7 +226,11 @@ FILE_BYTES = 2 << 30  # of a file, so that no rank holds more than this of other
 
 @dataclass(frozen=True)
 class Chunk:
-    """The tensors of one file: states that the stage ``stage`` holds, written by one of its ranks."""
+    """The contents of one safetensors file of an export: names of parameters and buffers, all on pipeline stage
+    ``stage``.
+
+    ``number``: number of the file, from 0 on.
+    """
 
     stage: int
     number: int
@@ -307,7 +311,7 @@ def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Co
 
 
 def chunks_of(program: Program) -> list[Chunk]:
-    """Return which states are written to which file. The result is equal on all ranks."""
+    """Return the contents of each safetensors file of an export. The result is equal on all ranks."""
     chunks: list[Chunk] = []
     for stage in range(len(program.stages)):
         names: list[str] = []
@@ -327,7 +331,10 @@ def chunks_of(program: Program) -> list[Chunk]:
 
 
 def _is_chunk_writer(chunk: Chunk, rank: RankProgram) -> bool | None:
-    """Whether this rank writes ``chunk``; ``None`` if it has no part in it. The ranks of the stage take turns."""
+    """Whether this rank writes the file ``chunk``; ``None`` if it does not take part in gathering its tensors.
+
+    The ranks of a stage take turns as writers.
+    """
     dp, tp = rank.program.mesh.get("dp", 1), rank.program.mesh.get("tp", 1)
     if rank.program.size("ep") > 1 or rank.program.zero:  # the parts are on ranks of any dp and tp
         if rank.stage_index != chunk.stage:
@@ -358,8 +365,9 @@ def _write_chunk(
 
 
 def _gather_weight(name: str, shard: Tensor, rank: RankProgram, communicator: Communicator) -> Tensor:
-    """Return the whole tensor of a state, gathered from its ZeRO pieces, and over ``tp`` and ``ep`` if it is sharded
-    there.
+    """Return the whole tensor of a parameter or buffer, gathered from the ranks that hold parts of it.
+
+    Parts are ZeRO pieces, and shards over ``tp`` and ``ep``.
     """
     data = rank.program.states[name]
     if data.zero_axes:

@@ -38,9 +38,9 @@ _Seen = tuple[int, ...]  # how many parameters the groups of an optimizer have
 
 
 class OptimizerCheck:
-    """Checks the optimizers of one rank's ``parameters``.
+    """Checks, before they step, that optimizers update one rank's ``parameters`` correctly although they are sharded.
 
-    ``more``: further tensors that the engine gives to optimizers, such as an empty parameter.
+    ``more``: further tensors that the engine gives to optimizers, such as an empty one on ranks without parameters.
     """
 
     def __init__(self, rank: RankProgram, parameters: Mapping[str, nn.Parameter], more: Sequence[nn.Parameter]) -> None:
@@ -52,7 +52,7 @@ class OptimizerCheck:
         self._trusted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def attach(self, engine: object) -> None:
-        """Check every optimizer before it steps a parameter of ``engine``, as long as the engine exists."""
+        """Check every optimizer before it steps a parameter of this rank, as long as ``engine`` exists."""
         if self.rank.program.objective == "train":
             step_hook.add(engine, self.before_step)
 
@@ -75,8 +75,10 @@ class OptimizerCheck:
         self._checked[optimizer] = seen
 
     def check(self, optimizer: Optimizer, call: StepCall) -> None:
-        """Try ``optimizer`` on small tensors. Raise :class:`OptimizerError` if it updates shards unlike whole
-        parameters."""
+        """Try copies of ``optimizer`` on small tensors, whole and sharded.
+
+        Raise :class:`OptimizerError` if the updates differ.
+        """
         if optimizer in self._trusted:
             return
         samples = self._sample_cuts(optimizer)

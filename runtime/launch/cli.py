@@ -116,7 +116,9 @@ def _build_parser() -> argparse.ArgumentParser:
 def _train_patiently(options: argparse.Namespace) -> None:
     """Train the plan.
 
-    A rank that only lost another one waits to be ended, so that torchrun records only the first cause.
+    If this rank has only lost another one, wait for a few seconds to be ended before raising the error.
+
+    In this way torchrun records only the first cause.
     """
     try:
         _train_plan(options)
@@ -218,7 +220,7 @@ def _run_steps(engine: Engine, options: argparse.Namespace) -> None:
 
 
 def _tell_copies(kept: Checkpoints) -> bool:
-    """Print how much memory the copies of the state take. Return whether that is known."""
+    """Print how much memory the in-memory copies of the training state take. Return whether that is known already."""
     copies = kept.copies
     if copies is None or not copies.nbytes:
         return False

@@ -61,7 +61,7 @@ class StepTimes:
 
 @dataclass
 class Times:
-    """The times of all timed steps of one rank."""
+    """The times of all measured steps of one rank; ``bubble`` is the share of time in which it computed nothing."""
 
     steps: list[StepTimes] = field(default_factory=list)
 

@@ -127,7 +127,7 @@ _SIZE = 8  # bytes of a hash
 
 
 def hash_of(x: Tensor) -> str:
-    """Hash the type, shape and bits of ``x`` into a hexadecimal string."""
+    """Return a hash of the type, shape and bits of ``x``, as hexadecimal digits."""
     x = x.detach()
     digest = hashlib.blake2b(f"{x.dtype}{list(x.shape)}".encode(), digest_size=_SIZE)
     if x.numel():

@@ -53,7 +53,7 @@ def measured_steps(folder: str | Path) -> list[MeasuredStep]:
 
 
 def spans_of(steps: Sequence[MeasuredStep]) -> list[TraceSpan]:
-    """Return the times of all instructions of a measured step.
+    """Return the times of all instructions of a measured step, over all ranks, in seconds from its start.
 
     An instruction that starts a transfer and ends it later has two spans.
     """
@@ -75,7 +75,10 @@ def _convert_to_wall_clock(step: MeasuredStep, seconds: float) -> float:
 
 
 def events_of(spans: Iterable[TraceSpan], steps: Sequence[MeasuredStep], first_process: int = 0) -> list[Event]:
-    """Return the trace events of a measured step. The process number of a rank is ``first_process + rank``."""
+    """Return the trace events of a measured step.
+
+    The number of a rank's process in the trace is ``first_process + rank``.
+    """
     events: list[Event] = []
     for step in steps:
         name = f"rank {step.about.rank}, stage {step.about.stage} ({MEASURED}, step {step.step + 1})"
@@ -131,7 +134,7 @@ def process_name(process: int, name: str, place: int) -> list[Event]:
 def make_complete_event(
     name: str, category: str, process: int, start: float, end: float, args: Mapping[str, Any], thread: int = 0
 ) -> Event:
-    """Return an event with start and end, given in seconds; the format has microseconds."""
+    """Return a trace event with start and end, which are given in seconds; the format stores microseconds."""
     event = {"ph": "X", "name": name, "cat": category, "pid": process, "tid": thread, "args": dict(args)}
     return {**event, "ts": start * 1e6, "dur": max(0.0, end - start) * 1e6}
 
@@ -139,9 +142,9 @@ def make_complete_event(
 def make_flow_events(
     number: int, source: int, start: float, target: int, end: float, threads: tuple[int, int] = (0, 0)
 ) -> list[Event]:
-    """Return an arrow from ``start`` in one process to ``end`` in another, in seconds.
+    """Return the two trace events of an arrow from ``start`` in one process to ``end`` in another, given in seconds.
 
-    Events at both ends must contain these times.
+    Other events must contain these times, because the ends of the arrow are attached to them.
     """
     both = {"name": "transfer", "cat": "transfer", "id": number}
     return [

@@ -1,7 +1,9 @@
-"""Check that the ranks' events match: simulate all ranks together until all have ended or none can proceed.
+"""Check that the ranks' communication events match: simulate all ranks together until all have ended or none can
+proceed.
 
-Assumptions about communication: transfers from one rank to another in one direction (forward, backward) arrive in the
-order in which they were sent, and advance by themselves; so do the operations of one group; nothing else is ordered.
+Events are collectives, sends and receives. Assumptions about communication: transfers from one rank to another in one
+direction (forward, backward) arrive in the order in which they were sent, and advance by themselves; so do the
+operations of one group; nothing else is ordered.
 
 :func:`find_representatives` finds ranks that are equivalent, so that one of them can stand for all. Ranks of a stage
 with the same events are equivalent if the ranks with which they communicate are equivalent, too: the classes are the
@@ -24,9 +26,9 @@ from partitioner.runtime.prove.errors import Fault
 
 
 def find_representatives(program: Program, traces: Mapping[int, Trace]) -> tuple[int, ...]:
-    """Return, for each rank, the lowest rank of its equivalence class.
+    """Return, for each rank, the lowest equivalent rank. ``traces``: the communication events of each rank.
 
-    Equivalent ranks have the same events, and communicate with equivalent ranks.
+    Equivalent ranks have the same events (collectives, sends, receives), and communicate with equivalent ranks.
     """
     colors = _by_events(program, traces)
     if len(set(colors)) == len(program.stages):  # ranks of a stage are alike, and so are their groups
@@ -56,7 +58,7 @@ def find_representatives(program: Program, traces: Mapping[int, Trace]) -> tuple
 
 
 def _list_groups(program: Program, axes: tuple[str, ...]) -> list[list[int]]:
-    """Return all groups of ranks over ``axes``, as lists of ranks."""
+    """Return all groups of ranks that differ only on the mesh axes ``axes``, as lists of ranks."""
     grid = program.grid(axes)
     ranks = np.arange(program.world_size).reshape([*grid.values()])
     inner = [place for place, axis in enumerate(grid) if axis in axes]
@@ -67,7 +69,7 @@ def _list_groups(program: Program, axes: tuple[str, ...]) -> list[list[int]]:
 
 
 def _by_events(program: Program, traces: Mapping[int, Trace]) -> list[int]:
-    """Return for each rank the lowest rank of the same stage that has the same events."""
+    """Return, for each rank, the lowest rank of the same stage that has the same communication events."""
     events: dict[int, tuple[Event, ...]] = {k: tuple(e for _, e in t) for k, t in _deduplicate_traces(traces).items()}
     alike: dict[int, int] = {}  # id of a trace -> id of the first that has the same events
     known: dict[int, list[int]] = {}
@@ -87,7 +89,7 @@ def _deduplicate_traces(traces: Mapping[int, Trace]) -> dict[int, Trace]:
 
 
 def _first_of_each(keys: Sequence[Hashable]) -> list[int]:
-    """Return for each position the first position with the same key."""
+    """Return, for each position, the first position with the same key."""
     first: dict[Hashable, int] = {}
     return [first.setdefault(key, k) for k, key in enumerate(keys)]
 
@@ -139,9 +141,10 @@ class _Channel:
 
 
 class TraceRunner:
-    """Runs the events of all ranks, with one representative for each class of equivalent ranks.
+    """Simulates the communication events (collectives, sends, receives) of all ranks together.
 
-    ``suspects``: ranks to name first if two ranks disagree, because their instruction lists were edited.
+    Equivalent ranks are represented by one of them. ``suspects``: ranks to name first if two ranks disagree, because
+    their instruction lists were edited.
     """
 
     def __init__(self, program: Program, traces: Mapping[int, Trace], suspects: Collection[int] = ()) -> None:
@@ -161,7 +164,7 @@ class TraceRunner:
         self.stages = {rank: program.coordinates(rank)["pp"] for rank in traces}
 
     def run_traces(self) -> None:
-        """Run the events of all ranks.
+        """Run the communication events of all ranks.
 
         Raise :class:`Mismatch` if ranks disagree, deadlock, or do not receive a message.
         """
@@ -176,7 +179,7 @@ class TraceRunner:
                 raise Mismatch("match", f"sends {event.text} to rank {target}, which never receives it", source, index)
 
     def advance_rank(self, rank: int) -> None:
-        """Run a rank until it ends or has to wait."""
+        """Run the events of a rank until it ends or has to wait for another rank."""
         trace, position = self.traces[rank], self.position[rank]
         while position < len(trace):
             index, event = trace[position]
@@ -250,9 +253,9 @@ class TraceRunner:
         )
 
     def check_finished(self, rank: int, event: FinishEvent) -> bool:
-        """Return whether the collectives for which the rank waits have ended.
+        """Return whether the collectives have ended for which the rank waits at ``event``.
 
-        If not, register the rank to be resumed.
+        If not, resume the rank later.
         """
         self.started[rank] = [(group, number) for group, number in self.started[rank] if not group.is_complete(number)]
         open_ = self.list_awaited(rank, event)
@@ -302,9 +305,9 @@ class TraceRunner:
     # --- those that wait for ever -----------------------------------------------------------------------------------
 
     def describe_deadlock(self, stuck: list[int]) -> Mismatch:
-        """Return the error for a deadlock, with the cycle of ranks that wait for each other.
+        """Return the error for a deadlock. It lists the ranks that wait for each other in a cycle.
 
-        If there is no cycle, it has the chain of waiting ranks up to one that waits for a rank which has ended.
+        If there is no cycle, it lists the chain of waiting ranks up to one that waits for a rank which has ended.
         """
         rank = next((r for r in stuck if r in self.suspects), stuck[0])
         chain: list[int] = []
@@ -346,7 +349,7 @@ class TraceRunner:
         return f"waits for {started.text}", self.list_absent_ranks(rank, started, group, number), index, ""
 
     def list_absent_ranks(self, rank: int, event: CollectiveEvent, group: _GroupProgress, number: int) -> list[int]:
-        """Return the ranks that have not yet entered a collective of the group."""
+        """Return the ranks that have not yet entered the collective ``number`` of the group."""
         return [r for r in self.list_members(rank, event) if self.classes[r] in group.find_missing_ranks(number)]
 
 

@@ -27,8 +27,9 @@ Fault = Literal[
 class FaultLocation:
     """The location of a fault on a pipeline stage.
 
-    ``index``: the instruction. If it is ``None``, the fault is reported at the first instruction that uses the given
-    ``call`` (position on the stage), ``bucket`` or ``state``. ``node``: node of the call's graph.
+    ``index``: the index of the instruction. If it is ``None``, the fault is reported at the first instruction that uses
+    the given ``call`` (position on the stage), ``bucket`` (index) or ``state`` (name of a parameter or buffer).
+    ``node``: node of the call's graph.
     """
 
     stage: int = 0
@@ -40,7 +41,7 @@ class FaultLocation:
 
 
 class Refusal(Exception):
-    """A fault found on a stage, before it is known which rank runs it."""
+    """A fault found in the program of a pipeline stage, before it is known which rank runs it."""
 
     def __init__(self, fault: Fault, message: str, location: FaultLocation | None = None) -> None:
         super().__init__(message)

@@ -19,7 +19,7 @@ Returns = dict[tuple[str, int], frozenset[int]]  # (value, microbatch) -> stages
 def gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruction]]) -> tuple[Returns, ...]:
     """Return, for each stage, the gradients that it must receive: (value, microbatch) -> the stages that send it.
 
-    ``lists``: the instructions of each stage.
+    A value is a tensor that passes between calls. ``lists``: the instructions of each stage.
     """
     sent: dict[tuple[str, int], dict[int, list[int]]] = {}
     for s, instructions in enumerate(lists):
@@ -58,9 +58,10 @@ Adder = int | tuple[str, int]  # a call's position, or ("stage", peer)
 
 
 class ValueGradients:
-    """Tracks the gradients of values. A gradient is complete once all readers of the value have added to it.
+    """Tracks the gradients of values, the tensors that pass between calls, on one rank.
 
-    Readers are calls on this stage, and later stages, which send their part.
+    A gradient is complete once all readers of the value have added to it. Readers are calls on this stage, and later
+    stages, which send their part.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int, returns: Returns) -> None:
@@ -89,7 +90,11 @@ class ValueGradients:
         self.add(key, ("stage", peer), index)
 
     def take(self, key: Key, index: int) -> None:
-        """Record that a gradient is used. Raise :class:`Refusal` if it is incomplete, freed, or already used."""
+        """Record that the gradient of a value is used, by backward or by a send.
+
+        Raise :class:`Refusal` if it is incomplete, freed, or already used. ``key``: (value, microbatch). ``index``:
+        index of the instruction.
+        """
         if key in self.freed:
             raise Refusal("order", f"the gradient of {_format_key(key)} was freed at instruction {self.freed[key]}")
         if key in self.taken:
@@ -187,7 +192,7 @@ class StateGradients:
         self.scattered[number] = index
 
     def pieces(self, number: int) -> None:
-        """Raise :class:`Refusal` unless all gradients of a sharded bucket are complete and reduce-scattered."""
+        """Raise :class:`Refusal` unless all gradients of a ZeRO-sharded bucket are complete and reduce-scattered."""
         for state in self.shared[number].states:
             self.whole(state)
             if state in self.unscattered:
@@ -201,10 +206,10 @@ class StateGradients:
             raise Refusal("gradient", message, FaultLocation(state=state))
 
     def turn(self, number: int, op: str, axes: tuple[str, ...], index: int) -> Turn:
-        """Record a REDUCE of a bucket, or a SCATTER or GATHER over one of its levels, and return its kind and mesh
-        axes.
+        """Record the next collective that reduces the gradients of a bucket, and return its kind and mesh axes.
 
-        Raise :class:`Refusal` if it is not the next step of the bucket's reduction, or if a gradient is incomplete.
+        ``op`` is REDUCE (all-reduce), SCATTER (reduce-scatter) or GATHER (all-gather). Raise :class:`Refusal` if it is
+        not the next one of the bucket's reduction, or if a gradient is incomplete.
         """
         due, done = self.due[number], self.turned.setdefault(number, [])
         self.before_step()
@@ -229,13 +234,13 @@ class StateGradients:
         return due[len(done) - 1]
 
     def reduced(self, number: int) -> bool:
-        """Whether all collectives that reduce the bucket have been started."""
+        """Whether all collectives that reduce the gradients of bucket ``number`` have been started."""
         return len(self.turned.get(number, ())) == len(self.due[number])
 
     def sync(self, states: Collection[str], index: int) -> tuple[int, ...]:
-        """Record a SYNC of tied ``states``, and return the stages that take part.
+        """Record that the gradients of tied ``states`` are summed over stages, and return the stages that take part.
 
-        Raise :class:`Refusal` if a state is not tied, was synchronised before, or has an incomplete gradient.
+        Raise :class:`Refusal` if a parameter is not tied, was summed before, or has an incomplete gradient.
         """
         self.before_step()
         among: set[tuple[int, ...]] = set()
@@ -258,9 +263,9 @@ class StateGradients:
         return among.pop()
 
     def offload(self, state: str, index: int) -> None:
-        """Record that the gradient of a state is copied to host memory.
+        """Record that the gradient of a parameter is copied to host memory.
 
-        Raise :class:`Refusal` unless it is complete and reduced.
+        Raise :class:`Refusal` unless it is fully reduced.
         """
         self.whole(state)
         if state in self.tied and state not in self.synced:

@@ -22,7 +22,7 @@ Run = tuple[int, int]  # call, microbatch
 
 
 class ActivationOffloads:
-    """Checks that saved activations move to the host once, after forward, and back before backward."""
+    """Checks that the activations that a call saves move to the host once, after forward, and back before backward."""
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         self.calls = facts.stages[stage]
@@ -31,7 +31,7 @@ class ActivationOffloads:
         self.back: dict[Run, int] = {}
 
     def runs(self, i: Instruction, forward: Collection[Run], *backward: Collection[Run]) -> list[Run]:
-        """Return the (call, microbatch) pairs whose activations an OFFLOAD or FETCH moves.
+        """Return the (call, microbatch) pairs whose activations an instruction moves to or from host memory.
 
         Raise :class:`Refusal` if a call has not run forward, or has already run backward.
         """
@@ -98,9 +98,10 @@ class HostStates:
             self.there[state] = index
 
     def read(self, states: Sequence[str], gather: bool = False) -> None:
-        """Record that a call reads ``states``, or that a GATHER reads this rank's pieces of them.
+        """Record that a call reads the parameters ``states`` or, with ``gather``, that an all-gather reads this rank's
+        pieces.
 
-        Raise :class:`Refusal` if a state is in host memory and was not fetched.
+        Raise :class:`Refusal` if one is in host memory and was not copied to the device.
         """
         for state in states:
             if state not in self.hosted or (state in self.sharded and not gather):
@@ -156,7 +157,10 @@ def check_updates(program: Program) -> None:
 
 
 def _find_producing_stages(program: Program) -> dict[str, set[int]]:
-    """Return value name -> indices of the stages whose calls, except prologue calls, produce it."""
+    """Return value name -> indices of the stages whose calls compute it.
+
+    Prologue calls, which compute totals, are left out.
+    """
     makers: dict[str, set[int]] = {}
     for s, stage in enumerate(program.stages):
         for call in stage.calls:
@@ -190,7 +194,7 @@ def check_alike(program: Program, known: dict[str, Sameness]) -> None:
 
 
 class WrittenUpdates:
-    """Tracks which buffers one rank has updated so far in the step."""
+    """Tracks which buffers (such as running statistics) one rank has updated so far in the step."""
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         self.program, self.stage = facts.program, stage
@@ -201,8 +205,9 @@ class WrittenUpdates:
     def update(
         self, states: Sequence[str], index: int, forward: Collection[tuple[int, int]]
     ) -> tuple[list[str], list[CollectiveEvent]]:
-        """Record an UPDATE of the buffers ``states``, and return the values that it reads and the collectives that it
-        starts.
+        """Record an update of the buffers ``states``.
+
+        Return the values that it reads and the collectives that it starts.
 
         The collectives sum over ``dp``, or copy the values between stages that share a buffer. ``forward``: the (call,
         microbatch) pairs that have run forward. Raise :class:`Refusal` if the update is wrong.

@@ -56,7 +56,7 @@ Lists = tuple[tuple[Instruction, ...], ...]  # one per stage
 
 @dataclass(frozen=True)
 class Proof:
-    """The result of a successful proof, counted over all ranks.
+    """The result of a successful proof: numbers of instructions, collectives and transfers, counted over all ranks.
 
     ``distinct_lists``: number of different instruction lists. ``peak_bytes``: peak memory of a rank for each stage;
     empty if memory was not checked.
@@ -177,7 +177,7 @@ def _find_edited_lists(program: Program, rank_programs: Mapping[int, RankProgram
 def _run_lists(
     facts: ProgramFacts, own: Mapping[int, Instructions]
 ) -> tuple[dict[int, Trace], dict[int, Instructions]]:
-    """Return the events of every rank, and the instructions of every rank.
+    """Return the communication events of every rank, and the instructions of every rank.
 
     Ranks whose whole pipeline runs the same lists share one tuple of events.
     """
@@ -214,13 +214,16 @@ def _select_rank_lists(program: Program, own: Mapping[int, Instructions]) -> dic
 
 
 def _count_microbatches(program: Program) -> list[int]:
-    """Return the number of microbatches of each rank of a stage."""
+    """Return the number of microbatches of each rank of a stage, in the order of ranks."""
     each = program.strides["dp"]
     return [len(program.share(place)) for place in range(program.size("dp")) for _ in range(each)]
 
 
 def _run_column(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[Instructions]) -> list[Trace]:
-    """Return the events of the ranks of one pipeline, one tuple for each stage."""
+    """Return the communication events of the ranks of one pipeline, one tuple for each stage.
+
+    ``run``: the instructions of each stage.
+    """
     returns = gradient_returns(facts, run)
     traces = []
     for s, instructions in enumerate(run):
@@ -235,7 +238,7 @@ def _run_column(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[Instruc
 def _locate_refusal(
     program: Program, refusal: Refusal, instructions: Sequence[Instruction] | None = None, rank: int | None = None
 ) -> ProofError:
-    """Return the error for a refusal, with the rank and the instruction that it concerns."""
+    """Return the error for a fault, with the rank and the instruction that it concerns."""
     location = refusal.location
     if instructions is None:
         stages = program.stages

@@ -22,7 +22,10 @@ AXES = ("tp", "cp")  # the axes over which blocks are sharded
 
 
 def check_wholeness(facts: ProgramFacts) -> None:
-    """Raise :class:`Refusal` at the first value, gradient or output that differs between ranks although it must not."""
+    """Raise :class:`Refusal` at the first value, gradient or output that is declared whole but differs between ranks.
+
+    Calls are followed without tensors, along each mesh axis over which blocks are sharded, and over the batch.
+    """
     for axis in AXES:
         _check_axis(axis, facts)
     _over_batch(facts)
@@ -66,15 +69,20 @@ def _find_layout_kind(axis: str, program: Program, value: str) -> str:
 
 
 def _state_layout(axis: str, state: StateData) -> str:
-    """Return the kind of a state's layout over ``axis``: S, R, R' or P. Over ``cp`` every rank has the whole state."""
+    """Return the kind of a state's layout over ``axis``: S (sharded), R or R' (whole), or P (partial sum).
+
+    With R' the gradient of the state is a partial sum. Over ``cp`` every rank has the whole state.
+    """
     if axis == "tp":
         return Layout.parse(state.layout).kind
     return "R'" if axis in state.grad_axes else "R"
 
 
 def _list_given_sameness(axis: str, facts: ProgramFacts, call: CallData) -> list[Sameness]:
-    """Return, for each state and input of a call, whether it is equal on the ranks along ``axis``, in the graph's
-    order.
+    """Return, for each state and input of a call, "alike" or "different": whether ranks along ``axis`` hold equal
+    tensors.
+
+    The order is that of the graph's placeholders.
     """
     program = facts.program
     states: list[Sameness] = [

@@ -31,8 +31,9 @@ from partitioner.runtime.prove.errors import FaultLocation, Refusal, use_text
 
 
 def check_state(facts: ProgramFacts, name: str) -> None:
-    """Raise :class:`Refusal` unless a state's layouts, stages and ZeRO axes are valid and its gradient is summed
-    correctly.
+    """Raise :class:`Refusal` unless a parameter's or buffer's layouts, stages and ZeRO axes are valid.
+
+    Its gradient must also be summed over the right mesh axes.
     """
     problem = _state_problem(facts, name)
     if problem:
@@ -106,7 +107,7 @@ def _zero_problem(facts: ProgramFacts, name: str) -> str:
 
 
 def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: Layout) -> bool:
-    """Whether a gradient is summed over ``tp`` if and only if it is a partial sum there.
+    """Whether a parameter's gradient is summed over ``tp`` if it is a partial sum there, and only then.
 
     The gradient of an expert must be summed over its replicas, ``edp``, and over ``etp`` if it is a partial sum there,
     and over no other axis.
@@ -130,8 +131,9 @@ def nested_shape(data: object) -> tuple[int, ...] | None:
 def check_buckets(facts: ProgramFacts, stage: int) -> None:
     """Raise :class:`Refusal` if a gradient bucket of a stage, or its list of recomputed calls, is wrong.
 
-    Each gradient that is a partial sum over mesh axes must be in exactly one bucket, with those axes. Each parameter
-    that ZeRO shards must be in exactly one bucket, together with states that are sharded over the same axes.
+    A bucket is a set of parameters whose gradients are reduced together. Each gradient that is a partial sum over mesh
+    axes must be in exactly one bucket, with those axes. Each parameter that ZeRO shards must be in exactly one bucket,
+    together with parameters that are sharded over the same axes.
     """
     program, here = facts.program, facts.program.stages[stage]
     wanted: dict[str, tuple[str, ...]] = {}
@@ -188,7 +190,10 @@ def _list_node_names(program: Program, stage: int, position: int) -> set[str]:
 
 
 class Parameters:
-    """Checks that a sharded bucket is gathered before a call reads it, and freed afterwards under ZeRO 3."""
+    """Checks that ZeRO-sharded parameters are gathered before a call reads them, and freed afterwards under ZeRO 3.
+
+    Parameters that are gathered together form a bucket, which is identified by its index on the stage.
+    """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         self.program = facts.program
@@ -208,7 +213,10 @@ class Parameters:
         return split_axes(self.program, zero_axes(self.program, self.states(number)))
 
     def gather(self, number: int, index: int) -> Hashable:
-        """Record a GATHER of a bucket, and return the key on which all participants must agree."""
+        """Record an all-gather of the parameters of bucket ``number``, and return a key that identifies the collective.
+
+        All ranks that take part must have equal keys. ``index``: index of the instruction.
+        """
         if number not in self.shared:
             raise Refusal("fields", f"bucket {number} is whole on every rank: there is nothing to gather")
         if number in self.there:
@@ -219,7 +227,10 @@ class Parameters:
         return self.under_way[number]
 
     def read(self, position: int) -> Iterator[Hashable]:
-        """Yield the keys of the all-gathers that a call must wait for."""
+        """Yield the keys of the all-gathers that must end before the call at ``position`` runs.
+
+        Raise :class:`Refusal` if a parameter that the call reads is not gathered.
+        """
         for number in self.needs[position]:
             if number not in self.there:
                 gone = f"freed at instruction {self.freed[number]}" if number in self.freed else "never gathered"
@@ -229,7 +240,11 @@ class Parameters:
                 yield self.under_way.pop(number)
 
     def free(self, number: int, index: int) -> Hashable:
-        """Record that a bucket is freed. Return the key of the all-gather to wait for first, or ``None``."""
+        """Record that the gathered parameters of bucket ``number`` are freed.
+
+        Return the key of the all-gather that must end first, or ``None``. Raise :class:`Refusal` if they are not
+        gathered.
+        """
         if number not in self.shared or self.program.zero < 3:
             raise Refusal("fields", f"bucket {number} stays on every rank: it is not to be freed")
         if number not in self.there:
@@ -246,7 +261,10 @@ class Parameters:
 
 
 class PendingReductions:
-    """Tracks the reductions in progress. Methods that start one return the earlier ones that must end first."""
+    """Tracks the collectives in progress that reduce gradients.
+
+    Methods that start one return the keys of the earlier ones that must end first.
+    """
 
     def __init__(self) -> None:
         self._scatters: Counter[int] = Counter()
@@ -255,7 +273,7 @@ class PendingReductions:
         self._gathering: deque[int] = deque()  # buckets on their last turn, where that gathers
 
     def scatter(self, number: int, bucket: Bucket) -> tuple[list[Hashable], Hashable]:
-        """Record a SCATTER over the ZeRO axes of a bucket.
+        """Record the reduce-scatter of a bucket's gradients over its ZeRO axes.
 
         Return the keys of the collectives that must end first, and the key on which all participants must agree.
         """
@@ -266,11 +284,11 @@ class PendingReductions:
         return waits, what
 
     def computed(self) -> None:
-        """Record that a backward has run: the next SCATTER belongs to its gradients."""
+        """Record that a backward has run: the next reduce-scatter belongs to its gradients."""
         self._scattering.computed()
 
     def turn(self, number: int, bucket: Bucket, turn: Turn) -> tuple[list[Hashable], Hashable]:
-        """Record the next collective of a bucket's reduction, given as (instruction, axes).
+        """Record the next collective of a bucket's gradient reduction; ``turn`` is (instruction, mesh axes).
 
         Return the keys of the collectives that must end first, and the key on which all participants must agree.
         """
@@ -284,9 +302,9 @@ class PendingReductions:
         return waits, what
 
     def ended(self, number: int) -> Iterator[Hashable]:
-        """End the collectives in progress for a bucket, and the SCATTERs started before its own.
+        """Mark the collectives in progress for the gradients of a bucket as ended, and yield the key of each.
 
-        Yield the key of each.
+        Reduce-scatters of other buckets that were started earlier end, too.
         """
         while any(bucket == number for bucket, _ in self._scattering):
             yield self._scattering.end_first()[1]
@@ -301,10 +319,10 @@ Bundle = tuple[tuple[str, ...], Hashable, str, str, int]  # axes, what has to ag
 
 
 def bundles_of(program: Program, call: CallFacts, op: str, position: int) -> list[Bundle]:
-    """Return the groups of consecutive collectives over the same axes that a call enters in an F, B, I or W
-    instruction.
+    """Return the groups of consecutive collectives over the same mesh axes in one run of a call.
 
-    ``position`` is the call's position on its stage.
+    ``op``: the instruction that runs it, forward (F) or backward (B, I, W). ``position``: the call's position on its
+    stage.
     """
     uses = [(split_axes(program, (u.axis,)), u) for u in call.collectives(op)]
     found: list[Bundle] = []

@@ -33,8 +33,9 @@ DATA_AXES = ("dp",)  # the mesh axes along which the batch is split, besides the
 
 
 def check_inputs(program: Program) -> None:
-    """Raise :class:`Refusal` unless the value of each input has the shape and type of one microbatch's part of the
-    input.
+    """Raise :class:`Refusal` unless each input of the batch matches the value (tensor of the program) that it becomes.
+
+    The value must have the shape and type of the part of the input that one rank reads for one microbatch.
     """
     for given in program.inputs:
         problem = _input_problem(program, given)
@@ -66,8 +67,9 @@ def _input_problem(program: Program, given: InputData) -> str:
 
 
 def check_outputs(program: Program) -> None:
-    """Raise :class:`Refusal` unless each output's value exists and has the declared layout, and the loss is
-    one number.
+    """Raise :class:`Refusal` unless each output of the model is an existing value with the declared layout.
+
+    The loss must be one number that is equal on all ranks of ``tp`` and ``cp``.
     """
     for output in program.outputs:
         problem = "" if output.value is None else _output_problem(program, output, output.value)
@@ -112,7 +114,9 @@ DATA = "data"  # what graphs call the axis along which the batch is split: ranks
 
 
 def check_structure(facts: ProgramFacts) -> None:
-    """Raise :class:`Refusal` at the first contradiction in the program's data."""
+    """Raise :class:`Refusal` at the first contradiction between the data of a program, such as names, shapes and
+    layouts.
+    """
     program = facts.program
     _check_mesh(program)
     _check_blocks(program)
@@ -228,8 +232,8 @@ def _check_call_names(program: Program, stage: int, position: int, call: CallDat
 
 
 def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: CallData) -> None:
-    """Raise :class:`Refusal` unless the states and values of a call have the shapes and types that its graph has for
-    them.
+    """Raise :class:`Refusal` unless the tensors that a call reads and computes have the shapes and types in
+    its graph.
     """
     program, block = facts.program, facts.blocks[call.block]
     for kind, have, want in (

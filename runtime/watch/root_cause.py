@@ -58,8 +58,9 @@ def cause_of(
 
 
 def failure_at(state: RankState, kind: str, error: str) -> Failure:
-    """Return a failure at the current position of a rank: its graph node if known, or else the calls of its
-    instruction.
+    """Return a description of a failure at the current position of a rank.
+
+    The position is its graph node if known, or else the calls of its instruction.
     """
     place, spot = state.place, state.spot
     source = f"from {spot.source}" if spot is not None and spot.source else ""
@@ -104,7 +105,7 @@ def waits_for(states: Sequence[RankState]) -> dict[int, set[int]]:
 
 
 def _is_report_outdated(state: RankState) -> bool:
-    """Whether a rank's last report may be outdated: its process is stopped, dead or silent."""
+    """Whether a rank's last report may be outdated, because its process is stopped, dead or sends no heartbeats."""
     return state.stopped or not state.alive or state.silent_s > SILENT_S
 
 

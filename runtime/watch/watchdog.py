@@ -107,7 +107,9 @@ class Watch:
             raise
 
     def _check_alone(self) -> None:
-        """Raise :class:`LaunchError` if another watch has this engine or writes to the same files."""
+        """Raise :class:`LaunchError` if this engine is watched already, or if another watch writes to the
+        same files.
+        """
         self._key = self.folder.absolute(), self.rank
         if self.executor.recorder is not None or self._key in _open:
             what = "this engine is" if self.executor.recorder is not None else f"in {self.folder} this rank is"
@@ -212,7 +214,7 @@ class Watch:
                 self._check_for_cause()
 
     def _spread_cause(self) -> None:
-        """Send the cause to other hosts before its consequences reach them."""
+        """Send the cause of the run's failure to other hosts, before its consequences reach them."""
         if self._mirror is not None:
             self._mirror.exchange()
         elif self._several:
@@ -235,7 +237,7 @@ class Watch:
             self._report_and_exit(cause, None)
 
     def _report_and_exit(self, failure: Failure, error: BaseException | None) -> None:
-        """Report the cause, once for all ranks, and end the process with status 1."""
+        """Print the cause of the run's failure unless another rank has done so, and exit the process with status 1."""
         with self._leaving:
             settle_s = HOST_SETTLE_S + _MIRROR_S if self._several else _SETTLE_S
             cause = failure if not failure.secondary else self.monitor.settle(settle_s) or failure

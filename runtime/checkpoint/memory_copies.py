@@ -300,7 +300,10 @@ class MemoryCopies:
         self.engine._saver.saved_at = self.engine.steps
 
     def wait(self) -> None:
-        """Wait until the last copy is complete on all ranks. Raise :class:`CheckpointError` if it failed."""
+        """Wait until the last in-memory copy of the training state is complete on all ranks.
+
+        Raise :class:`CheckpointError` on all ranks if it failed on any.
+        """
         self._peers.together("the copy in memory was not made", self._join_sending_thread)
         self._mark_copy_complete()
 

@@ -77,8 +77,10 @@ class CheckpointedEngine(Protocol):
 
 
 def common_state(engine: CheckpointedEngine) -> dict[str, Any]:
-    """Return the part of the run's state that is equal on all ranks: step counters, seed, loss scale, kind of
-    residuals.
+    """Return the part of the run's state that is equal on all ranks: step counters, seed, loss scale, reduction of
+    gradients.
+
+    The last one is a hash of how gradients are reduced, which decides whether compression residuals can be restored.
     """
     return {
         "steps": engine.steps,
@@ -110,9 +112,9 @@ def own_state(
 def content_of(
     engine: CheckpointedEngine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None
 ) -> CheckpointContent:
-    """Return everything that this rank has to save.
+    """Return everything that this rank has to save to a checkpoint.
 
-    Raise :class:`CheckpointError` if an optimizer has other parameters.
+    Raise :class:`CheckpointError` if an optimizer has parameters that are not the engine's.
     """
     rank = engine.rank_program
     held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)

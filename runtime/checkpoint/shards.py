@@ -125,8 +125,7 @@ def _compute_starts(held: Sequence[Range]) -> list[int]:
 
 
 def split_range_into_boxes(shape: Sequence[int], start: int, size: int) -> Iterator[ShardBox]:
-    """Cut the elements ``[start, start + size)`` of a row-major tensor of ``shape`` into boxes, and yield them in
-    order.
+    """Cut the elements ``[start, start + size)`` of a row-major tensor of ``shape`` into rectangular boxes, in order.
 
     ``local`` of each box is the offset of its first element from ``start``.
     """

@@ -178,7 +178,10 @@ class OptimizerCheck:
 
 
 def cut_of(program: Program, name: str) -> ParameterCut:
-    """Return how the plan shards a parameter. The result is equal on all ranks."""
+    """Return along which dims, and whether by ZeRO, the plan shards the parameter ``name``.
+
+    It is equal on all ranks.
+    """
     data = program.states[name]
     dims = {shard.layout.dim for shard in shards_of(program, name, 0)}
     return ParameterCut(tuple(sorted(dims)), bool(data.zero_axes), bool(data.parts))

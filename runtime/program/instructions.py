@@ -173,7 +173,11 @@ class Part(Data):
 
 
 class Listing(Data, Sequence[Instruction]):
-    """A compact instruction list: ``parts`` of the shortest list, extended ``steps`` times by ``unit`` microbatches."""
+    """A compact instruction list, which can be read like the full sequence of instructions.
+
+    ``parts`` are the parts of the shortest list. The full list is that list after ``steps`` extensions, each of which
+    adds ``unit`` microbatches.
+    """
 
     steps: Annotated[int, Field(ge=0)]
     unit: Annotated[int, Field(ge=1)]

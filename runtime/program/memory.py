@@ -153,7 +153,9 @@ def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruc
 def memory_moments(
     facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]
 ) -> Iterator[tuple[list[MemoryMoment], MemoryMoment]]:
-    """Yield for each instruction the memory at the peak of each of its calls, as a list, and the memory after it."""
+    """Yield for each instruction a pair: the memory of a rank at the peak of each of its calls, and the memory after
+    it.
+    """
     holder = _Holder(facts, stage)
     for instruction in instructions:
         holder.moments = []

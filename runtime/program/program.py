@@ -310,13 +310,19 @@ class Program(Data):
 
     @cached_property
     def hybrid_mesh(self) -> dict[str, int]:
-        """The axes into which ``dp`` and ``edp`` are split, one of ranks that share states and one of replicas: axis ->
-        size.
+        """The sizes of the axes into which hybrid sharding splits ``dp`` and ``edp``: axis -> number of ranks.
+
+        ``dp_shard`` has ranks that share states (parameters, gradients or optimizer states), ``dp_replicate`` replicas
+        of them.
         """
         return hybrid_mesh(self.mesh, self.etp, self.dp_shard)
 
     def size(self, axis: str) -> int:
-        """Return the number of ranks along an axis of the mesh, of the experts' mesh or of the hybrid mesh."""
+        """Return the number of ranks along any axis.
+
+        The axis may be of the mesh, of the experts' mesh (``edp``, ``ep``, ``etp``) or of the hybrid mesh
+        (``dp_shard``, ``dp_replicate`` and their ``edp`` counterparts).
+        """
         if axis in HYBRID_AXES:
             return self.hybrid_mesh[axis]
         return self.expert_mesh[axis] if axis in EXPERT_AXES else self.mesh.get(axis, 1)
@@ -365,7 +371,8 @@ class Program(Data):
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Return the ranks, in ascending order, whose coordinates equal those of ``rank`` except on ``axes``.
 
-        ``axes`` are axes of the mesh, of the experts' mesh or of the hybrid mesh.
+        ``axes`` may be of the mesh, of the experts' mesh (``edp``, ``ep``, ``etp``) or of the hybrid mesh
+        (``dp_shard``, ``dp_replicate`` and their ``edp`` counterparts).
         """
         grid, step = self.grid(axes), 1
         ranks = [rank]
@@ -377,7 +384,11 @@ class Program(Data):
         return tuple(ranks)
 
     def place(self, rank: int, axis: str) -> int:
-        """Return a rank's coordinate on an axis of the mesh, of the experts' mesh or of the hybrid mesh."""
+        """Return a rank's coordinate on any axis.
+
+        The axis may be of the mesh, of the experts' mesh (``edp``, ``ep``, ``etp``) or of the hybrid mesh
+        (``dp_shard``, ``dp_replicate`` and their ``edp`` counterparts).
+        """
         grid = self.grid((axis,))
         sizes = [*grid.values()]
         if axis not in grid:  # an axis with one rank
@@ -386,7 +397,9 @@ class Program(Data):
         return rank // math.prod(sizes[at + 1 :]) % sizes[at]
 
     def expert_coordinates(self, rank: int) -> dict[str, int]:
-        """Return a rank's coordinate on each axis of the experts' mesh."""
+        """Return a rank's coordinate on each axis of the experts' mesh: ``pp``, ``edp`` (replicas of an expert),
+        ``ep``, ``etp``.
+        """
         places, step = {}, 1
         for axis in reversed(self.expert_mesh):
             places[axis] = rank // step % self.expert_mesh[axis]

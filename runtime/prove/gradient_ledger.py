@@ -39,7 +39,12 @@ def gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruction]]
 
 
 def _has_reachable_addition(value: str, start: int, edges: dict[int, list[int]], adds: list[set[str]]) -> bool:
-    """Whether a stage that the value reaches from ``start`` adds to the value's gradient."""
+    """Whether some stage adds to the gradient of ``value``, among ``start`` and the stages to which it sends the value
+    on.
+
+    ``edges``: stage -> stages to which it sends the value. ``adds``: for each stage, the values to whose gradients it
+    adds.
+    """
     stack, seen = [start], set()
     while stack:
         s = stack.pop()

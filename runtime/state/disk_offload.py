@@ -157,7 +157,7 @@ class Disk:
             self._behind.start()
 
     def wait(self) -> None:
-        """Wait until the write that :meth:`behind` started is complete. Raises ``OSError`` if the disk failed."""
+        """Wait until the write that :meth:`behind` started is complete. Raise ``OSError`` if the disk failed."""
         if self._behind is not None:
             self._behind.join()
             self._behind = None
@@ -273,14 +273,16 @@ _Check = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None
 
 
 def keeper_of(optimizer: torch.optim.Optimizer | None) -> DiskOptimizerStates | None:
-    """The :class:`DiskOptimizerStates` of ``optimizer``; ``None`` if its states are not on disk."""
+    """Return the object that keeps the states of ``optimizer`` on disk; ``None`` if its states are not on disk."""
     return getattr(optimizer, KEEPER, None)
 
 
 def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[], None]) -> None:
-    """Move the states of ``optimizer`` to ``disk``, and change its ``step`` so that it runs window by window.
+    """Move the states of ``optimizer`` to ``disk``, and change its ``step`` so that it updates some parameters at a
+    time.
 
-    ``ready`` is called before every step. Raise :class:`OffloadError` if the optimizer cannot run window by window.
+    Only the states of these parameters are then in memory. ``ready`` is called before every step. Raise
+    :class:`OffloadError` if the optimizer cannot run in this way.
     """
     kind = type(optimizer)
     if keeper_of(optimizer) is not None:
@@ -357,7 +359,7 @@ step_hook = StepHook()
 
 
 class DiskOptimizerStates:
-    """The states of one optimizer on disk, and its step, which runs window by window.
+    """The states of one optimizer on disk, and its step, which updates one window (some parameters) at a time.
 
     ``raw`` is the optimizer's own step without hooks; ``ready`` is called before every step.
     """
@@ -381,10 +383,10 @@ class DiskOptimizerStates:
         return slot
 
     def step(self, closure: Callable[[], Any] | None, more: dict[str, Any]) -> Any:
-        """Run the optimizer's step window by window, and return the loss of ``closure``.
+        """Run the optimizer's step window by window (some parameters at a time), and return the loss of ``closure``.
 
-        Raises :class:`OffloadError` if the step does not update each parameter by itself, and ``OSError`` if the disk
-        fails.
+        ``more``: further arguments of the step. Raise :class:`OffloadError` if the step does not update each parameter
+        by itself, and ``OSError`` if the disk fails.
         """
         optimizer, loss = self._optimizer, None
         self._ready()

@@ -1,6 +1,7 @@
-"""Run a program: on the ranks of a cluster (``Engine``), or all of them on one machine (``run_local``).
+"""Run a program: on the ranks of a cluster (``Engine``), or all ranks on one machine (``run_local``).
 
-It needs a plan's program and weights, and nothing of the planner. Users import its names from ``partitioner``.
+This package needs a plan's program and weights, and nothing of the planner. Users import its names from
+``partitioner``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ if __name__ == "runtime":  # imported by its folder's name, with the repository'
 
 
 def __getattr__(name: str) -> object:
-    """Return a public name of ``partitioner``: scripts from before there was one import name use ``runtime.Engine``."""
+    """Return a public name of ``partitioner``, for older scripts that use names such as ``runtime.Engine``."""
     public = import_module("partitioner")
     if name not in public.__all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The ranks' entry: ``torchrun --nproc-per-node N -m partitioner.runtime plan.json``."""
+"""Entry point of the ranks: ``torchrun --nproc-per-node N -m partitioner.runtime plan.json``."""
 
 from __future__ import annotations
 

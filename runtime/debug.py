@@ -1,4 +1,4 @@
-"""Looking closely at a step: every operator's results, at the price of a slow step."""
+"""Inspect a step in detail: the results of every operator, in a step that is slower."""
 
 from __future__ import annotations
 

@@ -15,66 +15,80 @@ LEFT = "LeftEarly"
 
 
 class BatchError(PartitionError):
-    """The batch is not the one that the plan was made for: a tensor is missing, or has another shape or type."""
+    """The batch does not match the plan: a tensor is missing, or has another shape or type."""
 
 
 class WeightsError(PartitionError):
-    """The weights are not those that the plan was made for; names the first differences."""
+    """The weights do not match the plan; the message names the first differences."""
 
 
 class CheckpointError(WeightsError):
-    """A checkpoint cannot be written, or is damaged, incomplete or another one's; names the file and what to do.
+    """A checkpoint cannot be written, or it is damaged, incomplete or of another model.
 
-    ``elsewhere``: another rank has failed, and this one repeats it.
+    The message names file and remedy.
+
+    ``elsewhere``: the failure was on another rank, and this rank only reports it.
     """
 
     elsewhere = False
 
     @classmethod
     def of_another(cls, message: str) -> Self:
-        """What a rank raises where another one has failed."""
+        """Return the error that this rank raises because another rank has failed."""
         error = cls(message)
         error.elsewhere = True
         return error
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A file of a checkpoint is missing, or is not what was written."""
+    """A file of a checkpoint is missing, or its contents are not those that were written."""
 
 
 class LaunchError(PartitionError):
-    """The program cannot be started as asked: another number of ranks, no plan in the file."""
+    """The program cannot be started, for example because of a wrong number of ranks or a file without a plan."""
 
 
 class OffloadError(LaunchError):
-    """Optimizer states cannot be kept on disk as asked: no folder, no room in it, an optimizer that is not stepped one
-    parameter after another."""
+    """Optimizer states cannot be kept on disk.
+
+    For example, there is no folder or no space in it, or the optimizer cannot update one parameter after another.
+    """
 
 
 class BackwardError(PartitionError):
-    """``backward`` is called on a loss of :meth:`Engine.step`, which has run it."""
+    """``backward`` was called on a loss that :meth:`Engine.step` returned, although the step has run
+    backward already.
+    """
 
 
 class OptimizerError(PartitionError):
-    """An optimizer would step the parts of parameters that ranks have otherwise than the whole parameters."""
+    """The optimizer would update sharded parameters differently from whole ones, so the result would be wrong."""
 
 
 class AgreementError(PartitionError):
-    """Ranks do not agree any more: gradients were changed otherwise on each, or replicas of a parameter differ."""
+    """Ranks have diverged: gradients were changed differently on each rank, or replicas of a parameter differ."""
 
 
 class DTensorError(PartitionError):
-    """Parameters are laid out as no DTensor can be; names the first and why."""
+    """The layout of a parameter cannot be expressed as a DTensor; the message names the first one and the reason."""
 
 
 class CommunicationError(RuntimeError):
-    """Another rank has failed, or did not come. The cause is there, not here."""
+    """Another rank has failed, or has not entered an operation in time. The cause is on that rank."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank failed, and where. ``instruction`` is as the program prints it (``0F3``), ``index`` its place; without
-    one, what the rank did outside of its program. Prints as one line."""
+    """Why a rank failed, and where. ``str()`` formats it as one line.
+
+    Args:
+        kind: class name of the error, or a kind such as "ProcessDied".
+        instruction: printed form of the instruction, such as ``0F3``; outside of the program, what the rank did.
+        index: position of the instruction in the rank's list; ``None`` outside of the program.
+        call: module path of the call of a block. ``node``: graph node. ``path``: module path of the node.
+        source: source line, as ``file:line``.
+        secondary: whether it is a consequence of another rank's failure.
+    """
 
     rank: int
     error: str
@@ -116,7 +130,10 @@ class Failure:
 
 
 class InstructionError(RuntimeError):
-    """An instruction of this rank's program failed; raised from the error itself."""
+    """An instruction of this rank's program failed.
+
+    ``__cause__`` is the original error, ``failure`` its description.
+    """
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))
@@ -127,7 +144,7 @@ class InstructionError(RuntimeError):
 
 
 class RankError(PartitionError):
-    """A rank failed, and the others were taken down. The message ends with the first cause."""
+    """A rank failed, and the others were ended. The message ends with the first cause."""
 
     def __init__(self, failures: tuple[Failure, ...], world_size: int) -> None:
         self.failures = failures
@@ -147,9 +164,11 @@ class RankError(PartitionError):
 
 
 class RankTimeout(PartitionError):
-    """The ranks did not finish in time and were ended. Says what each was doing, as far as it is known."""
+    """The ranks did not finish in time and were ended. The message says what each was doing, as far as it is known."""
 
 
 def first_cause(failures: tuple[Failure, ...]) -> Failure:
-    """The failure that came first, and not in consequence of another rank's."""
+    """Return the first failure that is not a consequence of another rank's failure; the first of all if
+    there is none.
+    """
     return next((f for f in failures if not f.secondary), failures[0])

@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> Path:
-    """Write ``content`` to ``path`` atomically: a reader sees the old file or the new one, never a part of it.
+    """Write ``content`` to ``path`` atomically, and return ``path``: readers see the old or the new file, never a part.
 
-    ``durable``: flush the file to disk, so that this also holds after a loss of power. Returns ``path``.
+    ``durable``: flush the file to disk, so that this also holds after a loss of power.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -29,12 +29,12 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> Path:
 
 
 def write_text(path: Path, content: str, *, durable: bool = True) -> Path:
-    """Write ``content`` to ``path`` in UTF-8, atomically like :func:`write_bytes`. Returns ``path``."""
+    """Write ``content`` to ``path`` in UTF-8, atomically like :func:`write_bytes`, and return ``path``."""
     return write_bytes(path, content.encode(), durable=durable)
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the entries of a folder to disk; does nothing if the system cannot sync folders."""
+    """Flush the entries of a folder to disk. Does nothing if the system cannot sync folders."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:

@@ -1,1 +1,1 @@
-"""Saves training, and restores it under any plan of the same model."""
+"""Save the state of a training run, and restore it under any plan of the same model."""

@@ -1,11 +1,11 @@
-"""A folder that many ranks write over a shared file system, and that is either complete or absent.
+"""Write a folder from many ranks over a shared file system so that it is either complete or absent.
 
-Every rank writes into ``.name.TOKEN.partial``, and then a record of what it wrote. The first rank waits for all
-records, writes the manifest, and renames the folder. A rank that fails leaves ``.name.TOKEN.failed``, with the reason.
-The ranks do not communicate meanwhile, so training may. If the folder existed, the files of its checkpoint are
-replaced; other files in it stay.
+Every rank writes its files into ``.name.TOKEN.partial``, and then a record of what it wrote. Rank 0 waits for the
+records of all ranks, writes the manifest, and renames the folder to ``name``. A rank that fails writes the reason to
+``.name.TOKEN.failed``. The ranks do not communicate during this time, so training can continue. If the folder existed
+before, the files of its old checkpoint are replaced; other files in it are kept.
 
-Records name the process that writes, so that other processes on its host can see whether it still runs.
+Each rank also writes the identity of its process, so that other processes on its host can check whether it still runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _STARTED = 19  # of the fields behind the name in a process's stat
 
 
 def this_process() -> str:
-    """What tells this process from all others, on this host and on others; empty where the system does not say."""
+    """Return a string that identifies this process among all processes of all hosts.
+
+    The string has the host's boot, the PID and the start time. It is empty if the system does not provide them.
+    """
     try:
         return f"{_identify_host()} {os.getpid()} {_read_start_ticks(os.getpid())}"
     except OSError:
@@ -39,7 +42,10 @@ def this_process() -> str:
 
 
 def has_ended(process: str) -> bool:
-    """Whether ``process``, as :func:`this_process` told it, is known to be no more: one of this host that is gone."""
+    """Whether ``process``, a string from :func:`this_process`, is a process of this host that has certainly ended.
+
+    Return ``False`` if it still runs, if it is on another host, or if its state cannot be determined.
+    """
     try:
         host, pid, started = process.rsplit(" ", 2)
         if host != _identify_host():
@@ -52,7 +58,7 @@ def has_ended(process: str) -> bool:
 
 
 def is_here(process: str) -> bool:
-    """Whether ``process``, as :func:`this_process` told it, is one of this host, of which its end would be known."""
+    """Whether ``process``, a string from :func:`this_process`, runs on this host, so that its end can be detected."""
     try:
         return process.rsplit(" ", 2)[0] == _identify_host()
     except OSError:
@@ -60,12 +66,15 @@ def is_here(process: str) -> bool:
 
 
 def _identify_host() -> str:
-    """This boot of this host, and what its processes are numbered in."""
+    """Return a string that identifies the current boot of this host and the PID namespace of this process."""
     return f"{_BOOT.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _read_start_ticks(pid: int) -> int:
-    """When a process began, in ticks since the host did; -1: it has ended, and nobody has asked for its status yet."""
+    """Return the start time of process ``pid`` in clock ticks since the host booted.
+
+    Return -1 if the process has ended and its parent has not yet collected its exit status (a zombie).
+    """
     state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return -1 if state in "ZX" else int(rest[_STARTED - 1])
 
@@ -81,9 +90,12 @@ _LOOK_S = 2.0  # between two looks at who writes
 
 @dataclass(frozen=True)
 class CheckpointTarget:
-    """Where a checkpoint goes; ``token`` is its own, so that nothing that an earlier attempt left is taken for it.
+    """The paths of a checkpoint that is being written, and the operations by which ranks write and complete it.
 
-    ``own``: the names of what is written and replaced, as a regular expression.
+    Args:
+        final: the path of the complete checkpoint.
+        token: an identifier of this attempt, so that files of an earlier attempt are not mistaken for its files.
+        own: a regular expression of the file names that belong to a checkpoint; files with these names are replaced.
     """
 
     final: Path
@@ -100,7 +112,7 @@ class CheckpointTarget:
 
     @property
     def old(self) -> Path:
-        """Where what ``final`` replaces is, for the moment between two renames."""
+        """The path to which an existing checkpoint at ``final`` is renamed while the new one takes its place."""
         return self.final.with_name(f".{self.final.name}.old")
 
     @property
@@ -114,24 +126,35 @@ class CheckpointTarget:
         return self.partial / f".writer-{rank}"
 
     def begin(self, rank: int) -> None:
-        """Say who writes the part of ``rank``."""
+        """Create the folder for unfinished files, and write into it the identity of the process that writes for
+        ``rank``.
+        """
         self.partial.mkdir(parents=True, exist_ok=True)
         self.writer(rank).write_text(this_process())  # lost with the host, and of no use then
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """Tell the others. On a full disk this may be impossible; then they wait in vain, and say so."""
+        """Write the error of ``rank`` to the ``failed`` file, which the other ranks poll.
+
+        If the file cannot be written, for example on a full disk, the other ranks find out only when their wait times
+        out.
+        """
         with contextlib.suppress(OSError):
             write_text(self.failed, f"rank {rank}: {type(error).__name__}: {error}")
 
     def check(self) -> None:
-        """Raise :class:`CheckpointError` if a rank has failed."""
+        """Raise :class:`CheckpointError` if any rank has reported a failure, so that the file :attr:`failed` exists."""
         if self.failed.exists():
             with contextlib.suppress(OSError):
                 told = self.failed.read_text()
                 raise CheckpointError.of_another(f"the checkpoint {self.final} was not written: {told}")
 
     def wait_for_records(self, world_size: int, timeout: float) -> list[Path]:
-        """The records of all ranks. Raises :class:`CheckpointError` where one failed or did not come in time."""
+        """Wait until all ranks have written their parts, and return the paths of the files that record this, in rank
+        order.
+
+        Raise :class:`CheckpointError` if a rank reports a failure, if its process on this host ends first, or after
+        ``timeout`` seconds.
+        """
         records = [self.record(rank) for rank in range(world_size)]
         missing, next_look = list(records), time.monotonic() + _LOOK_S
         for _ in _poll_with_backoff(timeout):
@@ -155,15 +178,18 @@ class CheckpointTarget:
         )
 
     def _is_gone(self, record: Path) -> bool:
-        """Whether who is to leave ``record`` has ended, as far as can be known."""
+        """Whether the process has certainly ended that has to write the file ``record``, which confirms that its part
+        is written.
+        """
         with contextlib.suppress(OSError):
             return has_ended(self.writer(int(record.name.removeprefix(".record-"))).read_text())
         return False
 
     def wait_until_complete(self, timeout: float) -> None:
-        """Raises :class:`CheckpointError` where a rank failed, or the first one did not finish in time.
+        """Wait until rank 0 has renamed the folder to its final name.
 
-        A script that has ended waits no more: its part is written, and the first rank may be one that was killed.
+        Raise :class:`CheckpointError` if a rank reports a failure, or after ``timeout`` seconds. Return early if the
+        main thread of this process has ended: this rank's part is written, and rank 0 may have been killed.
         """
         for _ in _poll_with_backoff(timeout):
             if self.is_complete or not threading.main_thread().is_alive():
@@ -172,7 +198,10 @@ class CheckpointTarget:
         raise CheckpointError(f"the checkpoint {self.final} was not completed by the first rank within {timeout:g} s")
 
     def commit(self) -> None:
-        """Put the folder in its place, down to the disk; what was there is replaced."""
+        """Rename the folder of unfinished files to ``final`` and flush the change to disk.
+
+        An existing checkpoint is replaced.
+        """
         sync_folder(self.partial)
         if self.final.exists():
             remove_path_atomically(self.old)
@@ -183,14 +212,16 @@ class CheckpointTarget:
         remove_path_atomically(self.old)
 
     def _keep_others(self) -> None:
-        """Move what somebody else has put into the folder that was replaced to the one in its place."""
+        """Move files that do not belong to a checkpoint from the replaced folder into the new one."""
         if self.old.is_dir() and self.final.is_dir():
             for path in self.old.iterdir():
                 if not re.fullmatch(self.own, path.name) and not (self.final / path.name).exists():
                     os.rename(path, self.final / path.name)
 
     def check_place(self) -> None:
-        """Raise :class:`CheckpointError` where no folder can take this place."""
+        """Raise :class:`CheckpointError` if ``final`` cannot be replaced: it is a file, a mount point, or has the
+        current folder.
+        """
         if self.final.exists() and not self.final.is_dir():
             raise CheckpointError(f"{self.final} is a file: name a folder")
         if Path.cwd().is_relative_to(self.final) or os.path.ismount(self.final):
@@ -198,7 +229,11 @@ class CheckpointTarget:
             raise CheckpointError(f"{self.final} is {what}, which cannot be replaced: name a folder in it")
 
     def clean(self) -> None:
-        """Remove what attempts that were cut short left beside ``final``; called by one rank before any writes."""
+        """Remove the unfinished folders and error files beside ``final`` that interrupted attempts left.
+
+        Also restore a checkpoint that such an attempt had moved aside. One rank calls this before any rank writes.
+        Raise :class:`CheckpointError` if ``final`` cannot be replaced.
+        """
         self.check_place()
         self.final.parent.mkdir(parents=True, exist_ok=True)
         restore_replaced_checkpoint(self.final)
@@ -210,7 +245,10 @@ class CheckpointTarget:
 
 
 def restore_replaced_checkpoint(final: Path) -> None:
-    """Restore the checkpoint that an interrupted save had moved aside to replace it. All ranks may call it."""
+    """Rename the checkpoint that an interrupted save had moved aside back to ``final``, if ``final`` does not exist.
+
+    Several ranks may call this at the same time.
+    """
     if not final.exists():
         with contextlib.suppress(FileNotFoundError):  # there is nothing to put back, or another rank has done it
             os.rename(CheckpointTarget(final, "").old, final)
@@ -219,9 +257,9 @@ def restore_replaced_checkpoint(final: Path) -> None:
 def wait_for_writers(directory: Path, timeout: float) -> None:
     """Wait until no process writes the checkpoint ``directory``, or a checkpoint inside it.
 
-    Partial folders of processes that have ended are ignored. For a writer on another host, whose process cannot be
-    checked, a partial folder is ignored once it has not changed for a while. Raises :class:`CheckpointError` after
-    ``timeout`` seconds.
+    Unfinished folders of processes that have ended are ignored. For a writer on another host, whose process cannot be
+    checked, an unfinished folder is ignored once it has not changed for 10 seconds. Raise :class:`CheckpointError`
+    after ``timeout`` seconds.
     """
     changed: dict[Path, tuple[int, float]] = {}  # folder -> (hash of its contents, time of the last change)
     writing: list[Path] = []
@@ -234,7 +272,12 @@ def wait_for_writers(directory: Path, timeout: float) -> None:
 
 
 def _is_written(folder: Path, changed: dict[Path, tuple[int, float]]) -> bool:
-    """Whether the first rank, which completes it, writes a folder, as far as can be known."""
+    """Whether some process is still writing the partial checkpoint ``folder``.
+
+    Rank 0 completes a checkpoint, so its process decides. If that process is on another host, the folder counts as
+    being written until its contents have not changed for 10 seconds. ``changed`` has, for each folder, the hash of the
+    contents that was seen last and the time of the last change; the function updates it.
+    """
     if folder.with_suffix(".failed").exists():
         return False
     try:
@@ -252,7 +295,10 @@ def _is_written(folder: Path, changed: dict[Path, tuple[int, float]]) -> bool:
 
 
 def remove_path_atomically(path: Path) -> None:
-    """Remove a file, or a folder so that no part of it is ever taken for a whole one."""
+    """Remove a file or a folder.
+
+    A folder is renamed first, so that a half-removed one is never mistaken for a complete one.
+    """
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -263,7 +309,7 @@ def remove_path_atomically(path: Path) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """A checkpoint's manifest; empty where there is none that can be read."""
+    """Return the contents of a checkpoint's manifest; an empty dict if there is no manifest or it is not valid JSON."""
     try:
         content = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):
@@ -272,7 +318,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _poll_with_backoff(timeout: float) -> Iterator[None]:
-    """Moments to look at the disk, ever further apart, until ``timeout`` seconds are over."""
+    """Yield repeatedly for ``timeout`` seconds, with pauses that grow from 2 ms to 0.25 s.
+
+    The caller checks the disk.
+    """
     end, pause = time.monotonic() + timeout, _FIRST_WAIT_S
     while True:
         yield

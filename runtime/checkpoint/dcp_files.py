@@ -1,7 +1,8 @@
-"""Files of a checkpoint in the format of ``torch.distributed.checkpoint``: one per rank, ``.metadata``, and checksums.
+"""Read and write the files of a checkpoint, in the format of ``torch.distributed.checkpoint`` (DCP).
 
-Planners for torch say which boxes of the tensors are written and read; torch writes, reads and reshards. A file is
-hashed while it is written.
+Every rank writes one file; ``.metadata`` lists the chunks of each tensor. This project's planners tell DCP which boxes
+(offsets and sizes) of the tensors to write and read; DCP writes, reads and reshards. The SHA-256 of a file is computed
+while it is written.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _READ = 1 << 20
 
 @dataclass(frozen=True)
 class FileSum:
-    """A file's length and SHA-256."""
+    """The length of a file in bytes, and its SHA-256 as hexadecimal digits."""
 
     nbytes: int
     sha256: str
@@ -49,7 +50,13 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank wrote: the chunks, where they are, and its files by name."""
+    """The record of what one rank wrote to a checkpoint.
+
+    Args:
+        items: the chunks (rectangular parts of tensors), with tensor name, offsets and sizes.
+        results: the file and position of each chunk, as DCP returns them.
+        files: file name -> length and checksum.
+    """
 
     items: list[WriteItem] = field(default_factory=list)
     results: list[WriteResult] = field(default_factory=list)
@@ -57,7 +64,7 @@ class Written:
 
 
 def sum_of(path: Path) -> FileSum:
-    """A file's checksum, read from the disk. Raises ``OSError``."""
+    """Read a file, and return its length and SHA-256. Raise ``OSError`` if it cannot be read."""
     digest, nbytes = hashlib.sha256(), 0
     with path.open("rb") as file:
         while block := file.read(_READ):
@@ -67,7 +74,12 @@ def sum_of(path: Path) -> FileSum:
 
 
 def write_shards(folder: Path, rank: int, pieces: Sequence[ShardPiece]) -> Written:
-    """Write ``pieces`` to one file of ``folder``, down to the disk. Raises ``OSError`` as the file system does."""
+    """Write ``pieces`` (parts of tensors, with their names and offsets) to one file in ``folder``, and flush it to the
+    disk.
+
+    Return what was written; for an empty list no file is written. Raise ``OSError`` if the file system reports an
+    error.
+    """
     if not pieces:
         return Written()
     content = {MetadataIndex(p.key, p.offsets): p for p in pieces}
@@ -86,7 +98,10 @@ def write_shards(folder: Path, rank: int, pieces: Sequence[ShardPiece]) -> Writt
 
 
 def write_metadata(folder: Path, written: Sequence[Written]) -> None:
-    """Write what finds every chunk. Raises ``ValueError`` where the chunks of a tensor do not make it up."""
+    """Write DCP's ``.metadata`` file, which says in which file each chunk is. ``written``: what each rank wrote.
+
+    Raise ``ValueError`` if the chunks of a tensor do not have as many elements as the tensor.
+    """
     tensors: dict[str, TensorStorageMetadata] = {}
     for item in (i for w in written for i in w.items):
         data = item.tensor_data
@@ -103,7 +118,11 @@ def write_metadata(folder: Path, written: Sequence[Written]) -> None:
 
 
 class ShardReader:
-    """Reads boxes from a folder. Raises ``OSError``, or what unpickling raises, where its files are damaged."""
+    """Reads rectangular parts of tensors from a checkpoint's folder.
+
+    ``tensors`` has the shape, type and chunks of each saved tensor by name. Raise ``OSError``, or an exception of
+    unpickling, if the files are missing or damaged.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._reader = FileSystemReader(folder)
@@ -113,7 +132,9 @@ class ShardReader:
         self.tensors = {k: v for k, v in found.items() if isinstance(v, TensorStorageMetadata)}
 
     def read(self, pieces: Iterable[ShardPiece]) -> None:
-        """Fill each piece's tensor in place, in its own type."""
+        """Read each piece, a rectangular part of a saved tensor, into the piece's own tensor, converted to
+        its dtype.
+        """
         targets: dict[MetadataIndex, Tensor] = {}
         items: list[ReadItem] = []
         for piece in pieces:
@@ -160,12 +181,12 @@ class _LoadPlanner(DefaultLoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """It was filled in place."""
+        """Release the mapped memory pages of ``tensor``, which DCP has already filled in place."""
         release_pages(tensor)
 
 
 class _HashingFileSystem(FileSystem):
-    """Files whose checksums are known when they are closed, and the first error that the disk gave."""
+    """DCP's file system, which records the length and SHA-256 of each written file, and the first ``OSError``."""
 
     def __init__(self) -> None:
         self.sums: dict[str, FileSum] = {}

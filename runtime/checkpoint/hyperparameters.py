@@ -1,8 +1,8 @@
-"""Hyperparameters of an optimizer in a checkpoint, stored by parameter, because parameter groups differ between ranks.
+"""Save and restore optimizer hyperparameters, such as learning rates, by the names of the parameters.
 
-A rank's optimizer has the parameters of its stage. If groups are formed by layer, the first group of one rank differs
-from that of another rank, and from that of the same rank under another plan. Groups are matched by their parameters'
-names.
+A rank's optimizer has the parameters of the rank's pipeline stage only. If parameter groups are formed by layer, the
+first group of one rank differs from that of another rank, and from that of the same rank under another plan. Groups are
+therefore matched by their parameters' names instead of their positions.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ _PLAIN = (bool, int, float, str, type(None), list, tuple, Tensor)
 def describe_optimizers(
     given: Optimizers, parameters: Mapping[str, nn.Parameter], program: Program
 ) -> list[dict[str, Any] | None] | None:
-    """What kind each optimizer is, and of each group the hyperparameters and the model's names of its parameters;
-    ``None`` where there is no optimizer, or of several not this one."""
+    """Return, for each optimizer, its class name, the names of its defaults, and its parameter groups.
+
+    A group is given by the model's names of its parameters and by its hyperparameters. An item is ``None`` if this rank
+    has no such optimizer. The result is ``None`` if there is no optimizer at all.
+    """
     optimizers = optimizers_of(given)
     return (
         [None if o is None else _describe_optimizer(o, parameters, program) for o in optimizers] if optimizers else None
@@ -48,9 +51,10 @@ def _describe_optimizer(
 
 
 def merge_rank_descriptions(of_ranks: Sequence[Sequence[Mapping[str, Any] | None] | None]) -> Any:
-    """What all ranks have described, as one; ``None`` where no rank has an optimizer, a list where there are several.
+    """Combine the descriptions that :func:`describe_optimizers` returned on all ranks into one.
 
-    Raises :class:`CheckpointError` where ranks have not as many.
+    The result is ``None`` if no rank has an optimizer, one dict for one optimizer, and a list for several. Raise
+    :class:`CheckpointError` if ranks have different numbers of optimizers.
     """
     found = [d for d in of_ranks if d is not None]
     if len({len(d) for d in found}) > 1:
@@ -72,9 +76,11 @@ def _merge_descriptions(described: Sequence[Mapping[str, Any]]) -> dict[str, Any
 def values_of(
     given: Optimizers, parameters: Mapping[str, nn.Parameter], program: Program, saved: Any
 ) -> list[list[Mapping[str, Any]]]:
-    """The saved hyperparameters of each group of each optimizer, of what :func:`merge_rank_descriptions` gave.
+    """Return the saved hyperparameters for each group of each optimizer, matched by parameter names.
 
-    Raises :class:`CheckpointError` where they are not those that were saved: other kinds, groups, or how many.
+    ``saved`` is a result of :func:`merge_rank_descriptions`. A group none of whose parameters were saved gets an empty
+    dict. Raise :class:`CheckpointError` if the number, the order or the classes of the optimizers, or their groups,
+    differ from the saved ones.
     """
     optimizers, kept = optimizers_of(given), [saved] if isinstance(saved, Mapping) else list(saved)
     if len(optimizers) != len(kept):
@@ -115,9 +121,10 @@ def _get_saved_kind(saved: Mapping[str, Any] | None) -> str:
 
 
 def check_kind(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise :class:`CheckpointError` where the state of the saved optimizer is no state of this one.
+    """Raise :class:`CheckpointError` if the saved state is for another kind of optimizer.
 
-    Optimizers of other names are taken for the same kind where they have the same hyperparameters: Adam and AdamW.
+    Optimizers of different classes count as the same kind if they have the same hyperparameters, such as Adam and
+    AdamW.
     """
     kind = type(optimizer).__name__
     if kind != saved["kind"] and sorted(optimizer.defaults) != saved["defaults"]:
@@ -133,9 +140,10 @@ def given_back(
     program: Program,
     saved: Mapping[str, Any],
 ) -> list[Mapping[str, Any]]:
-    """The saved hyperparameters of each group of ``optimizer``; of one whose parameters none were saved, its own.
+    """Return the saved hyperparameters for each group of ``optimizer``, in the order of the groups.
 
-    Raises :class:`CheckpointError` where its groups are not those that were saved.
+    A group none of whose parameters were saved gets an empty dict. Raise :class:`CheckpointError` if the optimizer
+    groups its parameters differently: a saved group is split, or saved groups with different values are joined.
     """
     owner = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
     went_to: dict[int, int] = {}
@@ -163,8 +171,11 @@ def given_back(
 
 
 def by_place(given: Optimizers, groups: Sequence[Any] | None) -> list[list[Mapping[str, Any]]]:
-    """The hyperparameters of each group of each optimizer where they were saved without names; nothing where none
-    were."""
+    """Return the hyperparameters of each group of each optimizer, matched by position. For checkpoints without names.
+
+    ``groups`` has, for each optimizer, the saved dicts of its groups. If it is ``None``, each group gets an empty dict.
+    Raise :class:`CheckpointError` if the numbers of optimizers or groups differ.
+    """
     optimizers = optimizers_of(given)
     if groups is None:
         return [[{}] * (0 if o is None else len(o.param_groups)) for o in optimizers]
@@ -180,7 +191,7 @@ def by_place(given: Optimizers, groups: Sequence[Any] | None) -> list[list[Mappi
 
 
 def set_hyperparameters(given: Optimizers, values: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Set the hyperparameters of each group of each optimizer."""
+    """Write the hyperparameters ``values[optimizer][group]`` into the parameter groups of the optimizers."""
     for optimizer, of_groups in zip(optimizers_of(given), values, strict=True):
         for group, saved in zip([] if optimizer is None else optimizer.param_groups, of_groups, strict=True):
             for key, value in saved.items():
@@ -193,6 +204,6 @@ def set_hyperparameters(given: Optimizers, values: Sequence[Sequence[Mapping[str
 def _name_group_parameters(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], program: Program
 ) -> list[list[str]]:
-    """The model's names of each group's parameters."""
+    """Return, for each parameter group of ``optimizer``, the model's names of its parameters."""
     names = {id(p): model_names(name, program.states[name]) for name, p in parameters.items()}
     return [[n for p in group["params"] for n in names.get(id(p), ())] for group in optimizer.param_groups]

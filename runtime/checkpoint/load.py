@@ -1,4 +1,4 @@
-"""Read a checkpoint under any plan: find it, check it, and read it by boxes."""
+"""Find a checkpoint, verify its files, and read from it the shards that this rank needs under any plan."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 
 class CheckpointMatch(NamedTuple):
-    """A complete checkpoint."""
+    """A complete checkpoint: its folder and its manifest."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -47,7 +47,10 @@ class CheckpointMatch(NamedTuple):
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps; the number of batches in a checkpoint of a version that did not tell them apart."""
+        """The number of optimizer steps of the run.
+
+        For checkpoints of older versions, which did not store it, it is the number of batches.
+        """
         return int(self.manifest.get("optimizer_steps", self.steps))
 
     @property
@@ -56,12 +59,18 @@ class CheckpointMatch(NamedTuple):
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether :func:`find_checkpoint` finds one there, rather than safetensors or nothing."""
+    """Whether ``directory`` is a checkpoint or has a complete one in it.
+
+    Return ``False`` for a folder of safetensors files.
+    """
     return any((p / MANIFEST).exists() for p in _list_candidate_folders(directory))
 
 
 def find_checkpoint(directory: Path) -> CheckpointMatch:
-    """The checkpoint ``directory``, or the latest of a folder of many. Raises :class:`CheckpointError`."""
+    """Return the checkpoint at ``directory``, or the latest checkpoint in it if it is a folder of several.
+
+    Raise :class:`CheckpointError` if there is none, if it is incomplete or damaged, or if its format version differs.
+    """
     for folder in _list_candidate_folders(directory):
         manifest = read_manifest(folder)
         if manifest:
@@ -75,16 +84,17 @@ def find_checkpoint(directory: Path) -> CheckpointMatch:
 
 
 def complete_in(root: Path) -> list[CheckpointMatch]:
-    """The complete checkpoints of a folder of many, the oldest first."""
+    """Return the complete checkpoints in the folder ``root``, in ascending order of steps."""
     found = [CheckpointMatch(p, m) for p in root.glob(f"{STEP}*") if (m := read_manifest(p))]
     return sorted(found, key=lambda f: (f.steps, f.folder.name))
 
 
 def to_go_on_from(root: Path) -> list[CheckpointMatch]:
-    """The complete checkpoints of a folder of many, the one to go on from first.
+    """Return the complete checkpoints in the folder ``root``, with the best one for resuming first.
 
-    That is what ``latest`` names, or one that was complete after it and is not named yet. What has more steps and is
-    older is of a run that was gone back in: it comes last.
+    The first is the one that the file ``latest`` names, or a later one that was completed after ``latest`` was written.
+    Checkpoints with more steps that are older than ``latest`` are from an abandoned run, which was rewound. They come
+    last.
     """
     found = complete_in(root)[::-1]
     named = root / LATEST
@@ -98,13 +108,17 @@ def to_go_on_from(root: Path) -> list[CheckpointMatch]:
 
 
 def find_together(directory: Path, rank: RankProgram, communicator: Communicator) -> CheckpointMatch:
-    """What :func:`find_checkpoint` finds, once it has found something on all ranks. Raises :class:`CheckpointError` on
-    all."""
+    """Call :func:`find_checkpoint` on all ranks, and return this rank's result.
+
+    Raise :class:`CheckpointError` on all ranks if any rank finds none.
+    """
     return _run_collectively(communicator, rank, lambda: find_checkpoint(directory))
 
 
 def check_alike(root: Path, found: Sequence[CheckpointMatch], rank: RankProgram, communicator: Communicator) -> None:
-    """Raise :class:`CheckpointError` on all ranks where they do not find the same in a folder of many checkpoints."""
+    """Raise :class:`CheckpointError` on all ranks if the lists ``found`` of checkpoints in ``root`` differ between
+    ranks.
+    """
     told = json.dumps([(f.folder.name, f.manifest["token"]) for f in found])
     if not _is_equal_across_ranks(int(hashlib.sha256(told.encode()).hexdigest()[:15], 16), rank, communicator):
         here = ", ".join(f.folder.name for f in found) or "none"
@@ -123,12 +137,16 @@ def load_checkpoint(
     verify: bool = True,
     extra: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Fill ``states``, and ``optimizer``; all ranks call it. Returns what the checkpoint knows of the run; in its
-    ``extra`` this rank's state of what is asked for.
+    """Load a checkpoint into the tensors ``states`` and into ``optimizer``. All ranks call this.
 
-    ``verify``: read every file once, all ranks together, and compare with its checksum. Raises
-    :class:`CheckpointError` on all ranks where one finds a file damaged or missing, or what does not belong together:
-    nothing was changed then.
+    Args:
+        states: state (parameter or buffer) -> this rank's shard, which is filled in place.
+        verify: first read every file once, shared among the ranks, and compare its SHA-256 with the manifest.
+        extra: names of further objects, such as data loaders, whose states are returned.
+
+    Return the run's other data, such as step counters; its ``"extra"`` has the state of each name in ``extra`` for this
+    rank. Raise :class:`CheckpointError` on all ranks, before anything is changed, if a rank finds a file damaged or
+    missing, or if the checkpoint does not match the model, the optimizer or ``extra``.
     """
     _require_same_checkpoint(found, rank, communicator)
     if verify:
@@ -167,7 +185,7 @@ def _open_shard_reader(folder: Path) -> ShardReader:
 
 
 def _warn_of_others(folder: Path, reader: ShardReader, rank: RankProgram) -> None:
-    """Warn of tensors of a model that the plan's model does not have: it may be another one."""
+    """Warn if the checkpoint has tensors that the plan's model does not have: it may be of another model."""
     known = names_read(rank.program)
     saved = sorted(key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL))
     known |= match_state_names(saved, known).keys()
@@ -184,7 +202,11 @@ def _warn_of_others(folder: Path, reader: ShardReader, rank: RankProgram) -> Non
 def _select_extra_states(
     found: CheckpointMatch, training: Mapping[str, Any], rank: RankProgram, asked: Sequence[str]
 ) -> dict[str, Any]:
-    """This rank's state of each of ``asked``: its own, where ranks differed and are the same ones now."""
+    """Return the state for this rank of each of the objects ``asked``, by name.
+
+    If the ranks had different states, this rank gets its own. Raise :class:`CheckpointError` if a state is missing, or
+    if states differ between ranks and the mesh is not the one of the checkpoint.
+    """
     held, of_ranks = training["extra"], training.get("extra_of_ranks", {})
     for name in asked:
         if name not in held:
@@ -202,7 +224,7 @@ def _select_extra_states(
 def _read_group_hyperparameters(
     training: Mapping[str, Any], rank: RankProgram, optimizer: OptimizerState | None
 ) -> list[list[Mapping[str, Any]]]:
-    """The hyperparameters of each of the optimizers' groups."""
+    """Return the saved hyperparameters as ``[optimizer][parameter group]``; empty without an optimizer."""
     if optimizer is None:
         return []
     saved = training.get("optimizer")
@@ -219,7 +241,11 @@ def _match_saved_states(
     states: Mapping[str, Tensor],
     optimizer: OptimizerState | None,
 ) -> tuple[dict[str, str], dict[str, dict[str, Tensor]]]:
-    """The name under which each state of this rank was saved, and room for the optimizer's state."""
+    """Return the name under which each state of this rank was saved, and empty tensors for the optimizer's saved state.
+
+    The tensors are in a dict: state name -> key, such as ``exp_avg`` -> tensor. Raise :class:`CheckpointError` if
+    states are missing or have other shapes.
+    """
     names: dict[str, str] = {}
     wrong: list[str] = []
     spelt = _find_other_spellings(reader, rank)
@@ -253,7 +279,9 @@ def _match_saved_states(
 
 
 def _find_other_spellings(reader: ShardReader, rank: RankProgram) -> dict[str, list[str]]:
-    """For states of the plan, the names that a checkpoint has for them in another spelling."""
+    """Return, for each state of the plan, other names under which the checkpoint may have it, such as with a wrapper's
+    prefix.
+    """
     saved = [key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL)]
     found: dict[str, list[str]] = {}
     for other, name in match_state_names(saved, names_read(rank.program)).items():
@@ -296,7 +324,10 @@ def _list_state_pieces(
 
 
 def _check_files(found: CheckpointMatch, rank: RankProgram) -> None:
-    """This rank's share of the files."""
+    """Compare length and SHA-256 of this rank's share of the files with the manifest.
+
+    Raise :class:`DamagedCheckpointError` if a file is missing or differs.
+    """
     for name, expected in list(found.files.items())[rank.rank :: rank.program.world_size]:
         path = found.folder / name
         if not path.exists():
@@ -312,7 +343,11 @@ def _check_files(found: CheckpointMatch, rank: RankProgram) -> None:
 def _run_collectively(
     communicator: Communicator, rank: RankProgram, work: Callable[[], _T], reading: CheckpointMatch | None = None
 ) -> _T:
-    """What ``work`` returns, once it has gone well on all ranks. ``reading``: the checkpoint that errors come from."""
+    """Call ``work`` on every rank, and return its result once it has succeeded on all ranks.
+
+    If it fails on any rank, raise :class:`CheckpointError` on all ranks. With the checkpoint ``reading``, other
+    exceptions become a :class:`DamagedCheckpointError` that names it.
+    """
     result: _T | None = None
     error: CheckpointError | None = None
     try:
@@ -338,7 +373,7 @@ def _run_collectively(
 
 
 def _require_same_checkpoint(found: CheckpointMatch, rank: RankProgram, communicator: Communicator) -> None:
-    """Raise on all ranks where they do not see the same checkpoint."""
+    """Raise :class:`CheckpointError` on all ranks if the ranks have found different checkpoints."""
     if not _is_equal_across_ranks(int(found.manifest["token"], 16), rank, communicator):
         raise CheckpointError(
             f"ranks see different checkpoints, this one {found.folder} of step {found.steps}: name one of them, and "
@@ -347,14 +382,18 @@ def _require_same_checkpoint(found: CheckpointMatch, rank: RankProgram, communic
 
 
 def _is_equal_across_ranks(number: int, rank: RankProgram, communicator: Communicator) -> bool:
-    """Whether all ranks have the same number, of at most 60 bits."""
+    """Whether all ranks pass the same ``number``, of at most 60 bits. All ranks call this."""
     bounds = torch.tensor([number, -number], dtype=torch.int64, device=communicator.device)
     high, low = all_ranks(communicator, rank.program.world_size).all_reduce(bounds, maximum=True).wait().tolist()
     return bool(high == -low)
 
 
 def _list_candidate_folders(directory: Path) -> Sequence[Path]:
-    """``directory``; or of a folder of many what ``latest`` names, or the last one that is complete."""
+    """Return the folder to load: ``directory``, if it has a manifest, or a checkpoint in it.
+
+    In a folder of several checkpoints that is the one that the file ``latest`` names, or else the complete one with
+    most steps. The list has at most one entry.
+    """
     if (directory / MANIFEST).exists():
         return [directory]
     named = directory / LATEST
@@ -364,7 +403,7 @@ def _list_candidate_folders(directory: Path) -> Sequence[Path]:
 
 
 def _other_than(folder: Path) -> str:
-    """What to load instead."""
+    """Return the end of an error message, which names another checkpoint beside ``folder`` to load instead."""
     folder = folder.absolute()
     others = [f for f in complete_in(folder.parent) if f.folder.absolute() != folder]
     before = [f for f in others if f.folder.name < folder.name] or others

@@ -1,17 +1,18 @@
-"""Checkpoints in host memory, which outlive the ranks: copies of the training state (Wang et al. 2023, Gemini).
+"""Copies of the training state in host memory, which survive failed processes (Wang et al. 2023, Gemini).
 
-Every rank writes its whole state into a file in its node's memory, at the cost of a memory copy. While training
+Every rank writes its whole state into a file in its node's memory; this costs one memory copy. While training
 continues, it sends the state to a rank of another node, which keeps a second copy there. Each copy has two files, so
-that one step is complete everywhere at any moment: a file is overwritten only after all ranks have confirmed that the
+that one step is complete on all nodes at any moment: a file is overwritten only after all ranks have confirmed that the
 copy in the other one is complete.
 
-A restarted run finds the newest step for which every rank's state is in some node's memory; each rank reads it there,
-or receives it. Copies belong to one line of a run, named by a token next to the checkpoints. A run that continues from
-disk, or under another plan, begins a new line and never reads the copies of an abandoned one.
+A restarted run finds the newest step for which every rank's state is in some node's memory. Each rank reads it on its
+own node or receives it from another one. Copies belong to one line of a run, which is an uninterrupted sequence of
+steps under one plan, named by a token next to the checkpoints. A run that continues from disk, or under another plan,
+begins a new line and never reads the copies of an abandoned one.
 
-A file (``CheckpointSlot``) is mapped and overwritten in place. ``IDENTITY.RANK.STEP`` is complete.
-``.IDENTITY.RANK.NUMBER.partial`` is being written, or was when its writer ended. Memory pages are allocated once and
-reused, so a copy costs only the transfer of its bytes.
+A file (``CheckpointSlot``) is mapped into memory and overwritten in place. A file named ``IDENTITY.RANK.STEP`` is
+complete; ``.IDENTITY.RANK.NUMBER.partial`` is being written, or its writer ended too early. Memory pages are allocated
+once and reused, so a copy costs only the transfer of its bytes.
 """
 
 from __future__ import annotations
@@ -65,7 +66,11 @@ _LENGTH = 8  # bytes in front, which say how long the head is
 
 
 class SlotName(NamedTuple):
-    """Whose state, and of which step. ``identity``: of the run and its plan. ``step`` is ``None`` of a partial one."""
+    """The parsed name of a file with the in-memory copy of a rank's training state.
+
+    ``rank`` is the rank whose state the file has, and ``step`` the step; it is ``None`` if the file is incomplete.
+    ``identity`` is a hash of the plan and of the token of this run, which changes when the run is rewound.
+    """
 
     identity: str
     rank: int
@@ -73,7 +78,10 @@ class SlotName(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> Self | None:
-        """``None`` for a file that is no slot."""
+        """Parse the name of the file ``path``.
+
+        Return ``None`` if it is not a file with an in-memory copy of a training state.
+        """
         if found := _NAME.fullmatch(path.name):
             return cls(found[1], int(found[2]), int(found[3]))
         found = _PARTIAL.fullmatch(path.name)
@@ -81,21 +89,30 @@ class SlotName(NamedTuple):
 
 
 def slots_in(folder: Path) -> Iterator[tuple[SlotName, Path]]:
-    """What is in a folder, in the order of names."""
+    """Yield (parsed name, path) of each file in ``folder`` with an in-memory copy of a training state, sorted by file
+    name.
+    """
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if name := SlotName.of(path):
             yield name, path
 
 
 class SlotState(NamedTuple):
-    """What a slot holds: tensors by name, and of the run all else; ``head`` is both but for the tensors' elements."""
+    """The contents of the in-memory copy of one rank's training state.
+
+    ``tensors`` has the tensors by name. ``head`` is serialised data: names, types and shapes of the tensors, and the
+    other state of the run.
+    """
 
     head: bytes
     tensors: Mapping[str, Tensor]
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], run: Mapping[str, Any]) -> Self:
-        """Raises :class:`CheckpointError` where ``run`` is no plain data."""
+        """Return the contents of an in-memory copy from the rank's tensors and the serialised other state ``run``.
+
+        Raise :class:`CheckpointError` if ``run`` is not plain data.
+        """
         table = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
         return cls(pack_plain_data({"tensors": table, "run": dict(run)}, "the run"), tensors)
 
@@ -104,7 +121,7 @@ class SlotState(NamedTuple):
         return _compute_data_offset(self.head) + sum(_align_size(t.nbytes) for t in self.tensors.values())
 
     def write(self, to: Tensor) -> None:
-        """Fill the bytes ``to``, of which there are :attr:`nbytes`."""
+        """Write the contents into the uint8 tensor ``to``, which has :attr:`nbytes` elements."""
         with torch.no_grad():
             front = len(self.head).to_bytes(_LENGTH, "little") + self.head
             to[: len(front)].copy_(torch.frombuffer(bytearray(front), dtype=torch.uint8))
@@ -114,7 +131,11 @@ class SlotState(NamedTuple):
 
 
 def parse_slot_content(content: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors, views of ``content``, and what else :meth:`SlotState.write` wrote. Raises as unpickling does."""
+    """Return the tensors by name, as views of ``content``, and the run's other state that :meth:`SlotState.write`
+    wrote.
+
+    Raise an exception of unpickling if the bytes are damaged.
+    """
     length = int.from_bytes(bytes(content[:_LENGTH].tolist()), "little")
     head = content[_LENGTH : _LENGTH + length].numpy().tobytes()
     found = unpack_plain_data(head)
@@ -123,7 +144,11 @@ def parse_slot_content(content: Tensor) -> tuple[dict[str, Tensor], dict[str, An
 
 
 class CheckpointSlot:
-    """A file that one process writes. ``name``: what is complete in it. Raises ``OSError`` as the file system does."""
+    """A memory-mapped file for the in-memory copy of a rank's training state, which only this process writes.
+
+    ``name`` says whose copy it is and of which step; ``bytes`` is the mapped file as a uint8 tensor. Methods raise
+    ``OSError`` if the file system reports an error.
+    """
 
     def __init__(self, path: Path, name: SlotName) -> None:
         self.path = path
@@ -140,7 +165,9 @@ class CheckpointSlot:
         return self.bytes.numel()
 
     def resize(self, size: int) -> None:
-        """Ask for the memory now: a page that is missing later would end the process."""
+        """Change the file to ``size`` bytes, and allocate its memory now: writing to a page without memory would kill
+        the process.
+        """
         handle = os.open(self.path, os.O_RDWR)
         try:
             os.ftruncate(handle, size)
@@ -150,7 +177,7 @@ class CheckpointSlot:
             os.close(handle)
 
     def begin(self, number: int) -> None:
-        """What is in it is complete no more."""
+        """Mark the contents as incomplete, by renaming the file to a partial name with ``number``."""
         self._rename_file(self.name._replace(step=None), f".{self.name.identity}.{self.name.rank}.{number}.partial")
 
     def commit(self, step: int) -> None:
@@ -168,7 +195,7 @@ class CheckpointSlot:
 
 
 def content_of(path: Path) -> Tensor:
-    """A slot's bytes, to be read."""
+    """Map the file ``path`` into memory, and return its bytes as a uint8 tensor for reading."""
     with path.open("r+b") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
@@ -202,13 +229,13 @@ _Extra = Mapping[str, Stateful]
 
 
 class MemoryCopies:
-    """The in-memory checkpoints of one run, on one rank. All ranks create one and call the same methods.
+    """The in-memory copies of one run's training state, on one rank. All ranks create one and call the same methods.
 
     Args:
         checkpoints: the run's folder of checkpoints, which all ranks see.
         memory: a folder in the memory of this rank's node; by default ``/dev/shm``.
 
-    Raises :class:`CheckpointError` on all ranks if a rank has no such folder, or if the plan keeps states on disk.
+    Raise :class:`CheckpointError` on all ranks if a rank has no such folder, or if the plan keeps states on disk.
     """
 
     def __init__(self, checkpoints: Path, engine: CheckpointedEngine, memory: Path | None = None) -> None:
@@ -231,7 +258,7 @@ class MemoryCopies:
         self._reset_copies()
 
     def _reset_copies(self) -> None:
-        """Reset to the state before the first copy; files on the nodes are not touched."""
+        """Reset the fields to the state before the first copy; files on the nodes are not changed."""
         self.step: int | None = None  # step of the copy that is complete on all ranks
         self._written: int | None = None  # step of the copy that is being sent
         self._identity = ""
@@ -247,9 +274,9 @@ class MemoryCopies:
         return 2 * sum(self._room[1][r] for r in self._ranks_here()) if self._room[1] else 0
 
     def save(self, optimizer: Optimizers, extra: _Extra) -> None:
-        """Copy the current training state into memory, and start sending it to the keeper.
+        """Copy the current training state into memory, and start sending it to the rank that keeps the second copy.
 
-        Raises :class:`CheckpointError` on all ranks if this copy, or sending the previous one, has failed on a rank.
+        Raise :class:`CheckpointError` on all ranks if this copy, or sending the previous one, has failed on a rank.
         """
         state = self._peers.together(
             "the copy in memory was not made", lambda: self._collect_slot_state(optimizer, extra)
@@ -273,14 +300,17 @@ class MemoryCopies:
         self.engine._saver.saved_at = self.engine.steps
 
     def wait(self) -> None:
-        """Wait until the last copy is complete on all ranks. Raises :class:`CheckpointError` if it failed."""
+        """Wait until the last in-memory copy of the training state is complete on all ranks.
+
+        Raise :class:`CheckpointError` on all ranks if it failed on any.
+        """
         self._peers.together("the copy in memory was not made", self._join_sending_thread)
         self._mark_copy_complete()
 
     def restore(self, optimizer: Optimizers, extra: _Extra) -> int | None:
-        """Restore the newest step that is in memory for every rank, and return it.
+        """Restore the newest step for which every rank's state is in some node's memory, and return the step.
 
-        Returns ``None`` and changes nothing if there is no such step, if a checkpoint on disk is newer, or (with a
+        Return ``None`` and change nothing if there is no such step, if a checkpoint on disk is newer, or (with a
         warning) if the copies cannot be read.
         """
         self._peers.together("the copy in memory was not made", self._join_sending_thread)
@@ -323,7 +353,7 @@ class MemoryCopies:
         return step
 
     def remove(self) -> None:
-        """Delete all copies of the run: it has ended, and its last step is on disk."""
+        """Delete all copies of the run. Called when the run has ended and its last step is on disk."""
         self.wait()
         self._slots.clear()
         if self._is_node_leader():
@@ -331,7 +361,7 @@ class MemoryCopies:
         remove_line_token(self.checkpoints, self.rank)
 
     def _is_node_leader(self) -> bool:
-        """Whether this rank is the lowest rank of its node."""
+        """Whether this rank is the lowest rank on its node."""
         return self._nodes.index(self._nodes[self.rank]) == self.rank
 
     def _make_folder(self) -> None:
@@ -354,7 +384,10 @@ class MemoryCopies:
         self._identity = self._identity_of(token)
 
     def _open_slots(self) -> None:
-        """Open two files for this rank and two for each rank whose copy it keeps; remove files of earlier lines."""
+        """Open two files for this rank, and two for each rank whose second copy it keeps.
+
+        Remove files of an abandoned run.
+        """
         if self._is_node_leader():
             for name, path in slots_in(self.folder):
                 if name.identity != self._identity:
@@ -369,9 +402,9 @@ class MemoryCopies:
             self._slots[rank] = slots
 
     def _make_room(self, sizes: list[int]) -> None:
-        """Resize the files that may be overwritten to ``sizes`` (bytes, for each rank).
+        """Resize the files that may be overwritten to ``sizes[rank]`` bytes.
 
-        Raises :class:`CheckpointError` on all ranks if a node has too little free memory.
+        Raise :class:`CheckpointError` on all ranks if a node has too little free memory.
         """
         wanted = {
             slot: sizes[r]
@@ -395,7 +428,7 @@ class MemoryCopies:
             )
 
     def _find_free_slot(self, rank: int) -> CheckpointSlot:
-        """The file, of the two of ``rank``, that may be overwritten."""
+        """Return the file, of the two files for ``rank``, that may be overwritten."""
         return next(slot for slot in self._slots[rank] if self.step is None or slot.name.step != self.step)
 
     def _write_slot(self, slot: CheckpointSlot, state: SlotState) -> None:
@@ -409,14 +442,14 @@ class MemoryCopies:
         return SlotState.of(own_tensors(self.engine, optimizer), run | {"random": random_state(self.engine.device)})
 
     def _join_sending_thread(self) -> None:
-        """Wait for the sending thread. Raises the exception that it raised, if any."""
+        """Wait until the sending thread has ended. Raise the exception that it stored, if any."""
         if self._sending is not None:
             self._sending.join()
         if self._error is not None:
             raise self._error
 
     def _mark_copy_complete(self) -> None:
-        """Mark the last copy as complete; called once all ranks have confirmed that it is."""
+        """Record the last copy as complete. Called once all ranks have confirmed that theirs is."""
         if self._written is None or self._written == self.step:
             return
         self.step = self._written
@@ -427,13 +460,18 @@ class MemoryCopies:
         self._restored = False
 
     def _ranks_here(self) -> list[int]:
-        """The ranks whose copies are on this node: the ranks of this node, and the ranks that they keep copies of. A
-        rank may occur twice."""
+        """Return the ranks whose copies are on this node; a rank may occur twice.
+
+        They are the ranks of this node and the ranks whose second copies these keep.
+        """
         here = [r for r, node in enumerate(self._nodes) if node == self._nodes[self.rank]]
         return here + [r for r, keeper in enumerate(self._keepers) if keeper in here]
 
     def _send_copies(self, slot: CheckpointSlot, step: int) -> None:
-        """Send this rank's copy to its keeper, and receive the copies that this rank keeps. Runs in a thread."""
+        """Send this rank's copy to the rank that keeps it, and receive the copies that this rank keeps.
+
+        Runs in a thread.
+        """
         try:
             keeper = self._keepers[self.rank]
             works = [] if keeper is None else self._peers.send(slot.bytes, keeper)
@@ -449,8 +487,11 @@ class MemoryCopies:
             self._error = error
 
     def _fetch_own_content(self, identity: str, step: int, holders: Mapping[int, Mapping[int, int]]) -> Tensor:
-        """This rank's state, read from this node or received from another one; also sends the states that other ranks
-        receive from here."""
+        """Return the bytes of this rank's copy of ``step``, read on this node or received from another one.
+
+        Also send the copies that other ranks receive from this process. ``holders``: rank -> process that has its copy
+        -> size in bytes.
+        """
         sources = {}  # rank without a copy on its node -> process that sends it
         for rank, sizes in holders.items():
             if rank not in sizes:
@@ -472,9 +513,10 @@ class MemoryCopies:
     def _parse_checked_content(
         self, content: Tensor, optimizer: Optimizers
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Parse ``content`` into tensors by name and the state of the run.
+        """Parse the bytes ``content`` into tensors by name and the other state of the run.
 
-        Raises :class:`CheckpointError` unless it has every tensor of the engine and, if needed, the optimizer's state.
+        Raise :class:`CheckpointError` if a tensor of the engine is missing or has another shape, or if there is an
+        ``optimizer`` and its state is missing.
         """
         tensors, run = parse_slot_content(content)
         for name, held in own_tensors(self.engine, None).items():
@@ -487,13 +529,16 @@ class MemoryCopies:
 
 
 def folder_of(checkpoints: Path, memory: Path) -> Path:
-    """The folder inside ``memory`` that holds the copies of a run, on every node."""
+    """Return the folder inside ``memory`` that holds the copies of a run. It has the same path on every node."""
     told = f"{os.getuid()} {os.path.realpath(checkpoints)}"
     return memory / f"copies-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
 
 
 def remove_line_token(checkpoints: Path, rank: int) -> None:
-    """Remove the token, so that no copies of this run are restored any more. Only rank 0 removes it."""
+    """Remove the file that identifies the run's valid in-memory copies, so that none of them is restored any more.
+
+    Only rank 0 removes it; on other ranks this does nothing.
+    """
     if rank == 0:
         (checkpoints / LINE).unlink(missing_ok=True)
 
@@ -504,9 +549,10 @@ def _resize_slots(wanted: Mapping[CheckpointSlot, int]) -> None:
 
 
 def _read_current_line(checkpoints: Path) -> list[int]:
-    """The token of the current line (0 if there is none) and its newest checkpoint on disk (step; 0 if there is none).
+    """Return the token that identifies the run's valid in-memory copies, and the step of the newest later checkpoint on
+    disk.
 
-    Checkpoints from before the line do not count: their steps are repeated.
+    Each is 0 if there is none. Checkpoints from before the token do not count, because their steps are repeated.
     """
     try:
         token = int((checkpoints / LINE).read_text(), 16)

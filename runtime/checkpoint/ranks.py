@@ -1,4 +1,4 @@
-"""Communication of ranks beside training: agreement and transfers of bytes, over Gloo and in host memory."""
+"""Collective and point-to-point communication for checkpoints, over Gloo and in host memory, separate from training."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ _opened: list[Any] = []  # Gloo cannot always be taken down
 
 
 class Peers:
-    """One rank's view of the others. All methods but :meth:`send` and :meth:`receive` are called by all ranks.
+    """A Gloo group of all ranks for small integers and bytes in host memory.
 
-    Raises :class:`CheckpointError` where ranks are no processes.
+    All ranks must call each method together, except :meth:`send` and :meth:`receive`. The constructor raises
+    :class:`CheckpointError` if there are several ranks but no ``torch.distributed`` process group.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -47,18 +48,18 @@ class Peers:
         _opened.append(self._backend)
 
     def total(self, numbers: Sequence[int]) -> list[int]:
-        """The sums over the ranks."""
+        """Return the element-wise sums of ``numbers`` over all ranks."""
         found = torch.tensor(numbers, dtype=torch.int64)
         if self._backend is not None and len(numbers):
             wait_for(self._backend.allreduce([found]))
         return [int(n) for n in found.tolist()]
 
     def each(self, number: int) -> list[int]:
-        """The ranks' numbers."""
+        """Return the ``number`` of each rank, in the order of the ranks."""
         return self.total([number if rank == self.rank else 0 for rank in range(self.world_size)])
 
     def lists(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The ranks' numbers, any of them."""
+        """Return the list ``numbers`` of each rank, in the order of the ranks. The lists may differ in length."""
         lengths = self.each(len(numbers))
         starts = [sum(lengths[:rank]) for rank in range(self.world_size)]
         padded = [0] * sum(lengths)
@@ -67,7 +68,11 @@ class Peers:
         return [found[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
     def together(self, what: str, work: Callable[[], _T]) -> _T:
-        """What ``work`` returns, once it has gone well on all ranks. Raises :class:`CheckpointError` on all of them."""
+        """Call ``work`` on every rank, and return its result once it has succeeded on all ranks.
+
+        If it fails on any rank, raise :class:`CheckpointError` on all ranks. ``what`` begins the message, such as "the
+        copy in memory was not made".
+        """
         error: Exception | None = None
         try:
             result = work()
@@ -83,7 +88,10 @@ class Peers:
         return result
 
     def send(self, content: Tensor, to: int) -> list[Any]:
-        """What has to be waited for before ``content`` changes."""
+        """Start to send the bytes ``content`` to rank ``to``, and return the work handles.
+
+        Wait for all of them before ``content`` changes.
+        """
         return [self._backend.send([part], to, 0) for part in content.split(_CHUNK)]
 
     def receive(self, content: Tensor, source: int) -> None:
@@ -92,7 +100,12 @@ class Peers:
 
 
 def node_of(folder: Path) -> int:
-    """A number that processes share if they see the same ``folder``, which is in the memory of their node."""
+    """Return a number that identifies the node of this process.
+
+    Processes have the same number if they see the same ``folder``.
+
+    ``folder`` is a folder in the memory of the node, such as one in ``/dev/shm``.
+    """
     found = folder.stat()
     boot = _BOOT.read_text() if _BOOT.exists() else ""
     told = f"{socket.gethostname()} {boot} {os.path.realpath(folder)} {found.st_dev} {found.st_ino}"
@@ -100,12 +113,14 @@ def node_of(folder: Path) -> int:
 
 
 def assign_keepers(nodes: Sequence[int]) -> list[int | None]:
-    """For each rank the one that keeps its copy: on the next node, in a ring, its place there the same if it can.
+    """Return, for each rank, the rank on another node that stores the second copy of its state.
 
-    ``nodes[rank]``: the node of a rank. ``None`` with one node: what is lost with it is lost with its keeper.
+    ``nodes[rank]`` is the node of each rank. The nodes form a ring, and the second copy is on the next node: on the
+    rank with the same index within the node, modulo the number of ranks there. All entries are ``None`` if there is one
+    node, because a second copy would be lost together with the first.
 
-    >>> assign_keepers([7, 7, 9, 9, 9])
-    [2, 3, 0, 1, 0]
+        >>> assign_keepers([7, 7, 9, 9, 9])
+        [2, 3, 0, 1, 0]
     """
     order = list(dict.fromkeys(nodes))
     on = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in order}

@@ -1,4 +1,4 @@
-"""State of a run on one rank, as its engine holds it, to be saved and restored."""
+"""Collect the state of a training run on one rank from its engine, and restore it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ from partitioner.runtime.state.parameters import MasterParameters
 
 
 class CheckpointedEngine(Protocol):
-    """What checkpoints read and set of an engine: its state on this rank, its counters, and how it saves and loads."""
+    """The attributes and methods of an engine that checkpoints use: this rank's state, its counters, and how to save
+    and load.
+    """
 
     rank_program: RankProgram
     communicator: Communicator
@@ -75,7 +77,11 @@ class CheckpointedEngine(Protocol):
 
 
 def common_state(engine: CheckpointedEngine) -> dict[str, Any]:
-    """What is the same on all ranks."""
+    """Return the part of the run's state that is equal on all ranks: step counters, seed, loss scale, reduction of
+    gradients.
+
+    The last one is a hash of how gradients are reduced, which decides whether compression residuals can be restored.
+    """
     return {
         "steps": engine.steps,
         "optimizer_steps": engine.optimizer_steps,
@@ -88,8 +94,11 @@ def common_state(engine: CheckpointedEngine) -> dict[str, Any]:
 def own_state(
     engine: CheckpointedEngine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None
 ) -> dict[str, Any]:
-    """What is this rank's, but for tensors and random generators. Raises :class:`CheckpointError` where ``extra`` has
-    something without a state."""
+    """Return the part of the state that belongs to this rank: optimizer hyperparameters, and the states of ``extra``.
+
+    Tensors and random states are not included. Raise :class:`CheckpointError` if an object in ``extra`` has no
+    ``state_dict()``.
+    """
     if extra is not None and not (isinstance(extra, Mapping) and all(hasattr(x, "state_dict") for x in extra.values())):
         raise CheckpointError(
             "extra must name objects with state_dict() and load_state_dict(), as {'scheduler': scheduler}"
@@ -103,7 +112,10 @@ def own_state(
 def content_of(
     engine: CheckpointedEngine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None
 ) -> CheckpointContent:
-    """What this rank has to save. Raises :class:`CheckpointError` where the optimizers are not of its parameters."""
+    """Return everything that this rank has to save to a checkpoint.
+
+    Raise :class:`CheckpointError` if an optimizer has parameters that are not the engine's.
+    """
     rank = engine.rank_program
     held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)
     moving, still = pieces_of(rank, engine._masters.held, held)
@@ -125,7 +137,11 @@ def load_run_state(
     extra: Mapping[str, Stateful] | None,
     verify: bool,
 ) -> None:
-    """Take what :func:`content_of` gave on all ranks of any plan; all ranks call it."""
+    """Restore the engine's state from the checkpoint ``directory``, which may be from any plan of the model.
+
+    All ranks call this. It restores weights, optimizer state, residuals of gradient compression, counters, random state
+    and the objects in ``extra``. With ``verify``, checksums of the files are compared first.
+    """
     rank, residuals = engine.rank_program, engine._gradients.residuals
     held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)
     found = loading.find_together(directory, rank, engine.communicator)
@@ -145,10 +161,14 @@ def go_on(
     extra: Mapping[str, Stateful] | None,
     origin: str,
 ) -> None:
-    """Take what :func:`common_state` and :func:`own_state` gave, but for the optimizer, and this rank's generators;
-    when tensors are what they were.
+    """Restore counters, loss scale, random state and ``extra``. The tensors must already be restored.
 
-    Raises :class:`CheckpointError` where ``origin`` lacks what ``extra`` names.
+    Args:
+        run: the merged results of :func:`common_state` and :func:`own_state`.
+        random: the random state of this rank.
+        origin: the name of the checkpoint, for error messages.
+
+    Raise :class:`CheckpointError` if ``run`` has no state of an object in ``extra``.
     """
     engine.steps, engine.seed = run["steps"], run["seed"]
     engine.optimizer_steps = run.get("optimizer_steps", run["steps"])  # earlier versions did not tell them apart
@@ -165,8 +185,10 @@ def go_on(
 
 
 def own_tensors(engine: CheckpointedEngine, optimizer: Optimizers) -> dict[str, Tensor]:
-    """All tensors that this rank must save, by prefixed name: its shards of the model, the residuals of gradient
-    compression, and the states of ``optimizer``."""
+    """Return all tensors that this rank must save, by prefixed name.
+
+    They are its shards of the model, the residuals of gradient compression, and the states of ``optimizer``.
+    """
     held, parameters = engine._masters.held, engine._parameters
     tensors = {f"{MODEL}{n}": held[n].detach() for n in saved_states(engine.program) if n in held}
     tensors |= {f"{RESIDUAL}{place}": tensor for place, tensor in engine._gradients.residuals.items()}
@@ -177,7 +199,9 @@ def own_tensors(engine: CheckpointedEngine, optimizer: Optimizers) -> dict[str, 
 
 
 def take_tensors(engine: CheckpointedEngine, tensors: Mapping[str, Tensor], optimizer: Optimizers) -> None:
-    """Restore the ``tensors`` that :func:`own_tensors` returned on this rank under the same plan."""
+    """Copy the ``tensors`` that :func:`own_tensors` returned on this rank, under the same plan, back into
+    the engine.
+    """
     with torch.no_grad():
         for name, held in own_tensors(engine, None).items():
             held.copy_(tensors[name])

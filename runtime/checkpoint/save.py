@@ -1,9 +1,9 @@
-"""Write a checkpoint: at once, or by a thread, from copies in host memory, while training continues.
+"""Write a checkpoint, either immediately or in a thread, from copies in host memory, while training continues.
 
-``Staging`` makes the copies. Parameters and optimizer state change only in the optimizer's step: they are copied during
-the next forward and backward, and an optimizer step that comes too early waits. Everything else is copied at once.
-States on disk are not copied, because that would load all of them into memory; they are written from where they are,
-and the optimizer step waits for the end of the write.
+:class:`Staging` makes the copies. Parameters and optimizer state change only in the optimizer's step. They are copied
+during the next forward and backward, and an optimizer step that would start before the copies are made waits. All other
+state is copied immediately. States on disk are not copied, because that would load all of them into memory. They are
+written from their files, and the optimizer step waits until they are written.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from partitioner.runtime.state.disk_offload import is_mapped
 
 
 class Staging:
-    """Copies for one save at a time; the buffers of the save before are used again."""
+    """Copies a rank's state to host memory for one save at a time. Buffers of the previous save are reused."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -68,8 +68,16 @@ class Staging:
         still: Sequence[ShardPiece],
         optimizers: Sequence[torch.optim.Optimizer | None],
     ) -> list[ShardPiece]:
-        """The copies: those of ``moving`` are made now, those of ``still`` by :meth:`finish_copies`, before which
-        ``optimizers`` do not step. Called when the save before is over."""
+        """Start copying the state for a save, and return pieces (rectangular parts of tensors) that refer to the
+        copies.
+
+        Args:
+            moving: pieces that may change at any time; they are copied now.
+            still: pieces that change only in an optimizer step; :meth:`finish_copies` copies them later.
+            optimizers: the optimizers whose next step waits until the copies are made.
+
+        Pieces on disk are not copied and are returned as they are. Call this only after the previous save has ended.
+        """
         self._remove_hooks()
         everything = [*moving, *still]
         self._as_it_is = [(p, p.tensor._version) for p in everything if is_mapped(p.tensor)]
@@ -95,8 +103,10 @@ class Staging:
         ]
 
     def finish_copies(self) -> None:
-        """Make the copies that are left; in the thread that writes. Raises :class:`CheckpointError` where something
-        changed meanwhile but by the optimizer's step."""
+        """Copy the tensors that change only in an optimizer step. Called in the thread that writes the checkpoint.
+
+        Raise :class:`CheckpointError` if one of them was changed before it was copied.
+        """
         try:
             with torch.no_grad():
                 self._copy()
@@ -108,7 +118,11 @@ class Staging:
         self._require_unchanged(changed)
 
     def written(self) -> None:
-        """What :meth:`start_copies` gave is written, or will not be. Raises as :meth:`finish_copies` does."""
+        """Let the optimizer step again, after the copied state was written or writing has failed.
+
+        Raise :class:`CheckpointError` if a tensor on disk, which is written without a copy, was changed before it was
+        written.
+        """
         changed = [p.key for p, version in self._as_it_is if p.tensor._version != version]
         self._as_it_is = []
         self.copied.set()
@@ -151,10 +165,15 @@ MODEL = "model."
 
 @dataclass(frozen=True)
 class CheckpointContent:
-    """What one rank has to save. ``training``: of the run, the same on all ranks; ``random``, and ``own``, what
-    ``extra`` names and the optimizer's groups: this rank's.
+    """Everything that one rank has to save.
 
-    ``still``: what does not change before the optimizer steps; ``moving``: the rest.
+    Args:
+        moving: pieces of tensors that may change before the optimizer steps.
+        still: pieces of tensors that change only when the optimizer steps.
+        training: state of the run that is equal on all ranks, such as step counters.
+        random: this rank's random states.
+        own: this rank's states of ``extra`` objects, and its optimizers' hyperparameters.
+        steps: number of batches that the run has processed.
     """
 
     rank: RankProgram
@@ -167,7 +186,7 @@ class CheckpointContent:
 
 
 class Saving:
-    """A checkpoint under way, to be ``directory``."""
+    """The handle of a checkpoint that is being written to ``directory``."""
 
     def __init__(self, directory: Path, copied: threading.Event) -> None:
         self.directory = directory
@@ -193,18 +212,20 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it is complete, or has failed."""
+        """Whether writing has ended, with a complete checkpoint or with an error."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait_until_copied(self) -> None:
-        """Wait until the state is copied and may change. The optimizer's step waits by itself; other changes need this
-        call."""
+        """Wait until the state is copied, so that it may be changed.
+
+        The optimizer's step waits by itself; code that changes parameters in another way must call this first.
+        """
         self._copied.wait()
 
     def wait(self) -> None:
         """Wait until the checkpoint is complete.
 
-        Raises :class:`CheckpointError` if any rank failed; the previous checkpoint in the folder then stays.
+        Raise :class:`CheckpointError` if any rank failed; a previous checkpoint in the folder is then kept.
         """
         self.join()
         error, self.error = self.error, None
@@ -221,7 +242,7 @@ _SAVINGS: weakref.WeakSet[Saving] = weakref.WeakSet()  # of all engines of this 
 
 @dataclass
 class Saver:
-    """Saves for one rank, one checkpoint at a time. ``timeout``: seconds to wait for the other ranks' parts."""
+    """Saves checkpoints for one rank, one at a time. ``timeout``: seconds to wait for the files of other ranks."""
 
     communicator: Communicator
     world_size: int
@@ -244,9 +265,14 @@ class Saver:
     ) -> Saving:
         """Save a checkpoint to ``directory``. All ranks call it.
 
-        ``made`` returns the content to save. ``then`` is called on the first rank once the checkpoint is complete. With
-        ``wait``, all ranks wait for both. Raises :class:`CheckpointError` on all ranks, before anything is written, if
-        the previous save, or ``made``, failed on any rank.
+        Args:
+            made: returns the content to save; called after the previous save has ended.
+            optimizer: the optimizers whose step waits until their state is copied.
+            wait: return only after the checkpoint is complete and ``then`` has returned, on all ranks.
+            then: called with the folder on rank 0 once the checkpoint is complete.
+
+        Return the handle of the save. Raise :class:`CheckpointError` on all ranks, before anything is written, if the
+        previous save, or ``made``, failed on any rank.
         """
         contents: list[CheckpointContent] = []
 
@@ -276,19 +302,22 @@ class Saver:
         return self.last
 
     def wait(self) -> None:
-        """Wait until the last save is complete. Raises :class:`CheckpointError` if it failed."""
+        """Wait until the last save is complete. Raise :class:`CheckpointError` if it failed."""
         if self.last is not None:
             self.last.wait()
 
     def settle(self) -> None:
         """Wait until the last save, with its call of ``then``, is complete on all ranks. All ranks call it.
 
-        Raises :class:`CheckpointError` on all ranks if it failed on any.
+        Raise :class:`CheckpointError` on all ranks if it failed on any.
         """
         _all_well(self.wait, self.communicator, self.world_size, "the checkpoint was not written")
 
     def check_between(self, steps: int, gradients: Iterable[Tensor]) -> None:
-        """Warn if the state was saved after ``steps`` steps without ``gradients``, to which the next step adds."""
+        """Warn if the state was saved after ``steps`` steps while gradients were accumulated that the checkpoint lacks.
+
+        The next step adds to ``gradients``, so a run that resumes from this checkpoint would lose them.
+        """
         if self.saved_at == steps and self.communicator.rank == 0 and any(bool(g.any()) for g in gradients):
             warnings.warn(
                 f"step {steps} was saved, and the next one adds to its gradients, which no checkpoint holds: a run "
@@ -298,9 +327,11 @@ class Saver:
         self.saved_at = None
 
     def rest(self, directory: Path | None = None) -> None:
-        """Wait until no save of this engine is in progress on any rank, successful or not. All ranks call it.
+        """Wait until no save of this engine is in progress on any rank, whether it succeeds or fails.
 
-        ``directory``: also wait for saves to this folder, or to folders in it, by other engines and processes. Raises
+        All ranks call it.
+
+        ``directory``: also wait for saves to this folder, or to folders in it, by other engines and processes. Raise
         :class:`CheckpointError` if the save of another process does not end in time.
         """
 
@@ -321,7 +352,10 @@ class Saver:
 
 
 def _all_well(work: Callable[[], None], communicator: Communicator, world_size: int, what: str) -> None:
-    """Do ``work`` on all ranks. Raises on all of them where it raises on any."""
+    """Call ``work`` on all ranks.
+
+    If it raises on any rank, raise on all of them; ``what`` begins the message elsewhere.
+    """
     error: Exception | None = None
     try:
         work()
@@ -343,10 +377,11 @@ def agreed_target(
     before: Callable[[], None] | None = None,
     own: str = OWN,
 ) -> CheckpointTarget:
-    """Where all ranks write what is to be ``final``, cleared by the first; once ``before`` has gone well on all.
-    ``own``: the names of what is replaced there.
+    """Agree with all ranks on a new attempt to write ``final``, and return its paths.
 
-    Raises what ``before`` raises; :class:`CheckpointError` where it, or the clearing, has failed on another rank.
+    Each rank calls ``before`` first. Rank 0 then removes what earlier attempts left. ``own``: a regular expression of
+    the file names in ``final`` that are replaced. Raise what ``before`` raises, or :class:`CheckpointError` if
+    ``before`` or the removal failed on another rank.
     """
     error: Exception | None = None
     token = 0
@@ -376,7 +411,11 @@ def agreed_target(
 def pieces_of(
     rank: RankProgram, states: Mapping[str, Tensor], optimizer: OptimizerState | None
 ) -> tuple[list[ShardPiece], list[ShardPiece]]:
-    """What this rank writes of its states and of the optimizer's: what may move before that steps, and the rest."""
+    """Return the pieces (rectangular parts of tensors) of weights and optimizer state that this rank writes, in two
+    lists.
+
+    The first list has pieces that may change at any time, the second has those that change only in an optimizer step.
+    """
     saved = saved_states(rank.program)
     mine = written_by(rank, saved)
     moving: list[ShardPiece] = []
@@ -392,13 +431,17 @@ def pieces_of(
 
 
 def saved_states(program: Program) -> list[str]:
-    """What a checkpoint holds: weights, and what a step changes."""
+    """Return the names of the states (parameters and buffers) that a checkpoint has: weights, and buffers that a step
+    updates.
+    """
     kept = set(weight_states(program)) | set(updated_states(program))
     return [n for n in program.states if n in kept]
 
 
 def weight_states(program: Program) -> list[str]:
-    """Parameters and buffers, but not those whose values are part of the plan."""
+    """Return the names of the parameters and buffers that some stage reads, without those whose values are
+    in the plan.
+    """
     return [n for n, s in program.states.items() if s.kind != "constant" and n not in program.constants and s.stages]
 
 
@@ -409,7 +452,11 @@ def _write_rank_part(
     timeout: float,
     staging: Staging | None,
 ) -> None:
-    """This rank's part, and on the first rank the rest. ``staging``: makes ``held`` what it is to be."""
+    """Write this rank's part of a checkpoint; on rank 0, also complete the checkpoint.
+
+    Other ranks wait until it is complete. With ``staging``, first finish the copies that ``held`` refers to. On an
+    error, report it to the other ranks and raise it.
+    """
     from partitioner.runtime.checkpoint.dcp_files import write_shards
 
     rank = content.rank.rank
@@ -441,7 +488,9 @@ def _write_rank_part(
 
 
 def _complete_checkpoint(target: CheckpointTarget, content: CheckpointContent, timeout: float) -> None:
-    """Wait for all ranks, write what finds and proves their files, and put the folder in its place."""
+    """Wait for the parts of all ranks, write the metadata and the manifest with checksums, and rename the folder to its
+    name.
+    """
     from partitioner.runtime.checkpoint.dcp_files import write_metadata
 
     program = content.rank.program
@@ -479,14 +528,17 @@ def _complete_checkpoint(target: CheckpointTarget, content: CheckpointContent, t
 
 
 def _deduplicate_random_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Each rank's state of its generators, those that are alike once."""
+    """Return the random states of all ranks, each distinct state stored once.
+
+    ``"states"`` has the distinct states, and ``"of"`` has for each rank the index of its state.
+    """
     places: dict[bytes, int] = {}
     of = [places.setdefault(pickle.dumps(state), len(places)) for state in states]
     return {"of": of, "states": [states[of.index(i)] for i in range(len(places))]}
 
 
 def _of_ranks(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """What is not the same on all ranks: by name the state on each."""
+    """Return the states that differ between ranks: name -> state of each rank."""
     first, *others = extras
     differ = [n for n, state in first.items() if not all(is_equal_data(state, other.get(n)) for other in others)]
     return {name: [extra.get(name) for extra in extras] for name in differ}

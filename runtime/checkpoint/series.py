@@ -1,16 +1,17 @@
-"""Series of checkpoints for training: written every so many steps, old ones removed, resumed from after a crash.
+"""Write a checkpoint every few optimizer steps, remove old ones, and resume a run from the latest one after a crash.
 
-Every rank writes its own shards, and any plan of the model reads them. The work is divided among the modules of this
-folder: ``shards.py`` computes which boxes of the tensors a rank holds and writes, ``dcp_files.py`` reads and writes the
-files, ``save.py`` saves at once or behind training, ``atomic_folder.py`` makes a folder complete or absent, and
+Every rank writes its own shards, and any plan of the model can read them. The other modules of this folder do the work:
+``shards.py`` computes which boxes of the tensors a rank holds and writes, ``dcp_files.py`` reads and writes the files,
+``save.py`` saves at once or while training continues, ``atomic_folder.py`` makes a folder complete or absent, and
 ``memory_copies.py`` keeps copies in the memory of the nodes.
 
-``latest`` names the last complete checkpoint. It is written after that checkpoint is in its place, and before an older
-one is removed.
+The file ``latest`` has the name of the last complete checkpoint. It is written after that checkpoint is complete, and
+before an older one is removed.
 
-``Interrupts`` handles requests to stop a run: a batch queue whose time is over, a machine that is taken away, a user.
-The signal reaches some ranks, at any moment of a step. After each step all ranks exchange what they received, over Gloo
-and in host memory, so that they stop after the same step and save it together.
+:class:`Interrupts` handles signals that ask a run to stop, for example when the time limit of a batch job is reached, a
+machine is preempted, or a user presses Ctrl+C. A signal may reach only some ranks, at any moment of a step. After each
+step all ranks exchange what they received, over Gloo and in host memory. They then stop after the same step and save it
+together.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ from partitioner.runtime.files import write_text
 
 
 class Interrupts:
-    """Listens to ``signals`` on this rank, until one has come; another one ends the process as it would without.
+    """Records whether this rank has received one of ``signals``.
 
-    Raises :class:`CheckpointError` where Python cannot listen: outside of the main thread.
+    After the first signal the previous handlers are restored, so that a second one has its usual effect. Raise
+    :class:`CheckpointError` if Python cannot install the handlers, for example outside of the main thread.
     """
 
     def __init__(self, rank: int, world_size: int, signals: Iterable[int]) -> None:
@@ -55,11 +57,11 @@ class Interrupts:
             ) from None
 
     def asked(self) -> bool:
-        """Whether any rank was; all ranks call it."""
+        """Whether any rank has received a signal. All ranks call this."""
         return bool(self._peers.total([int(self._asked)])[0])
 
     def close(self) -> None:
-        """Listen no more."""
+        """Restore the previous signal handlers."""
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
         self._before = {}
@@ -70,25 +72,25 @@ class Interrupts:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in ``folder``; all ranks make one and call the same methods.
+    """The checkpoints of one training run in ``folder``. All ranks create one and call the same methods.
 
     Args:
-        optimizer: optimizer of the engine's parameters, or a list of several, with ``None`` for an optimizer of which
-            this rank has no parameters.
-        every: number of optimizer steps between two saves of :meth:`after_step`; 0: only :meth:`save` saves.
-        keep_last: number of last checkpoints that stay (at least 1); ``None``: all.
-        keep_every: checkpoints whose number of optimizer steps is a multiple of it stay for good.
-        behind: copy the state to host memory, and write it while training goes on; otherwise wait until it is written.
-        extra: further objects to save and to restore, by name: data loaders, schedulers.
-        copies_every: number of optimizer steps between two copies of the state into the nodes' memory, from which a run
-            whose ranks were started again goes on; 0: no copies. See :class:`MemoryCopies`.
-        copies_in: folder in each node's memory; by default ``/dev/shm``.
+        optimizer: the optimizer of the engine's parameters, or a list of several. An item is ``None`` if this rank has
+            none of the parameters of that optimizer.
+        every: number of optimizer steps between two saves by :meth:`after_step`; 0: only :meth:`save` saves.
+        keep_last: number of latest checkpoints that are kept (at least 1); ``None``: all.
+        keep_every: checkpoints whose number of optimizer steps is a multiple of it are never removed.
+        behind: copy the state to host memory and write it while training continues; otherwise wait until it is written.
+        extra: further objects to save and restore, by name, such as data loaders and schedulers.
+        copies_every: number of optimizer steps between two copies of the state into the memory of the nodes; 0: no
+            copies. A run whose ranks were restarted resumes from them; see :class:`MemoryCopies`.
+        copies_in: folder in each node's memory for the copies; by default ``/dev/shm``.
         signals: signals that ask a run to end, such as ``(signal.SIGTERM,)``. When any rank has received one,
-            :attr:`interrupted` is true on all ranks after the same :meth:`after_step`: leave the loop then, and call
-            :meth:`close`.
+            :attr:`interrupted` is true on all ranks after the same :meth:`after_step`: leave the training loop then,
+            and call :meth:`close`.
 
-    If writing fails, the next save or :meth:`wait` raises the error; complete checkpoints stay. Only one run at a time
-    may use a folder.
+    If writing fails, the next save or :meth:`wait` raises the error; complete checkpoints are kept. Only one run at a
+    time may use a folder.
     """
 
     def __init__(
@@ -134,11 +136,11 @@ class Checkpoints:
         self._last: int | None = None  # the step that was saved last, or restored from the disk
 
     def after_step(self) -> Saving | None:
-        """Call this after each step of the optimizer. It copies and saves when it is time, and sets
-        :attr:`interrupted`.
+        """Count an optimizer step, copy and save the state if it is due, and update :attr:`interrupted`.
 
-        With ``engine.step(batch, accumulate=True)``, call it after the optimizer has stepped, not after each batch.
-        Raises :class:`CheckpointError`.
+        Call this after each step of the optimizer. With ``engine.step(batch, accumulate=True)``, call it after the
+        optimizer has stepped, not after each batch. Return the checkpoint being written, or ``None`` if none was due.
+        Raise :class:`CheckpointError` if a copy, or the previous save, failed.
         """
         self.engine.count_optimizer_step()
         steps = self.engine.optimizer_steps
@@ -150,7 +152,10 @@ class Checkpoints:
         return self.save() if self.every and steps % self.every == 0 else None
 
     def save(self) -> Saving:
-        """Save now. Raises :class:`CheckpointError` where the save before failed."""
+        """Start to save a checkpoint now, and return its handle. Without ``behind``, it is complete on return.
+
+        Raise :class:`CheckpointError` if the previous save failed.
+        """
         directory = self.folder / f"{STEP}{self.engine.steps:010}"
         saving = self.engine.save(
             directory, self.optimizer, extra=self.extra, wait=not self.behind, then=self._took_its_place
@@ -159,13 +164,14 @@ class Checkpoints:
         return saving
 
     def wait(self) -> None:
-        """Wait until the last save is complete. Raises :class:`CheckpointError` if it failed."""
+        """Wait until the last save is complete. Raise :class:`CheckpointError` if it failed."""
         self.engine.wait_for_save()
 
     def close(self) -> None:
-        """Save the last step, unless it is saved, and wait: before the process ends. Copies in memory are removed.
+        """Save the last step unless it is saved already, wait for it, and remove the copies in memory.
 
-        Raises :class:`CheckpointError`."""
+        Call this before the process ends. Raise :class:`CheckpointError` if the save failed.
+        """
         self.engine.settle_saves()
         if self._last != self.engine.steps:
             self.save()
@@ -176,12 +182,12 @@ class Checkpoints:
             self._interrupts.close()
 
     def restore(self) -> int | None:
-        """Load the last complete checkpoint. Returns its step; ``None`` if the folder has no checkpoint.
+        """Load the last complete checkpoint, and return its step. Return ``None`` if the folder has no checkpoint.
 
         Copies in memory are used if they are of this plan and no checkpoint is newer. The last checkpoint is the one
         that was written last: after a return to an earlier one by :meth:`Engine.load`, checkpoints of later steps stay
-        in the folder and are not used. A damaged checkpoint is named in a warning, and the one before it is used.
-        Raises :class:`CheckpointError` if there is none, or if ranks see different ones.
+        in the folder and are not used. If a checkpoint is damaged, a warning names it and the one before it is loaded.
+        Raise :class:`CheckpointError` if all are damaged, or if ranks see different ones.
         """
         self.engine._saver.rest()
         if self.copies is not None:
@@ -205,7 +211,10 @@ class Checkpoints:
         return None
 
     def _took_its_place(self, directory: Path) -> None:
-        """On the first rank, when a checkpoint is complete."""
+        """On rank 0, write the file ``latest`` and remove old checkpoints.
+
+        Called when the checkpoint ``directory`` is complete.
+        """
         write_text(self.folder / LATEST, directory.name)
         if self.keep_last is None:
             return

@@ -1,7 +1,7 @@
 """Compute which boxes of the model's tensors a rank holds, and which of them it writes to a checkpoint.
 
-A rank's part of a tensor is a list of boxes: offsets and sizes in the whole tensor, as ``torch.distributed.checkpoint``
-describes chunks. A checkpoint stores nothing else about the plan.
+A rank's part of a tensor is a list of boxes. A box is given by its offsets and sizes in the whole tensor, which is how
+``torch.distributed.checkpoint`` describes chunks. A checkpoint stores nothing else about the plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ Range = tuple[int, int]  # start, length
 
 
 class ShardBox(NamedTuple):
-    """A box of a tensor: ``offsets`` in the whole tensor, ``sizes``, and ``local``, its offsets in the rank's shard."""
+    """A rectangular part of a tensor that a rank holds.
+
+    ``offsets`` and ``sizes`` are those in the whole tensor; ``local`` has the box's offsets in the rank's shard.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -30,10 +33,14 @@ class ShardBox(NamedTuple):
 
 
 class RankShard(NamedTuple):
-    """The part of a state that a rank holds: a shard, and under ZeRO only the ``piece`` of the flattened shard.
+    """The part of a state (parameter or buffer) that a rank holds: its shard or, under ZeRO, a piece of the flattened
+    shard.
 
-    ``shards``: the cuts, applied one after the other. ``first``: the rank is the first of the group that shares the
-    shard; an empty piece would not tell.
+    Args:
+        shards: the cuts of the whole tensor, applied one after the other.
+        piece: first element and number of elements of the piece; ``None``: the rank holds the whole shard.
+        first: whether the rank is the first of the ranks that divide the shard. It distinguishes this rank if all
+            pieces are empty.
     """
 
     shards: tuple[Shard, ...]
@@ -42,7 +49,7 @@ class RankShard(NamedTuple):
 
 
 def held_by(program: Program, state: str, rank: int) -> RankShard:
-    """The part of ``state`` that ``rank`` holds."""
+    """Return the part of ``state`` (a parameter or buffer) that ``rank`` holds."""
     shards = shards_of(program, state, rank)
     if not program.states[state].zero_axes:
         return RankShard(shards)
@@ -53,7 +60,11 @@ def held_by(program: Program, state: str, rank: int) -> RankShard:
 
 @dataclass(frozen=True)
 class ShardPiece:
-    """A box at ``offsets`` of the tensor ``key`` of global ``shape``; ``tensor`` is a view of the rank's data."""
+    """A box of a tensor in a checkpoint, with its data.
+
+    ``key`` is the tensor's name in the checkpoint, ``shape`` its global shape, and ``offsets`` the position of the box.
+    ``tensor`` is a view of the rank's data with the shape of the box.
+    """
 
     key: str
     shape: tuple[int, ...]
@@ -64,7 +75,8 @@ class ShardPiece:
 def compute_shard_boxes(
     shape: Sequence[int], shards: Sequence[Shard], within: ShardBox | None = None
 ) -> list[ShardBox]:
-    """The boxes that make up a rank's shard of a tensor of global ``shape``, in the order of the shard.
+    """Return the boxes (offsets and sizes) of a tensor of global ``shape`` that make up a rank's shard, in the shard's
+    order.
 
     ``shards``: the cuts, applied one after the other. ``within``: return only the parts inside this box of the shard.
     """
@@ -86,7 +98,7 @@ def compute_shard_boxes(
 
 
 def _map_local_range(held: Sequence[Range], piece: Range) -> Iterator[Range]:
-    """The ranges of the whole dim that correspond to ``piece``, a range of the concatenated ranges ``held``."""
+    """Yield the ranges of the whole dim that correspond to ``piece``, a range of the concatenated ranges ``held``."""
     start, stop = piece[0], piece[0] + piece[1]
     for (first, length), at in zip(held, _compute_starts(held), strict=True):
         low, high = max(start, at), min(stop, at + length)
@@ -113,7 +125,7 @@ def _compute_starts(held: Sequence[Range]) -> list[int]:
 
 
 def split_range_into_boxes(shape: Sequence[int], start: int, size: int) -> Iterator[ShardBox]:
-    """Cut the elements ``[start, start + size)`` of a row-major tensor of ``shape`` into boxes, in order.
+    """Cut the elements ``[start, start + size)`` of a row-major tensor of ``shape`` into rectangular boxes, in order.
 
     ``local`` of each box is the offset of its first element from ``start``.
     """
@@ -135,7 +147,10 @@ def split_range_into_boxes(shape: Sequence[int], start: int, size: int) -> Itera
 
 
 def _view_boxes(state: StateData, held: RankShard, tensor: Tensor) -> Iterator[tuple[ShardBox, Tensor]]:
-    """The boxes that a rank holds of a state, each with a view of its data in ``tensor``."""
+    """Yield the boxes (rectangular parts) that a rank holds of a parameter or buffer, each with a view of its data.
+
+    ``tensor`` is the rank's shard or, under ZeRO, its piece of the flattened shard.
+    """
     if held.piece is None or not tensor.dim():
         yield from ((box, _slice_box(tensor, box)) for box in compute_shard_boxes(state.shape, held.shards))
         return
@@ -163,10 +178,11 @@ def _slice_box(tensor: Tensor, box: ShardBox) -> Tensor:
 def list_shard_pieces(
     prefix: str, name: str, state: StateData, held: RankShard, tensor: Tensor, suffix: str = ""
 ) -> list[ShardPiece]:
-    """The checkpoint pieces of a rank's part of a state, or of an optimizer state for it, under the model's own names.
+    """Return a rank's part of a parameter or buffer, or of an optimizer state for it, as named boxes for a checkpoint.
 
-    A stacked state gives the pieces of its parts. A number (a 0-d ``tensor`` for a state with dims) is written by the
-    holder of the box at the tensor's origin.
+    The keys are ``prefix``, the model's name of the parameter, and ``suffix``. If the state stacks several parameters,
+    each of them gets its own piece. A number (a 0-d ``tensor`` for a state with dims) is written only by the rank that
+    holds the first element of the state.
     """
     found = []
     if state.shape and not tensor.dim() and not held.first:
@@ -185,20 +201,26 @@ def list_shard_pieces(
 
 
 def whole_piece(prefix: str, name: str, tensor: Tensor, suffix: str) -> ShardPiece:
-    """The piece that covers all of ``tensor``, whose shape differs from its state's."""
+    """Return the piece that covers all of ``tensor``.
+
+    For optimizer states whose shape differs from their parameter's.
+    """
     return ShardPiece(f"{prefix}{name}{suffix}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
 def make_scalar_piece(prefix: str, name: str, state: StateData, tensor: Tensor, suffix: str = "") -> ShardPiece:
-    """The piece from which every rank reads a number; all parts of a stack have the same number."""
+    """Return the piece from which a rank reads a 0-d optimizer state.
+
+    If the state stacks several parameters, all of them have the same number, and the first one's is read.
+    """
     return ShardPiece(f"{prefix}{(state.parts or (name,))[0]}{suffix}", (), (), tensor)
 
 
 def written_by(rank: RankProgram, states: Iterable[str]) -> set[str]:
-    """The names of the ``states`` whose part on this rank this rank writes.
+    """Return the names of those of ``states`` (parameters and buffers) whose part on this rank is written by this rank.
 
-    Every part is written once, by a rank of the first stage that reads it. Replicas divide the states among themselves
-    so that their sizes are balanced. All ranks compute the same division without communication.
+    Every part is written once, by a rank of the first stage that reads the state. Ranks with equal parts divide the
+    states among themselves so that their sizes are balanced. All ranks compute the same division without communication.
     """
     alike: dict[tuple[Any, ...], list[str]] = {}
     for name in states:
@@ -224,7 +246,10 @@ def written_by(rank: RankProgram, states: Iterable[str]) -> set[str]:
 
 
 def _shared_out(names: Sequence[str], num_holders: int, rank: RankProgram) -> Mapping[str, int]:
-    """Assign states to holders greedily: the largest state first, each to the holder with the least bytes so far."""
+    """Return the index of the rank, among ``num_holders``, that writes each of the states ``names``.
+
+    The assignment is greedy: the largest state first, each to the rank with the least elements so far.
+    """
     sizes = {name: math.prod(rank.program.states[name].shape) for name in names}
     loads = [0] * num_holders
     places = {}

@@ -1,10 +1,10 @@
-"""Contents of a checkpoint other than the model: optimizer state, step, random state, data position, residuals.
+"""Save and restore state other than the weights: optimizer state, random state, and residuals of compressed gradients.
 
-``packed`` and ``unpacked`` convert plain data to bytes and back; reading them runs no code.
+``pack_plain_data`` and ``unpack_plain_data`` convert plain data to bytes and back; reading the bytes runs no code.
 
-Residuals are the rounding errors of compressed gradients that a rank keeps for the next step. They belong to messages
-between two ranks and not to a tensor, so they are restored only for a program that reduces gradients in the same way.
-Under any other plan all ranks start from zero, which loses the rounding of one step.
+Residuals are the rounding errors of compressed gradients, which a rank adds to its gradients in the next step. They
+belong to messages between two ranks and not to a tensor, so they are restored only for a program that reduces gradients
+in the same way. Under any other plan all ranks start from zero, which loses the rounding errors of one step.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ STATE = "optimizer.state."
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A data loader, a learning-rate scheduler: anything that tells its state and takes it back.
+    """An object with a state to save, such as a data loader or a learning-rate scheduler.
 
-    A state that is the same on all ranks is kept once and given to all, however many they are. Of others each rank gets
-    its own back, under the same mesh.
+    A state that is equal on all ranks is stored once, and may be restored on any number of ranks. If the states of
+    ranks differ, each rank gets its own state back, and the mesh must be the same.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -46,7 +46,10 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | No
 
 
 def optimizers_of(given: Optimizers) -> tuple[torch.optim.Optimizer | None, ...]:
-    """What was given as one optimizer, several or none. Raises :class:`CheckpointError` for anything else."""
+    """Return the given optimizers as a tuple, which is empty for ``None``.
+
+    Raise :class:`CheckpointError` for other objects.
+    """
     if given is None:
         return ()
     found = (given,) if hasattr(given, "param_groups") or not isinstance(given, Sequence) else tuple(given)
@@ -65,11 +68,11 @@ def _get_optimizer_kind(optimizer: torch.optim.Optimizer | None) -> str:
 
 
 class OptimizerState:
-    """The state that optimizers hold for a rank's parameters, by name. ``None`` among several: this rank has none of
-    the parameters that one of them is for.
+    """The state that optimizers hold for a rank's parameters, by parameter name.
 
-    Raises :class:`CheckpointError` where they have other parameters: they would not be saved, and if they are the
-    model's own, an engine's are not trained. Of several each trained parameter has to have one.
+    ``given`` is one optimizer or a list; an item is ``None`` if this rank has none of the parameters of that optimizer.
+    Raise :class:`CheckpointError` if an optimizer has parameters other than ``parameters``, if two have the same
+    parameter, or if there are several and a trained parameter is in none.
     """
 
     def __init__(self, given: Optimizers, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -105,27 +108,31 @@ class OptimizerState:
             )
 
     def steps(self, name: str) -> bool:
-        """Whether this optimizer's step is what changes a parameter."""
+        """Whether one of the optimizers updates the parameter ``name`` in its step."""
         return id(self.parameters.get(name)) in self._owners
 
     def owner(self, name: str) -> torch.optim.Optimizer | None:
-        """Whose state a parameter's is: a single optimizer's also where it does not step it yet, or any more."""
+        """Return the optimizer that holds the state of the parameter ``name``; ``None`` if none does.
+
+        A single optimizer is returned for every parameter, even one that it does not update.
+        """
         if len(self.optimizers) == 1:
             return self.optimizers[0]
         number = self._owners.get(id(self.parameters[name]))
         return None if number is None else self.optimizers[number]
 
     def of(self, name: str) -> dict[str, Tensor]:
-        """The tensors held for one parameter."""
+        """Return the tensors that the optimizer holds for the parameter ``name``, by key, such as ``exp_avg``."""
         optimizer = self.owner(name)
         held = {} if optimizer is None else optimizer.state.get(self.parameters[name], {})
         return {k: v if isinstance(v, Tensor) else torch.tensor(v) for k, v in held.items() if v is not None}
 
     def pieces(self, rank: RankProgram, name: str) -> list[ShardPiece]:
-        """What this rank holds for one parameter: numbers, what is cut as the parameter is, and of a parameter that is
-        whole here tensors of any shape (factors of a matrix, as Adafactor's).
+        """Return this rank's part of the optimizer state for the parameter ``name``, as named boxes for a checkpoint.
 
-        Raises :class:`CheckpointError` on others.
+        A state may be a number, or have the parameter's shape and be sharded like it. If this rank holds the whole
+        parameter, it may have any shape, such as the row and column factors of Adafactor. Raise
+        :class:`CheckpointError` otherwise.
         """
         data, held = rank.program.states[name], held_by(rank.program, name, rank.rank)
         found: list[ShardPiece] = []
@@ -138,18 +145,26 @@ class OptimizerState:
         return found
 
     def room(self, name: str, key: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """Memory for what is to be held for one parameter: on disk where its optimizer has its states there."""
+        """Return an uninitialised tensor for the optimizer state ``key`` of the parameter ``name``.
+
+        It is on disk if the optimizer keeps its states there, and otherwise on ``device``.
+        """
         keeper = keeper_of(self.owner(name))
         if keeper is not None and len(shape):
             return keeper.room(self.parameters[name], key, shape, dtype)
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def of_own_shape(self, name: str, tensor: Tensor) -> bool:
-        """Whether what is held for a parameter is neither a number nor of the parameter's shape."""
+        """Whether ``tensor``, an optimizer state of the parameter ``name``, is not a number and differs in shape from
+        it.
+        """
         return bool(tensor.dim()) and tensor.shape != self.parameters[name].shape
 
     def take(self, name: str, state: Mapping[str, Tensor]) -> None:
-        """Set what is held for one parameter. Numbers stay on the CPU where the optimizer has them there."""
+        """Replace the optimizer state of the parameter ``name``; an empty ``state`` removes it.
+
+        Numbers stay on the CPU unless the optimizer is fused or capturable.
+        """
         parameter, optimizer = self.parameters[name], self.owner(name)
         if optimizer is None:
             return
@@ -163,7 +178,10 @@ class OptimizerState:
 
 
 def check_whole(rank: RankProgram, name: str, key: str, tensor: Tensor) -> None:
-    """Raise :class:`CheckpointError` where a state of its own shape belongs to a part of a parameter."""
+    """Raise :class:`CheckpointError` if this rank does not hold the whole parameter ``name``.
+
+    Called for an optimizer state whose shape differs from the parameter's, because such a state cannot be resharded.
+    """
     data = rank.program.states[name]
     if data.parts or data.zero_axes or any(shard.layout.is_shard for shard in rank.shards(name)):
         raise CheckpointError(
@@ -174,7 +192,9 @@ def check_whole(rank: RankProgram, name: str, key: str, tensor: Tensor) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The state of the generators that a training script draws from: Python's, NumPy's, torch's, the device's."""
+    """Return the states of the random generators of Python, NumPy (if imported), torch on the CPU, and the CUDA
+    ``device``.
+    """
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
@@ -199,8 +219,10 @@ _LEAVES = (bool, int, float, complex, str, bytes, type(None), Tensor, torch.dtyp
 
 
 def pack_plain_data(content: Mapping[str, Any], names: str) -> bytes:
-    """``content`` as bytes that :func:`unpack_plain_data` reads. Raises :class:`CheckpointError` for what is no plain
-    data."""
+    """Serialise ``content`` to bytes that :func:`unpack_plain_data` reads. ``names`` describes it in error messages.
+
+    Raise :class:`CheckpointError` for values other than numbers, strings, tensors, lists, tuples and dicts.
+    """
     file = io.BytesIO()
     try:
         torch.save(dict(content), file)
@@ -215,12 +237,15 @@ def pack_plain_data(content: Mapping[str, Any], names: str) -> bytes:
 
 
 def unpack_plain_data(content: bytes) -> dict[str, Any]:
-    """Raises what ``torch.load`` raises."""
+    """Return the dict that :func:`pack_plain_data` serialised, with tensors on the CPU.
+
+    Raise what ``torch.load`` raises.
+    """
     return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")  # type: ignore[no-any-return]
 
 
 def is_equal_data(one: Any, other: Any) -> bool:
-    """Whether two pieces of plain data are the same."""
+    """Whether two pieces of plain data are equal. Tensors must have the same dtype and elements; NaN equals NaN."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
         return both and one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
@@ -232,7 +257,9 @@ def is_equal_data(one: Any, other: Any) -> bool:
 
 
 def _find_unsupported_value(value: Any, path: str = "") -> str:
-    """The first part of ``value`` that is no plain data, and what it is; empty where there is none."""
+    """Return the path and the type of the first part of ``value`` that is not plain data; an empty string if there is
+    none.
+    """
     if isinstance(value, Mapping):
         parts = value.items()
     elif isinstance(value, list | tuple | set) and not isinstance(value, torch.Size):
@@ -247,7 +274,11 @@ RESIDUAL = "residual."
 
 
 def way_of(program: Program) -> str:
-    """What has to be the same for a rank to have the same residuals; nothing where there are none."""
+    """Return a hash of the way in which the program reduces gradients.
+
+    Residuals (rounding errors of compressed gradients) can be restored if the hashes are equal. Return an empty string
+    if the program compresses no gradients.
+    """
     if not any(bucket.compression for stage in program.stages for bucket in stage.buckets):
         return ""
     buckets = [[b.model_dump() for b in stage.buckets] for stage in program.stages]
@@ -257,7 +288,7 @@ def way_of(program: Program) -> str:
 
 
 def residual_pieces(rank: RankProgram, residuals: Mapping[str, Tensor]) -> list[ShardPiece]:
-    """What this rank writes."""
+    """Return this rank's residuals (rounding errors of compressed gradients) as named pieces for a checkpoint."""
     return [
         ShardPiece(f"{RESIDUAL}{rank.rank}.{place}", tuple(tensor.shape), (0,), tensor)
         for place, tensor in residuals.items()
@@ -267,7 +298,10 @@ def residual_pieces(rank: RankProgram, residuals: Mapping[str, Tensor]) -> list[
 def load_residuals(
     folder: Path, rank: RankProgram, residuals: Mapping[str, Tensor], training: Mapping[str, Any]
 ) -> None:
-    """Fill ``residuals`` with what ``folder`` has for this rank; with zeros, where that was under another plan."""
+    """Fill ``residuals``, the rounding errors of compressed gradients, from the checkpoint ``folder``.
+
+    They are set to zero if the checkpoint is of a plan that reduces gradients differently.
+    """
     if not residuals:
         return
     if training.get("residuals") == way_of(rank.program):

@@ -1,11 +1,11 @@
-"""Compressed gradient communication (bfloat16, or int8 with a scale per chunk), and reductions level by level.
+"""Compressed gradient communication (bfloat16, or int8 with a scale per chunk), and hierarchical reductions.
 
-Numbers are rounded for the transfer only; the receiver adds them up in the original type. The rounding error of int8 is
-kept and added to the values sent in the next step (error feedback, Seide et al. 2014), so that the sums over many steps
-equal the sums of the gradients up to one step's rounding. Values that are not finite stay so: a chunk of int8 with an
-infinity or a NaN in it arrives as NaN.
+Numbers are rounded for the transfer only; the receiver sums them in the original type. The rounding error of int8 is
+stored and added to the values sent in the next step (error feedback, Seide et al. 2014), so that the sums over many
+steps equal the sums of the gradients up to one step's rounding. Infinities and NaNs are preserved: an int8 chunk that
+contains one arrives as NaN.
 
-``LevelwiseReduction`` holds a rank's flat gradients while they are reduced level by level
+:class:`LevelwiseReduction` reduces a rank's flat gradients in a hierarchical reduction, level by level
 (``runtime/program/sharded_buckets.py``).
 """
 
@@ -21,14 +21,17 @@ from partitioner.runtime.program.codecs import Codec
 
 
 class ErrorFeedbackEncoder:
-    """Compresses what one rank sends in one place, step after step. ``residual``: what the last step lost there."""
+    """Compresses the data that one rank sends in one collective, step after step.
+
+    ``residual`` has the rounding error of the last step, which is added to the data of the next one.
+    """
 
     def __init__(self, codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.codec = codec
         self.residual = torch.zeros(numel if codec.feedback else 0, dtype=dtype, device=device)
 
     def encode(self, rows: Tensor) -> Tensor:
-        """``rows`` as bytes; with what was lost before, which is added to ``rows`` in place."""
+        """Add the last rounding error to ``rows`` in place, and return them compressed, as ``uint8[rows, nbytes]``."""
         if not self.codec.feedback:
             return self.codec.encode(rows)
         residual = self.residual.view_as(rows)
@@ -39,7 +42,7 @@ class ErrorFeedbackEncoder:
 
 
 class PendingDecode:
-    """What arrives in other bytes; see :class:`partitioner.runtime.comm.group.Pending`."""
+    """A collective in progress that transfers compressed data. :meth:`wait` returns the decompressed result."""
 
     def __init__(self, pending: Pending, decode: Callable[[Tensor], Tensor]) -> None:
         self.pending, self.decode = pending, decode
@@ -52,10 +55,14 @@ class PendingDecode:
 
 
 class LevelwiseReduction:
-    """What of ``buffer`` this rank has at present; in the end the whole sum, in ``buffer`` again.
+    """The hierarchical reduction of one rank's flat gradients ``buffer``, which has the sum at the end.
 
-    ``groups``: of each level; ``rest``: that of REDUCE. ``codec``: for what is sent over the last level. The buffer
-    divides by the parts, and these by the codec's chunks.
+    Args:
+        groups: for each level, the group over which the gradients are scattered and gathered.
+        rest: the group of the all-reduce between scattering and gathering.
+        codec: compression of the transfers of the last level; ``None``: uncompressed.
+
+    The length of the buffer must be divisible by the number of shards, and that of a shard by the codec's chunk.
     """
 
     def __init__(self, buffer: Tensor, groups: Sequence[RankGroup], rest: RankGroup, codec: Codec | None) -> None:
@@ -71,11 +78,13 @@ class LevelwiseReduction:
         self._level = 0  # of those that have been scattered
 
     def begin(self) -> None:
-        """A new step: what was under way is of one that failed."""
+        """Begin a new step. Collectives of an earlier step that failed are dropped."""
         self._arriving, self._level = None, 0
 
     def scatter(self) -> None:
-        """Start to add up this rank's part over the next level."""
+        """Start to reduce-scatter this rank's part of the gradients over the next level of the hierarchical
+        reduction.
+        """
         have, group = self._await_buffer(), self.groups[self._level]
         self._level += 1
         if self.codec is None or self._level < len(self.groups):
@@ -84,11 +93,11 @@ class LevelwiseReduction:
             self._arriving = start_compressed_reduction(self.senders[0], have.view(group.size, -1), group)
 
     def reduce(self) -> None:
-        """Start to add up what this rank has over the axes that no level has."""
+        """Start to all-reduce this rank's part of the gradients over the ranks that no level contains."""
         self._arriving = self.rest.all_reduce(self._await_buffer())
 
     def gather(self) -> None:
-        """Start to bring together what the ranks of the last level that was scattered have."""
+        """Start to all-gather this rank's part of the sums over the level that was scattered last."""
         have, compressed = self._await_buffer(), self.codec is not None and self._level == len(self.groups)
         self._level -= 1
         group = self.groups[self._level]
@@ -101,7 +110,7 @@ class LevelwiseReduction:
         self._arriving = PendingDecode(pending, lambda wire: sender.codec.decode(wire, dtype).view(-1))
 
     def finish(self) -> None:
-        """Wait until the sum is in the buffer, if it is on its way there."""
+        """If all levels are gathered, wait for the sum and copy it into the buffer."""
         if self._arriving is not None and not self._level:
             pending = self._arriving
             self.buffer.copy_(self._await_buffer())
@@ -115,7 +124,10 @@ class LevelwiseReduction:
 
 
 def start_compressed_reduction(sender: ErrorFeedbackEncoder, rows: Tensor, group: RankGroup) -> Pending:
-    """Start to send each of ``rows``, compressed, to the rank that adds these up; gives this rank's sum."""
+    """Start to reduce-scatter ``rows`` in compressed form, and return the collective, whose result is this rank's sum.
+
+    ``rows`` has one row for each rank of ``group``. Each rank receives its row from all ranks and sums them.
+    """
     dtype = rows.dtype
     wire = group.all_to_all(sender.encode(rows), 0, 0)
     return PendingDecode(wire, lambda arrived: sender.codec.decode(arrived, dtype).sum(0))

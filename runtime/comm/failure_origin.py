@@ -1,4 +1,7 @@
-"""Tell the origin of a failure from its consequences on other ranks, by the error and its traceback."""
+"""Decide whether an error is the origin of a failure or a consequence of another rank's failure.
+
+The decision uses the type and message of the error and its traceback.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _COMMUNICATING = tuple(folder for package in (runtime, passes, dist) for folder 
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether ``error`` is what a rank sees of another one's failure."""
+    """Whether ``error`` is a consequence of another rank's failure, such as a closed connection."""
     if isinstance(error, CheckpointError):
         return error.elsewhere
     if isinstance(error, CommunicationError):
@@ -31,18 +34,21 @@ def is_secondary(error: BaseException) -> bool:
 
 
 def is_of_ranks(error: BaseException) -> bool:
-    """Whether ``error`` says already what failed on a rank: an instruction, or another rank that has gone."""
+    """Whether ``error`` already describes a failure of a rank: of an instruction, or the loss of another rank."""
     return isinstance(error, InstructionError | CommunicationError) or is_secondary(error)
 
 
 def _is_communication_error(error: RuntimeError) -> bool:
-    """Whether ranks' communication raised ``error``: not a script, or a data loader, that waited for something else."""
+    """Whether ``error`` was raised by communication between ranks, and not by a script or data loader that waited."""
     frames = traceback.extract_tb(error.__traceback__)
     return not frames or frames[-1].filename.startswith(_COMMUNICATING) or bool(_LIBRARY.search(str(error)))
 
 
 def users_line(error: BaseException) -> str:
-    """The innermost line that is not of this package or of a library, Python's own too: where the user's script was."""
+    """Return the innermost traceback line, as ``file:line``, that is in the user's script; empty if there is none.
+
+    Lines of this package, of installed libraries and of the standard library are skipped.
+    """
     others = (*runtime.__path__, sysconfig.get_path("stdlib"), "<")
     lines = [
         f"{f.filename}:{f.lineno}"

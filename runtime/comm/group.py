@@ -1,7 +1,7 @@
-"""Communication between ranks, over process groups: Gloo for CPU tensors, NCCL for CUDA tensors.
+"""Interfaces for communication between ranks over process groups: Gloo for CPU tensors, NCCL for CUDA tensors.
 
-A :class:`Communicator` knows ranks, not mesh axes: which ranks form a group is the program's to say. Every operation
-starts at once and is finished by ``wait``; operations on one group are entered by all of its ranks in the same order.
+A :class:`Communicator` uses rank numbers and not mesh axes; the program decides which ranks form a group. Every
+operation starts immediately and ends with ``wait``. All ranks of a group must start its operations in the same order.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ CHANNELS = {"F": 0, "B": 1, "L": 2}  # activations, gradients and the loss never
 
 
 class TransferHandle(Protocol):
-    """A transfer under way."""
+    """A transfer in progress; ``wait`` blocks until it has ended."""
 
     def wait(self) -> Any: ...
 
 
 class Pending(Protocol):
-    """A collective under way; ``wait`` gives its result. ``release``: nobody reads it any more."""
+    """A collective in progress.
+
+    ``wait`` returns its result. ``release`` frees the result's memory: nothing reads it later.
+    """
 
     def wait(self) -> Tensor: ...
 
@@ -32,30 +35,39 @@ class Pending(Protocol):
 
 
 class RankGroup(Protocol):
-    """Some ranks, in order; ``index`` is this rank's place among them."""
+    """An ordered group of ranks and its collectives; ``index`` is the position of this rank in it."""
 
     size: int
     index: int
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
-        """Add up (or take the maximum of) the ranks' ``x``, which is dense and is overwritten with the result."""
+        """Start to sum ``x`` over the ranks, or with ``maximum`` to take the maximum.
+
+        ``x`` is contiguous, and is overwritten.
+        """
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
-        """The ranks' ``x``, one after the other along ``dim``."""
+        """Start to gather the tensors ``x`` of all ranks; the result is their concatenation along ``dim``."""
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
-        """This rank's part along ``dim`` of the sum of the ranks' ``x``."""
+        """Start to sum ``x`` over the ranks; the result is this rank's part of the sum along ``dim``."""
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
-        """Part ``i`` of ``x`` on ``split_dim`` goes to rank ``i``; the parts received are joined on ``concat_dim``."""
+        """Start to send part ``i`` of ``x`` along ``split_dim`` to rank ``i``; received parts are joined along
+        ``concat_dim``.
+        """
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-        """The first ``sends[0]`` rows of ``x`` go to rank 0, the next to rank 1, and so on; ``receives`` rows come from
-        each, and are joined in order of rank. Any of these numbers may be 0."""
+        """Start to send rows of ``x`` to the ranks: the first ``sends[0]`` to rank 0, the next ``sends[1]`` to rank 1,
+        and so on.
+
+        ``receives[i]`` rows arrive from rank ``i``, and are joined in the order of ranks. Any of these numbers may be
+        0.
+        """
 
 
 class Communicator(Protocol):
-    """One rank's view of all the others. ``home``: the rank that the first process runs."""
+    """The interface of one rank for communication with all others. ``home``: the rank that the first process runs."""
 
     rank: int
     home: int
@@ -67,10 +79,18 @@ class Communicator(Protocol):
         links: Sequence[PipelineEdge],
         gathering: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        """Open what the program needs; called by all ranks, each with the groups and links that it is part of."""
+        """Open the groups and pipeline links of a program.
+
+        All ranks call it, each with the groups and links that it belongs to.
+
+        ``gathering``: groups with a separate channel for all-gathers of parameters.
+        """
 
     def group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:
-        """The group of ``ranks``; ``gathering``: another one, whose operations do not wait for those of the first."""
+        """Return the group of ``ranks``.
+
+        With ``gathering``, return one with a separate channel, whose operations do not wait for those of the first.
+        """
 
     def send(self, x: Tensor, peer: int, channel: str) -> TransferHandle: ...
 
@@ -80,14 +100,14 @@ class Communicator(Protocol):
 
 
 def all_ranks(communicator: Communicator, world_size: int) -> RankGroup:
-    """The group of all ranks, opened where it was not; all of them call it."""
+    """Return the group of all ranks, and open it if necessary. All ranks must call this."""
     ranks = tuple(range(world_size))
     communicator.prepare([ranks], [])
     return communicator.group(ranks)
 
 
 class ImmediateResult:
-    """A result that was there at once: what a group of one rank gives."""
+    """A result that is available immediately, from a group of one rank."""
 
     __slots__ = ("result",)
 
@@ -102,7 +122,7 @@ class ImmediateResult:
 
 
 class SoloGroup:
-    """A group of one: nothing is sent."""
+    """A group of one rank, whose operations return their operand."""
 
     size = 1
     index = 0

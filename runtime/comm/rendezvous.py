@@ -1,4 +1,4 @@
-"""Joining the other ranks, also where torchrun has started them anew; and telling torchrun why a script ends."""
+"""Join the process group, also in a restarted worker of torchrun, and report to torchrun why a script ends."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ _PATIENCE_S = 3.0  # for torchrun to learn of the rank that was first, and to en
 
 
 def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-    """``torch.distributed.init_process_group`` for a worker of torchrun that may be restarted.
+    """Initialise ``torch.distributed`` in a worker of torchrun, also if the worker has been restarted.
 
-    torchrun gives all attempts the same store, in which new ranks would find the addresses of those that have died
-    (pytorch/pytorch#135712, torch 2.13); here each attempt has names of its own. Attempts are counted by host: with
-    several hosts set ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` for torchrun, as ``python -m
+    torchrun uses one store for all attempts, in which restarted ranks would find the addresses of ranks that have ended
+    (pytorch/pytorch#135712, torch 2.13). Here each attempt has its own prefix. Attempts are counted per host: with
+    several hosts set ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` for torchrun, which ``python -m
     partitioner.runtime.launch.torchrun`` does.
 
-    From here on an error that ends the script, of whatever it does, is told to torchrun, whose log ends with it.
+    After this call, any exception that ends the script is also reported to torchrun, which prints it at the end of its
+    log.
     """
     _tell_torchrun()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -50,8 +51,10 @@ def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_
 
 
 def timeout_of_all(device: torch.device) -> timedelta:
-    """How long a rank waits for another one in the default process group: in the part of it that serves ``device``, or,
-    where none does (the CPU under NCCL), in another one."""
+    """Return how long a rank waits for others in the default process group.
+
+    That is the timeout of the backend for ``device`` or, if there is none (the CPU under NCCL), of another backend.
+    """
     group: Any = c10d._get_default_group()
     kinds = [torch.device(kind) for kind in group._device_types]
     served = next((kind for kind in kinds if kind.type == device.type), kinds[0] if kinds else device)
@@ -62,7 +65,10 @@ def timeout_of_all(device: torch.device) -> timedelta:
 
 
 def _tell_torchrun() -> None:
-    """Have torchrun told of what ends this script; what only follows from another rank's failure, after that one."""
+    """Install a hook that reports the exception which ends this script to torchrun.
+
+    If it is only a consequence of another rank's failure, it is reported with a delay, after that failure.
+    """
     if ERROR_FILE not in os.environ or getattr(sys.excepthook, "tells_torchrun", False):
         return
     before = sys.excepthook
@@ -92,9 +98,9 @@ def _report_failure(error: Exception) -> None:
 
 
 def tell_torchrun(error: InstructionError) -> None:
-    """Write why this process ends to where torchrun reads it, whole or not at all.
+    """Write why this process ends to the file from which torchrun reads it, atomically.
 
-    torchrun reads the file of a process that it has itself ended, at any moment, and fails where it finds a part of it.
+    torchrun may read the file of a process that it has ended at any moment, and would fail if the file were incomplete.
     """
     path = os.environ.get(ERROR_FILE)
     if path is None:
@@ -106,7 +112,7 @@ def tell_torchrun(error: InstructionError) -> None:
 
 
 class _ErrorFile(ErrorHandler):
-    """Writes what torchrun reads to ``path``."""
+    """Writes an error to ``path`` in the format that torchrun reads."""
 
     def __init__(self, path: str) -> None:
         self.path = path

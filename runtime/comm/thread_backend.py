@@ -1,7 +1,7 @@
-"""All ranks as threads of one process: a program is run and checked where there is no second device.
+"""Communication between ranks that are threads of one process, to run and check a program without further devices.
 
-The rank that enters a collective last computes it for all of them, in the order of ranks, so that a run gives the same
-bits each time. When a rank fails, all that wait are released at once.
+The rank that enters a collective last computes it for all ranks, in the order of ranks, so that every run gives the
+same bits. If a rank fails, all ranks that wait are released immediately.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from partitioner.runtime.program.membership import PipelineEdge
 
 
 class ThreadWorld:
-    """What the ranks of one run share. ``timeout``: how long a rank waits for the others, in seconds."""
+    """The data that the ranks of one run share. ``timeout``: seconds that a rank waits for the others."""
 
     def __init__(self, world_size: int, device: torch.device | str = "cpu", timeout: float = 300.0) -> None:
         self.world_size = world_size
@@ -35,7 +35,7 @@ class ThreadWorld:
         return ThreadCommunicator(self, rank)
 
     def abort(self, reason: str) -> None:
-        """Release all ranks that wait, and those that come to wait, with ``reason``. The first reason stays."""
+        """Let all operations that wait, now or later, raise an error with ``reason``. Later reasons are ignored."""
         with self.lock:
             self.failure = self.failure or reason
             for queue in (*self.meetings.values(), *self.mail.values()):
@@ -43,7 +43,11 @@ class ThreadWorld:
                     meeting.event.set()
 
     def join(self, queue: deque[_Meeting], member: int, size: int, what: str, entry: Any) -> tuple[_Meeting, bool]:
-        """Enter the first meeting in ``queue`` that ``member`` is not yet part of; whether all have come now."""
+        """Enter a collective for ``member``: the first one in ``queue`` that it has not entered, or a new one.
+
+        Return the collective, and whether all ``size`` members have entered it now. Raise :class:`CommunicationError`
+        if the run was aborted, or if the others have entered another operation than ``what``.
+        """
         with self.lock:
             if self.failure is not None:
                 raise CommunicationError(self.failure)
@@ -63,7 +67,7 @@ class ThreadWorld:
 
 
 class _Meeting:
-    """One collective: who has come, with what, and each one's result."""
+    """One collective: the operands of the members that have entered it, and the result for each member."""
 
     def __init__(self, world: ThreadWorld, what: str, size: int) -> None:
         self.world = world
@@ -113,7 +117,11 @@ def _reduce_entries(entries: list[Tensor], maximum: bool) -> Tensor:
 
 
 class ThreadGroup:
-    """A group of threads; see :class:`partitioner.runtime.comm.group.RankGroup`."""
+    """Collectives among ranks that are threads of one process.
+
+    It implements :class:`partitioner.runtime.comm.group.RankGroup`. The rank that enters last computes the result for
+    all.
+    """
 
     def __init__(self, world: ThreadWorld, ranks: tuple[int, ...], rank: int, gathering: bool = False) -> None:
         self.world = world
@@ -173,7 +181,10 @@ class ThreadGroup:
 
 
 class ThreadCommunicator:
-    """One thread's communicator; see :class:`partitioner.runtime.comm.group.Communicator`."""
+    """Groups, sends and receives of one rank that is a thread of this process.
+
+    It implements :class:`partitioner.runtime.comm.group.Communicator`.
+    """
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self.world = world

@@ -1,7 +1,7 @@
 """Communication over torch's process groups: Gloo for CPU tensors, NCCL for CUDA tensors.
 
-Backends take dense tensors of real numbers. Other tensors are converted first: parts along a dim are made contiguous,
-complex numbers are viewed as real ones.
+The backends take contiguous tensors of real numbers. Other tensors are converted first: parts along an inner dim are
+made contiguous, and complex numbers are viewed as real ones.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from partitioner.runtime.program.membership import PipelineEdge
 
 
 def parts_of(x: Tensor, dim: int, size: int) -> Tensor:
-    """Split ``x`` into ``size`` equal parts along ``dim``; returns a dense tensor ``[size, ...]`` of these parts."""
+    """Split ``x`` into ``size`` equal parts along ``dim``, and return them as a contiguous tensor ``[size, ...]``."""
     split: Tensor = x.unflatten(dim, (size, x.shape[dim] // size))
     return split.movedim(dim, 0).contiguous()
 
 
 def join_parts(parts: Tensor, dim: int) -> Tensor:
-    """The inverse of :func:`parts_of`: ``[size, ...]`` joined along ``dim``."""
+    """Join the parts ``[size, ...]`` along ``dim``, and return the tensor. This is the inverse of :func:`parts_of`."""
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -38,22 +38,24 @@ def sum_parts(parts: Tensor, dim: int) -> Tensor:
 
 
 def resolve_conjugation(x: Tensor) -> Tensor:
-    """``x`` with pending conjugation and negation applied, so that its memory holds its values."""
+    """Return ``x`` with pending conjugation and negation applied, so that its memory has its values."""
     return x.resolve_conj().resolve_neg() if x.is_complex() else x
 
 
 def as_real(x: Tensor) -> Tensor:
-    """View a complex tensor as real numbers, in the same memory; backends do not support complex types."""
+    """Return a view of a complex tensor as real numbers, because backends do not support complex types; else ``x``
+    itself.
+    """
     return torch.view_as_real(x) if x.is_complex() else x
 
 
 def share_memory(x: Tensor, other: Tensor) -> bool:
-    """Whether both are in the same storage."""
+    """Whether both tensors have the same storage."""
     return bool(x.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def give_back(x: Tensor) -> None:
-    """Free the memory of ``x`` now, even if other tensors refer to it; nobody may read it afterwards.
+    """Free the memory of ``x`` now, even if other tensors refer to it; nothing may read it afterwards.
 
     Memory that NumPy shares (when a step is hashed) cannot be resized; torch frees it with the last reference.
     """
@@ -63,11 +65,11 @@ def give_back(x: Tensor) -> None:
 
 
 class Transfer:
-    """A transfer under way, the tensor that it fills, and what is to be done with it afterwards.
+    """A transfer or collective in progress, with the tensor that it fills.
 
-    ``sent`` lives until the transfer ends: Gloo does not hold what it reads from. ``copied``: it is a copy that nobody
-    else has. What is not needed any more gives its memory back at once, whoever of Gloo's threads refers to it for how
-    long: what was copied, and the result where ``finish`` makes a new tensor of it.
+    ``finish`` converts the result after it has arrived. ``sent`` is kept until the transfer ends, because Gloo does not
+    keep its operand alive. ``copied``: ``sent`` is a copy that nothing else uses, so its memory is freed then. Memory
+    that is not needed any more is freed explicitly, because threads of Gloo may still refer to it.
     """
 
     __slots__ = ("copied", "dim", "finish", "group", "result", "sent", "works")
@@ -104,9 +106,10 @@ class Transfer:
 
 
 class TorchGroup:
-    """A backend, by its bare methods: the layers of ``torch.distributed`` above it cost more than a small transfer.
+    """A group of ranks on a backend of torch.
 
-    ``processes``: its members, for those who ask whom a collective waits for.
+    The backend's own methods are called, because the layers of ``torch.distributed`` above them cost more than a small
+    transfer. ``processes``: the members' process numbers, for error reports.
     """
 
     def __init__(self, backend: Any, processes: tuple[int, ...] = ()) -> None:
@@ -134,7 +137,10 @@ class TorchGroup:
     def _exchange_parts(
         self, x: Tensor, dim: int, finish: Callable[[Tensor, int], Tensor], finished_dim: int = 0
     ) -> Pending:
-        """The parts of ``x`` along ``dim``, one for each rank, and what ``finish`` makes of those that arrive."""
+        """Start to send the parts of ``x`` along ``dim``, one to each rank.
+
+        ``finish`` converts the received parts to the result.
+        """
         parts = parts_of(resolve_conjugation(x), dim, self.size)
         out = torch.empty_like(parts)
         works = [self.backend.alltoall_base(as_real(out), as_real(parts), [], [])]
@@ -149,10 +155,11 @@ class TorchGroup:
 
 
 class GlooGroup(TorchGroup):
-    """Gloo's own gathering copies twice, and its scattering reduction is a whole all-reduce.
+    """A group on Gloo, with faster all-gather and reduce-scatter than Gloo's own.
 
-    A broadcast from every rank, and an exchange of parts that each adds up, take 0.3 to 0.9 of the time on two and on
-    four ranks (measured from 8 KB to 4 MB with torch 2.13).
+    Gloo's all-gather copies twice, and its reduce-scatter is a whole all-reduce. Here they are a broadcast from every
+    rank, and an exchange of parts that each rank sums. They take 0.3 to 0.9 of the time on two and on four ranks
+    (measured from 8 KB to 4 MB with torch 2.13).
     """
 
     def __init__(self, backend: Any, processes: tuple[int, ...] = ()) -> None:
@@ -174,7 +181,10 @@ class GlooGroup(TorchGroup):
 
 
 class NcclGroup(TorchGroup):
-    """NCCL moves dense buffers; parts along an inner dim are brought together before and after."""
+    """A group on NCCL.
+
+    NCCL moves contiguous buffers, so parts along an inner dim are made contiguous before and after.
+    """
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
         x = resolve_conjugation(x).contiguous()
@@ -194,10 +204,11 @@ _links: dict[PipelineEdge, Any] = {}
 
 
 def processes_of(placement: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """The process that runs each rank, where process ``p`` drives the ``p``-th of the devices that a plan uses.
+    """Return the number of the process that runs each rank.
 
-    ``placement[rank]``: the device of a rank; empty: each rank is on its namesake. Raises :class:`LaunchError` unless
-    every rank has a device of its own.
+    ``placement[rank]`` is the device of a rank, and process ``p`` drives the ``p``-th of these devices in ascending
+    order. If ``placement`` is empty, process ``i`` runs rank ``i``. Raise :class:`LaunchError` unless every rank has a
+    device of its own.
     """
     if not placement:
         return tuple(range(world_size))
@@ -211,11 +222,15 @@ def processes_of(placement: Sequence[int], world_size: int) -> tuple[int, ...]:
 
 
 class TorchCommunicator:
-    """The ranks ``0 .. world_size - 1`` on the processes of the default process group, which is there already.
-    ``placement[rank]`` is the process that runs a rank (empty: its namesake); see :func:`processes_of`.
-    Groups are made without the other ranks' help, from the default group's store: ``torch.distributed.new_group`` takes
-    all ranks, or the same number of earlier groups on each. Those that overlap must be opened in the same order. They
-    wait for ``timeout``; by default as long as the default group.
+    """The communicator of one rank on the processes of torch's default process group, which must exist.
+
+    Args:
+        timeout: how long operations wait for other ranks; by default as long as the default group.
+        placement: device of each rank; see :func:`processes_of`.
+
+    Groups are opened from the default group's store, without the ranks outside of a group.
+    ``torch.distributed.new_group`` would need all ranks, or the same number of earlier groups on each. Groups that
+    overlap must be opened in the same order on all of their ranks.
     """
 
     def __init__(
@@ -273,14 +288,18 @@ class TorchCommunicator:
         return tuple(self.processes[rank] for rank in ranks)
 
     def _connect_link(self, backend: Any, link: PipelineEdge) -> None:
-        """Let both ends meet now: NCCL would block the first of them to use the link until the other does."""
+        """Connect both ends of a link now: NCCL would block the first rank that uses it until the other one does."""
         one = torch.zeros(1, device=self.device)
         transfer = backend.send if link.source == self._process else backend.recv
         transfer([one], int(link.source == self._process), 0).wait()
 
     def _find_backend_link(self, link: PipelineEdge) -> PipelineEdge:
-        """The link between processes whose backend carries ``link``. Gloo has tags, one per channel, and serves both
-        directions at once; NCCL has none, and transfers that cross on one communicator would wait for each other."""
+        """Return the link between processes whose backend carries ``link``.
+
+        Gloo has tags, one for each channel, and serves both directions of a link at once. NCCL has no tags, and
+        transfers that cross on one communicator would wait for each other, so there each direction and channel has its
+        own backend.
+        """
         source, target = self._ranks_to_processes(link[:2])
         return (
             PipelineEdge(source, target, link.channel)
@@ -322,7 +341,7 @@ class TorchCommunicator:
         return work
 
     def ranks_of(self, processes: Sequence[int]) -> tuple[int, ...]:
-        """The program's ranks that run on ``processes``."""
+        """Return the program's ranks that run on ``processes``."""
         return tuple(self.processes.index(p) for p in processes if p in self.processes)
 
     def barrier(self) -> None:

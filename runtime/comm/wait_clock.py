@@ -1,6 +1,6 @@
-"""Waiting time of this process for other ranks: the part of an instruction's time that is not its own work.
+"""Count the time that this process waits for other ranks: the part of an instruction's time that is not its own work.
 
-There is one number per process; every wait for a transfer or collective adds to it. On CUDA devices a wait ends when
+There is one counter per process; every wait for a transfer or collective adds to it. On CUDA devices a wait ends when
 the device has been told to wait, so only the blocking time of the host is counted.
 """
 
@@ -15,7 +15,7 @@ class _Waitable(Protocol):
 
 
 class WaitClock:
-    """Nanoseconds waited since the process started."""
+    """Counter of the time that this process has waited for other ranks since it started: ``ns``, in nanoseconds."""
 
     __slots__ = ("ns",)
 
@@ -27,7 +27,7 @@ waited = WaitClock()
 
 
 def wait_for(work: _Waitable) -> None:
-    """Wait for ``work``, and count how long."""
+    """Wait for ``work``, and add the time to the counter."""
     start = perf_counter_ns()
     work.wait()
     waited.ns += perf_counter_ns() - start

@@ -1,1 +1,1 @@
-"""One rank of a program that trains: batches, steps, optimizer checks, data loading, export."""
+"""One rank of a training run: batches, steps, optimizer checks, data loading, export of weights."""

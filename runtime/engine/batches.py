@@ -1,4 +1,4 @@
-"""The batch of a step: look up its tensors by path, check them against the plan, and select the rows of a rank."""
+"""The batch of a step: find its tensors by path, check them against the plan, and select the rows that a rank reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from partitioner.runtime.program.program import InputData, PlainValue, Program, 
 
 
 def batch_size(program: Program) -> tuple[int, int]:
-    """Return the number of tokens and the number of samples of one batch.
+    """Return the number of tokens and the number of samples of one global batch.
 
     Tokens are the elements of the first two-dimensional integer input. Samples are the length of the split dim of the
     first input that is split. Each is 0 if there is no such input.
@@ -34,10 +34,11 @@ def batch_size(program: Program) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a global batch that a rank reads: of the inputs at ``paths``, the ``parts`` of ``count`` equal parts
-    of their rows.
+    """The part of a global batch that a rank reads.
 
-    Inputs without a batch dim are read whole. Ranks that differ only on ``tp`` or ``cp`` have the same share.
+    ``paths``: the inputs that it reads. The rows of each input are divided into ``count`` equal parts, of which the
+    rank reads ``parts``. Inputs without a batch dim are read whole. Ranks that differ only on ``tp`` or ``cp`` have
+    equal shares.
     """
 
     paths: frozenset[str]
@@ -45,13 +46,15 @@ class Share:
     count: int
 
     def rows(self, length: int) -> range:
-        """The rows of this share in an input of ``length`` rows, as one range; empty if the rank reads no inputs."""
+        """Return the rows of this share in an input of ``length`` rows, as a range; empty if the rank reads
+        no inputs.
+        """
         each = length // self.count
         return range(self.parts.start * each, self.parts.stop * each) if self.paths else range(0)
 
 
 def share_of(rank: RankProgram) -> Share:
-    """The share of ``rank``: the inputs that its program loads, and the rows of its ``dp`` coordinate."""
+    """Return the share of ``rank``: the inputs that its program loads, and the rows of its ``dp`` coordinate."""
     loaded = {name for i in rank.instructions if i.op == "LOAD" for name in i.values}
     paths = frozenset(i.path for i in rank.program.inputs if i.value in loaded)
     if not rank.program.data_shares:  # the batch need only be divisible by dp here, not by the microbatches
@@ -78,9 +81,9 @@ def _unwrap_path_key(key: Any) -> Any:
 
 
 def batch_values(program: Program, batch: Any) -> dict[str, Tensor]:
-    """The tensors of ``batch`` by value name, in the planned types.
+    """Return the tensors of ``batch``, converted to the planned types: name in the program -> tensor.
 
-    Raises :class:`BatchError` if a tensor is missing, if its shape or kind of type differs from the plan's, or if the
+    Raise :class:`BatchError` if a tensor is missing, if its shape or kind of type differs from the plan's, or if the
     batch has an entry that the program does not read and whose value differs from the planned one.
     """
     entries = BatchEntries(program, batch)
@@ -89,9 +92,11 @@ def batch_values(program: Program, batch: Any) -> dict[str, Tensor]:
 
 
 def batch_by_path(program: Program, batch: Any) -> dict[str, Any]:
-    """``batch`` as a dict by path of its checked tensors and fixed values; the dict can be passed as a batch itself.
+    """Return ``batch`` as a dict by path of its checked tensors and fixed values.
 
-    Raises :class:`BatchError`, as :func:`batch_values` does.
+    The dict can be passed as a batch itself.
+
+    Raise :class:`BatchError` if the batch does not match the plan.
     """
     values = batch_values(program, batch)
     fixed = {path: plain.value for path, plain in program.signature.fixed.items()}
@@ -99,10 +104,10 @@ def batch_by_path(program: Program, batch: Any) -> dict[str, Any]:
 
 
 def own_values(program: Program, share: Share, batch: Any, local: bool = False) -> dict[str, Tensor]:
-    """The tensors that a rank reads, by value name, in the planned types: its rows of the global ``batch``.
+    """Return the tensors that a rank reads of a batch, converted to the planned types: name in the program -> tensor.
 
-    ``local``: ``batch`` has the rank's rows only, and may lack inputs that the rank does not read. Raises
-    :class:`BatchError`, as :func:`batch_values` does.
+    They are the rank's rows of the global ``batch``. ``local``: ``batch`` has only the rank's rows, and may lack inputs
+    that the rank does not read. Raise :class:`BatchError` if the batch does not match the plan.
     """
     read = [i for i in program.inputs if i.path in share.paths]
     if local:
@@ -146,7 +151,7 @@ class BatchEntries:
             )
 
     def _resolve_argument_path(self, path: str) -> str:
-        """``path`` with the position of a positional argument replaced by the argument's name."""
+        """Return ``path`` with the position of a positional argument replaced by the argument's name."""
         first, dot, rest = path.partition(".")
         known = first.isdigit() and int(first) < len(self.names)
         return f"{self.names[int(first)]}{dot}{rest}" if known else path
@@ -187,7 +192,7 @@ class BatchEntries:
             )
 
     def _find_argument_default(self, path: str) -> PlainValue | None:
-        """The default of the argument at ``path``; ``None`` if it has none, or one that is no plain value."""
+        """Return the default of the argument at ``path``; ``None`` if it has none, or one that is not a plain value."""
         return next((a.default for a in self.signature.arguments or () if a.name == path), None)
 
     def _explain_unknown_input(self, path: str, leaf: Any) -> str:
@@ -226,10 +231,10 @@ class BatchEntries:
     # -- entries that the program reads
 
     def checked(self, data: InputData, share: Share | None = None) -> Tensor:
-        """The tensor of an input, checked and converted to the planned type.
+        """Return the tensor of the batch for the input ``data``, checked and converted to the planned type.
 
-        With ``share``, the tensor must have the rows of that share only. Raises :class:`BatchError` if the input is
-        missing, or has another shape or kind of type than planned.
+        With ``share``, the tensor must have only the rows of this share of the batch. Raise :class:`BatchError` if the
+        input is missing, or has another shape or kind of type than planned.
         """
         expected, dim = data.shape, data.batch_dim
         if share is not None and dim is not None:
@@ -259,7 +264,7 @@ class BatchEntries:
         return tensor.resolve_conj().resolve_neg()
 
     def _left_out(self, place: str, data: InputData) -> Any:
-        """The default in ``forward`` of a number input that the batch leaves out; ``None`` if there is none."""
+        """Return the default in ``forward`` of a number input that the batch leaves out; ``None`` if there is none."""
         default = self._find_argument_default(place)
         return None if data.number is None or default is None else default.value
 
@@ -267,7 +272,7 @@ class BatchEntries:
 def _number_tensor(data: InputData, value: Any) -> Any:
     """Convert a Python number or a 0-dimensional tensor to the 0-dimensional tensor that the program reads.
 
-    Raises :class:`BatchError` if ``value`` is neither, or has a fraction where the plan has an integer.
+    Raise :class:`BatchError` if ``value`` is neither, or has a fraction where the plan has an integer.
     """
     whole, real = type(value) is int, type(value) is float
     if isinstance(value, Tensor) and value.dim() == 0:

@@ -1,12 +1,13 @@
-"""Check that ranks agree: on the scaling of gradients, on the replicas of parameters, and on their batches.
+"""Check that ranks have not diverged: in the scaling of gradients, in replicas of parameters, and in their batches.
 
-A rank holds a part of the gradients. ``torch.nn.utils.clip_grad_norm_`` computes the norm of that part alone and scales
-by a different factor on every rank: replicas diverge silently, and parameters that are on one rank only learn at a
-different rate. Any other change that a script makes to the parameters of one rank has a similar effect. Ranks that
-compute one result from different samples learn nothing. If the global batch differs between ranks, each rank takes its
-part of its own batch, and the other samples are lost. All three checks run before the second, third, fifth, ninth step
-and so on, the check of batches before the first step too. A check reads the parameters and a batch once and
-all-reduces a few numbers over all ranks.
+A rank holds a part of the gradients. ``torch.nn.utils.clip_grad_norm_`` would compute the norm of that part alone and
+scale by a different factor on every rank. Replicas would then diverge silently, and parameters that only one rank has
+would learn at a different rate. Any other change that a script makes to the parameters of one rank has a similar
+effect. Ranks that compute one result from different samples learn nothing. If the global batch differs between ranks,
+each rank takes its part of its own batch, and the other samples are lost.
+
+All three checks run before the second, third, fifth, ninth step and so on; the check of batches also runs before the
+first step. A check reads the parameters and a batch once and all-reduces a few numbers over all ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ _Kind = tuple[tuple[str, ...], tuple[int, ...]]
 
 
 class _GradientProbe(NamedTuple):
-    """The largest element of a gradient right after backward: its position and its value then."""
+    """The largest element of a gradient right after backward: the gradient, the position, and the value at
+    that time.
+    """
 
     gradient: Tensor
     place: Tensor
@@ -59,9 +62,9 @@ class _GradientProbe(NamedTuple):
 
 
 class Agreement:
-    """Checks that one rank agrees with the others.
+    """Checks that one rank is consistent with the others.
 
-    ``parameters``: the parameters that optimizers step; ``gradients``: the gradients that optimizers read.
+    ``parameters``: the parameters that optimizers update; ``gradients``: the gradients that optimizers read.
     """
 
     def __init__(
@@ -82,9 +85,9 @@ class Agreement:
         self._probes: list[_GradientProbe] = []
 
     def before_step(self, batch: Any, local: bool) -> None:
-        """Run the checks if they are due before this step. All ranks call it.
+        """Run the checks that are due before this step. All ranks call it.
 
-        Raises :class:`AgreementError` or, for batches, :class:`BatchError` on all ranks, and :class:`LaunchError` if
+        Raise :class:`AgreementError` or, for batches, :class:`BatchError` on all ranks. Raise :class:`LaunchError` if
         the script enables gradients of parameters that were frozen when the plan was made.
         """
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
@@ -103,11 +106,14 @@ class Agreement:
         self._probes = list(self._probe_gradients()) if self.active and self._is_time(self._steps) else []
 
     def forget(self) -> None:
-        """Drop the probes: parameters or gradients are about to change outside of a step (loading, ``zero_grad``)."""
+        """Drop the probes, because parameters or gradients will change outside of a step (loading, ``zero_grad``)."""
         self._probes = []
 
     def check(self) -> None:
-        """Check scaling and replicas now. All ranks call it. Raises :class:`AgreementError` on all of them."""
+        """Check the scaling of gradients and the replicas now.
+
+        All ranks call it. Raise :class:`AgreementError` on all of them.
+        """
         self._check_scaling()
         self._check_replicas()
 
@@ -123,8 +129,10 @@ class Agreement:
             yield _GradientProbe(flat, place, flat[place].clone())
 
     def _check_scaling(self) -> None:
-        """Raise :class:`AgreementError` if ranks scaled their gradients by different factors, each by its own norm;
-        warn if some ranks scaled by one factor and the others not at all."""
+        """Raise :class:`AgreementError` if ranks scaled their gradients by different factors, each by its own norm.
+
+        Only warn if some ranks scaled by one factor and the others did not scale.
+        """
         factor = self._measure_scale_factor()
         told = torch.zeros(self.rank.program.world_size, 2, dtype=torch.float64, device=self.communicator.device)
         if factor is not None:
@@ -152,8 +160,10 @@ class Agreement:
         self._warn_on_first_rank(f"{text}, unless this was meant")  # one factor on some ranks, none on others
 
     def _measure_scale_factor(self) -> float | None:
-        """The factor by which all of this rank's gradients were multiplied since backward; ``None`` if they have no
-        common factor."""
+        """Return the factor by which all of this rank's gradients were multiplied since backward.
+
+        Return ``None`` if they have no common factor, or if there are no probes.
+        """
         ratios = [
             float(gradient[place]) / float(value) for gradient, place, value in self._probes if torch.is_nonzero(value)
         ]
@@ -213,8 +223,10 @@ class Agreement:
         )
 
     def _report_replica_difference(self, order: int, first: int, kinds: list[_Kind]) -> None:
-        """Find the parameter and the ranks whose replicas differ, and raise :class:`AgreementError`; only warn if the
-        difference is as small as a different order of sums makes."""
+        """Find the parameter and the ranks whose replicas differ, and raise :class:`AgreementError`.
+
+        Only warn if the difference is so small that a different order of sums explains it.
+        """
         kind, program = kinds[order], self.rank.program
         mine = self._group_parameters_by_kind(kinds).get(kind, []) if self._first_holder(kind) == first else []
         names = [*program.states]
@@ -250,7 +262,10 @@ class Agreement:
         )
 
     def _list_replica_kinds(self) -> list[_Kind]:
-        """All pairs (axes with replicas, stages of a tied parameter) of the trained parameters; equal on all ranks."""
+        """Return all kinds of replication of the trained parameters, sorted; the list is equal on all ranks.
+
+        A kind is a pair: the mesh axes along which ranks hold equal shards, and the stages that share a tied parameter.
+        """
         return sorted({self._find_replica_kind(n) for n, s in self.rank.program.states.items() if s.requires_grad})
 
     def _find_replica_kind(self, name: str) -> _Kind:
@@ -268,7 +283,7 @@ class Agreement:
         return {kind: found[kind] for kind in kinds if kind in found}
 
     def _first_holder(self, kind: _Kind) -> int:
-        """The lowest rank that holds the same shards as this rank; it identifies the group of replicas."""
+        """Return the lowest rank that holds the same shards as this rank. It identifies the group of replicas."""
         axes, stages = kind
         first = min(self.rank.group(*axes))
         return first + (stages[0] - self.rank.stage_index) * self.rank.program.strides["pp"] if stages else first
@@ -281,7 +296,7 @@ class Agreement:
         return all_ranks(self.communicator, self.rank.program.world_size).all_reduce(numbers).wait()
 
     def _find_extremes(self, numbers: Mapping[int, int], length: int) -> tuple[Tensor, Tensor]:
-        """Element-wise maximum and minimum over all ranks of sparse vectors of ``length`` numbers.
+        """Return the element-wise maximum and minimum over all ranks of sparse vectors of ``length`` numbers.
 
         ``numbers``: position -> number of this rank. Both results are equal where no rank has a number.
         """
@@ -294,7 +309,10 @@ class Agreement:
 
 
 def _hash_tensors(tensors: Iterator[Tensor] | list[Tensor]) -> int:
-    """Hash the bits of ``tensors``. The order of the tensors matters, the order of elements in a tensor does not."""
+    """Return a hash of the bits of ``tensors``.
+
+    The order of the tensors matters, the order of elements in a tensor does not.
+    """
     found = 0
     for tensor in tensors:
         data = tensor.detach().contiguous().reshape(-1)
@@ -306,7 +324,7 @@ def _hash_tensors(tensors: Iterator[Tensor] | list[Tensor]) -> int:
 
 
 def _hash_in_order(tensor: Tensor) -> int:
-    """Hash the bits of ``tensor``, for which the order of the elements matters, unlike for :func:`_hash_tensors`."""
+    """Return a hash of the bits of ``tensor``. The order of the elements matters, unlike for :func:`_hash_tensors`."""
     data = tensor.detach().cpu().contiguous().reshape(-1)
     data = torch.view_as_real(data).reshape(-1) if data.is_complex() else data
     found = 0
@@ -317,10 +335,10 @@ def _hash_in_order(tensor: Tensor) -> int:
 
 
 def _sketch_tensor(tensor: Tensor) -> Tensor:
-    """A vector of 1, the norm of ``tensor``, and ``_SKETCH`` sums of its elements with random signs.
+    """Return a vector of 1, the norm of ``tensor``, and ``_SKETCH`` sums of its elements with random signs.
 
-    The signs are the same on all ranks.
-    The expected mean square difference between the sums of two tensors is the square of the tensors' distance.
+    The signs are equal on all ranks. The expected mean square difference between the sums of two tensors is the square
+    of the tensors' distance.
     """
     data = tensor.detach().cpu().double().reshape(-1)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Batches for an engine: every rank loads only the samples that it reads, and where the run is can be resumed.
+"""Batches for an engine: every rank loads only the samples that it reads, and the position in the data can be resumed.
 
     loader = partitioner.Loader(dataset, engine, seed=0, num_workers=4)
     checkpoints = partitioner.Checkpoints("checkpoints/", engine, optimizer, every=500, extra={"data": loader})
@@ -6,9 +6,9 @@
     for batch in loader:
         loss = engine.step(batch, local=True)
 
-The order of samples depends on the seed alone, not on the ranks: a run that goes on under another plan, of another
-number of data-parallel ranks or another global batch even, goes on at the next sample. So it is with a stream, whose
-order is its own.
+The order of samples depends only on the seed and not on the ranks. A run that resumes under another plan, even with
+another number of data-parallel ranks or another global batch, continues with the next sample. This also holds for a
+stream, which defines its own order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from partitioner.runtime.errors import BatchError, CheckpointError
 
 
 class Samples(Protocol):
-    """A map-style dataset, as of ``torch.utils.data``: each sample a mapping of input names to tensors, say."""
+    """A map-style dataset of ``torch.utils.data``. A sample is, for example, a mapping of input names to tensors."""
 
     def __len__(self) -> int: ...
 
@@ -36,12 +36,13 @@ class Samples(Protocol):
 
 
 class SampleOrder:
-    """In which order samples are read, without an end: epoch after epoch, each in an order of its own if shuffled.
+    """The endless order in which samples are read: epoch after epoch, each with its own permutation if shuffled.
 
-    Held in memory are the orders of one epoch or, where a run of samples crosses over, two: 8 bytes per sample.
+    It holds the permutation of one epoch in memory, or of two if a range of samples crosses their border: 8 bytes per
+    sample.
 
-    >>> SampleOrder(5, seed=0, shuffle=False).at(range(3, 8))
-    [3, 4, 0, 1, 2]
+        >>> SampleOrder(5, seed=0, shuffle=False).at(range(3, 8))
+        [3, 4, 0, 1, 2]
     """
 
     def __init__(self, num_samples: int, seed: int = 0, shuffle: bool = True) -> None:
@@ -51,8 +52,9 @@ class SampleOrder:
         self._epochs: dict[int, NDArray[np.int64]] = {}
 
     def at(self, places: range) -> list[int]:
-        """Return the indices of the samples at a contiguous range of positions, counted from the start of the first
-        epoch."""
+        """Return the indices of the samples at a contiguous range of positions, which count from the start of the first
+        epoch.
+        """
         epochs = range(places.start // self.num_samples, -(-places.stop // self.num_samples)) if places else range(0)
         self._epochs = {e: self._order_epoch(e) for e in epochs} or self._epochs
         return [int(self._epochs[p // self.num_samples][p % self.num_samples]) for p in places]
@@ -71,27 +73,27 @@ class Loader:
 
     Args:
         dataset: all samples, the same on all ranks. Either it has ``__len__`` and ``__getitem__``; then only the
-            samples that this rank reads are asked for, and a pipeline stage that reads no inputs gets empty batches. Or
-            it is a stream (an ``IterableDataset``), each iteration of which gives the same samples in the same order;
-            then this rank reads all of it and keeps its own samples, and a resumed run reads the earlier samples once
-            more.
-        engine: the engine, which says which samples this rank reads, and how many a global batch has.
+            samples that this rank reads are requested, and a pipeline stage that reads no inputs gets empty batches. Or
+            it is a stream (an ``IterableDataset``), each iteration of which returns the same samples in the same order;
+            then this rank reads all of it and keeps its own samples, and a resumed run reads the earlier samples again.
+        engine: the engine, which determines the samples that this rank reads, and the size of a global batch.
         seed: seed of the order of samples; not negative.
-        shuffle: whether every epoch has an order of its own, instead of the dataset's; on by default. Streams keep
+        shuffle: whether every epoch has its own random order, instead of the dataset's; on by default. Streams keep
             their own order.
         epochs: number of epochs, after which the loader ends, without an incomplete last batch; ``None``: it never
             ends. At the start of an epoch, ``set_epoch`` of a stream is called with its number, if the stream has it.
         collate: function that makes a batch of a list of samples; torch's ``default_collate`` by default.
-        num_workers: number of processes that load ahead; 0: this process loads when a batch is asked for. At most one
+        num_workers: number of processes that load ahead; 0: this process loads when a batch is requested. At most one
             process reads a stream.
         batch_size: number of samples in a global batch, if the planned inputs do not say.
 
     The state (``state_dict``, for ``Checkpoints(extra={"data": loader})``) is the number of samples in the batches that
-    were given out. What workers have loaded ahead does not count. Random augmentations should be drawn by the sample's
-    index, because the state of a worker's generator is lost.
+    the loader has returned. Samples that workers have loaded ahead do not count. Random augmentations should be seeded
+    by the sample's index, because the state of a worker's generator is lost.
 
-    Raises :class:`BatchError` if the dataset has no sample or no whole batch, or cannot be read in either way; if the
-    size of the batch is not known, or does not split over dp; and if a loop is begun after the loader has ended.
+    Raise :class:`BatchError` if the dataset has no sample or no whole batch, or cannot be read in either way; if the
+    size of the batch is not known, or is not divisible over ``dp``; and if a loop is started after the loader has
+    ended.
     """
 
     def __init__(
@@ -161,14 +163,16 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next sample, from 0. Raises :class:`BatchError` for a stream whose length is not known."""
+        """The epoch of the next sample, from 0 on. Raise :class:`BatchError` for a stream of unknown length."""
         if self.num_samples is None:
             raise BatchError("loader.epoch of a stream whose length is not known: give its dataset a __len__")
         return self.samples // self.num_samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position and order settings. They are equal on all ranks and do not depend on the rank
-        count."""
+        """Return the loader's position and order settings.
+
+        They are equal on all ranks and do not depend on the number of ranks.
+        """
         return {
             "samples": self.samples,
             "of": self.num_samples,
@@ -210,7 +214,7 @@ class Loader:
         return at + self.batch_size > self.epochs * self.num_samples
 
     def _make_data_loader(self) -> DataLoader[Any]:
-        """A loader of the batches to come."""
+        """Return a torch ``DataLoader`` of the batches from the current position on."""
         options: dict[str, Any] = {
             "num_workers": self._num_workers,
             "pin_memory": self._pin_memory,
@@ -231,9 +235,9 @@ class Loader:
 
 
 class StreamBatches(IterableDataset[Any]):
-    """The ``rows`` of each global batch of a stream, in which ``start`` samples were read before.
+    """The rank's ``rows`` of each global batch of a stream, after skipping ``start`` samples.
 
-    Raises :class:`BatchError` where the stream has no samples, or not as many as its length says.
+    Raise :class:`BatchError` if the stream returns no samples, or another number of samples than its length says.
     """
 
     def __init__(
@@ -291,7 +295,7 @@ class StreamBatches(IterableDataset[Any]):
 
 
 class _OwnBatchSampler:
-    """The loader's own samples as a batch sampler of torch's, from where it is when iteration starts."""
+    """A torch batch sampler that yields the indices of this rank's samples, from the loader's position on."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
@@ -313,7 +317,7 @@ def _count_samples(dataset: Any) -> int | None:
 
 
 def _is_stream(dataset: Any) -> bool:
-    """Whether a dataset is iterated over rather than indexed. Raises :class:`BatchError` for what is neither."""
+    """Whether a dataset is iterated over rather than indexed. Raise :class:`BatchError` if neither is possible."""
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise BatchError(
@@ -342,7 +346,7 @@ def _is_stream(dataset: Any) -> bool:
 
 
 def _check_stream(shuffle: bool | None, num_workers: int) -> None:
-    """Raise :class:`BatchError` for what cannot be asked of a stream."""
+    """Raise :class:`BatchError` for options that a stream does not support: shuffling, and several workers."""
     if shuffle:
         raise BatchError(
             "shuffle=True of a stream, whose samples come in its own order: shuffle in the dataset, alike on all ranks "

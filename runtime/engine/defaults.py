@@ -1,4 +1,4 @@
-"""Defaults of a rank: its device, the process group, and the folder of its files."""
+"""Defaults of a rank: its device, the process group, and the folder of its files on disk."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _BETWEEN = 512  # bytes between what one parameter has on disk, at most
 def default_communicator(
     program: Program, device: torch.device | str | None, placement: tuple[int, ...]
 ) -> Communicator:
-    """The communicator of the current process group; without a process group, one for a single rank.
+    """Return the communicator of the current process group; without a process group, one for a single rank.
 
-    Raises :class:`LaunchError` if the number of processes differs from the program's number of ranks.
+    Raise :class:`LaunchError` if the number of processes differs from the program's number of ranks.
     """
     if not dist.is_initialized():
         if program.world_size > 1:
@@ -80,7 +80,7 @@ def local_gpu() -> torch.device:
 
 
 def resolve_device(device: torch.device | str) -> torch.device:
-    """``device``, with its index and current where it is a GPU: streams and tensors are then of one and the same."""
+    """Return ``device`` with an index if it is a GPU, and make it the current device."""
     device = torch.device(device)
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -90,12 +90,14 @@ def resolve_device(device: torch.device | str) -> torch.device:
 
 
 def one_step_folder() -> str:
-    """Return the folder for disk files of a run of one step without an optimizer."""
+    """Return the folder for the disk files of a run of one step: ``PARTITION_OFFLOAD_FOLDER``, or the
+    temporary folder.
+    """
     return os.environ.get(FOLDER) or tempfile.gettempdir()
 
 
 def disk_for(rank: RankProgram, plan: Any, folder: str | Path | None) -> Disk | None:
-    """Return the disk storage of a rank, with the capacity that the plan estimates; ``None`` if nothing is offloaded to
+    """Return the disk storage of a rank, with the capacity that the plan estimates; ``None`` if nothing is kept on
     disk.
 
     Raise :class:`OffloadError` if no folder is given or it has too little space.

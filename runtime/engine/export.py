@@ -1,11 +1,11 @@
-"""Export of a rank's parameters: as DTensors in place, and as whole tensors in safetensors files.
+"""Export a rank's parameters, as DTensors that share their memory, or as whole tensors in safetensors files.
 
 A DTensor shows torch's own tools the whole tensor of which a rank holds a part. It shares the storage of the parameter
-that an optimizer steps. Its mesh has the axes of the plan over which this stage's ranks are spread, without axes of one
-rank. A layout that a DTensor cannot express exactly is refused, never approximated.
+that an optimizer updates. Its mesh has the axes of the plan over which this stage's ranks are spread, without axes of
+one rank. A layout that a DTensor cannot express exactly is refused, never approximated.
 
-All ranks gather and write the whole tensors in turn. The folder holds ``model.safetensors.index.json`` and its files,
-readable by every tool that supports sharded safetensors. It is replaced atomically, as a checkpoint is
+All ranks take turns to gather and write the whole tensors. The folder has ``model.safetensors.index.json`` and its
+files, readable by every tool that supports sharded safetensors. It is replaced atomically, in the way of a checkpoint
 (``runtime/checkpoint/atomic_folder.py``). All ranks must see the same file system.
 """
 
@@ -43,8 +43,11 @@ _SHOWN = 5  # reasons named in an error
 
 
 def require_dtensor_views(program: Program) -> None:
-    """Raise :class:`DTensorError`, naming the first reasons, unless every parameter of the model has a view: on all
-    ranks, whichever stage it is on."""
+    """Raise :class:`DTensorError`, which names the first reasons, unless a DTensor can express every parameter of the
+    model.
+
+    The result is equal on all ranks, because the parameters of all stages are checked.
+    """
     named, reasons = find_placements(program)
     if not reasons:
         return
@@ -72,8 +75,8 @@ def find_placements(program: Program) -> tuple[dict[str, list[Placement]], dict[
 class Views:
     """Creates DTensors that share the memory of one rank's parameters. All ranks create it together.
 
-    ``processes``: process number of each rank. ``devices``: devices on which parameters may be. Raise
-    :class:`LaunchError` if no device mesh of all ranks can be made.
+    ``processes``: process number of each rank. ``devices``: types of devices on which parameters may be, such as
+    "cuda". Raise :class:`LaunchError` if no device mesh of all ranks can be made.
     """
 
     def __init__(self, rank: RankProgram, processes: Sequence[int], devices: Iterable[str]) -> None:
@@ -88,7 +91,10 @@ class Views:
             self._meshes[device, axes] = self._build_device_mesh(device, axes)
 
     def of_parameters(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, DTensor]:
-        """A view of each parameter that has one, and on its ``grad`` one of its gradient."""
+        """Return name -> DTensor for each parameter that a DTensor can express.
+
+        Its ``grad`` is a DTensor of the gradient.
+        """
         found = {name: self.of(name, parameters[name]) for name in self.placements}
         for name, view in found.items():
             view.requires_grad_(parameters[name].requires_grad)
@@ -99,9 +105,12 @@ class Views:
     def of_optimizer(
         self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> dict[str, dict[str, Any]]:
-        """What ``optimizer`` holds for each parameter that has a view: views of what is laid out as the parameter is.
+        """Return parameter -> key -> state of ``optimizer``.
 
-        Raises :class:`CheckpointError` where it has other parameters.
+        States with the parameter's shape are returned as DTensors.
+
+        Parameters that no DTensor can express are left out. Raise :class:`CheckpointError` if the optimizer has other
+        parameters than ``parameters``.
         """
         OptimizerState(optimizer, parameters)
         found: dict[str, dict[str, Any]] = {}
@@ -130,7 +139,10 @@ class Views:
         )
 
     def _build_device_mesh(self, device: str, axes: tuple[str, ...]) -> DeviceMesh:
-        """The ranks of this stage, by ``axes``. Groups are opened for all stages, by all ranks."""
+        """Return the device mesh of this stage's ranks with the dims ``axes``.
+
+        All ranks open the groups of all stages.
+        """
         grid = self.program.grid(axes)
         names = ("pp", *axes) if grid.get("pp", 1) > 1 else axes
         processes = torch.tensor(self._processes).view([grid[axis] for axis in names])
@@ -146,7 +158,7 @@ class Views:
 
 
 def axes_of(program: Program, name: str) -> tuple[str, ...]:
-    """The axes of a parameter's mesh, outermost first: all of its grid that have more than one rank, but ``pp``."""
+    """Return the axes of a parameter's device mesh, outermost first: those with more than one rank, without ``pp``."""
     axes = {axis for axis, _ in _list_cuts(program, name)} | {*program.states[name].zero_axes}
     try:
         grid = program.grid(axes)
@@ -156,8 +168,10 @@ def axes_of(program: Program, name: str) -> tuple[str, ...]:
 
 
 def placements_of(program: Program, name: str) -> list[Placement]:
-    """Return the DTensor placement of a parameter on each axis of its mesh. Raise :class:`DTensorError` if there is
-    none."""
+    """Return the DTensor placement of a parameter on each axis of its mesh, in the order of the axes.
+
+    Raise :class:`DTensorError` if no placements express the layout.
+    """
     state, axes = program.states[name], axes_of(program, name)
     found: dict[str, Placement] = {axis: Replicate() for axis in axes}
     first: list[str] = []  # the axes that cut dim 0
@@ -181,7 +195,10 @@ def placements_of(program: Program, name: str) -> list[Placement]:
 
 
 def _list_cuts(program: Program, name: str) -> list[tuple[str, Layout]]:
-    """How a parameter is cut, in this order, but for what ranks share under ZeRO; each over an axis of one grid."""
+    """Return how a parameter is sharded, without ZeRO, as pairs (mesh axis, layout) in the order of the cuts.
+
+    Raise :class:`DTensorError` if no mesh contains these axes.
+    """
     state = program.states[name]
     experts, tensors = Layout.parse(state.expert_layout), Layout.parse(state.layout)
     tp = "tp"
@@ -209,7 +226,11 @@ FILE_BYTES = 2 << 30  # of a file, so that no rank holds more than this of other
 
 @dataclass(frozen=True)
 class Chunk:
-    """The tensors of one file: states that the stage ``stage`` holds, written by one of its ranks."""
+    """The contents of one safetensors file of an export: names of parameters and buffers, all on pipeline stage
+    ``stage``.
+
+    ``number``: number of the file, from 0 on.
+    """
 
     stage: int
     number: int
@@ -222,10 +243,10 @@ class Chunk:
 def export_weight_files(
     directory: Path, rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator
 ) -> None:
-    """Write the weights; every rank takes part. ``directory`` is there complete afterwards, or as it was before.
+    """Write the weights to ``directory``. All ranks call it. The folder is complete afterwards, or unchanged.
 
-    Raises, before anything is written, :class:`CheckpointError` where the first rank cannot make room for it, and
-    :class:`WeightsError` for a type that safetensors does not have.
+    Raise, before anything is written, :class:`CheckpointError` if rank 0 cannot write the folder or it has other
+    weights, and :class:`WeightsError` for a type that safetensors does not support.
     """
     for name in weight_states(rank.program):
         check_storable(name, dtype_of(rank.program.states[name].dtype))
@@ -247,7 +268,7 @@ def export_weight_files(
 
 
 def _check_others(place: Path) -> None:
-    """Raise :class:`CheckpointError` where weights are that would be read instead of those that are written."""
+    """Raise :class:`CheckpointError` if the folder has weights that tools would read instead of the exported ones."""
     names = sorted(path.name for path in place.iterdir()) if place.is_dir() else []
     others = [name for name in names if re.fullmatch(_WEIGHTS, name) and not re.fullmatch(OWN, name)]
     if others:
@@ -258,8 +279,12 @@ def _check_others(place: Path) -> None:
 
 
 def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator) -> dict[str, Tensor]:
-    """Gather all whole parameters and buffers, by name, on the CPU of the first process. Other processes get an empty
-    dict."""
+    """Gather all whole parameters and buffers, by name, on the CPU of the first process.
+
+    Other processes get an empty dict.
+
+    All ranks call it.
+    """
     everyone = communicator.group(rank.group("pp", "tp"))
     whole: dict[str, Tensor] = {}
     home = rank.program.coordinates(communicator.home)
@@ -286,7 +311,7 @@ def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Co
 
 
 def chunks_of(program: Program) -> list[Chunk]:
-    """Return which tensors are written to which file; the result is the same on all ranks."""
+    """Return the contents of each safetensors file of an export. The result is equal on all ranks."""
     chunks: list[Chunk] = []
     for stage in range(len(program.stages)):
         names: list[str] = []
@@ -306,7 +331,10 @@ def chunks_of(program: Program) -> list[Chunk]:
 
 
 def _is_chunk_writer(chunk: Chunk, rank: RankProgram) -> bool | None:
-    """Whether this rank writes ``chunk``; ``None`` if it has no part in it. The ranks of the stage take turns."""
+    """Whether this rank writes the file ``chunk``; ``None`` if it does not take part in gathering its tensors.
+
+    The ranks of a stage take turns as writers.
+    """
     dp, tp = rank.program.mesh.get("dp", 1), rank.program.mesh.get("tp", 1)
     if rank.program.size("ep") > 1 or rank.program.zero:  # the parts are on ranks of any dp and tp
         if rank.stage_index != chunk.stage:
@@ -337,7 +365,10 @@ def _write_chunk(
 
 
 def _gather_weight(name: str, shard: Tensor, rank: RankProgram, communicator: Communicator) -> Tensor:
-    """The whole of a shard over the ranks that share it, over ``tp`` and, of experts' weights, over ``ep``."""
+    """Return the whole tensor of a parameter or buffer, gathered from the ranks that hold parts of it.
+
+    Parts are ZeRO pieces, and shards over ``tp`` and ``ep``.
+    """
     data = rank.program.states[name]
     if data.zero_axes:
         shape, sharing = shard_shape(rank.program, name), communicator.group(rank.zero_group(name))

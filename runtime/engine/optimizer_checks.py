@@ -1,9 +1,10 @@
-"""Checks of an engine's optimizers before their first step: a shard must be updated as in the whole parameter.
+"""Check an engine's optimizers before their first step: a shard must be updated like the same part of a whole
+parameter.
 
-An optimizer of a rank sees only a part of a parameter that the plan shards. An optimizer that computes each element
+If the plan shards a parameter, the optimizer of a rank sees only a part of it. An optimizer that computes each element
 from this element, its gradient and its state updates the part correctly. One that uses rows, norms or all parameters
-does not, without any error. A trial (``runtime/engine/optimizer_trials.py``) tells the two kinds apart, for the ways of
-cutting that the plan has.
+does not, without raising an error. A trial (``runtime/engine/optimizer_trials.py``) distinguishes the two kinds, for
+the ways in which the plan shards parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ _Seen = tuple[int, ...]  # how many parameters the groups of an optimizer have
 
 
 class OptimizerCheck:
-    """The optimizers of one rank's ``parameters``. ``more``: what the rank gives optimizers besides."""
+    """Checks, before they step, that optimizers update one rank's ``parameters`` correctly although they are sharded.
+
+    ``more``: further tensors that the engine gives to optimizers, such as an empty one on ranks without parameters.
+    """
 
     def __init__(self, rank: RankProgram, parameters: Mapping[str, nn.Parameter], more: Sequence[nn.Parameter]) -> None:
         self.rank = rank
@@ -48,7 +52,7 @@ class OptimizerCheck:
         self._trusted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def attach(self, engine: object) -> None:
-        """Check every optimizer that is about to step a parameter of ``engine``, as long as that is there."""
+        """Check every optimizer before it steps a parameter of this rank, as long as ``engine`` exists."""
         if self.rank.program.objective == "train":
             step_hook.add(engine, self.before_step)
 
@@ -56,8 +60,10 @@ class OptimizerCheck:
         self._trusted.add(optimizer)
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise :class:`OptimizerError` where ``optimizer`` does to a rank's parts what it would not do to the whole:
-        before its first step, and again where it has been given parameters."""
+        """Raise :class:`OptimizerError` if ``optimizer`` updates a rank's parts differently from whole parameters.
+
+        The check runs before the first step, and again after parameters were added to the optimizer.
+        """
         seen = tuple(len(group["params"]) for group in optimizer.param_groups)
         if self._checked.get(optimizer) == seen:
             return
@@ -69,8 +75,10 @@ class OptimizerCheck:
         self._checked[optimizer] = seen
 
     def check(self, optimizer: Optimizer, call: StepCall) -> None:
-        """Try ``optimizer`` on small tensors. Raise :class:`OptimizerError` if it updates shards unlike whole
-        parameters."""
+        """Try copies of ``optimizer`` on small tensors, whole and sharded.
+
+        Raise :class:`OptimizerError` if the updates differ.
+        """
         if optimizer in self._trusted:
             return
         samples = self._sample_cuts(optimizer)
@@ -85,13 +93,16 @@ class OptimizerCheck:
         return any(id(p) in self._own for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
 
     def _trains_elsewhere(self) -> bool:
-        """Whether parameters are trained that one rank has and another one has not."""
+        """Whether trained parameters are on several pipeline stages, so that no rank has all of them."""
         trained = [s.stages for s in self.rank.program.states.values() if s.requires_grad and s.kind == "parameter"]
         return len({stage for stages in trained for stage in stages}) > 1
 
     def _sample_cuts(self, optimizer: Optimizer) -> list[Sample]:
-        """One small tensor for each way in which parameters of groups with the same kind of options are cut, of the
-        largest such parameter."""
+        """Return one small tensor for each way in which parameters are sharded, for each kind of options of parameter
+        groups.
+
+        It stands for the largest parameter of this kind.
+        """
         found: dict[tuple[Any, int, ParameterCut], tuple[int, Sample]] = {}
         first_of: dict[Any, int] = {}
         for index, names in enumerate(self._names_by_group(optimizer)):
@@ -112,9 +123,11 @@ class OptimizerCheck:
         return Sample(name, group, tuple(data.shape), cut_of(self.rank.program, name), dtype, device)
 
     def _names_by_group(self, optimizer: Optimizer) -> list[list[str]]:
-        """The trained parameters of each group, those of other stages included as far as they can be known: of which
-        this rank has others of the same name but for numbers, or all, where an optimizer has all of this rank's and
-        one group."""
+        """Return the names of the trained parameters of each group of ``optimizer``, including those of other stages.
+
+        A parameter of another stage is assigned to the group of a parameter on this rank whose name differs only in
+        numbers. If the optimizer has one group with all of this rank's parameters, the others are assigned to it.
+        """
         groups = [
             [self._names[id(p)] for p in group["params"] if id(p) in self._names and p.requires_grad]
             for group in optimizer.param_groups
@@ -155,7 +168,7 @@ class OptimizerCheck:
         )
 
     def _list_uncut_constraints(self, found: TrialFinding) -> str:
-        """The constraints under which ranks have what ``found`` is about whole."""
+        """Return the constraints, as text, under which the parameters of ``found`` would not be sharded."""
         program, data = self.rank.program, self.rank.program.states[found.sample.name]
         if found.what == "stages":
             return "pp=1"
@@ -165,7 +178,10 @@ class OptimizerCheck:
 
 
 def cut_of(program: Program, name: str) -> ParameterCut:
-    """Return how the plan shards a parameter; the result is the same on all ranks."""
+    """Return along which dims, and whether by ZeRO, the plan shards the parameter ``name``.
+
+    It is equal on all ranks.
+    """
     data = program.states[name]
     dims = {shard.layout.dim for shard in shards_of(program, name, 0)}
     return ParameterCut(tuple(sorted(dims)), bool(data.zero_axes), bool(data.parts))
@@ -176,8 +192,10 @@ def _mask_numbers(name: str) -> str:
 
 
 def _kind_of_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What tells the options of groups apart: of numbers only whether they are there, since rates and decays differ
-    from layer to layer."""
+    """Return a key that is equal for parameter groups with the same kind of options.
+
+    For numbers it only says whether they are zero, and learning rates are ignored, because both differ between layers.
+    """
     kinds = []
     for name, value in sorted(group.items()):
         if name == "params" or isinstance(value, Tensor):
@@ -189,7 +207,7 @@ def _kind_of_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepCall:
-    """How ``step`` was called with ``args``, of which the first is the optimizer."""
+    """Return how ``step`` was called with ``args``, the first of which is the optimizer."""
     given, named = [*args[1:]], dict(kwargs)
     closure = (bool(given) and callable(given[0])) or callable(named.get("closure"))
     named.pop("closure", None)
@@ -197,7 +215,7 @@ def _call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepCall:
 
 
 def _find_enclosing_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """The optimizers in whose methods ``optimizer`` is being stepped, as in those that wrap another one."""
+    """Yield the optimizers whose methods are on the call stack of this step, such as one that wraps ``optimizer``."""
     frame, seen = sys._getframe(2), {id(optimizer)}
     while frame is not None:
         first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()

@@ -1,8 +1,8 @@
 """Trials of an optimizer: copies of it step small tensors, whole and in parts, and their updates are compared.
 
-The copies have the class, the attributes and the options of the optimizer's groups, and no state. They hold no tensor
-of the optimizer's, and nothing that the optimizer only refers to: a model, an engine, a process group. Random
-generators are as before afterwards.
+The copies have the class, the attributes and the options of the optimizer's groups, and no state. They do not hold
+tensors of the optimizer, nor objects to which the optimizer only refers: a model, an engine, a process group. Random
+generators are restored afterwards.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ Part = Callable[[Tensor], list[Tensor]]  # what of a small tensor a copy steps
 
 @dataclass(frozen=True)
 class ParameterCut:
-    """How a plan cuts a parameter: along ``dims``, then flat (ZeRO); ``stacked``: the model has its rows along dim 0
-    as parameters of their own."""
+    """How a plan shards a parameter: along ``dims``, then flat into ZeRO pieces.
+
+    ``stacked``: the parameter is a stack of parameters of the model along dim 0.
+    """
 
     dims: tuple[int, ...] = ()
     flat: bool = False
@@ -63,7 +65,10 @@ class ParameterCut:
         return not (self.dims or self.flat or self.stacked)
 
     def parts(self, whole: Tensor) -> list[Tensor]:
-        """The parts of a small tensor, two along each dim and three of what is left, without those of no elements."""
+        """Return the parts of a small tensor: halves along each dim, then thirds under ZeRO.
+
+        Empty parts are left out.
+        """
         parts = [whole]
         for dim in self.dims:
             parts = [chunk for part in parts for chunk in part.chunk(2, dim)]
@@ -72,8 +77,9 @@ class ParameterCut:
         return [part for part in parts if part.numel()]
 
     def parameters(self, whole: Tensor) -> list[Tensor]:
-        """Return the model's own parameters that ``whole`` contains: its rows if it is stacked, else ``whole``
-        itself."""
+        """Return the model's own parameters that ``whole`` contains: its rows if it is stacked, else
+        ``whole`` itself.
+        """
         return [*whole.unbind(0)] if self.stacked else [whole]
 
     def __str__(self) -> str:
@@ -85,7 +91,7 @@ class ParameterCut:
 
 @dataclass(frozen=True)
 class Sample:
-    """A small tensor in the place of a parameter ``name`` of global ``shape`` in an optimizer's ``group``."""
+    """A small tensor that stands for the parameter ``name``, of global ``shape``, in the parameter group ``group``."""
 
     name: str
     group: int
@@ -102,7 +108,10 @@ class Sample:
         return tuple(max(2, size // 2 * 2) if dim in self.cut.dims else size for dim, size in enumerate(sizes))
 
     def values(self, seed: int, wide: bool) -> Tensor:
-        """Normal numbers, whose size grows along each dim or shrinks, as ``seed`` says; ``wide``: of 64 bits."""
+        """Return normal random numbers, whose magnitude grows or shrinks along each dim, depending on ``seed``.
+
+        ``wide``: return them in float64 or complex128.
+        """
         generator = torch.Generator().manual_seed(seed)
         result = torch.randn(self.small_shape, generator=generator, dtype=torch.float64)
         for dim, size in enumerate(self.small_shape):
@@ -117,8 +126,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class TrialFinding:
-    """What is wrong with an optimizer: its updates of parts, or of some of the parameters, differ from those of all
-    (``differs``); it cannot step parts (``fails``); it could not be tried (``untried``)."""
+    """The problem of an optimizer.
+
+    ``kind``: its updates of a part differ from those of the whole (``differs``); it raises an error on parts
+    (``fails``); or it could not be tried (``untried``). ``what``: whether parts of parameters or a subset of the
+    parameters (those of one stage) were tried. ``why``: an explanation.
+    """
 
     kind: Literal["differs", "fails", "untried"]
     what: Literal["parts", "stages"]
@@ -128,7 +141,9 @@ class TrialFinding:
 
 @dataclass(frozen=True)
 class StepCall:
-    """How a script calls ``step``: what it gives besides a closure, and whether it gives one (``None``: not known)."""
+    """How a script calls ``step``: arguments other than the closure, and whether there is a closure (``None``:
+    unknown).
+    """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -140,8 +155,13 @@ class NotCopied(Exception):
 
 
 def try_on_parts(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: StepCall) -> TrialFinding | None:
-    """Step ``samples`` and their parts, with ``stages`` also some without the others; ``None``: the updates are the
-    same. The optimizer, its parameters and all random generators are as before."""
+    """Compare the updates of copies of ``optimizer`` on whole ``samples`` and on their parts.
+
+    Return the problem, or ``None``.
+
+    ``stages``: also compare with steps on a subset of the samples. The optimizer, its parameters and all random
+    generators are unchanged afterwards.
+    """
     device = samples[0].device
     if stages and len(samples) == 1:
         samples = [samples[0], samples[0]]
@@ -188,12 +208,15 @@ def _report_untried(samples: Sequence[Sample], why: str) -> TrialFinding:
 
 
 class _WholeFailed(Exception):
-    """A copy cannot step whole tensors."""
+    """Raised if a copy of an optimizer cannot step whole tensors, so that nothing can be compared."""
 
 
 @dataclass
 class _Stepped:
-    """A copy of the optimizer: by sample what it steps, and which part of the sample each is."""
+    """A copy of the optimizer with the tensors that it steps, by index of the sample.
+
+    ``parts``: functions that select the stepped parts from a sample.
+    """
 
     optimizer: Any
     tensors: dict[int, list[nn.Parameter]]
@@ -203,13 +226,16 @@ class _Stepped:
     before: dict[int, list[Tensor]] = field(default_factory=dict)  # the last step
 
     def updates(self, index: int) -> list[Tensor]:
-        """Return the differences that the last step made to the parts of a sample."""
+        """Return the changes that the last step made to the parts of a sample."""
         return [t.detach() - b for t, b in zip(self.tensors[index], self.before[index], strict=True)]
 
 
 @dataclass(frozen=True)
 class _TrialRow:
-    """A tensor that is stepped. Its loss is ``gradient * x + curvature * x * x / 2``, summed, of what it has moved."""
+    """A tensor that is stepped.
+
+    With the distance ``x`` from its start, its loss is the sum of ``gradient * x + curvature * x * x / 2``.
+    """
 
     tensor: nn.Parameter
     start: Tensor
@@ -231,7 +257,9 @@ class _TrialRow:
 
 
 class _Trial:
-    """One way to make copies of ``optimizer``, and the copies' steps on ``samples``."""
+    """A trial with one way to copy ``optimizer``: steps of the copies on ``samples``, and the comparison of the
+    updates.
+    """
 
     def __init__(
         self,
@@ -253,7 +281,10 @@ class _Trial:
         self._gradients = [gradients for _, _, *gradients in numbers]
 
     def compare_copies(self, stages: bool) -> TrialFinding | None:
-        """Raises :class:`_WholeFailed` where nothing can be compared."""
+        """Return the first difference between updates of whole samples and of their parts; ``None`` if there is none.
+
+        Raise :class:`_WholeFailed` if a copy cannot step whole samples.
+        """
         try:
             whole = self._copy_parts({i: s.cut.parameters for i, s in enumerate(self.samples)}, "parts")
         except Exception as error:
@@ -375,8 +406,11 @@ def mirror_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -
 
 
 def rebuild_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Any:
-    """An optimizer made by the constructor of ``optimizer``, of the options of its groups and of attributes that are
-    named as the constructor's arguments; where attributes hold what a constructor made of real parameters."""
+    """Return a new optimizer of the same class, made by its constructor, whose groups hold the tensors ``groups``.
+
+    The arguments are the options of the groups, and attributes with the same names as the constructor's parameters.
+    This works if attributes depend on the real parameters, so that copying them would not.
+    """
     kind, mirror = class_of(optimizer), _OptimizerMirror(optimizer, groups)
     defaults = getattr(optimizer, "defaults", {})
     known = {**defaults, **vars(optimizer)}
@@ -408,14 +442,16 @@ def rebuild_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) 
 
 
 def class_of(optimizer: Optimizer) -> type[Any]:
-    """The class of an optimizer: the script's, where :func:`partitioner.runtime.state.disk_offload.keep_on_disk` has
-    put another one before it."""
+    """Return the class of an optimizer as the script knows it.
+
+    :func:`partitioner.runtime.state.disk_offload.keep_on_disk` replaces it by a subclass.
+    """
     kind = type(optimizer)
     return kind.__mro__[1] if keeper_of(optimizer) is not None else kind
 
 
 class _Withheld:
-    """In the place of what copies have not."""
+    """A placeholder for an object that is not copied, such as a model. Any use of it raises :class:`NotCopied`."""
 
     def __init__(self, what: str) -> None:
         self.__dict__["_what"] = what
@@ -437,7 +473,10 @@ class _Withheld:
 
 
 class _OptimizerMirror:
-    """Copies of what an optimizer holds, each object once; of its parameters the small tensors."""
+    """Copies the objects that an optimizer holds, each object once.
+
+    Its parameters are replaced by the small tensors.
+    """
 
     def __init__(self, optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> None:
         self._made: dict[int, Any] = {}
@@ -451,7 +490,7 @@ class _OptimizerMirror:
         self._groups = optimizer.param_groups
 
     def copy_groups(self) -> list[dict[str, Any]]:
-        """The groups with their options."""
+        """Return copies of the parameter groups with their options, and with a learning rate that is not too small."""
         found = [self.copy_value(group) for group in self._groups]
         for group in found:
             _raise_rate(group)
@@ -477,7 +516,7 @@ class _OptimizerMirror:
         return made
 
     def copy_value(self, value: Any) -> Any:
-        """A copy of any value."""
+        """Return a copy of any value. Raise :class:`NotCopied` if the optimizer holds too many or too large objects."""
         if id(value) in self._made:
             return self._made[id(value)]
         if len(self._kept) > 20_000:
@@ -523,7 +562,7 @@ class _OptimizerMirror:
         return self._copy_object(value)
 
     def _copy_function(self, value: types.FunctionType) -> types.FunctionType:
-        """With copies of the variables of other functions that it uses."""
+        """Return a copy of a function whose closure variables are copied, too."""
         if value.__closure__ is None:
             return value
         cells = tuple(types.CellType() for _ in value.__closure__)
@@ -562,7 +601,7 @@ _SHARED = (
 
 
 def _raise_rate(group: dict[str, Any]) -> None:
-    """Let a group's learning rate be large enough for updates to show."""
+    """Increase a group's learning rate if it is too small for updates to be visible."""
     rate = group.get("lr")
     if isinstance(rate, Tensor):
         group["lr"] = rate.detach().clone().clamp_(min=_LEAST_RATE) if rate.is_floating_point() else rate

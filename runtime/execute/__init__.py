@@ -1,1 +1,3 @@
-"""Executes a rank's instructions: graphs as functions, transfers, overlap, flight recorder."""
+"""Execute a rank's instructions: compile graphs to functions, transfer values, overlap communication,
+record progress.
+"""

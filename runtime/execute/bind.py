@@ -1,4 +1,4 @@
-"""Compile a block's graphs to functions of one rank: collectives bound to the rank's groups, devices to its device.
+"""Compile a block's graphs to functions of one rank, with collectives on the rank's groups and tensors on its device.
 
 The graphs of a program are the same for all ranks of a stage. :class:`Library` reads and differentiates each graph once
 for all ranks of a process. :class:`Binder` turns graphs into functions of one rank.
@@ -50,16 +50,18 @@ _KEPT = ("path", "source")
 
 
 class SharedDerivatives:
-    """A folder in which ranks of one run and one machine find each other's derivatives."""
+    """A cache folder through which the ranks on one machine share the forward and backward graphs of the model's
+    blocks.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, key: tuple[Any, ...], make: Callable[[], Differentiated]) -> Differentiated:
-        """What the first rank that came for ``key`` has made; those that come meanwhile wait for it.
+        """Return the forward and backward graphs for ``key``. The first rank that asks computes them; the others wait.
 
-        One that fails, or is killed, leaves its turn to the next.
+        If that rank fails or is killed, the next one calls ``make`` and stores the result.
         """
         path = self.folder / hashlib.sha256(repr(key).encode()).hexdigest()
         with path.with_suffix(".lock").open("w") as turn:
@@ -89,11 +91,13 @@ def _from_data(data: dict[str, Any]) -> Differentiated:
 
 
 class _Node(str):
-    """The name of a node, among a node's arguments."""
+    """The name of a graph node, as a placeholder for it in serialised arguments."""
 
 
 def _serialize_nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
-    """Each node's kind, name, operator, arguments, tensor and place."""
+    """Yield for each node: kind, name, operator, arguments, keyword arguments, tensor spec, and position in
+    the model.
+    """
     for node in graph.nodes:
         target = node.target
         operator = str(target) if isinstance(target, torch._ops.OpOverload) else target
@@ -118,9 +122,10 @@ def _nodes_to_graph(nodes: list[tuple[Any, ...]]) -> fx.Graph:
 
 
 class GradientNeeds(NamedTuple):
-    """What a call must give gradients of: its inputs, its states, from those of its outputs.
+    """The gradients that the backward of a call (one use of a block, such as a layer) has to compute.
 
-    ``slim``: without keeping its block's scores.
+    ``inputs`` and ``states``: for each one, whether its gradient is computed. ``outputs``: for each one, whether a
+    gradient arrives. ``slim``: backward recomputes cheap operators instead of saving their results.
     """
 
     inputs: tuple[bool, ...]
@@ -130,7 +135,10 @@ class GradientNeeds(NamedTuple):
 
 
 def gradient_needs(program: Program, call: CallData, slim: bool = False) -> GradientNeeds | None:
-    """What the backward of ``call`` computes; ``None`` if it has none."""
+    """Return which gradients the backward of ``call`` has to compute; ``None`` if the call has no backward.
+
+    ``call`` is one use of a block, such as a layer. ``slim``: use selective recomputation.
+    """
     outputs = tuple(program.values[v].requires_grad for v in call.outputs)
     if program.objective != "train" or call.prologue or not any(outputs):
         return None
@@ -140,9 +148,10 @@ def gradient_needs(program: Program, call: CallData, slim: bool = False) -> Grad
 
 
 class Library:
-    """The blocks of a program and their derivatives; safe to share between threads.
+    """The graphs of a program's blocks (repeated pieces of the model, such as layers) and their backward graphs.
 
-    ``shared``: a folder in which ranks of the same run and machine share derivatives.
+    They are computed on first use. Safe to share between threads. ``compile``: whether to use ``torch.compile``, or the
+    name of its backend. ``shared``: a folder in which ranks of the same run and machine share derivatives.
     """
 
     def __init__(
@@ -179,7 +188,12 @@ class Library:
         return differentiate(self.block(name), self.device, *wanted, again)
 
     def fused(self, graph: fx.Graph, num_sinks: int, name: str, needs: GradientNeeds | None, kind: str) -> fx.Graph:
-        """``graph`` with its operators compiled, if that was asked for; once for all calls of a block."""
+        """Return ``graph`` with its operators replaced by ``torch.compile`` functions; unchanged if that is switched
+        off.
+
+        Each function is compiled once for all calls of a block. ``num_sinks``: number of last outputs that are
+        gradients of parameters.
+        """
         if self.backend is None:
             return graph
         backend = self.backend
@@ -195,7 +209,7 @@ class Library:
 
 
 class CurrentMicrobatch:
-    """Which microbatch runs now: the one thing about a run that a graph can ask for (``axis_index`` of ``data``)."""
+    """Holds the number of the microbatch that runs now, which a graph reads by the operator ``axis_index("data")``."""
 
     def __init__(self, share: range, device: torch.device) -> None:
         self.microbatch = 0
@@ -206,7 +220,10 @@ class CurrentMicrobatch:
 
 
 class Binder:
-    """Compiles pieces of blocks for one rank; each piece once."""
+    """Compiles the graphs of blocks (repeated pieces of the model, such as layers) to Python functions of one rank.
+
+    Each function is compiled once.
+    """
 
     def __init__(self, rank: RankProgram, library: Library, communicator: Communicator) -> None:
         self.rank = rank
@@ -220,15 +237,17 @@ class Binder:
         return list(self._compiled.values())
 
     def compile_plain(self, name: str) -> Compiled:
-        """``(*states, *inputs) -> outputs``, where no backward follows."""
+        """Compile the block ``name`` for a call without backward: ``(*states, *inputs) -> outputs``."""
         return self._compile_once(
             name, None, "forward", lambda: (_make_results_contiguous(self.library.block(name).graph), 0)
         )
 
     def compile_piece(self, name: str, needs: GradientNeeds, kind: str) -> Compiled:
-        """One of the functions of :class:`Differentiated`, or ``outputs`` and ``saved``: half of ``forward`` each.
+        """Compile one function of a block's forward and backward.
 
-        Gradients of states go to sinks.
+        ``kind`` is ``forward``, ``backward``, ``backward_input``, ``backward_weight``, or one half of ``forward``:
+        ``outputs`` or ``saved`` (the tensors that backward needs). The function does not return the gradients of states
+        (parameters), but adds them to sinks, which accumulate them.
         """
         derived = self.library.differentiated(name, needs)
         return self._compile_once(name, needs, kind, lambda: _PIECES[kind](derived))
@@ -306,7 +325,10 @@ def _bind_reduce_scatter(group: RankGroup, dim: int, **_: Any) -> Binding:
 
 
 class _Spending:
-    """A collective under way whose operand nobody else reads: its memory goes when that has been sent."""
+    """A collective in progress whose operand nothing else reads.
+
+    The operand's memory is reused after it has been sent.
+    """
 
     __slots__ = ("operand", "pending")
 
@@ -381,7 +403,10 @@ def _make_context_attention(
 
 
 def _in_place(node: fx.Node, binding: Binding) -> Binding:
-    """``binding`` with every operand in its place: a graph hands over a node that is read twice only once."""
+    """Return ``binding`` with one operand for each tensor argument of ``node``, in order.
+
+    Without this, a node that occurs twice among the arguments would be passed only once.
+    """
     assert isinstance(binding, DirectBinding)
     given, function = node.all_input_nodes, binding.function
     places = [given.index(a) for a in node.args if isinstance(a, fx.Node)]
@@ -431,8 +456,7 @@ assert _BINDINGS.keys() == _ARGUMENTS.keys()
 
 
 def _make_results_contiguous(graph: fx.Graph) -> fx.Graph:
-    """``graph`` with results that are contiguous, as :func:`partitioner.passes.shard.differentiate.differentiate` makes
-    them."""
+    """Return ``graph`` with contiguous results, which is what the graphs of differentiated blocks have, too."""
     results: Any = graph.output_node().args[0]
     strided: list[fx.Node] = [n for n in results if not n.meta["val"].is_contiguous()]
     if not strided:
@@ -452,7 +476,10 @@ def _select_whole_piece(piece: JointSubgraph, num_sinks: int = 0) -> tuple[fx.Gr
 
 
 def _select_outputs(piece: JointSubgraph, start: int, stop: int | None) -> tuple[fx.Graph, int]:
-    """The part of ``piece`` that makes some of its outputs."""
+    """Return the part of the graph ``piece`` that computes its outputs ``[start:stop]``, and 0.
+
+    The 0 is the number of outputs that are accumulated gradients.
+    """
     graph = fx.Graph()
     outputs = graph.graph_copy(piece.graph, {})
     assert isinstance(outputs, tuple)

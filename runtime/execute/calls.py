@@ -1,4 +1,4 @@
-"""One call of a block on one rank: forward, backward, and what is kept in between."""
+"""Run one call of a block on one rank, forward and backward, and keep what backward needs in between."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from partitioner.runtime.state.host_offload import Copier, OffloadedActivations,
 
 
 class Environment:
-    """The values of each microbatch and their gradients, and what forward keeps for backward."""
+    """The tensors of a step in progress: values and gradients of each microbatch, and what forward saves for backward.
+
+    ``values`` (tensors that pass between calls) and ``gradients`` are lists over microbatches of name -> tensor. The
+    other dicts have the keys (microbatch, index of the call).
+    """
 
     def __init__(self, rank: RankProgram, device: torch.device, copier: Copier | None = None) -> None:
         self.program = program = rank.program
@@ -32,7 +36,11 @@ class Environment:
             self.seed = torch.ones((), dtype=dtype_of(program.values[program.loss].dtype), device=device)
 
     def begin(self) -> None:
-        """A new step. The loss of every microbatch has the gradient 1: the whole loss is their sum."""
+        """Start a new step: remove all tensors, and set the loss gradient of every microbatch to 1, or to the loss
+        scale.
+
+        The loss of the step is the sum of the losses of its microbatches.
+        """
         self.clear()
         if self.seed is not None and self.program.loss is not None:
             for gradients in self.gradients:
@@ -45,7 +53,7 @@ class Environment:
             kept.clear()
 
     def gradient(self, microbatch: int, value: str) -> Tensor:
-        """The gradient of ``value`` so far; zero if nothing was added to it."""
+        """Return the gradient of ``value`` that has been accumulated so far; zeros if nothing has been added."""
         gradient = self.gradients[microbatch].get(value)
         if gradient is None:
             spec = self.program.values[value]
@@ -60,9 +68,10 @@ class Environment:
 
 
 class StageStates(NamedTuple):
-    """The states of a stage, by name: the ``tensors``, and the ``sinks`` of their gradients.
+    """The states (parameters and buffers) of a stage, by name.
 
-    ``leaving``: states whose memory is given away between calls.
+    ``tensors`` has their values, and ``sinks`` the objects that accumulate their gradients. ``leaving`` has the names
+    of states whose memory is freed between calls, such as parameters sharded by ZeRO.
     """
 
     tensors: Mapping[str, Tensor]
@@ -71,10 +80,12 @@ class StageStates(NamedTuple):
 
 
 class BoundCall:
-    """A call with its states and functions.
+    """A call, which is one use of a block such as a layer, with this rank's parameters and compiled functions.
 
-    ``watched`` is told of every result that the model returns or that is its loss: ``(microbatch, name, value)``.
-    ``staying``: values that stay on the device where activations are moved to host memory.
+    Args:
+        index: position of the call on the pipeline stage.
+        watched: value -> function that is called with (microbatch, name, tensor) when the call computes this value.
+        staying: values that stay on the device when activations are moved to host memory.
     """
 
     def __init__(
@@ -158,19 +169,21 @@ class BoundCall:
             self.run_weight(self.env.saved.pop((microbatch, self.index)), self.sinks)
 
     def offload(self, microbatch: int) -> None:
-        """Start to move what forward kept to host memory."""
+        """Start moving the activations that forward saved for this microbatch to host memory."""
         if self.has_backward:
             place = microbatch, self.index
             saved, stay = self.env.saved.pop(place), self.env.staying.pop(place)
             self.env.parked[place] = OffloadedActivations(saved, stay, self.env.copier)
 
     def fetch(self, microbatch: int) -> None:
-        """Start to bring it back."""
+        """Start copying the activations of this microbatch from host memory back to the device."""
         if self.has_backward:
             self.env.parked[microbatch, self.index].fetch()
 
     def _collect_backward_arguments(self, microbatch: int) -> list[Any]:
-        """What backward reads: the values saved, recomputed if need be, and the gradients of the outputs."""
+        """Return the arguments of backward: saved tensors, recomputed if necessary, and the gradients of
+        the outputs.
+        """
         self.moment.microbatch = microbatch
         place = microbatch, self.index
         saved = self.env.parked.pop(place).unpark() if place in self.env.parked else self.env.saved.pop(place)
@@ -186,7 +199,10 @@ class BoundCall:
 
 
 def _copy_shared_results(results: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:
-    """``results`` in memory that is not the states'; what is repeated by its strides stays so."""
+    """Return ``results``, in which tensors that share memory with ``states`` are copied.
+
+    Expanded dims stay expanded.
+    """
     theirs = {get_storage_address(state) for state in states}
     return [_copy_expanded(x) if get_storage_address(x) in theirs else x for x in results]
 

@@ -1,13 +1,13 @@
 """Compile a graph to one straight-line Python function, without an interpreter between the operators.
 
-The function takes its arguments as a list and empties it, and drops every value after its last use, so that a tensor
-lives no longer than the graph needs it. Collectives are started where their operand is ready and waited for where their
-result is first read; independent operators are moved in between. Every line of the function knows its node, so an error
-is reported with the node, the module's path and the source line, at no cost in a run without errors.
+The function takes its arguments as a list and empties it, and deletes every value after its last use, so that no tensor
+lives longer than needed. A collective starts when its operand is ready, and is waited for where its result is first
+read; independent operators are moved in between. Every line of the function is associated with its node, so an error
+names the node, the module's path and the source line, at no cost in a run without errors.
 
 ATen operators are replaced by faster Python functions with the same result. ``torch.ops.aten.mm.default`` goes through
 boxed arguments and takes 2 microseconds more than ``torch.mm`` (measured); on small tensors that is half of the
-operator. A view that its operand's strides forbid becomes a copy, so a gradient may have any strides.
+operator's time. A view that is impossible with its operand's strides becomes a copy, so gradients may have any strides.
 """
 
 from __future__ import annotations
@@ -100,7 +100,10 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def find_dim_sum(node: fx.Node) -> fx.Node | None:
-    """The sum over some dims that ``node`` is, with or without a view that drops them: a bias's gradient."""
+    """Return the node that sums over dims whose result ``node`` is, directly or through a view that drops these dims.
+
+    Return ``None`` if ``node`` is no such sum. The gradient of a bias has this form.
+    """
     source = node.args[0] if node.target in _VIEWS else node
     if not isinstance(source, fx.Node) or source.target is not aten.sum.dim_IntList or source.kwargs:
         return None
@@ -123,28 +126,29 @@ _LITERALS = (bool, int, str, type(None))
 
 @dataclass(frozen=True)
 class AliasBinding:
-    """The node's value is its operand: nothing is run."""
+    """The node's value is its operand; no function is called."""
 
 
 @dataclass(frozen=True)
 class ConstantBinding:
-    """The node's value is known when the graph is bound."""
+    """The node's value is the constant ``value``, known when the graph is compiled."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class DirectBinding:
-    """The node runs ``function`` on its first operand (or on nothing, where it has no tensor operand)."""
+    """The node calls ``function`` with its tensor operands; its value is the result."""
 
     function: Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class AsyncBinding:
-    """The node starts ``function`` on its first operand; the result has a ``wait`` that gives the value.
+    """The node starts a collective: ``function`` is called with the operands, and ``wait`` of its result returns the
+    value.
 
-    ``scratch``: instead of ``function`` where the operand is used nowhere else and may be overwritten.
+    ``scratch`` is called instead of ``function`` if nothing else uses the operand, so that it may be overwritten.
     """
 
     function: Callable[..., Any]
@@ -156,9 +160,10 @@ Binding = AliasBinding | ConstantBinding | DirectBinding | AsyncBinding
 
 @dataclass(frozen=True)
 class Compiled:
-    """``function(arguments, sinks)`` returns the graph's outputs; those that went to a sink are left out.
+    """A graph that is compiled to the Python function ``function(arguments, sinks)``.
 
-    ``arguments`` is a list, emptied by the function. ``nodes`` has the node of every line.
+    It returns the graph's outputs, except gradients, which it adds to ``sinks``. ``arguments`` is a list, which the
+    function empties. ``nodes`` has the node of each line of ``code``.
     """
 
     name: str
@@ -168,7 +173,9 @@ class Compiled:
     nodes: dict[int, fx.Node] = field(repr=False)
 
     def node_at(self, traceback: TracebackType | None) -> fx.Node | None:
-        """The node that raised, from the traceback of the error."""
+        """Return the graph node that raised an error, from the error's traceback; ``None`` if the error is from
+        elsewhere.
+        """
         found = None
         while traceback is not None:
             if traceback.tb_frame.f_code.co_filename == self.filename:
@@ -187,8 +194,15 @@ def compile_graph(
     device: torch.device,
     num_sinks: int = 0,
 ) -> Compiled:
-    """Compile ``graph``. The last ``num_sinks`` outputs are not returned but handed to ``sinks``, as soon as they are
-    known: ``sink.add(value)``; ``sink.addmm(a, b)`` and ``sink.sum(x, dims)`` where nothing else reads that value."""
+    """Compile ``graph`` to a Python function.
+
+    Args:
+        bindings: what to call for nodes, such as collectives, that do not run their ATen operator.
+        device: the device on which the graph creates tensors.
+        num_sinks: number of last outputs that are not returned, but added to the function's argument ``sinks`` as soon
+            as they are computed: ``sink.add(value)``. If nothing else reads the value, the sink computes it:
+            ``sink.addmm(a, b)``, ``sink.sum(x, dims)`` or ``sink.grouped(...)``.
+    """
     return _CodeWriter(graph, name, bindings, device, num_sinks).compile_code()
 
 
@@ -219,8 +233,12 @@ class _CodeWriter:
         self.line_nodes: dict[int, fx.Node] = {}
 
     def grouped_sums(self) -> tuple[dict[fx.Node, bool], list[fx.Node]]:
-        """The gradients of experts' stacked matrices that sinks alone read, and whether transposed; and the views and
-        copies between: a sink copies from what lies in any order."""
+        """Find gradients of stacked expert weights that are only accumulated, so that the accumulation can compute them
+        in place.
+
+        Return these nodes, each with whether it is transposed afterwards, and the views and copies that need not run
+        because any strides are accepted.
+        """
         stacks: dict[fx.Node, bool] = {}
         passed: list[fx.Node] = []
         for result in self.sunk:
@@ -239,7 +257,7 @@ class _CodeWriter:
         return stacks, passed
 
     def one_reader(self, node: fx.Node) -> bool:
-        """Whether one place reads what ``node`` is: the next operator, or one sink."""
+        """Whether exactly one operator, or one sink (an accumulator of gradients), reads the result of ``node``."""
         return len(node.users) == 1 and node not in self.returned and self.sunk.count(node) <= 1
 
     def is_started(self, node: fx.Node) -> bool:
@@ -277,13 +295,15 @@ class _CodeWriter:
         self.write_deletion([n for n in self.placeholders if n not in read])
 
     def resolve_alias(self, node: fx.Node) -> fx.Node:
-        """The node that ``node``'s value stands under: itself, unless it is an alias."""
+        """Return the node whose variable holds the value of ``node``: ``node`` itself, or the operand of which it is an
+        alias.
+        """
         while isinstance(self.bindings.get(node), AliasBinding):
             node = node.all_input_nodes[0]
         return node
 
     def find_sinks(self) -> dict[fx.Node, list[int]]:
-        """The sinks that each node's value goes to."""
+        """Return, for each node whose value is an accumulated gradient, the indices of the sinks that accumulate it."""
         sinks: dict[fx.Node, list[int]] = {}
         for i, result in enumerate(self.sunk):
             if result is not None:
@@ -291,7 +311,9 @@ class _CodeWriter:
         return sinks
 
     def find_last_uses(self) -> dict[int, list[fx.Node]]:
-        """For each step, the values that no later step reads."""
+        """Return, for each line of the function, the nodes whose values no later line reads, so that they are deleted
+        after it.
+        """
         last: dict[fx.Node, int] = {}
         for index, (node, wait) in enumerate(self.steps):
             last[self.resolve_alias(node)] = index
@@ -305,7 +327,9 @@ class _CodeWriter:
         return uses
 
     def find_overwritable(self) -> set[fx.Node]:
-        """The collectives whose operand is made here and used by nothing else: it may be overwritten."""
+        """Return the collectives whose operand is computed in this graph and used by nothing else, so that it may be
+        overwritten.
+        """
         family = find_memory_owners(
             self.graph, lambda n: can_alias_operand(n) or isinstance(self.bindings.get(n), AliasBinding | DirectBinding)
         )
@@ -363,7 +387,11 @@ class _CodeWriter:
         return f"{self.add_constant(function, node)}({', '.join(arguments)})"
 
     def write_product(self, node: fx.Node, to: list[int]) -> bool:
-        """Let the sink multiply or sum up, where only the sink reads what ``node`` is."""
+        """Write a line in which a sink, an accumulator of gradients, computes the product or sum of ``node`` in place.
+
+        Return ``False`` and write nothing if something else reads the result of ``node``, or if it is no product or
+        sum.
+        """
         if len(to) > 1 or not (node in self.stacks or self.sunk_only(node)):
             return False
         if node in self.sums:
@@ -414,7 +442,10 @@ class _CodeWriter:
 
 
 def _is_transposed_copy(node: fx.Node) -> bool | None:
-    """Whether ``node`` is its operand, a stack of matrices, with these transposed; ``None`` if it is something else."""
+    """Whether ``node`` transposes the last two dims of a stack of matrices (``True``) or is a copy (``False``).
+
+    Return ``None`` if it is neither.
+    """
     if node.target is torch.ops.aten.clone.default:
         return False
     if node.target is torch.ops.aten.transpose.int and node.meta["val"].dim() == 3:
@@ -423,7 +454,7 @@ def _is_transposed_copy(node: fx.Node) -> bool | None:
 
 
 def _name_operator(node: fx.Node | None) -> str:
-    """What a traceback calls a node's function: ``mm``."""
+    """Return the short name of a node's operator, such as ``mm``, which appears in tracebacks."""
     if node is None:
         return "constant"
     parts = str(node.target).split(".")  # aten.mm.default

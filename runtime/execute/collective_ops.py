@@ -1,16 +1,16 @@
 """Operators that compute and communicate: attention over a sharded sequence, and the exchange of rows with experts.
 
-Attention over a sequence of which each rank of a group has a part has two algorithms.
+There are two algorithms for attention over a sequence of which each rank of a group has a part.
 
-* Ring: keys and values travel from rank to rank; while a rank attends to the current ones, the next are in transfer. In
-  backward they travel once more, followed by their gradients, to which each rank adds, until they are back (Liu et al.
-  2023). For a window, only the steps are taken in which some rank sees a key.
-* All-gather: every rank gathers all keys and values for a moment, forward and backward (as Llama 3 was trained, Dubey
-  et al. 2024), and their gradients are added up in a reduce-scatter.
+* Ring: keys and values travel from rank to rank. While a rank attends to the current ones, the next are in transfer. In
+  backward they travel once more, followed by their gradients, to which each rank adds, until these are back at their
+  rank (Liu et al. 2023). With a sliding window, steps in which no rank sees a key are skipped.
+* All-gather: every rank gathers all keys and values temporarily, forward and backward (used to train Llama 3, Dubey et
+  al. 2024), and their gradients are reduce-scattered.
 
-Rows travel to their experts and back over a group of ranks that hold equal parts of the experts. The numbers of rows
-are exchanged first, at a fixed size; all later exchanges, forward and backward, use them. Every rank enters every
-exchange, even without rows.
+Rows (tokens) travel to their experts and back over a group of ranks that hold equal numbers of experts. The numbers of
+rows are exchanged first, at a fixed size; all later exchanges, forward and backward, use them. Every rank takes part in
+every exchange, even without rows.
 """
 
 from __future__ import annotations
@@ -39,8 +39,12 @@ from partitioner.runtime.comm.group import Pending, RankGroup
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """One rank's side of it. Queries ``[b, h, s/n, d]``, keys and values ``[b, kv, t/n, d]``; ``band`` and positions
-    are those of the whole sequence, of which each rank has a consecutive part or a ``zigzag`` one."""
+    """Attention of one rank over a sequence that is sharded over ``group``.
+
+    Queries are ``[b, h, s/n, d]``, keys and values ``[b, kv, t/n, d]`` for ``n`` ranks. ``band`` says which keys each
+    query sees, by positions in the whole sequence. Each rank has a consecutive part of the sequence or, with
+    ``zigzag``, two parts from opposite ends.
+    """
 
     group: RankGroup
     band: Band
@@ -49,7 +53,9 @@ class ContextAttention:
     algorithm: str
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The result for this rank's queries, and the logarithms of its sums ``[b, h, s/n]``."""
+        """Return the attention result for this rank's queries, and the logarithms of the softmax sums ``[b,
+        h, s/n]``.
+        """
         attention = Attention(q, self.band, self.scale, v.shape[-1])
         if self.algorithm == "ring":
             self._ring_forward(attention, k, v)
@@ -62,7 +68,7 @@ class ContextAttention:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of this rank's queries, keys and values."""
+        """Return the gradients of this rank's queries, keys and values."""
         found = AttentionGradients(grad, q, out, lse, self.band, self.scale)
         if self.algorithm == "ring":
             of_k, of_v = self._ring_backward(found, k, v)
@@ -85,7 +91,7 @@ class ContextAttention:
         return parts_of(length, self.group.size, rank, self.zigzag)
 
     def _gather_keys_values(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all ranks, in the order of the sequence."""
+        """Return the keys and values of all ranks, in the order of the sequence."""
         ranks = self.group.all_gather(_pack_keys_values(k, v).unsqueeze(0), 0).wait()
         by_rank = [_unpack_keys_values(row, k, v) for row in ranks.unbind(0)]
         order = self._order_parts(k.shape[-2])
@@ -94,14 +100,14 @@ class ContextAttention:
         )
 
     def _order_parts(self, length: int) -> list[tuple[int, PositionRange]]:
-        """Rank and part, in the order of the sequence."""
+        """Return pairs (rank, part) of all parts of the sequence, in the order of the sequence."""
         parts = [(r, part) for r in range(self.group.size) for part in self._list_rank_parts(length, r)]
         return sorted(parts, key=lambda p: p[1].place)
 
     def _reduce_scatter_gradients(
         self, of_keys: Tensor, of_values: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Every rank's part of the sum of the gradients of all keys and values."""
+        """Sum the gradients of all keys and values over the ranks, and return this rank's part of both."""
         rows = []
         for rank in range(self.group.size):
             parts = self._list_rank_parts(k.shape[-2], rank)
@@ -152,7 +158,10 @@ class ContextAttention:
         return _unpack_keys_values(total, k, v)
 
     def _shift_along_ring(self, x: Tensor, hops: int) -> Pending:
-        """``x`` to the rank that is ``hops`` further on; what comes is that of the rank as far behind."""
+        """Start to send ``x`` to the rank ``hops`` further along the ring.
+
+        The result is the tensor of the rank that is as far behind.
+        """
         size, index = self.group.size, self.group.index
         to, source = (index + hops) % size, (index - hops) % size
         sends, receives = [0] * size, [0] * size
@@ -161,12 +170,12 @@ class ContextAttention:
 
 
 def _compute_hops(steps: Sequence[int]) -> list[int]:
-    """From each step to the next; 0 behind the last."""
+    """Return the number of ranks to move along the ring from each step to the next; 0 for the last step."""
     return [*(b - a for a, b in pairwise(steps)), 0]
 
 
 def _pack_keys_values(k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values as one row, so that they travel together."""
+    """Return keys and values concatenated into one 1-d tensor, so that one transfer moves both."""
     return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
@@ -176,11 +185,11 @@ def _unpack_keys_values(row: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
 
 
 def route_rows(group: RankGroup, num_experts: int, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``experts`` ``[n]``: of each row, counted over all ranks.
+    """Exchange the experts of rows. ``experts`` ``[n]`` has the expert of each row, counted over all ranks.
 
-    Returns the order ``[n]`` of rows by expert; how many rows go to each rank and come from each, ``[2, ranks]`` on the
-    CPU; and the expert ``[m]`` of every row that comes, counted from this rank's first. Rows of no expert go to the
-    first or the last rank, where they are of no expert either.
+    Return three tensors: the order ``[n]`` of this rank's rows by expert; the numbers of rows sent to and received from
+    each rank, ``[2, ranks]`` on the CPU; and the expert ``[m]`` of every received row, counted from this rank's first
+    expert. Rows without a valid expert go to the first or the last rank, where their expert is invalid, too.
     """
     own = num_experts // group.size
     by_expert, order = experts.sort(stable=True)
@@ -195,19 +204,24 @@ def route_rows(group: RankGroup, num_experts: int, experts: Tensor) -> tuple[Ten
 
 
 def dispatch_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
-    """Start to send the rows of ``x`` to the ranks of their experts."""
+    """Start to send the rows of ``x`` to the ranks of their experts.
+
+    ``order`` and ``counts`` are from :func:`route_rows`.
+    """
     sends, receives = counts.tolist()
     return group.exchange_rows(x.index_select(0, order), sends, receives)
 
 
 def combine_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
-    """Start to bring the rows of ``x`` back to where they came from."""
+    """Start to send the rows of ``x``, the results of experts, back to the ranks and positions from which the rows
+    came.
+    """
     sends, receives = counts.tolist()
     return _PendingReturn(group.exchange_rows(x, receives, sends), order)
 
 
 class _PendingReturn:
-    """Rows under way, and the places that they are to have."""
+    """Rows that are being sent back. ``wait`` returns them in their original order."""
 
     __slots__ = ("order", "pending")
 

@@ -1,7 +1,7 @@
-"""Walk a rank's instructions.
+"""Execute the instruction list of one rank.
 
-The list is compiled once: every instruction becomes a function of no arguments, receives are started one computation
-early and finished at the first instruction that reads them. A step is then a loop over these functions.
+The list is compiled once: every instruction becomes a function without arguments. Receives start one computation early
+and end before the first instruction that reads the received values. A step is then a loop over these functions.
 """
 
 from __future__ import annotations
@@ -43,14 +43,17 @@ Action = Callable[[], None]
 
 
 class Executor:
-    """Runs one rank's program: ``run(inputs)`` is one step.
+    """Runs one rank's program; ``run(inputs)`` runs one step.
 
-    ``states`` are the rank's shards by name; of parameters that it shares (``transient``) the whole. With ``keep``, the
-    model's results that this rank makes are collected in ``outputs``: value -> microbatch -> tensor. ``loss`` is the
-    whole loss, on every rank; ``None`` without one.
+    Args:
+        states: state (parameter or buffer) -> this rank's shard. For parameters that are sharded by ZeRO or kept in
+            host memory: the whole tensor, whose memory exists only while it is needed.
+        keep: collect the model's results that this rank computes in ``outputs``: value -> microbatch -> tensor.
+        transient: manages the memory of such parameters; ``None`` if there are none.
 
-    ``actions`` is the step: ``(index of the instruction, function)`` in order. It is a plain list: what debugging or a
-    test wants to do at an instruction is put around its function there. ``recorder`` notes when each begins.
+    ``loss`` is the loss of the whole global batch, on every rank; ``None`` if the model has no loss. ``actions`` is the
+    compiled step: pairs (index of the instruction, function) in the order of execution. It is a plain list, so a
+    debugger or a test can replace or wrap a function in it. ``recorder`` records when each action begins.
     """
 
     def __init__(
@@ -93,12 +96,17 @@ class Executor:
         return None if self._loss is None else self._loss.value
 
     def scale_loss(self, factor: float) -> None:
-        """Let the gradients of the steps to come be those of ``factor`` times the loss."""
+        """Multiply the loss by ``factor`` in the backward of later steps; their gradients are multiplied by it, too."""
         if self.env.seed is not None:
             self.env.seed = torch.full_like(self.env.seed, factor)
 
     def run(self, inputs: Mapping[str, Tensor], step: int = 0) -> None:
-        """One step on this rank's rows of the global batch, by value name. Raises :class:`InstructionError`."""
+        """Run one step.
+
+        ``inputs``: value name -> this rank's part of the global batch, along the batch dim. ``step``: its number.
+
+        Raise :class:`InstructionError` if an instruction fails.
+        """
         self._inputs = inputs
         self.outputs, self.totals = {}, {}
         self.env.begin()
@@ -129,7 +137,9 @@ class Executor:
             self.env.clear()
 
     def _compile_actions(self) -> list[tuple[int, Action]]:
-        """The step as functions, each with the place of the instruction that it belongs to."""
+        """Return the step as a list (index of the instruction, function without arguments), in the order of
+        execution.
+        """
         instructions = self.rank.instructions
         receives = {i: self._compile_receive(ins) for i, ins in enumerate(instructions) if self._is_remote_receive(ins)}
         starts = early_starts(instructions)
@@ -165,7 +175,11 @@ class Executor:
         return actions
 
     def _list_awaited_buckets(self, instruction: Instruction) -> list[int]:
-        """The buckets whose parameters have to be there for ``instruction``."""
+        """Return the buckets whose parameters must be gathered before ``instruction``, as indices into the stage's
+        buckets.
+
+        A bucket is a set of ZeRO-sharded parameters that one collective gathers.
+        """
         if not self.gathered:
             return []
         if instruction.op == "FREE" and instruction.bucket is not None:
@@ -174,7 +188,7 @@ class Executor:
         return [b for b, bucket in self.gathered.items() if not read.isdisjoint(bucket.whole)]
 
     def _hosted_read(self, instruction: Instruction, hosted: HostParameters) -> list[str]:
-        """The parameters whose FETCH ``instruction`` has to wait for."""
+        """Return the names of the parameters whose transfer from host memory must end before ``instruction``."""
         if instruction.op == "GATHER" and not instruction.gradients:
             assert instruction.bucket is not None
             read: Sequence[str] = self.rank.stage.buckets[instruction.bucket].states
@@ -218,7 +232,7 @@ class Executor:
         return load
 
     def _slice_input(self, data: InputData, microbatch: int) -> Tensor:
-        """This rank's part of an input for one microbatch."""
+        """Return this rank's slice of an input for one microbatch, on this rank's device."""
         whole = self._inputs[data.value]
         if data.batch_dim is not None:
             length = whole.shape[data.batch_dim] // len(self.rank.share)
@@ -363,7 +377,7 @@ def _require_microbatch(instruction: Instruction) -> int:
 
 
 def _do_nothing() -> None:
-    """The peer is this rank: the value is here already."""
+    """Do nothing: the receiver of a send is this rank itself, so the value is already in place."""
 
 
 _BACKWARD: dict[str, Callable[[BoundCall, int], None]] = {

@@ -1,4 +1,4 @@
-"""From an exception to the place in the program where it arose."""
+"""Find the instruction, call and graph node in which an exception was raised."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from partitioner.runtime.program.program import RankProgram
 
 
 def instruction_text(rank: RankProgram, index: int) -> str:
-    """The instruction at ``index`` as it prints; behind the last one a step's results are waited for."""
+    """Return the printed form of the instruction at ``index``, such as ``0F3``; "end of the step" behind
+    the last one.
+    """
     return str(rank.instructions[index]) if index < len(rank.instructions) else "end of the step"
 
 
 def failure_of(
     error: BaseException, rank: RankProgram, index: int, compiled: Iterable[Compiled], step: int | None = None
 ) -> Failure:
-    """Where in ``rank``'s program ``error`` arose: the instruction at ``index``, the call, the graph's node."""
+    """Return a description of ``error``: the instruction at ``index``, the call of a block, and the node of its graph.
+
+    ``compiled``: the functions in whose code the node is searched. ``step``: number of the step, from 1 on.
+    """
     call = ""
     walk = error.__traceback__
     while walk is not None:

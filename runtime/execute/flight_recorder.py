@@ -1,11 +1,11 @@
-"""A flight recorder: where a rank is and when it came there, in a file that survives the rank.
+"""Record in a memory-mapped file which action a rank is in and when it began, so that the record outlives the rank.
 
-The file is mapped into memory. Before each of its actions a rank writes two numbers there, the time and how long it has
-waited for others so far: 0.2 microseconds, no system call. Another process reads them while the rank runs, hangs, or
-after it was killed. The last two steps are kept: one under way, one whole.
+Before each of its actions a rank writes two numbers: the time, and how long it has waited for other ranks so far. This
+takes 0.2 microseconds and no system call. Another process reads them while the rank runs, hangs, or after it was
+killed. The file has the last two steps: the current one and a complete one.
 
-Beside the numbers (``rank-3.times``) lies what they mean (``rank-3.json``): the rank's instructions and their place in
-the model.
+The file ``rank-3.times`` has the numbers of rank 3. The file ``rank-3.json`` beside it describes the rank's
+instructions and their positions in the model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SLOT_HEAD = 4
 
 @dataclass(frozen=True)
 class InstructionSpot:
-    """An instruction, and where in the model it is: the calls that it runs, and the source line where they start."""
+    """The description of one instruction: its text, the calls that it runs, and the source line where they start."""
 
     text: str
     op: str
@@ -54,9 +54,15 @@ class InstructionSpot:
 
 @dataclass(frozen=True)
 class RecorderHeader:
-    """What a recorder's numbers mean. ``actions[k]``: the instruction that the ``k``-th action belongs to; its last one
-    is the end of the step. ``clock_s``: what to add to the host's clock for the time of day, which hosts share.
-    ``places``: see :attr:`partitioner.runtime.program.program.RankProgram.places`."""
+    """The description of the numbers that a rank's flight recorder writes.
+
+    Args:
+        actions: for each action (a function of the compiled step), the index of its instruction; the last action is the
+            end of the step.
+        spots: the description of each instruction.
+        clock_s: seconds to add to the host's monotonic clock for the time of day, which is comparable between hosts.
+        places: indices of the rank's instructions in the list of its stage; empty if the lists are equal.
+    """
 
     rank: int
     world_size: int
@@ -75,7 +81,10 @@ class RecorderHeader:
 
 
 class Recorder:
-    """Writes one rank's file in ``folder``; ``actions`` are the instructions that its actions belong to, in order."""
+    """Writes the flight record of one rank to files in ``folder``: when each action of a step began.
+
+    ``actions``: for each action (a function of the compiled step), the index of its instruction.
+    """
 
     def __init__(self, folder: Path, rank: RankProgram, actions: Sequence[int]) -> None:
         self.rank = rank.rank
@@ -103,7 +112,9 @@ class Recorder:
         self.times = memoryview(self._map).cast("q")
 
     def begin(self, step: int) -> int:
-        """A step starts; where its first numbers go. ``step`` counts from 0."""
+        """Record the start of ``step`` (from 0 on), and return the index in ``times`` for the step's first pair of
+        numbers.
+        """
         times = self.times
         now = time.monotonic_ns()
         self._slot = slot = _HEAD + (step % _SLOTS) * self.room
@@ -117,16 +128,19 @@ class Recorder:
         times[slot + WAITED], times[slot + ENDED], times[MOVED], times[PHASE] = waited.ns, now, now, 0
 
     def beat(self) -> None:
-        """Say that the process runs."""
+        """Record that the process is alive, by writing the current time."""
         self.times[BEAT] = time.monotonic_ns()
 
     def moved(self) -> None:
-        """Say that something moves: outside of steps, or within an action."""
+        """Record progress, by writing the current time. For progress outside of steps, or within an action."""
         self.times[MOVED] = time.monotonic_ns()
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """What is done meanwhile; an error leaves it as it is, to be told."""
+        """Record that the rank is in ``phase`` inside a ``with`` block.
+
+        After an error the phase is kept for the error report.
+        """
         self.enter(phase)
         yield
         self.enter("between steps")
@@ -136,7 +150,7 @@ class Recorder:
 
 
 def spots_of(rank: RankProgram) -> Iterator[InstructionSpot]:
-    """Each instruction of ``rank``, and the place in the model that it starts at."""
+    """Yield a description of each instruction of ``rank``, with the position in the model where it starts."""
     stage, blocks = rank.stage, rank.program.blocks
     sources = {name: _first_source(block.nodes) for name, block in blocks.items()}
     for i in rank.instructions:
@@ -164,7 +178,11 @@ def _first_source(nodes: Sequence[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class RecordedMoment:
-    """Where a rank is. ``action`` counts from 0, -1 outside of a step; times in nanoseconds of the host's clock."""
+    """The position of a rank at the time of reading. Times are in nanoseconds of the host's monotonic clock.
+
+    ``action`` is the index of the current action in the step, from 0 on; -1 outside of a step. ``moved`` is the time of
+    the last progress, and ``beat`` the last time at which the process was known to be alive.
+    """
 
     step: int
     phase: Phase
@@ -174,7 +192,10 @@ class RecordedMoment:
 
 
 class Recording:
-    """Reads what a :class:`Recorder` writes, at any time. Raises ``OSError`` where there is no such file yet."""
+    """Reads the flight record that a :class:`Recorder` writes, at any time.
+
+    Raise ``OSError`` if its files do not exist yet.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.about = RecorderHeader.from_data(json.loads((folder / f"rank-{rank}.json").read_text()))
@@ -200,7 +221,7 @@ class Recording:
         return RecordedMoment(step, phase, max(0, begun_actions - 1), max(moved, numbers[MOVED]), numbers[BEAT])
 
     def last_step(self) -> MeasuredStep | None:
-        """The last whole step; ``None`` before there is one."""
+        """Return the last complete step; ``None`` if no step is complete yet."""
         numbers = self._read_numbers()
         for step in (numbers[STEP], numbers[STEP] - 1):
             slot = self._slot(numbers, step)
@@ -212,8 +233,11 @@ class Recording:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One rank's step. ``starts[k]``: when action ``k`` began; ``waited[k]``: how long the rank had waited in its life
-    until then. Both in nanoseconds, with one more entry for the end of the step."""
+    """The times of one step on one rank, in nanoseconds.
+
+    ``starts[k]``: when action ``k`` (a function of the compiled step) began. ``waited[k]``: how long the rank had
+    waited for others by then, since its start. Both have one more entry, for the end of the step.
+    """
 
     about: RecorderHeader
     step: int
@@ -221,14 +245,19 @@ class MeasuredStep:
     waited: tuple[int, ...]
 
     def seconds(self) -> list[tuple[int, float, float, float]]:
-        """``(instruction, start, end, of which waiting)`` of each action; starts and ends on the host's clock."""
+        """Return ``(instruction index, start, end, waiting time)`` of each action, in order of time, in seconds.
+
+        Start and end are on the host's monotonic clock. An instruction may have several actions.
+        """
         return [
             (index, self.starts[k] * 1e-9, self.starts[k + 1] * 1e-9, (self.waited[k + 1] - self.waited[k]) * 1e-9)
             for k, index in enumerate(self.about.actions)
         ]
 
     def busy(self) -> dict[int, float]:
-        """Seconds of own work by instruction."""
+        """Return the seconds that each instruction took without waiting for other ranks: instruction index
+        -> seconds.
+        """
         found: dict[int, float] = {}
         for index, start, end, waiting in self.seconds():
             found[index] = found.get(index, 0.0) + end - start - waiting
@@ -236,7 +265,7 @@ class MeasuredStep:
 
 
 def list_recordings(folder: Path) -> dict[int, Recording]:
-    """All recordings in ``folder``, by rank in ascending order."""
+    """Return all recordings in ``folder``: rank -> recording, in ascending order of ranks."""
     found = {}
     for path in folder.glob("rank-*.times"):
         rank = int(path.stem.split("-")[1])

@@ -1,8 +1,8 @@
-"""Order the operators of a graph so that communication runs behind computation.
+"""Order the operators of a graph so that communication overlaps with computation.
 
-Requires: a functional graph. Provides: an order of its operators in which every collective starts as early as it can,
-is waited for where its result is first read, and has what does not depend on it in between. The collectives stay in
-their order: all ranks that run the graph enter them alike.
+Requires a functional graph. Provides an order of its operators in which every collective starts as early as possible,
+is waited for where its result is first read, and has independent operators in between. The order of the collectives
+themselves is not changed, so that all ranks that run the graph start them in the same order.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import fx
 
 
 def order_for_overlap(nodes: Sequence[fx.Node], started: Callable[[fx.Node], bool]) -> list[tuple[fx.Node, bool]]:
-    """Steps ``(node, wait)``: run or start ``node``, or wait for its result.
+    """Return the steps ``(node, wait)`` in execution order: run or start ``node``, or wait for its result.
 
-    Of the operators that could run, those that lead to a collective come first, then the others, each in the graph's
-    order; one that reads a collective under way comes last.
+    Operators that can run are ordered as follows: first those on which a collective depends, then the others, each in
+    the order of the graph. Operators that read a collective in progress come last. ``started``: whether a node is a
+    collective that is started and waited for.
     """
     collectives = [n for n in nodes if started(n)]
     if not collectives:
@@ -95,7 +96,7 @@ _UNSAFE = {
 
 
 def can_alias_operand(node: fx.Node) -> bool:
-    """Whether ``node``'s value may share memory with its first operand's."""
+    """Whether the result of ``node`` may share memory with its first operand."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True
@@ -106,7 +107,10 @@ def can_alias_operand(node: fx.Node) -> bool:
 
 
 def find_memory_owners(graph: fx.Graph, shares: Callable[[fx.Node], bool]) -> dict[fx.Node, fx.Node]:
-    """For every node, the node that owns the memory of its value: values of one family may share it."""
+    """Return, for every node, the node that owns the memory of its value. Nodes with the same owner may share memory.
+
+    ``shares``: whether the result of a node may share memory with its first operand.
+    """
     head: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node.all_input_nodes and shares(node):

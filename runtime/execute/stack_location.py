@@ -1,7 +1,7 @@
-"""Find out where a rank's main thread is from its stack: the graph node, and the ranks that it waits for.
+"""Derive the position of a rank's main thread from its stack: the graph node, and the ranks that it waits for.
 
-The rank records nothing while it runs. A thread of the same process reads the frames on request; an exception carries
-its own frames.
+The rank records nothing for this while it runs. A thread of the same process reads the frames when asked. For an
+exception, the frames of its traceback are read.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _COMPILED = "<partition "  # prefix of the file names of code that runtime/execu
 class RankLocation:
     """The position of a rank in its program.
 
-    ``waits``: the ranks that it waits for; ``meeting``: the members of the collective that it is in. Both are empty if
-    it waits for nobody.
+    ``call``, ``node``, ``path`` and ``source`` are the call of a block, the graph node, the module's path and the
+    source line. ``waits``: the ranks that it waits for; ``meeting``: the members of the collective that it is in. Both
+    are empty if it waits for no rank.
     """
 
     call: str = ""
@@ -47,7 +48,7 @@ class RankLocation:
 
 
 def place_of(frames: Iterator[tuple[FrameType, int]], executor: Executor) -> RankLocation:
-    """The position of a rank from its stack ``frames``: pairs of frame and line number, the innermost first."""
+    """Return the position of a rank, from its stack ``frames``: pairs of frame and line number, the innermost first."""
     found: dict[str, Any] = {}
     files = {c.filename: c.nodes for c in executor.binder.compiled}
     for frame, line in frames:
@@ -73,14 +74,16 @@ def place_of(frames: Iterator[tuple[FrameType, int]], executor: Executor) -> Ran
 
 
 def walk_stack_frames(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
-    """The frames of a running thread with their line numbers, the innermost first."""
+    """Yield the frames of a running thread with their line numbers, the innermost first."""
     while frame is not None:
         yield frame, frame.f_lineno
         frame = frame.f_back
 
 
 def walk_traceback_frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    """The frames that an exception passed through with their line numbers, the innermost first."""
+    """Return an iterator over the frames that an exception passed through with their line numbers, the
+    innermost first.
+    """
     found = []
     while traceback is not None:
         found.append((traceback.tb_frame, traceback.tb_lineno))
@@ -123,7 +126,10 @@ def _find_direct_peer(
 
 
 def _find_send_peer(sender: TransferSender, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
-    """The receiver of the queue of sends that ``sender`` waits for; a Gloo send ends when the receiver has read it."""
+    """Return the receiver of the queue of sends that ``sender`` waits for, as ``{"waits": ranks}``.
+
+    A Gloo send ends only when the receiver has read it.
+    """
     queue = names.get("under_way")
     stages = [stage for (stage, _), waiting in sender._under_way.items() if waiting is queue]
     return {"waits": tuple(sender.rank.peer(stage) for stage in stages)}

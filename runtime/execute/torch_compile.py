@@ -1,8 +1,8 @@
-"""A block's functions through ``torch.compile``: what lies between two collectives becomes one compiled function.
+"""Compile the operators between two collectives of a block to one function by ``torch.compile``.
 
-The collectives stay lines of the rank's own function (``codegen.py``), started and waited for as before; products whose
-result is a gradient alone stay, too, since they are added up in place. A function that cannot be compiled runs operator
-by operator.
+The collectives remain lines of the rank's own function (``codegen.py``), which starts them and waits for them. Matrix
+products whose results are only gradients of states remain, too, because they are added up in place. A function that
+cannot be compiled runs operator by operator.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _LEAST = 2  # operators that are worth a function of their own
 
 
 class Segment:
-    """Operators of a block, compiled when they first run; safe to share between ranks of a process."""
+    """A group of operators of a block, compiled on the first call.
+
+    Safe to share between ranks in threads of a process.
+    """
 
     def __init__(self, name: str, module: fx.GraphModule, backend: str) -> None:
         self.name = name
@@ -50,7 +53,10 @@ class Segment:
             return result
 
     def _call_first_time(self, arguments: tuple[Any, ...]) -> Any:
-        """The first call in a thread, which compiles."""
+        """Call the function for the first time in a thread, which compiles it.
+
+        If compilation fails, log a warning and run the operators one by one from then on.
+        """
         try:
             return self.function(*arguments)
         except Exception as error:
@@ -68,9 +74,10 @@ class Segment:
 
 
 def backend_of(asked: bool | str, device: torch.device) -> str | None:
-    """The compiler to use: a name that ``torch.compile`` knows; ``True``: Inductor, where it can work; ``None``: none.
+    """Return the name of the ``torch.compile`` backend for the user's argument ``asked``; ``None`` for no compilation.
 
-    Raises :class:`LaunchError` for a name that torch does not know.
+    ``asked`` is ``False``, the name of a backend, or ``True`` for Inductor, if its compiler is available on this
+    machine. Raise :class:`LaunchError` for a name that torch does not know.
     """
     if asked is False:
         return None
@@ -99,9 +106,10 @@ def _find_missing_compiler(device: torch.device) -> str:
 def fuse_segments(
     graph: fx.Graph, num_sinks: int, device: torch.device, made: Callable[[int, fx.GraphModule], Callable[..., Any]]
 ) -> fx.Graph:
-    """``graph`` with compiled functions in the place of the operators between its collectives.
+    """Return ``graph`` with the operators between its collectives replaced by calls of compiled functions.
 
-    ``made(number, module)`` gives the function for a part; the last ``num_sinks`` outputs are sunk.
+    ``made(number, module)`` returns the compiled function for one part. The last ``num_sinks`` outputs are gradients
+    that are accumulated in place, so matrix products for them are not replaced.
     """
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     results: tuple[Any, ...] = tuple(graph.output_node().args[0])  # type: ignore[arg-type]
@@ -140,7 +148,7 @@ def _add_segment(
     device: torch.device,
     made: Callable[[fx.GraphModule], Callable[..., Any]],
 ) -> None:
-    """One function for ``inside``, and its results."""
+    """Add to the graph ``new`` one call of a compiled function for the nodes ``inside``, and nodes for its results."""
     members = set(inside)
     read = list(dict.fromkeys(o for n in inside for o in n.all_input_nodes if o not in members))
     given = [n for n in inside if any(u not in members for u in n.users)]

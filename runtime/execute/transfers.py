@@ -1,4 +1,4 @@
-"""Sends and receives of one rank: a receive starts one computation early and ends where its values are first read."""
+"""Sends and receives of one rank. A receive starts one computation early, and ends where its values are first read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ Direction = tuple[int, str]  # a stage, and the channel to it
 
 
 class PendingReceive:
-    """One RECV_F or RECV_B: ``start`` posts its buffers, ``finish`` waits and puts the tensors where they belong."""
+    """One instruction that receives values (RECV_F) or gradients (RECV_B) from another stage.
+
+    ``start`` posts the receives, ``finish`` waits for them and passes the tensors to ``place``.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class PendingReceive:
 
 
 class TransferSender:
-    """Starts transfers and keeps what is sent until it has arrived."""
+    """Starts sends of values and gradients to other stages, and keeps the tensors until they have arrived."""
 
     def __init__(self, rank: RankProgram, env: Environment, communicator: Communicator) -> None:
         self.rank = rank
@@ -90,7 +93,10 @@ class TransferSender:
         return send
 
     def release(self, direction: Direction, count: int) -> None:
-        """Forget the first ``count`` tensors of the step that went in ``direction``: they have arrived."""
+        """Wait for the first ``count`` sends of the step in ``direction`` (stage, channel), and drop their tensors.
+
+        They have certainly arrived, so this does not block for long.
+        """
         under_way = self._under_way[direction]
         for _ in range(count - self._released.get(direction, 0)):
             wait_for(under_way.popleft()[0])
@@ -104,10 +110,12 @@ class TransferSender:
 
 
 def find_proven_arrivals(rank: RankProgram) -> dict[int, list[tuple[Direction, int]]]:
-    """For each of ``rank``'s receives, the sends that it proves to have arrived: ``(direction, how many tensors)``.
+    """Return, for each receive of ``rank``, which of its own sends must have arrived by then.
 
-    What a peer sends after it has read what it got shows that it got it. Gloo does not tell whether a send has ended,
-    and to wait for all until the end of the step would keep every microbatch's gradients.
+    The result is: index of the receive -> pairs (direction, number of tensors). If a peer sends something after it has
+    read an earlier message, the arrival of the new message proves the arrival of the earlier one. Gloo does not report
+    whether a send has ended, and keeping all sent tensors until the end of the step would hold the gradients of every
+    microbatch.
     """
     found: dict[int, list[tuple[Direction, int]]] = {}
     stages = rank.program.stages
@@ -135,7 +143,10 @@ def find_proven_arrivals(rank: RankProgram) -> dict[int, list[tuple[Direction, i
 
 
 def _first_reads(stage: Stage, instructions: Instructions, source: int) -> dict[str, list[tuple[int, int]]]:
-    """For each channel, the receives of ``stage`` from ``source`` in order: (where it is first read, its tensors)."""
+    """Return, for each channel, the receives of ``stage`` from ``source`` in order, as pairs.
+
+    A pair has the index of the instruction that first reads the received values, and the number of tensors.
+    """
     reads: dict[str, list[tuple[int, int]]] = {"F": [], "B": []}
     for index, instruction in enumerate(instructions):
         if instruction.op in RECEIVING and instruction.peer == source:
@@ -149,10 +160,12 @@ def _first_reads(stage: Stage, instructions: Instructions, source: int) -> dict[
 
 
 def early_starts(instructions: Sequence[Instruction]) -> dict[int, list[int]]:
-    """Where each receive is posted: before which instruction -> receives, in order.
+    """Return where each receive is posted: index of an instruction -> indices of the receives to post before it, in
+    order.
 
-    One computation early, so that the transfer runs behind it; receives of one channel keep their order. Not before a
-    computation of its own microbatch: what is received may come of it, and on a GPU a receive is a kernel that waits.
+    A receive is posted one computation early, so that the transfer overlaps with it. Receives of one channel keep their
+    order. A receive is not posted before a computation of its own microbatch: the received values may depend on it, and
+    on a GPU a receive is a kernel that blocks.
     """
     starts: dict[int, list[int]] = {}
     last: dict[tuple[int | None, str], int] = {}
@@ -174,7 +187,10 @@ def early_starts(instructions: Sequence[Instruction]) -> dict[int, list[int]]:
 
 
 def slots_read(instruction: Instruction, stage: Stage) -> list[Slot]:
-    """The received values and gradients that ``instruction`` may be the first to read."""
+    """Return the received tensors that ``instruction`` may be the first to read, as (channel, microbatch, value name).
+
+    The channel is "F" for a value and "B" for its gradient.
+    """
     microbatch = instruction.microbatch
     if microbatch is None:
         return []

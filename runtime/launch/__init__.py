@@ -1,1 +1,3 @@
-"""Starts ranks: the `python -m partitioner.runtime` command, local processes and threads, torchrun."""
+"""Start the ranks of a plan: the command ``python -m partitioner.runtime``, local processes or threads, and
+torchrun.
+"""

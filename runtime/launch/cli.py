@@ -1,8 +1,8 @@
-"""``torchrun --nproc-per-node 4 -m partitioner.runtime plan.json --weights folder/``: train a plan for some steps.
+"""The command ``torchrun --nproc-per-node 4 -m partitioner.runtime plan.json --weights folder/``: train a plan.
 
-Rank 0 prints one line per step. Ranks are watched: one that fails, is killed or stands still is told with its
-instruction and graph node, and recorded for torchrun, which ends the others at once. With ``--checkpoints`` a run that
-is restarted goes on from its newest checkpoint.
+Rank 0 prints one line per step. Ranks are watched: if one fails, is killed or stalls, its instruction and graph node
+are printed, and recorded for torchrun, which ends the others immediately. With ``--checkpoints`` a restarted run
+continues from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line; never returns. Exit status 0, 1 where a rank failed, 2 for a wrong command line."""
+    """Run the command line, and exit the process: status 0, 1 if a rank failed, 2 for a wrong command line."""
     options = _build_parser().parse_args(arguments)
     status = 0
     try:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _at_least(kind: Callable[[str], _Number], least: _Number) -> Callable[[str], _Number]:
-    """A type of arguments that are numbers from ``least`` on."""
+    """Return an ``argparse`` type that parses a number and rejects numbers below ``least``."""
 
     def number(text: str) -> _Number:
         value = kind(text)
@@ -114,7 +114,12 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _train_patiently(options: argparse.Namespace) -> None:
-    """Train; a rank that lost another one waits to be ended with it, so that only the first cause is recorded."""
+    """Train the plan.
+
+    If this rank has only lost another one, wait for a few seconds to be ended before raising the error.
+
+    In this way torchrun records only the first cause.
+    """
     try:
         _train_plan(options)
     except Exception as error:
@@ -124,7 +129,9 @@ def _train_patiently(options: argparse.Namespace) -> None:
 
 
 def _has_gpu() -> bool:
-    """Whether each rank of this node has a GPU: one that it alone sees, or one of as many as there are ranks."""
+    """Whether each rank of this node has its own GPU: the only one that it sees, or one of at least as many as local
+    ranks.
+    """
     if not torch.cuda.is_available():
         return False
     ranks, count = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
@@ -213,7 +220,7 @@ def _run_steps(engine: Engine, options: argparse.Namespace) -> None:
 
 
 def _tell_copies(kept: Checkpoints) -> bool:
-    """Say, once it is known, what copies take."""
+    """Print how much memory the in-memory copies of the training state take. Return whether that is known already."""
     copies = kept.copies
     if copies is None or not copies.nbytes:
         return False
@@ -237,7 +244,10 @@ def _batch_file(path: Path) -> dict[str, Tensor]:
 
 
 def random_batch(program: Program, seed: int) -> dict[str, Tensor]:
-    """A batch that the program can run on, the same on all ranks: integers are below the smallest embedding table."""
+    """Return a random global batch for the program, equal on all ranks with the same ``seed``: path -> tensor.
+
+    Integers are below the number of rows of the smallest embedding table; masks are all ones.
+    """
     generator = torch.Generator().manual_seed(seed)
     high = _smallest_table(program)
     batch = {}
@@ -253,7 +263,7 @@ def random_batch(program: Program, seed: int) -> dict[str, Tensor]:
 
 
 def _smallest_table(program: Program) -> int:
-    """The fewest rows of any embedding; 2 without one."""
+    """Return the smallest number of rows of an embedding table of the program; 2 if it has none."""
     rows = []
     for stage in program.stages:
         for call in stage.calls:

@@ -1,7 +1,7 @@
-"""A process that has torch loaded and no threads, and forks one rank after another in milliseconds.
+"""A process that has torch loaded and no threads, and forks ranks in milliseconds.
 
-``multiprocessing``'s own fork server would import the user's main script anew in every rank. This one is given a socket
-for each rank to talk through, and takes all its ranks with it when it ends.
+The fork server of ``multiprocessing`` would import the user's main script again in every rank. This one receives a
+socket for communication with each rank, and kills all of its ranks when it ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ serve(int(sys.argv[1]))
 
 
 class Child(NamedTuple):
-    """A forked rank: its process and this side of its socket."""
+    """A forked rank: the PID of its process, and this side of its connection."""
 
     pid: int
     connection: Connection
@@ -48,7 +48,10 @@ class Child(NamedTuple):
 
 
 class ForkServer:
-    """The client's side. One server serves a whole program; it starts on first use."""
+    """The client of the fork server, which is started together with this object.
+
+    One server serves the whole process.
+    """
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -69,15 +72,14 @@ class ForkServer:
         atexit.register(self.close)
 
     def fork(self, arguments: Mapping[str, Any]) -> Child:
-        """Start ``partitioner.runtime.launch.process_pool.serve_rank_requests(connection, **arguments)`` in a process
-        of its own."""
+        """Fork a process that calls ``process_pool.serve_rank_requests(connection, **arguments)``, and return it."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
             answer = self._send_request({"op": "fork", "arguments": dict(arguments)}, theirs.fileno())
             return Child(int(answer["pid"]), Connection(ours.detach()))
 
     def status(self, pid: int) -> int | None:
-        """How a rank ended, as ``os.waitstatus_to_exitcode`` says it; ``None`` while it runs."""
+        """Return the exit status of a rank, negative for a signal; ``None`` while it runs."""
         status: int | None = self._send_request({"op": "status", "pid": pid})["status"]
         return status
 
@@ -113,7 +115,7 @@ _server_lock = threading.Lock()
 
 
 def fork_server() -> ForkServer:
-    """The one server of this process."""
+    """Return the one fork server of this process; start it if it does not run."""
     global _server
     with _server_lock:
         if _server is None or not _server.alive():
@@ -122,7 +124,7 @@ def fork_server() -> ForkServer:
 
 
 def serve(fd: int) -> None:
-    """The server's loop on its end of the socket, until the client's end is closed."""
+    """Run the main loop of the server on the socket ``fd``, until the client closes its side."""
     from partitioner.runtime.launch import process_pool
 
     process_pool.preload_imports()

@@ -1,4 +1,4 @@
-"""Run a plan on this machine: every rank as a process over Gloo, or as a thread of this process."""
+"""Run one step of a plan on this machine, with every rank as a process over Gloo, or as a thread of this process."""
 
 from __future__ import annotations
 
@@ -63,18 +63,18 @@ def run_local(
     seed: int = 0,
     ranks: LocalRanks | None = None,
 ) -> Run:
-    """Run one step of ``plan`` with every rank as a process of this machine, over Gloo.
+    """Run one step of ``plan`` with every rank as a process of this machine, over Gloo, and return the whole results.
 
     Args:
         model: the weights: a module, a dict of tensors, or a safetensors file or folder.
-        inputs: the whole global batch, as the model takes it.
-        precision: floating type to run in instead of the planned one: ``fp64`` to compare.
+        inputs: the whole global batch, in the form that the model takes.
+        precision: floating type to run in instead of the planned one, such as ``fp64`` for comparisons.
         timeout: seconds after which all ranks are ended.
         outputs, grads: whether to collect the model's results, and the gradients.
         seed: seed of the model's random operators.
         ranks: running processes to use, which stay alive; by default new ones are started and ended.
 
-    Raises :class:`RankError` if a rank fails (the others are ended within a second; the message ends with the first
+    Raise :class:`RankError` if a rank fails (the others are ended within a second; the message ends with the first
     cause), :class:`RankTimeout` after ``timeout``, :class:`WeightsError` or :class:`BatchError` if ``model`` or
     ``inputs`` do not match the plan, and :class:`LaunchError` if ``ranks`` has too few processes.
     """
@@ -119,9 +119,10 @@ def run_threads(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Run:
-    """Run one step of ``plan`` with every rank as a thread of this process, on ``device``.
+    """Run one step of ``plan`` with every rank as a thread of this process, on ``device``, and return the whole
+    results.
 
-    Takes the arguments of :func:`run_local` and computes the same numbers, but starts no processes. Raises
+    It takes the arguments of :func:`run_local` and computes the same numbers, but starts no processes. Raise
     :class:`RankError` if a rank fails, :class:`WeightsError` or :class:`BatchError` if ``model`` or ``inputs`` do not
     match the plan.
     """
@@ -175,7 +176,9 @@ def _open_ranks(program: Program, ranks: LocalRanks | None) -> Any:
 
 
 def _find_scratch_folder(program: Program) -> Path | None:
-    """``/dev/shm`` if it has room for twice the weights and results; ``None``, the default temporary folder, if not."""
+    """Return ``/dev/shm`` if it has space for twice the weights and results; else ``None``, for the default temporary
+    folder.
+    """
     needed = 4 * sum(torch.Size(s.shape).numel() * 8 for s in program.states.values())
     if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > needed:
         return _SHARED_MEMORY
@@ -183,8 +186,10 @@ def _find_scratch_folder(program: Program) -> Path | None:
 
 
 def _ensure_weights_file(program: Program, weights: Weights, path: Path) -> Path:
-    """The file of the weights that the program reads, written to ``path`` unless they are a file already. All ranks
-    map it into memory."""
+    """Return the path of a file with the weights that the program reads; all ranks map it into memory.
+
+    The file is written to ``path``, unless the weights are from a file already.
+    """
     if isinstance(weights, FileWeights):
         return Path(weights.origin)
     assert isinstance(weights, TensorWeights)

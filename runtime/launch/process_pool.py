@@ -1,10 +1,11 @@
-"""A pool of local processes that run programs as ranks, and the assembly of their results.
+"""A pool of local processes that run programs as ranks, and the combination of their results.
 
-``LocalRanks`` keeps the processes alive from one run to the next; each runs one program after another on request. After
-a step, ``joined`` combines the results of the ranks into the results of the whole model: outputs, loss and gradients.
+:class:`LocalRanks` keeps the processes alive from one run to the next; each runs one program after another on request.
+After a step, :func:`join_rank_results` combines the results of the ranks into the results of the whole model: outputs,
+loss and gradients.
 
-A message is ``(kind, content)``, pickled to plain bytes. ``Connection.send`` would pass tensors as shared memory, which
-a process that ends at once cannot keep alive.
+A message between processes is ``(kind, content)``, pickled to plain bytes. ``Connection.send`` would pass tensors as
+shared memory, which ends with the process that sent them.
 """
 
 from __future__ import annotations
@@ -62,7 +63,14 @@ from partitioner.runtime.watch.watchdog import Watch
 
 @dataclass(frozen=True)
 class RankResults:
-    """One rank's share of the results: what no other rank gives as well."""
+    """The results of a step that one rank contributes. Replicas of a result are contributed by one rank only.
+
+    Args:
+        loss: the loss of the global batch; ``None`` if the program has none.
+        outputs: value -> microbatch -> this rank's shard.
+        grads: parameter -> gradient of this rank's shard.
+        buffers: buffer that the step has changed -> this rank's shard.
+    """
 
     rank: int
     loss: Tensor | None
@@ -73,13 +81,13 @@ class RankResults:
 
 @dataclass(frozen=True)
 class Run:
-    """What one step of a program computed.
+    """The results of one step of a program.
 
     Attributes:
         outputs: the model's result in its own structure; a dict by path if the structure cannot be rebuilt.
-        loss: the loss of the whole batch; ``None`` if the program has none.
-        grads: whole gradient of each parameter that takes one, under each of its names.
-        leaves: leaves of the model's result by path.
+        loss: the loss of the global batch; ``None`` if the program has none.
+        grads: parameter -> whole gradient, for parameters that have one, under each of their names.
+        leaves: path -> leaf of the model's result.
         buffers: whole buffers that the step changed, under each of their names.
     """
 
@@ -91,7 +99,10 @@ class Run:
 
 
 def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> RankResults:
-    """What ``engine``'s rank contributes after a step; replicas contribute once."""
+    """Return the results that ``engine``'s rank contributes after a step. Replicas are contributed by one rank only.
+
+    ``outputs`` and ``grads``: whether to include the model's results and the gradients.
+    """
     rank = engine.rank_program
     program, at = rank.program, rank.coordinates
     layouts = {o.value: (Layout.parse(o.layout), Layout.parse(o.context)) for o in program.outputs if o.value}
@@ -116,7 +127,10 @@ def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> RankRes
 
 
 def join_rank_results(program: Program, parts: Sequence[RankResults], extra: Mapping[str, Tensor] | None = None) -> Run:
-    """The whole results. ``extra``: gradients of parameters that the program computes none of."""
+    """Combine the results of all ranks into the results of the whole model.
+
+    ``extra``: gradients to add, of parameters for which the program computes none.
+    """
     by_rank = {p.rank: p for p in parts}
     leaves = {o.path: _join_output(program, o, by_rank) for o in program.outputs}
     grads: dict[str, Tensor] = dict(extra or {})
@@ -130,7 +144,11 @@ def join_rank_results(program: Program, parts: Sequence[RankResults], extra: Map
 
 
 def _join_state(program: Program, state: str, held: Mapping[int, Tensor]) -> Tensor:
-    """A state of which ``held`` is what its first holders have, by rank in order: cut over ep, then tp, then shared."""
+    """Join the parts of a state's tensor, such as its gradient, to the whole tensor.
+
+    ``held``: rank -> its part, in ascending order of ranks, without replicas. Parts are cut over ``ep``, then over
+    ``tp``, then into ZeRO pieces.
+    """
     data = program.states[state]
     shared: dict[tuple[int, ...], list[Tensor]] = {}  # the ranks that share a part -> their pieces, in order of rank
     for rank, tensor in held.items():
@@ -145,7 +163,10 @@ def _join_state(program: Program, state: str, held: Mapping[int, Tensor]) -> Ten
 
 
 def _join_output(program: Program, output: OutputData, parts: Mapping[int, RankResults]) -> Any:
-    """One leaf of the model's result: shards joined over ``tp``, then ``cp``, then over ``dp`` and microbatches."""
+    """Return one leaf of the model's result: shards joined over ``tp``, then ``cp``, then over ``dp`` and microbatches.
+
+    ``parts``: rank -> its results. Return ``None`` if no rank has a part of it.
+    """
     if output.value is None:
         return output.constant
     pieces = []
@@ -174,7 +195,7 @@ def _rebuild_tree(program: Program, leaves: dict[str, Any]) -> Any:
 
 
 def unread_gradients(program: Program, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Zeros for the parameters of the model that no gradient reaches in the program, as far as they take some."""
+    """Return zero gradients for the model's parameters that require a gradient but that the program does not use."""
     known = {n for name, s in program.states.items() if s.requires_grad for n in model_names(name, s)}
     unread = {n: p for n, p in parameters.items() if n not in known and p.requires_grad}
     return {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in unread.items()}
@@ -185,7 +206,7 @@ def send_message(connection: Connection, kind: str, content: Any = None) -> None
 
 
 def receive_message(connection: Connection) -> tuple[str, Any]:
-    """The next message. Raises ``EOFError`` or ``OSError`` when the other side is gone."""
+    """Return the next message as (kind, content). Raise ``EOFError`` or ``OSError`` if the other side has ended."""
     kind, content = pickle.loads(connection.recv_bytes())
     return kind, content
 
@@ -199,13 +220,13 @@ _LOOK_S = 0.25  # between two looks at a run that is watched
 
 
 class LocalRanks:
-    """``num_ranks`` processes over Gloo, for programs of up to that many ranks.
+    """A pool of ``num_ranks`` local processes that communicate over Gloo, for programs of up to that many ranks.
 
-    A context manager. They start on first use, and anew after a run that failed. ``debug``: check every collective for
-    agreement before it runs (slow; names both sides of a mismatch).
+    It is a context manager. The processes start on first use, and again after a run that failed. ``debug``: verify
+    before every collective that all ranks call it with equal shapes (slow; names both sides of a mismatch).
 
-    >>> with LocalRanks(2) as ranks:
-    ...     pass  # run_local(plan, model, inputs, ranks=ranks)
+        >>> with LocalRanks(2) as ranks:
+        ...     pass  # run_local(plan, model, inputs, ranks=ranks)
     """
 
     def __init__(self, num_ranks: int, *, debug: bool = False) -> None:
@@ -226,14 +247,16 @@ class LocalRanks:
     def call(
         self, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0, watch: Monitor | None = None
     ) -> list[Any]:
-        """``function(*arguments)`` on every rank, inside the process group; what each returned.
+        """Call ``function(*arguments)`` on every rank, inside the process group, and return the results in the order of
+        ranks.
 
-        The function must be importable by name, and what it is given and returns be picklable. ``watch``: looks after
-        ranks that run a :class:`partitioner.Watch` in its folder; a run that stands still ends as one that failed, and
-        the error names the cause among the ranks that wait.
+        The function must be importable by name, and its arguments and results must be picklable. ``watch``: monitors
+        ranks that run a :class:`partitioner.Watch` in its folder; a run that stalls then ends like one that failed, and
+        the error names the cause.
 
-        Raises :class:`RankError` with the first cause when a rank fails, :class:`RankTimeout` after ``timeout``
-        seconds; all ranks are gone then. :class:`LaunchError` for a function of the script itself.
+        Raise :class:`RankError` with the first cause if a rank fails, and :class:`RankTimeout` after ``timeout``
+        seconds; all ranks are ended in both cases. Raise :class:`LaunchError` for a function that the main script
+        defines.
         """
         if getattr(function, "__module__", None) == "__main__":
             raise LaunchError(
@@ -274,7 +297,10 @@ class LocalRanks:
             raise
 
     def _collect_answers(self, kind: str, deadline: float, timeout: float, watch: Monitor | None = None) -> list[Any]:
-        """What each rank answered, when all have."""
+        """Wait until every rank has answered with the message ``kind``, and return the answers in the order of ranks.
+
+        Raise :class:`RankError` if a rank fails, and :class:`RankTimeout` after the ``deadline``.
+        """
         waiting = set(range(self.num_ranks))
         results: dict[int, Any] = {}
         failures: list[Failure] = []
@@ -301,7 +327,10 @@ class LocalRanks:
         return [results[rank] for rank in range(self.num_ranks)]
 
     def _explain_failures(self, failures: list[Failure], watch: Monitor | None) -> tuple[Failure, ...]:
-        """The failures, with what the watch knows about the first: where a rank was when it was killed."""
+        """Return the failures.
+
+        The first one is completed by what the monitor knows, such as where a killed rank was.
+        """
         first = first_cause(tuple(failures))
         if watch is None:
             return tuple(failures)
@@ -313,7 +342,10 @@ class LocalRanks:
         return (cause, *(f for f in failures if f.rank != cause.rank))
 
     def _receive_answers(self, ranks: set[int], timeout: float) -> dict[int, tuple[str, Any]]:
-        """What came in from ``ranks`` within ``timeout``; a rank that has died has failed."""
+        """Return the messages that arrive from ``ranks`` within ``timeout`` seconds: rank -> (kind, content).
+
+        A rank whose process has ended counts as failed.
+        """
         connections = {id(self._children[r].connection): r for r in ranks}
         found: dict[int, tuple[str, Any]] = {}
         for ready in wait([self._children[r].connection for r in ranks], max(timeout, 0.0)):
@@ -335,7 +367,7 @@ class LocalRanks:
         return Failure(rank, f"the process ended {how} and said nothing", DIED)
 
     def _describe_late_ranks(self, ranks: set[int], kind: str, timeout: float) -> str:
-        """What the ranks that have not answered are doing."""
+        """Return the text of a timeout error, with the current activity of each rank that has not answered."""
         for rank in ranks:
             with contextlib.suppress(OSError):
                 send_message(self._children[rank].connection, "where")
@@ -351,7 +383,7 @@ class LocalRanks:
         return f"{len(ranks)} of {self.num_ranks} ranks did not {task} within {timeout:g} s and were ended:\n  {told}"
 
     def kill(self) -> None:
-        """End all ranks at once; the next run starts new ones."""
+        """Kill all processes immediately; the next run starts new ones."""
         children, self._children = self._children, []
         for child in children:
             child.kill()
@@ -360,7 +392,7 @@ class LocalRanks:
             self._folder = None
 
     def close(self) -> None:
-        """Let the ranks leave, and make sure that they do."""
+        """Ask the processes to exit, and kill those that do not."""
         for child in self._children:
             with contextlib.suppress(OSError):
                 send_message(child.connection, "leave")
@@ -370,7 +402,10 @@ class LocalRanks:
 
 
 def preload_imports() -> None:
-    """Import what is left to the first trace or checkpoint; touch no autograd, whose engine does not survive a fork."""
+    """Import modules that are usually imported by the first trace or checkpoint, so that forked ranks have them.
+
+    Autograd must not be used here, because its engine does not survive a fork.
+    """
     importlib.import_module("partitioner.runtime.checkpoint.dcp_files")
     with FakeTensorMode(), torch.no_grad():
         make_fx(torch.neg)(torch.empty(1))
@@ -386,9 +421,9 @@ def serve_rank_requests(
     timeout_s: float,
     path: list[str],
 ) -> None:
-    """Join the others, then serve requests until the other side closes the connection.
+    """Run the main loop of a rank's process: join the process group, then run requests until the connection closes.
 
-    ``path``: the owner's ``sys.path``, so that what it names is found.
+    ``path``: ``sys.path`` of the process that started the ranks, so that its modules can be imported.
     """
     sys.path[:] = path
     torch.set_num_threads(threads)
@@ -432,7 +467,7 @@ def _forward_requests(
     answer: Callable[[str, Any], None],
     main_thread: int,
 ) -> None:
-    """Pass requests on; say where the main thread is, when asked, even while it hangs."""
+    """Forward requests to the main thread. Answer where the main thread is when asked, even while it hangs."""
     while True:
         try:
             kind, content = receive_message(connection)
@@ -447,7 +482,7 @@ def _forward_requests(
 
 
 def _locate_thread(thread: int) -> str:
-    """The instruction at which the main thread is."""
+    """Return a text that names the instruction which ``thread`` executes, or its Python line outside of a program."""
     frame = sys._current_frames().get(thread)
     deepest = traceback.extract_stack(frame)[-1] if frame is not None else None
     while frame is not None:
@@ -460,8 +495,11 @@ def _locate_thread(thread: int) -> str:
 
 
 class StepFiles(NamedTuple):
-    """The files of one step that processes run: what they read, one of ``results`` for each rank, and the folder
-    ``watch``."""
+    """The paths of the files for one step that local processes run.
+
+    ``program``, ``weights`` and ``inputs`` are read; each rank writes one of ``results``. ``watch`` is the folder of
+    status files.
+    """
 
     program: str
     weights: str
@@ -471,7 +509,12 @@ class StepFiles(NamedTuple):
 
 
 def run_program(files: StepFiles, placement: tuple[int, ...], seed: int, outputs: bool, grads: bool) -> None:
-    """One step, watched. This rank writes its own result."""
+    """Run one watched step on this rank, and write its results to a file.
+
+    Does nothing on processes beyond the program's ranks.
+
+    ``placement``: device number of each rank; empty: rank i runs on device i.
+    """
     parsed = Program.model_validate_json(Path(files.program).read_text())
     if dist.get_rank() >= parsed.world_size:
         return

@@ -1,13 +1,13 @@
-"""``python -m partitioner.runtime.launch.torchrun``: torchrun, with the first cause as the last line of the log.
+"""The command ``python -m partitioner.runtime.launch.torchrun``: torchrun, with the first cause as the last log line.
 
-Takes torchrun's arguments and does what it does::
+It takes torchrun's arguments and does the same::
 
     python -m partitioner.runtime.launch.torchrun --nproc-per-node 4 --max-restarts 2 train.py
 
-Where the workers run a :class:`partitioner.Watch` (``-m partitioner.runtime`` does), a run that has failed for good
-ends with one line: the rank that was first, its instruction, graph node, module and source line. torchrun itself ends
-with a table. With several hosts it stands among each one's lines, unless ``PARTITION_WATCH`` in the environment names a
-folder that all of them see.
+If the workers run a :class:`partitioner.Watch` (``-m partitioner.runtime`` does), the log of a run that has finally
+failed ends with one line: the rank that failed first, its instruction, graph node, module and source line. The log of
+plain torchrun ends with a table. With several hosts each host prints its own line, unless the environment variable
+``PARTITION_WATCH`` names a folder that all of them share.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SETTLE_S = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run torchrun's command line; never returns. Exit status 0, or 1 where the run failed."""
+    """Run torchrun's command line, and exit the process: status 0, or 1 if the run failed."""
     options = parse_args(list(sys.argv[1:] if arguments is None else arguments))
     own = FOLDER not in os.environ
     folder = Path(tempfile.mkdtemp(prefix="watch-")) if own else Path(os.environ[FOLDER])
@@ -60,7 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _explain_unreachable_host(endpoint: str) -> str:
-    """torchrun has ended its ranks at once, before any of them could say what it has lost."""
+    """Return the error text for a rendezvous host that cannot be reached.
+
+    In this case torchrun has ended its ranks before any of them could report what it lost.
+    """
     return (
         f"the host where ranks meet, {endpoint}, cannot be reached: it has ended, or its network, or never was there; "
         "start the run again on as many hosts, to meet at one that is there (--rdzv-endpoint)"
@@ -68,7 +71,9 @@ def _explain_unreachable_host(endpoint: str) -> str:
 
 
 def _find_first_cause(folder: Path, error: ChildFailedError) -> str:
-    """What the ranks of the last attempt have said; else what torchrun saw first."""
+    """Return a text with the first cause: from the status files of the last attempt, or else the failure that torchrun
+    saw.
+    """
     rank, first = error.get_first_failure()
     attempts = sorted(folder.glob("attempt-*"), key=lambda p: int(p.name.split("-")[1]))
     found = Monitor(attempts[-1]).settle(_SETTLE_S, died=rank) if attempts else None

@@ -31,11 +31,17 @@ Way = tuple[int, str]  # (peer stage, channel) of a send or receive
 class StepTimes:
     """Times of one step on one rank, in seconds.
 
-    ``begun``: start of the step. ``whole``, ``computing``, ``waiting``: durations. ``work``: (instruction index,
-    duration) of every computation, in order. ``posted``: instruction index -> time spent in its other actions (starting
-    or ending transfers), without waiting. ``sent``: (peer stage, channel) -> start time of each send, in order.
-    ``received``: (peer stage, channel) -> (start of waiting, end) of each receive, in order. Points in time are
-    ``time.perf_counter``, which processes of one machine share.
+    Args:
+        begun: start of the step.
+        whole: duration of the step.
+        computing: total duration of computations.
+        waiting: total duration of waiting for other ranks.
+        work: (instruction index, duration) of every computation, in order.
+        posted: instruction index -> time of its other actions, such as starting a send, without waiting.
+        sent: (peer stage, channel) -> start time of each send, in order.
+        received: (peer stage, channel) -> (start of waiting, end) of each receive, in order.
+
+    Points in time are from ``time.perf_counter``, which is the same clock for all processes of a machine.
     """
 
     begun: float = 0.0
@@ -55,7 +61,7 @@ class StepTimes:
 
 @dataclass
 class Times:
-    """The times of all timed steps of one rank."""
+    """The times of all measured steps of one rank; ``bubble`` is the share of time in which it computed nothing."""
 
     steps: list[StepTimes] = field(default_factory=list)
 
@@ -73,7 +79,10 @@ class Times:
 
 @contextmanager
 def timed(engine: Engine) -> Iterator[Times]:
-    """Time the steps of ``engine`` inside the ``with`` block. Overhead: about one microsecond per instruction."""
+    """Measure the steps of ``engine`` inside the ``with`` block. The block's variable is a :class:`Times`.
+
+    The overhead is about one microsecond per instruction.
+    """
     executor, times = engine._executor, Times()
     instructions, actions = executor.rank.instructions, executor.actions
     clock = time.perf_counter

@@ -1,4 +1,4 @@
-"""Metrics of a run, step by step: a line on the screen, JSONL in a file, TensorBoard if installed, and loss spikes.
+"""Metrics of each step of a run: a line of text, a JSON line in a file, TensorBoard if installed, and loss spikes.
 
 ::
 
@@ -10,8 +10,8 @@
 
 An unknown figure is left out: tokens if no input consists of integers, MFU if the plan has no estimate.
 
-``LossSpikes`` detects jumps of the loss by comparison with the median of earlier losses, so that one bad step does not
-hide the next.
+:class:`LossSpikes` detects sudden increases of the loss by comparison with the median of earlier losses, so that one
+bad step does not hide the next.
 """
 
 from __future__ import annotations
@@ -53,12 +53,16 @@ _WORDS = (  # of a step's line: the figure, how it is written, and in which unit
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step of the optimizer, and all batches that it is made of; whatever else the script does included.
+    """Metrics of one optimizer step, over all batches whose gradients it uses. ``str()`` formats them as one line.
 
-    ``step``: the batches so far, ``engine.steps``; ``tokens_per_s``: of all of these batches, whole; ``mfu``: a share
-    of the peak of all devices; ``memory``: the most bytes so far on this rank (of the device, or resident on a CPU);
-    ``bubble``: the share of the time that ranks wait for others, the mean of all ranks, in the last batch, where they
-    are watched on this host, else this rank's.
+    Args:
+        step: number of batches so far, which is ``engine.steps``.
+        seconds: time since the previous metrics, with everything that the training script does.
+        tokens_per_s: tokens per second of the global batches; ``samples_per_s`` likewise.
+        mfu: the model's FLOPs per second as a share of the peak of all devices.
+        memory: peak bytes on this rank so far: allocated on the CUDA device, or resident in a process on the CPU.
+        bubble: the share of the last batch's time in which ranks wait for others. It is the mean over the ranks on this
+            host if they are watched, or else this rank's share.
     """
 
     step: int
@@ -78,14 +82,14 @@ class StepMetrics:
 
 
 class StepLog:
-    """Measures the steps of ``engine``. Make one on every rank, or on the first rank alone.
+    """Measures the steps of ``engine``. Create one on every rank, or only on the first rank.
 
     Args:
-        plan: the plan, or its file. Its estimate says what a step computes, for the MFU.
-        folder: folder of ``metrics.jsonl`` and of TensorBoard's events; existing files are continued. There is one line
-            for each step. The line of a step that is done again, after a restart or a return to an earlier checkpoint,
-            is replaced.
-        watch: folder of :class:`partitioner.Watch`, for the bubble of all ranks.
+        plan: the plan or the path of its file, whose estimate is needed for the MFU.
+        folder: folder for ``metrics.jsonl`` and TensorBoard's event files, which are continued if they exist. The file
+            has one line for each step. If a step is repeated, after a restart or a return to an earlier checkpoint, its
+            line is replaced.
+        watch: the folder of :class:`partitioner.Watch`, from which the bubble of all ranks is read.
     """
 
     def __init__(
@@ -113,10 +117,11 @@ class StepLog:
         self.close()
 
     def step(self, loss: Tensor | float | None = None, **more: float) -> StepMetrics:
-        """Measure the time since the last call, or since the log was made: one batch, or several whose gradients were
-        added up. Call it before or after the optimizer's step.
+        """Return the metrics of the time since the last call, or since the log was created, and write them to the
+        files.
 
-        ``more``: further numbers for the files. The loss is read, which waits for it on a CUDA device.
+        Call it once per optimizer step, before or after ``optimizer.step()``. ``more``: further numbers for the files.
+        The loss is read, which waits for it on a CUDA device.
         """
         value = float(loss) if loss is not None else None
         now = time.perf_counter()
@@ -152,7 +157,7 @@ class StepLog:
 
 
 class _Lines:
-    """The entries of a run in ``folder``: JSONL, and TensorBoard's events. Each step has one, in order."""
+    """Writes one entry per step, in order, to ``metrics.jsonl`` and TensorBoard in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -176,7 +181,7 @@ class _Lines:
         self._step = step
 
     def _resume_at_step(self, step: int) -> None:
-        """Go on with ``step``: what is there of it and of later ones was of steps that are done again."""
+        """Open the files to continue with ``step``. Existing entries of this step and of later ones are removed."""
         self.close()
         lines = self.path.read_text(errors="replace").splitlines(keepends=True) if self.path.exists() else []
         kept = [line for line in lines if _is_before(line, step)]
@@ -193,7 +198,7 @@ class _Lines:
 
 
 def _is_before(line: str, step: int) -> bool:
-    """Whether an entry is whole, and of a step before ``step``; others than of steps stay."""
+    """Whether a line of the file is complete and its step is before ``step``. True for lines without a step."""
     try:
         found = json.loads(line) if line.endswith("\n") else None
     except ValueError:
@@ -202,20 +207,25 @@ def _is_before(line: str, step: int) -> bool:
 
 
 def waiting_share(step: MeasuredStep) -> float:
-    """The share of a measured step in which its rank waits for others."""
+    """Return the share of a measured step, from 0 to 1, in which its rank waits for other ranks."""
     total = step.starts[-1] - step.starts[0]
     return (step.waited[-1] - step.waited[0]) / total if total else 0.0
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has had: of the device's allocator, or resident."""
+    """Return the peak bytes of this process so far: allocated by torch on a CUDA ``device``, or else resident in
+    memory.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _full_speed(plan: Any) -> float | None:
-    """The seconds that a step would take at the peak of all devices: the estimate's time times its MFU."""
+    """Return the seconds that a step would take at the peak FLOPs of all devices; ``None`` if the plan has no estimate.
+
+    It is the estimated step time, multiplied by the estimated MFU.
+    """
     estimate: Any = getattr(plan, "estimate", None)
     if estimate is not None:
         found = float(estimate.step_time) * float(estimate.mfu)
@@ -228,7 +238,7 @@ def _full_speed(plan: Any) -> float | None:
 
 
 def _open_tensorboard(folder: Path, step: int) -> Any:
-    """A writer that goes on with ``step``: later ones that were written before are shown no more."""
+    """Return a TensorBoard writer that hides entries from ``step`` on; ``None`` if TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -241,7 +251,10 @@ _NORMAL = 1.4826  # times the median deviation is the standard deviation, of a n
 
 @dataclass(frozen=True)
 class LossSpike:
-    """``deviations``: by how many (robust) standard deviations the loss is above ``usual``."""
+    """A loss that is far above the recent ones.
+
+    ``usual``: the median of the recent losses. ``deviations``: the number of robust standard deviations above it.
+    """
 
     step: int
     loss: float
@@ -256,14 +269,14 @@ class LossSpike:
 
 
 class LossSpikes:
-    """Finds losses that are far above the recent ones.
+    """Detects losses that are far above the recent ones.
 
     Args:
-        window: number of recent losses that say what is usual.
-        deviations: number of deviations above the usual loss from which a loss is a spike.
-        least: number of losses before the first spike is reported.
+        window: number of recent losses to compare with.
+        deviations: number of robust standard deviations above their median from which a loss is a spike.
+        least: number of losses before the first spike can be reported.
 
-    A spike does not count among the usual losses, unless it lasts for a quarter of the window.
+    A spike is not added to the recent losses, unless the loss stays high for a quarter of the window.
     """
 
     def __init__(self, window: int = 64, deviations: float = 8.0, least: int = 8) -> None:
@@ -273,7 +286,10 @@ class LossSpikes:
         self._above: deque[float] = deque(maxlen=max(1, window // 4))
 
     def see(self, step: int, loss: float) -> LossSpike | None:
-        """Add the loss of ``step``. Returns a :class:`LossSpike` if it is one. NaN counts as infinitely far."""
+        """Add the loss of ``step``.
+
+        Return a :class:`LossSpike` if it is one, else ``None``. NaN and infinity are always spikes.
+        """
         found = self._detect_spike(step, loss)
         if found is None:
             self._usual.append(loss)

@@ -1,8 +1,8 @@
-"""Find the origin of a NaN or infinity in a loss or gradient: run the step again and inspect every operator.
+"""Find the origin of a NaN or infinity in a loss or gradient: repeat the step and inspect the result of every operator.
 
-An operator is an origin if it makes a NaN from operands without one, or an infinity from finite operands. The first
-origin in time, over all ranks, is reported. Masks contain intended infinities, so an infinity is reported only where no
-NaN is found, or where the first NaN was made from it.
+An operator is an origin if it produces a NaN from operands without NaN, or an infinity from finite operands. The first
+origin in time, over all ranks, is reported. Since attention masks contain intended infinities, an infinity is reported
+only if there is no NaN, or if the first NaN was computed from it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,19 @@ KIND = "NonFinite"
 
 
 class NonFiniteError(InstructionError):
-    """The loss or a gradient is not finite; says which operator of which rank made it so."""
+    """The loss or a gradient is not finite.
+
+    The message names the first operator, and its rank, that produced such a value.
+    """
 
 
 @dataclass(frozen=True)
 class NonFiniteOrigin:
-    """An operator that made the first NaN, or infinity, of its rank."""
+    """An operator that produced the first NaN, or the first infinity, on its rank.
+
+    ``at`` is the time in seconds of the host's monotonic clock, and ``what`` a description for the message.
+    ``from_infinity``: an operand of the operator was infinite.
+    """
 
     at: float
     rank: int
@@ -49,9 +56,12 @@ class NonFiniteOrigin:
 
 
 def check_finite(engine: Engine, batch: Any, *, gradients: bool = True, local: bool = False) -> None:
-    """After ``engine.step(batch, local=local)``: raise :class:`NonFiniteError` on all ranks if the loss or, with
-    ``gradients``, a gradient of any rank is not finite. All ranks call it, before the gradients are used. Reads every
-    gradient once."""
+    """Raise :class:`NonFiniteError` on all ranks if the loss, or with ``gradients`` a gradient, of any rank is not
+    finite.
+
+    All ranks call this after ``engine.step(batch, local=local)`` and before they use the gradients. It reads every
+    gradient once. If a value is not finite, the step is repeated to find the operator that produced it.
+    """
     engine._executor.updates.keep = True  # what a step to come read, should it be run again
     bad = engine.loss is not None and not bool(torch.isfinite(engine.loss))
     if gradients and not bad:
@@ -64,9 +74,11 @@ def check_finite(engine: Engine, batch: Any, *, gradients: bool = True, local: b
 
 
 def find_nonfinite(engine: Engine, batch: Any, local: bool = False) -> Failure:
-    """Run the last step again on ``batch`` and find what first was not finite: rank, instruction, graph node. All ranks
-    call it, before the optimizer changes the weights; the engine's step count and its factor of the loss stay as they
-    are, the gradients are those of ``batch`` again."""
+    """Repeat the last step on ``batch``, and return the first operator that produced a NaN or infinity, as a failure.
+
+    The failure names rank, instruction and graph node. All ranks call this before the optimizer changes the weights.
+    The engine's step count and loss scale are not changed; the gradients are computed again.
+    """
     told = _of_all(engine, _find_nonfinite_inputs(engine, batch, local))  # one rank's own shard or samples may have it
     if not told:
         found = _NonFiniteFinder(engine.communicator.rank)
@@ -78,7 +90,10 @@ def find_nonfinite(engine: Engine, batch: Any, local: bool = False) -> Failure:
 
 @contextmanager
 def _replay_step(engine: Engine) -> Iterator[None]:
-    """A step in the block is the last one again; what it leaves for those to come is as it was."""
+    """Context in which a step repeats the last one.
+
+    Afterwards, counters, loss scale, buffers and residuals are as before.
+    """
     steps, residuals = engine.steps, engine._gradients.residuals
     kept = {place: residual.clone() for place, residual in residuals.items()}
     engine.steps -= 1
@@ -93,7 +108,7 @@ def _replay_step(engine: Engine) -> Iterator[None]:
 
 
 class _NonFiniteFinder:
-    """Notes the first NaN and the first infinity that this rank makes."""
+    """Records the first operator with a NaN and the first with an infinity among its results, on this rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -136,7 +151,7 @@ class _NonFiniteFinder:
 
 
 def _find_nan_and_infinity(x: Tensor) -> tuple[bool, bool]:
-    """Whether ``x`` holds a NaN, and an infinity."""
+    """Return whether ``x`` contains a NaN, and whether it contains an infinity."""
     if not (x.is_floating_point() or x.is_complex()) or x.numel() == 0:
         return False, False
     if bool(torch.isfinite(x).all()):
@@ -145,12 +160,12 @@ def _find_nan_and_infinity(x: Tensor) -> tuple[bool, bool]:
 
 
 def _asked_for(operation: ProbedOperation) -> bool:
-    """Whether an infinity was given as a number: ``masked_fill(mask, -inf)``."""
+    """Whether an argument of the operator is an infinite number, such as in ``masked_fill(mask, -inf)``."""
     return any(isinstance(s, float) and math.isinf(s) for s in operation.scalars)
 
 
 def _find_nonfinite_inputs(engine: Engine, batch: Any, local: bool) -> list[NonFiniteOrigin]:
-    """What is not a number before the step begins: a parameter, an input."""
+    """Return an origin if a parameter or an input of the batch contains a NaN before the step; else an empty list."""
     inputs = own_values(engine.program, engine.share, batch, True) if local else batch_values(engine.program, batch)
     tensors: Mapping[str, Tensor] = {
         **{f"parameter {n}": p.detach() for n, p in engine.named_parameters()},
@@ -192,7 +207,7 @@ def _origins_to_failure(origins: list[NonFiniteOrigin], step: int) -> Failure:
 
 
 def _of_all(engine: Engine, seen: list[NonFiniteOrigin]) -> list[NonFiniteOrigin]:
-    """What all ranks have seen, on all ranks."""
+    """Return the origins that all ranks have found, on all ranks."""
     return [
         NonFiniteOrigin(**data)
         for found in _all_gather_json(engine, json.dumps([asdict(o) for o in seen]))
@@ -201,7 +216,7 @@ def _of_all(engine: Engine, seen: list[NonFiniteOrigin]) -> list[NonFiniteOrigin
 
 
 def _all_gather_json(engine: Engine, text: str) -> list[Any]:
-    """The JSON value of every rank, on all ranks."""
+    """Return the parsed JSON ``text`` of every rank, in the order of ranks, on all ranks."""
     communicator = engine.communicator
     group = all_ranks(communicator, engine.program.world_size)
     content = text.encode()

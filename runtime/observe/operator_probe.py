@@ -1,12 +1,12 @@
-"""Probe of every operator that a step runs, and comparison of two runs bit by bit.
+"""Call a function for every operator that a step runs, and compare two runs bit by bit.
 
-``probed`` reports each operator with its instruction, graph node, operands and results. It works from outside: a
-dispatch mode sees the operators, and the stack gives their origin. A step without a probe is unchanged. Collectives run
-below the dispatcher: their results are first seen where they are read. Operators on communication buffers, which start
-with uninitialised memory, are left out.
+:func:`probe_operators` reports each operator with its instruction, graph node, operands and results. The program is not
+changed: a dispatch mode intercepts the operators, and the Python stack gives their position. Collectives run below the
+dispatcher, so their results are first seen by the operators that read them. Operators on communication buffers, which
+start with uninitialised memory, are left out.
 
-``record_hashes`` writes hashes of the operands and results of every operator to a file. ``compare_runs`` finds the
-first operator whose results differ between two such files.
+:func:`record_hashes` writes hashes of the operands and results of every operator to a file. :func:`compare_runs` finds
+the first operator whose results differ between two such files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ from partitioner.runtime.execute.stack_location import RankLocation, place_of, w
 
 @dataclass(frozen=True)
 class ProbedOperation:
-    """One operator. ``inputs`` and ``outputs`` are its tensors; ``scalars`` what else it was given."""
+    """One operator that has run. ``inputs`` and ``outputs`` are its tensors, ``scalars`` its other arguments.
+
+    ``place`` returns its position in the model; call it only while the operator is being reported.
+    """
 
     rank: int
     step: int
@@ -90,7 +93,7 @@ class _OperatorProbe(TorchDispatchMode):
 
 
 def _is_buffer(frame: FrameType | None, func: Any) -> bool:
-    """Whether an operator works on memory that is yet to be filled."""
+    """Whether an operator works on memory that is not filled yet, such as a communication buffer."""
     if "empty" in str(func):
         return True
     while frame is not None and frame.f_code.co_filename.startswith(_PYTORCH):
@@ -100,7 +103,7 @@ def _is_buffer(frame: FrameType | None, func: Any) -> bool:
 
 @contextmanager
 def probe_operators(engine: Engine, see: Callable[[ProbedOperation], None]) -> Iterator[None]:
-    """Tell ``see`` of every operator of the steps of ``engine`` in the block."""
+    """Context in which ``see`` is called with every operator of the steps of ``engine``, after it has run."""
     executor = engine._executor
     plain = list(executor.actions)
     probe = _OperatorProbe(engine, see)
@@ -124,7 +127,7 @@ _SIZE = 8  # bytes of a hash
 
 
 def hash_of(x: Tensor) -> str:
-    """Hash the type, shape and bits of ``x`` into a hexadecimal string."""
+    """Return a hash of the type, shape and bits of ``x``, as hexadecimal digits."""
     x = x.detach()
     digest = hashlib.blake2b(f"{x.dtype}{list(x.shape)}".encode(), digest_size=_SIZE)
     if x.numel():
@@ -136,8 +139,8 @@ def hash_of(x: Tensor) -> str:
 def record_hashes(engine: Engine, folder: str | Path) -> Iterator[None]:
     """Write ``rank-<rank>.hashes`` to ``folder``: a line of JSON per operator of the steps in the ``with`` block.
 
-    All ranks call it. A step takes many times as long. :func:`partitioner.debug.compare_runs` names the first operator
-    that differs between two folders.
+    All ranks call it. A step takes many times as long as usual. :func:`partitioner.debug.compare_runs` finds the first
+    operator that differs between two folders.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -171,8 +174,12 @@ class _HashWriter:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two runs part. ``own``: the operator was given the same bits and made others; otherwise it was given others
-    already, by a collective, a transfer, or from outside of the step."""
+    """The first operator of a rank whose record differs between two runs.
+
+    ``own``: its operands are equal and its results differ. Otherwise its operands differ already, because of a
+    collective, a transfer, or a tensor from outside of the step. ``instead``: the operator that ran at this point in
+    the first run, if it is another one.
+    """
 
     rank: int
     step: int
@@ -198,10 +205,11 @@ class Difference:
 
 
 def compare_runs(one: str | Path, other: str | Path) -> Difference | None:
-    """The first difference between the runs that wrote the folders ``one`` and ``other``; ``None`` where all bits are
-    the same. Of several ranks, the one that made its difference itself comes first, then the earliest.
+    """Return the first difference between the runs that wrote the folders ``one`` and ``other``; ``None`` if there is
+    none.
 
-    Raises :class:`LaunchError` where a folder holds no hashes, or the runs are of other plans.
+    If several ranks differ in the same step, a rank whose own operator produced the difference comes first, then the
+    earliest instruction. Raise :class:`LaunchError` if a folder has no hashes, or if the runs are of different plans.
     """
     files = [{p.name: p for p in Path(folder).glob("rank-*.hashes")} for folder in (one, other)]
     for folder, found in zip((one, other), files, strict=True):

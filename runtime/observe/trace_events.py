@@ -1,7 +1,7 @@
-"""A measured step as events of the Trace Event Format, which Perfetto and chrome://tracing open.
+"""Write a measured step in the Trace Event Format, which Perfetto and chrome://tracing open, and read it back.
 
-One process per rank, one thread for its instructions; an arrow leads from every send to the end of its receive. What an
-event says of itself (``args``) is enough to read the step back.
+Each rank is a process with one thread for its instructions. An arrow leads from every send to the end of its receive.
+The ``args`` of the events have all data that is needed to read the step back.
 
 Source of the format: "Trace Event Format", Google, 2016.
 """
@@ -25,7 +25,7 @@ MEASURED = "measured"
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """One instruction of one rank, in seconds from the start of the step; ``waiting`` is a part of it."""
+    """The time of one instruction of one rank, in seconds from the start of the step. ``waiting`` is included in it."""
 
     rank: int
     stage: int
@@ -38,9 +38,9 @@ class TraceSpan:
 
 
 def measured_steps(folder: str | Path) -> list[MeasuredStep]:
-    """The last step that all ranks which were watched in ``folder`` have finished.
+    """Return the last step of each rank, as recorded in the watched ``folder``.
 
-    Raises :class:`LaunchError` where there is none.
+    Raise :class:`LaunchError` unless all ranks have completed the same step.
     """
     found = [step for r in list_recordings(Path(folder)).values() if (step := r.last_step()) is not None]
     if not found or len({s.step for s in found}) > 1 or len(found) != found[0].about.world_size:
@@ -53,7 +53,10 @@ def measured_steps(folder: str | Path) -> list[MeasuredStep]:
 
 
 def spans_of(steps: Sequence[MeasuredStep]) -> list[TraceSpan]:
-    """All instructions of a step; what an instruction has begun and finishes later is of both."""
+    """Return the times of all instructions of a measured step, over all ranks, in seconds from its start.
+
+    An instruction that starts a transfer and ends it later has two spans.
+    """
     begin = min(_convert_to_wall_clock(s, s.starts[0] * 1e-9) for s in steps)
     spans = []
     for step in steps:
@@ -67,12 +70,15 @@ def spans_of(steps: Sequence[MeasuredStep]) -> list[TraceSpan]:
 
 
 def _convert_to_wall_clock(step: MeasuredStep, seconds: float) -> float:
-    """On a clock that hosts share."""
+    """Convert seconds of a host's monotonic clock to the time of day, which is comparable between hosts."""
     return seconds + step.about.clock_s
 
 
 def events_of(spans: Iterable[TraceSpan], steps: Sequence[MeasuredStep], first_process: int = 0) -> list[Event]:
-    """The events of the measured step; process ``first_process + rank``."""
+    """Return the trace events of a measured step.
+
+    The number of a rank's process in the trace is ``first_process + rank``.
+    """
     events: list[Event] = []
     for step in steps:
         name = f"rank {step.about.rank}, stage {step.about.stage} ({MEASURED}, step {step.step + 1})"
@@ -91,7 +97,7 @@ def events_of(spans: Iterable[TraceSpan], steps: Sequence[MeasuredStep], first_p
 
 
 def _list_flows(spans: Sequence[TraceSpan], steps: Sequence[MeasuredStep], first_process: int) -> list[Event]:
-    """From the start of each send to the end of its receive."""
+    """Return the arrows from the start of each send to the end of its receive."""
     about = {s.about.rank: s.about for s in steps}
     stride = _compute_stride(steps)
     sends: dict[tuple[int, int, str, int | None, tuple[str, ...]], TraceSpan] = {}
@@ -128,7 +134,7 @@ def process_name(process: int, name: str, place: int) -> list[Event]:
 def make_complete_event(
     name: str, category: str, process: int, start: float, end: float, args: Mapping[str, Any], thread: int = 0
 ) -> Event:
-    """An event with a length; the format's times are microseconds."""
+    """Return a trace event with start and end, which are given in seconds; the format stores microseconds."""
     event = {"ph": "X", "name": name, "cat": category, "pid": process, "tid": thread, "args": dict(args)}
     return {**event, "ts": start * 1e6, "dur": max(0.0, end - start) * 1e6}
 
@@ -136,7 +142,10 @@ def make_complete_event(
 def make_flow_events(
     number: int, source: int, start: float, target: int, end: float, threads: tuple[int, int] = (0, 0)
 ) -> list[Event]:
-    """An arrow between two events, which contain its ends."""
+    """Return the two trace events of an arrow from ``start`` in one process to ``end`` in another, given in seconds.
+
+    Other events must contain these times, because the ends of the arrow are attached to them.
+    """
     both = {"name": "transfer", "cat": "transfer", "id": number}
     return [
         {**both, "ph": "s", "pid": source, "tid": threads[0], "ts": start * 1e6},
@@ -149,7 +158,10 @@ def write_trace(path: str | Path, events: Sequence[Event]) -> Path:
 
 
 def read_spans(path: str | Path) -> list[TraceSpan]:
-    """The measured step of a trace. Raises :class:`LaunchError` for a file that has none."""
+    """Return the instruction times of the measured step in a trace file.
+
+    Raise :class:`LaunchError` if the file has none or cannot be read.
+    """
     try:
         events = json.loads(Path(path).read_text())["traceEvents"]
         mine = [e for e in events if e.get("ph") == "X" and e.get("args", {}).get("kind") == MEASURED]

@@ -86,9 +86,10 @@ class CallFacts:
 
 
 class ProgramFacts:
-    """Compute the facts of all calls of a program, each on first access.
+    """Facts (gradients, collectives and memory) about all calls of a program, each computed on first access.
 
-    The names and shapes of the program must already be consistent (``runtime/prove/structure.py`` checks this).
+    A call is one use of a block, such as a layer. The names and shapes of the program must already be consistent
+    (``runtime/prove/structure.py`` checks this).
     """
 
     def __init__(self, program: Program, passes_over: bool = False) -> None:
@@ -97,8 +98,11 @@ class ProgramFacts:
         self._sizes: dict[str, StateSizes] = {}
 
     def grown(self, steps: int) -> ProgramFacts:
-        """Return the facts of this program for more or fewer microbatches: every stage's instruction list is expanded
-        by ``steps`` repetitions of its steady state. Every list must be a :class:`Listing`."""
+        """Return the facts of this program for another number of microbatches.
+
+        Every stage's instruction list is expanded by ``steps`` repetitions of its steady state. Every list must be a
+        :class:`Listing`.
+        """
         stages, microbatches = [], self.program.num_microbatches
         for stage in self.program.stages:
             instructions = stage.instructions
@@ -137,7 +141,7 @@ class ProgramFacts:
     def order(self) -> list[tuple[int, int]]:
         """All calls as (stage, position on the stage), sorted so that each follows the calls whose outputs it reads.
 
-        A call whose inputs no call or batch input produces is left out.
+        A call is left out if no call or batch input produces one of its inputs.
         """
         made = {i.value for i in self.program.inputs}
         pending = [(s, p) for s, stage in enumerate(self.program.stages) for p in range(len(stage.calls))]
@@ -169,7 +173,7 @@ class ProgramFacts:
 
     @cached_property
     def flow(self) -> GradientFlow:
-        """Which values and states get a gradient in each call, for the calls in :attr:`order`."""
+        """The values and states that get a gradient in each call, for the calls in :attr:`order`."""
         paths = {name: gradient_paths(block) for name, block in self.blocks.items()}
         return gradient_flow([self.call(p) for p in self.order], paths, self.trainable, self.program.loss)
 
@@ -180,7 +184,7 @@ class ProgramFacts:
 
     @cached_property
     def _staying_values(self) -> tuple[frozenset[str], ...]:
-        """For each stage, the names of the values that an OFFLOAD instruction leaves on the device."""
+        """For each stage, the names of the values that stay on the device when activations are moved to host memory."""
         return tuple(map(staying_values, self.program.stages))
 
     @cached_property
@@ -189,8 +193,9 @@ class ProgramFacts:
         return frozenset(s for added in self.flow.states for s in added)
 
     def state_bytes(self, name: str) -> int:
-        """Return the bytes of one rank's shard of a state (parameter or buffer), before ZeRO divides the shard
-        further."""
+        """Return the bytes of one rank's shard of a state (parameter or buffer), before ZeRO divides the
+        shard further.
+        """
         return self._sizes_of(name).part
 
     def gradient_bytes(self, name: str) -> int:
@@ -229,7 +234,8 @@ class ProgramFacts:
         return self._sizes[name]
 
     def moved_bytes(self, call: CallFacts) -> int:
-        """Return the bytes that an OFFLOAD instruction moves to host memory for a call; 0 if the call has no backward.
+        """Return the bytes that are moved to host memory when a call's activations are offloaded; 0 if it has no
+        backward.
 
         These are the call's saved tensors, except values that other calls of the stage read too.
         """

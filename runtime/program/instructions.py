@@ -53,74 +53,80 @@ class Data(BaseModel, metaclass=DocumentedModel):
 
 
 class Instruction(Data):
-    """One thing that a rank does. Fields that an operation does not use stay ``None`` or empty.
+    """One operation of a rank. Fields that an operation does not use are ``None`` or empty.
 
     ======== =============================================================================================
     op       meaning
     ======== =============================================================================================
-    LOAD     take ``microbatch`` of the batch inputs ``values`` (this rank's slice)
-    TOTAL_F  run the stage's prologue calls on ``microbatch``, adding their results ``values`` up
+    LOAD     slice ``microbatch`` of the batch inputs ``values`` for this rank
+    TOTAL_F  run the stage's prologue calls on ``microbatch``, and add their results ``values`` to the totals
     TOTAL    all-reduce the totals ``values`` over ``axes``; afterwards every microbatch may read them
     RECV_F   receive ``values`` of ``microbatch`` from the stage ``peer`` (same other coordinates)
-    F        run the calls ``calls[0]:calls[1]`` of the stage forward on ``microbatch``
+    F        run the forward of the calls ``calls[0]:calls[1]`` of the stage on ``microbatch``
     SEND_F   send ``values`` of ``microbatch`` to the stage ``peer``
     RECV_B   receive the gradients of ``values`` from the stage ``peer``
-    B        backward of calls ``calls[0]:calls[1]``, last call first: gradients of inputs and of parameters
-    I, W     the same in two halves: gradients of inputs; gradients of parameters
+    B        run the backward of the calls ``calls[0]:calls[1]``, last call first: gradients of inputs and of
+             parameters
+    I, W     run the two halves of B: I computes gradients of inputs, W computes gradients of parameters
     SEND_B   send the gradients of ``values`` to the stage ``peer``
-    GATHER   start gathering the parameters of bucket ``bucket`` over the axes that shard them; with ``gradients``:
-             its gradients, over the level ``axes`` over which they were scattered last
-    SCATTER  start adding up the gradients of bucket ``bucket`` over the axes that shard it: a shard to each rank; with
-             ``axes``: what this rank has of them over this level of the bucket
-    REDUCE   start adding up the gradients of bucket ``bucket`` over its axes; of a sharded one its shards, of one with
-             levels what these left
-    SYNC     add up the gradients of the tied ``states`` over the stages that share them
-    UPDATE   let the buffers ``states`` take their new values, those of ``microbatch``, or what all microbatches and
-             ranks of ``dp`` add to them; where several stages have them, that of the stage which makes the value
-    OFFLOAD  start moving what F kept of ``calls`` for ``microbatch`` to host memory; with ``states``: start copying
-             their gradients, which are whole, there
-    FETCH    start bringing back what ``calls`` kept for ``microbatch``; with ``states``: start copying parameters, or
-             this rank's shards of them, from host memory
-    FREE     forget ``values`` of ``microbatch``; with ``gradients``: forget their gradients instead; with ``bucket``:
-             forget its parameters, but for this rank's shard of them; with ``states``: forget those parameters, but for
-             what host memory has
-    STEP     wait for all reductions: every gradient is whole
+    GATHER   start to all-gather the parameters of ``bucket`` over their ZeRO axes; with ``gradients``: start to
+             all-gather its gradients over ``axes``, the level over which they were scattered last
+    SCATTER  start to reduce-scatter the gradients of ``bucket`` over their ZeRO axes; with ``axes``: start to
+             reduce-scatter what this rank holds of them over this level of the bucket
+    REDUCE   start to all-reduce the gradients of ``bucket`` over its axes; under ZeRO its shards of them, and
+             with levels the shards that the last SCATTER left
+    SYNC     sum the gradients of the tied ``states`` over the stages that share them, and wait
+    UPDATE   set the buffers ``states`` to their new values: those that ``microbatch`` computed, or the sums over
+             all microbatches and ranks of ``dp``; stages that share a buffer receive the value from the stage
+             that computes it
+    OFFLOAD  start to move the tensors that F saved for ``calls`` and ``microbatch`` to host memory; with
+             ``states``: start to copy their gradients, which are complete, there
+    FETCH    start to move the saved tensors of ``calls`` and ``microbatch`` back; with ``states``: start to copy
+             parameters, or this rank's ZeRO pieces of them, from host memory
+    FREE     release ``values`` of ``microbatch``; with ``gradients``: release their gradients instead; with
+             ``bucket``: release its parameters, except this rank's ZeRO pieces; with ``states``: release those
+             parameters on the device, whose values remain in host memory
+    STEP     wait for all reductions; afterwards every gradient is complete
     ======== =============================================================================================
 
-    What the prover holds a program to, and an executor may build on:
+    The prover checks the following rules, and an executor may rely on them:
 
-    * ``stage`` and ``peer`` are pipeline coordinates. ``calls`` counts ``Stage.calls``: prologue calls first, then
-      calls that other stages run as well, then the stage's own. ``F`` and ``B`` ranges have no prologue call.
-    * A value exists per microbatch, from the LOAD, RECV_F or F that makes it (never twice) until its FREE. A total has
-      no microbatch: it exists from TOTAL until a FREE without microbatch, and every microbatch reads it by its name.
-      What TOTAL_F's calls make besides ``values`` is gone when it ends. A model's output is taken when it is made.
-    * F keeps what its backward needs, apart from the values: a FREE may follow at once. B drops that; I drops what W
-      does not need, and keeps the gradients that W does; W drops the rest.
-    * A call has a backward if one of its outputs requires a gradient (:attr:`Value.requires_grad`); B, I and W pass
-      over the others. Gradients of a value add up, those of all its readers on the stage and of RECV_B; one that
-      nothing was added to is zero. The loss starts with 1, in every microbatch. They exist until their own FREE.
+    * ``stage`` and ``peer`` are pipeline coordinates. ``calls`` are positions in ``Stage.calls``: prologue calls first,
+      then calls that other stages run as well, then the stage's own calls. Ranges of F and B have no prologue calls.
+    * A value exists per microbatch, from the LOAD, RECV_F or F that creates it (never twice) until its FREE. A total
+      has no microbatch: it exists from TOTAL until a FREE without microbatch, and every microbatch reads it by its
+      name. Other results of the calls of TOTAL_F are released when it ends. A model's output is collected when it is
+      created.
+    * F saves the tensors that its backward needs, separately from the values: a FREE may follow at once. B releases the
+      saved tensors. I releases those that W does not need, and keeps the gradients that W needs; W releases the rest.
+    * A call has a backward if one of its outputs requires a gradient (:attr:`Value.requires_grad`); B, I and W skip
+      other calls. The gradient of a value is the sum of the gradients of all its readers on the stage and of RECV_B; it
+      is zero if nothing was added. The gradient of the loss starts as 1, in every microbatch. Gradients exist until
+      their own FREE.
     * A send starts a transfer and does not wait for it; the transfer keeps its own reference to the tensors. Between
-      two ranks the transfers of one direction (``_F``, ``_B``) are one FIFO channel that advances on its own; a
-      receive waits for its transfer. REDUCE starts likewise: one FIFO channel per group. TOTAL, SYNC and STEP wait.
-    * SYNC precedes the REDUCE of its states: first the sum over the stages, then that over ``grad_axes``. Of sharded
-      states it adds up the shards, after their SCATTER and REDUCE; the shards of a bucket that no backward of the
-      stage adds to have neither, and are zero.
-    * Parameters that are sharded (:attr:`StateData.zero_axes`) are read between their GATHER and FREE; who reads them
-      waits for the GATHER. Under ZeRO 1 and 2 they stay, and are gathered once a step, since an optimizer has changed
-      the shards. GATHER and SCATTER are FIFO channels of a group each, beside that of REDUCE and of the graphs.
-    * A buffer that forward changes (:attr:`StateData.update`) takes its new value by one UPDATE, after the last that
-      reads the old one: every microbatch reads that, and makes the same new one, or, of one that ``keeps``, a part of
-      the sum. Stages that share buffers UPDATE them together, and wait for each other.
-    * What OFFLOAD moved is there for a backward after its FETCH, which it waits for. A value that several calls of the
-      stage read stays where it is.
-    * Parameters whose numbers are in host memory (:attr:`Program.offload`) are read, or GATHERed, after their FETCH,
-      which is waited for: once a step, since an optimizer has changed them, or under ``parameters`` until their FREE
-      (of shards: until the GATHER ends). The gradients of all that is trained are OFFLOADed once, before STEP.
-    * A bucket with levels (:attr:`Bucket.levels`) is reduced in turns, each of which waits for the one before: a
-      SCATTER for each level, REDUCE if axes are left, and a GATHER for each level in reverse. Only one bucket at a
-      time is gathered over its first level: the next waits for it.
-    * Under ZeRO 2 and 3 a SCATTER takes what was added since the last one, adds it to the shard and makes room; it
-      waits for the SCATTER before.
+      two ranks the transfers of one direction (``_F``, ``_B``) form one FIFO channel that advances by itself; a receive
+      waits for its transfer. REDUCE also only starts; there is one FIFO channel per group. TOTAL, SYNC and STEP wait.
+    * SYNC precedes the REDUCE of its states: gradients are summed over the stages first, then over ``grad_axes``. For
+      ZeRO-sharded states SYNC sums the shards, after their SCATTER and REDUCE. If no backward of the stage adds to a
+      bucket, it has neither, and its shards are zero.
+    * Parameters that ZeRO shards (:attr:`StateData.zero_axes`) are read between their GATHER and FREE; an instruction
+      that reads them waits for the GATHER. Under ZeRO 1 and 2 they are not freed, and are gathered once per step,
+      because the optimizer has changed the shards. GATHER and SCATTER have one FIFO channel per group each, separate
+      from the channels of REDUCE and of the blocks' collectives.
+    * A buffer that forward changes (:attr:`StateData.update`) gets its new value by one UPDATE, after the last
+      instruction that reads the old value. Every microbatch reads the old value and computes the same new one or, for a
+      buffer with ``keeps``, one summand. Stages that share buffers UPDATE them together, and wait for each other.
+    * A backward waits for the FETCH of the saved tensors that an OFFLOAD moved. A value that several calls of the stage
+      read is not moved.
+    * Parameters whose values are in host memory (:attr:`Program.offload`) are read, or GATHERed, after their FETCH, for
+      which the reader waits. They are fetched once per step, because the optimizer has changed them, or, if parameters
+      are offloaded, for each time until their FREE (for shards: until the GATHER ends). The gradients of all trained
+      parameters are OFFLOADed once, before STEP.
+    * A bucket with levels (:attr:`Bucket.levels`) is reduced by several instructions, each of which waits for the one
+      before: a SCATTER for each level, REDUCE if axes remain, and a GATHER for each level in reverse order. Only one
+      bucket at a time is gathered over its first level; the next one waits for it.
+    * Under ZeRO 2 and 3 a SCATTER takes the gradients that were added since the last one, adds their sum to the shard
+      and releases their memory; it waits for the SCATTERs of earlier backwards.
     """
 
     op: Op
@@ -140,9 +146,10 @@ class Instruction(Data):
         return "GATHER_B" if self.op == "GATHER" and self.gradients else self.op
 
     def __str__(self) -> str:
-        """Return the action name of torch.distributed.pipelining if it has one, else a name in the same form.
+        """Return a short text of the instruction: stage, operation, microbatch or bucket, such as ``0F3`` or
+        ``0REDUCE:1``.
 
-        The form is stage, operation, microbatch or bucket: ``0F3``, ``1SEND_B2``, ``0REDUCE:1``.
+        If torch.distributed.pipelining has the action, the text is its name there.
         """
         tail = "" if self.microbatch is None else str(self.microbatch)
         if self.bucket is not None:
@@ -166,7 +173,11 @@ class Part(Data):
 
 
 class Listing(Data, Sequence[Instruction]):
-    """A compact instruction list: ``parts`` of the shortest list, extended ``steps`` times by ``unit`` microbatches."""
+    """A compact instruction list, which can be read like the full sequence of instructions.
+
+    ``parts`` are the parts of the shortest list. The full list is that list after ``steps`` extensions, each of which
+    adds ``unit`` microbatches.
+    """
 
     steps: Annotated[int, Field(ge=0)]
     unit: Annotated[int, Field(ge=1)]
@@ -184,8 +195,11 @@ class Listing(Data, Sequence[Instruction]):
 
     @property
     def even(self) -> bool:
-        """Whether every growth step adds exactly ``unit`` microbatches to each part, or shifts the part by ``unit``, or
-        leaves it unchanged."""
+        """Whether each extension of the list by ``unit`` microbatches is uniform.
+
+        That is so if it adds exactly ``unit`` microbatches to each part, or shifts the part by ``unit``, or leaves it
+        unchanged.
+        """
         unit = self.unit
         return all(p.moved in (0, unit) and p.more * (p.shift or unit + 1) in (0, unit) for p in self.parts)
 
@@ -270,8 +284,10 @@ class ReceiveEvent:
 
 @dataclass(frozen=True)
 class FinishEvent:
-    """The rank waits until all collectives that it started have ended, or only those whose ``what`` equals the one
-    given."""
+    """The rank waits until all collectives that it started have ended.
+
+    With ``what``, it waits only for those whose ``what`` equals the given one.
+    """
 
     what: Hashable = None
 

@@ -10,10 +10,10 @@ from partitioner.runtime.program.sharded_buckets import rest_axes
 
 
 class PipelineEdge(NamedTuple):
-    """One direction of a link between two ranks: ``target`` receives the messages of ``source`` in the order they are
-    sent.
+    """One direction of a link between two ranks.
 
-    ``channel``: "F" for values, "B" for gradients, "L" for the loss.
+    ``target`` receives the messages of ``source`` in the order in which they are sent. ``channel``: "F" for values, "B"
+    for gradients, "L" for the loss.
     """
 
     source: int
@@ -30,8 +30,11 @@ def loss_stage(program: Program) -> int:
 
 
 def find_neighbour_stages(stage: int, source: int, num_stages: int) -> tuple[int | None, list[int]]:
-    """Return the stage from which ``stage`` receives a value that ``source`` broadcasts along the pipeline, and the
-    stages to which it forwards it. The first item is ``None`` for ``source`` itself."""
+    """Return the neighbours of ``stage`` when ``source`` broadcasts a value to all stages along the pipeline.
+
+    The first item is the stage from which it receives the value (``None`` for ``source`` itself), the second has the
+    stages to which it forwards the value.
+    """
     below = [stage - 1] if 0 < stage <= source else []
     above = [stage + 1] if source <= stage < num_stages - 1 else []
     if stage == source:

@@ -39,9 +39,9 @@ def residual_bytes(facts: ProgramFacts, bucket: Bucket) -> int:
 
 
 class LevelReductionBytes:
-    """Track the extra bytes of the stage's buckets while their hierarchical reductions run.
+    """Tracks the extra device bytes of a stage's buckets while their hierarchical gradient reductions run.
 
-    ``held``: the bytes now held beside the gradients themselves.
+    ``held``: the bytes held now, besides the gradients themselves.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
@@ -107,8 +107,11 @@ class MemoryMoment(NamedTuple):
 
 
 def state_bytes(facts: ProgramFacts, stage: int) -> int:
-    """Return the bytes that one rank of a stage holds permanently on its device: the stage's states (parameters and
-    buffers), their gradients and the rounding errors stored for gradient compression."""
+    """Return the bytes that one rank of a stage holds permanently on its device.
+
+    These are the stage's states (parameters and buffers), their gradients, and the rounding errors stored for gradient
+    compression.
+    """
     held = [name for name, state in facts.program.states.items() if stage in state.stages]
     residuals = sum(residual_bytes(facts, bucket) for bucket in facts.program.stages[stage].buckets)
     return sum(parameter_bytes(facts, name) + gradient_bytes(facts, name) for name in held) + residuals
@@ -116,7 +119,8 @@ def state_bytes(facts: ProgramFacts, stage: int) -> int:
 
 def parameter_bytes(facts: ProgramFacts, state: str) -> int:
     """Return the bytes of a state (parameter or buffer) that a rank's device holds permanently; 0 if it is
-    offloaded."""
+    offloaded.
+    """
     if "parameters" in facts.program.offload and facts.program.states[state].kind == "parameter":
         return 0
     return facts.piece_bytes(state) if facts.program.zero == 3 else facts.state_bytes(state)
@@ -136,9 +140,10 @@ def gradient_bytes(facts: ProgramFacts, state: str) -> int:
 
 
 def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
-    """Yield for each instruction the peak device bytes while it runs and the bytes held after it, both with states.
+    """Yield for each instruction the peak device bytes while it runs and the bytes held after it.
 
-    The prover must accept ``instructions``. A value that is also saved for backward is counted once.
+    Both include parameters, buffers and gradients. The prover must accept ``instructions``. A value that is also saved
+    for backward is counted once.
     """
     holder = _Holder(facts, stage)
     for instruction in instructions:
@@ -148,7 +153,9 @@ def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruc
 def memory_moments(
     facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]
 ) -> Iterator[tuple[list[MemoryMoment], MemoryMoment]]:
-    """Yield for each instruction a list of the memory moments of its calls, and the moment after the instruction."""
+    """Yield for each instruction a pair: the memory of a rank at the peak of each of its calls, and the memory after
+    it.
+    """
     holder = _Holder(facts, stage)
     for instruction in instructions:
         holder.moments = []
@@ -174,8 +181,11 @@ def peak_bytes(
 
 
 def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]) -> int:
-    """Return the peak bytes that a rank holds in host memory: activations, offloaded parameters or their copies, and
-    their gradients. Optimizer states are not counted."""
+    """Return the peak bytes that a rank holds in host memory: activations, offloaded parameters or copies, and
+    gradients.
+
+    Optimizer states are not counted.
+    """
     holder = _Holder(facts, stage)
     most = 0
     for instruction in instructions:
@@ -185,8 +195,11 @@ def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instructi
 
 
 def master_bytes(facts: ProgramFacts, state: str) -> int:
-    """Return the bytes of an offloaded state in host memory: the parameter, its gradient and the copy in a wider type
-    that the optimizer updates. The copy is not counted if it is on disk."""
+    """Return the bytes of an offloaded state in host memory.
+
+    These are the parameter, its gradient, and the copy in a wider type that the optimizer updates. The copy is not
+    counted if it is on disk.
+    """
     data = facts.program.states[state]
     if facts.program.objective != "train" or not data.requires_grad:
         return facts.piece_bytes(state)
@@ -204,7 +217,7 @@ def disk_bytes(facts: ProgramFacts, stage: int) -> int:
 
 
 def _copy_bytes(facts: ProgramFacts, state: str) -> int:
-    """The bytes of the copy in a wider type that the optimizer updates for ``state``; 0 if there is no copy."""
+    """Return the bytes of the copy in a wider type that the optimizer updates for ``state``; 0 if there is no copy."""
     wide, short = facts.gradient_piece_bytes(state), facts.piece_bytes(state)
     return wide if short < wide else 0
 
@@ -352,16 +365,19 @@ class _Holder:
         return peak
 
     def settle_gradients(self, states: Sequence[str]) -> None:
-        """Count the gradient pieces that SYNC creates for tied ``states`` whose buckets this stage has not
-        reduce-scattered."""
+        """Count the ZeRO gradient pieces that SYNC creates for tied parameters ``states``.
+
+        They are created here if this stage has not reduce-scattered the buckets of these parameters.
+        """
         for number, held in enumerate(self.shared):
             if self.facts.program.zero >= 2 and number not in self.scattered and not set(held).isdisjoint(states):
                 self.scattered.add(number)
                 self.pieces += sum(map(self.facts.gradient_piece_bytes, held))
 
     def count_fetched_bytes(self, states: Sequence[str]) -> int:
-        """Return the bytes that a FETCH copies to the device for the parameters ``states``; 0 unless they are
-        offloaded."""
+        """Return the bytes that are copied from host memory to the device for the parameters ``states``; 0 without
+        offload.
+        """
         hosted = "parameters" in self.facts.program.offload
         return sum(self.facts.piece_bytes(s) for s in states) if hosted else 0
 

@@ -1,8 +1,8 @@
-"""A program: everything that the ranks need in order to run, as data.
+"""A program: everything that the ranks need to run a plan, as data.
 
 One :class:`Program` describes all ranks. Ranks with the same pipeline coordinate share one :class:`Stage`, and thus one
-instruction list; :meth:`Program.rank` derives the program of one rank. A program is enough to prove, simulate, draw and
-run a plan: the model's class is not needed.
+instruction list; :meth:`Program.rank` derives the program of one rank. A program is sufficient to prove, simulate, draw
+and run a plan: the model's class is not needed.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ __all__ = [
 
 
 class Value(Data):
-    """A value that passes between calls: one rank's shape for one microbatch.
+    """A tensor that passes between calls of blocks: the shape and type that one rank has for one microbatch.
 
-    ``requires_grad``: a gradient flows through it in backward, from the loss to a parameter.
+    ``requires_grad``: whether backward computes a gradient of it. ``layout`` and ``context``: how it is sharded over
+    ``tp`` and ``cp``.
     """
 
     shape: tuple[int, ...]
@@ -73,9 +74,11 @@ class Value(Data):
 
 
 class BlockGraph(Data):
-    """A block type's local graph with its collectives; ``nodes`` as ``passes/ir/serialize.py`` writes them.
+    """The graph of a block type (a repeated piece of the model, such as a layer) on one rank, with its collectives.
 
-    ``again``: names of nodes that are cheap to recompute; selective recomputation does not save their results.
+    ``nodes``: the graph's nodes, serialised by ``passes/ir/serialize.py``. ``states`` and ``inputs``: names of the
+    graph's placeholders. ``again``: names of nodes that are cheap to recompute; selective recomputation does not save
+    their results.
     """
 
     nodes: tuple[dict[str, Any], ...]
@@ -85,7 +88,12 @@ class BlockGraph(Data):
 
 
 class CallData(Data):
-    """One call of a block on a stage: the states and input values that it reads, and the values that it produces."""
+    """One call of a block on a stage.
+
+    ``block`` is the name of the block, and ``path`` the module's path in the model. ``states``, ``inputs`` and
+    ``outputs`` name the states (parameters and buffers) and values that it reads, and the values that it computes.
+    ``prologue``: it runs on every microbatch before the pipeline starts, to compute totals over the batch.
+    """
 
     block: str
     path: str
@@ -99,12 +107,12 @@ class StateData(Data):
     """A parameter, buffer or constant: its global shape, its layouts, and the stages that read it.
 
     ``parts``: the model's own parameters that it stacks along dim 0; weights are read and written under their names.
-    ``grad_axes``: the mesh axes over which its gradient is a partial sum after the last backward.
-    ``zero_axes``: the mesh axes whose ranks share it under the program's ``zero`` (its optimizer states, gradient or
-    elements): its shard over ``ep`` and ``tp`` is flattened and cut into equal pieces, the last ones shorter (see
-    ``runtime/state/parameters.py``).
-    ``update``: the value that a buffer takes at the end of a step, in the same layout. With ``keeps`` the buffer
-    becomes ``keeps`` times its old value plus the sum of that value over microbatches and ``dp`` ranks.
+    ``grad_axes``: the mesh axes over which its gradient is a partial sum after the last backward. ``zero_axes``: the
+    mesh axes over which ZeRO divides it (its optimizer states, gradient or elements, by the program's ``zero``): its
+    shard over ``ep`` and ``tp`` is flattened and cut into equal pieces, the last ones shorter (see
+    ``runtime/state/parameters.py``). ``update``: the value that a buffer takes at the end of a step, in the same
+    layout. With ``keeps`` the buffer becomes ``keeps`` times its old value plus the sum of that value over microbatches
+    and ``dp`` ranks.
     """
 
     shape: tuple[int, ...]
@@ -123,9 +131,11 @@ class StateData(Data):
 
 
 class InputData(Data):
-    """A tensor of the global batch; ``batch_dim`` is split over microbatches and ``dp`` (``None``: read whole).
+    """A tensor of the global batch that a step reads.
 
-    ``number``: the batch has a Python number of this type, which the program reads as a 0-dimensional tensor.
+    ``value``: the name of the value that it becomes. ``path``: where it is in the batch. ``batch_dim``: the dim that is
+    split over microbatches and ``dp``; ``None``: every microbatch reads the whole tensor. ``number``: the batch has a
+    Python number of this type, which the program reads as a 0-dimensional tensor.
     """
 
     value: str
@@ -137,7 +147,7 @@ class InputData(Data):
 
 
 class PlainValue(Data):
-    """An argument value that is no tensor: its type, and its ``repr`` (a string: the text itself)."""
+    """An argument value that is not a tensor: its type, and its ``repr`` (for a string, the text itself)."""
 
     kind: Literal["bool", "int", "float", "str", "NoneType"]
     text: str
@@ -158,7 +168,10 @@ class PlainValue(Data):
 
 
 class ArgumentData(Data):
-    """An argument of the model's ``forward``. ``default`` is absent if it has none, or one that is no plain value."""
+    """An argument of the model's ``forward``.
+
+    ``default`` is absent if the argument has no default, or one that is not a plain value.
+    """
 
     name: str
     required: bool = False
@@ -166,11 +179,11 @@ class ArgumentData(Data):
 
 
 class GuardData(Data):
-    """A condition on numbers of the batch that the traced forward branched on.
+    """A condition on numbers of the batch on which the traced forward branched.
 
     ``expression``: the condition, as JSON of the nested lists that ``passes/ir/lifted_numbers.py`` evaluates;
-    ``outcome``: its result; ``where``: its place in the source (``file:line``). The program is valid only for batches
-    with this outcome.
+    ``outcome``: its result; ``where``: its position in the source (``file:line``). The program is valid only for
+    batches with this outcome.
     """
 
     expression: str
@@ -179,10 +192,10 @@ class GuardData(Data):
 
 
 class SignatureData(Data):
-    """How the model is called.
+    """The arguments with which the model is called.
 
     ``arguments``: the arguments of ``forward``, in order; absent if unknown. ``fixed``: path -> value of every leaf of
-    the planned batch that is no tensor; the program is valid for these values only.
+    the planned batch that is not a tensor; the program is valid for these values only.
     """
 
     arguments: tuple[ArgumentData, ...] | None = None
@@ -191,7 +204,7 @@ class SignatureData(Data):
 
 
 class OutputData(Data):
-    """A leaf of the model's result.
+    """A leaf of the model's result: the value of a stage, or a constant.
 
     ``batch`` says how to combine microbatches: ``S<dim>`` concatenate along a dim, ``P`` sum, ``R`` take any one.
     """
@@ -216,7 +229,7 @@ class Stage(Data):
 
 
 class Program(Data):
-    """The programs of all ranks.
+    """The programs of all ranks, as data.
 
     For experts, the ranks of a stage form the axes ``edp`` (replicas of an expert), ``ep`` and ``etp``, outermost
     first.
@@ -277,7 +290,9 @@ class Program(Data):
         return num_ranks(self.mesh)
 
     def share(self, place: int) -> range:
-        """The microbatches, numbered in the order of the batch, of the ranks with ``dp`` coordinate ``place``."""
+        """Return the microbatches of the ranks with ``dp`` coordinate ``place``, numbered in the order of the global
+        batch.
+        """
         if not self.data_shares:
             return range(place * self.num_microbatches, (place + 1) * self.num_microbatches)
         start = sum(self.data_shares[:place])
@@ -295,20 +310,28 @@ class Program(Data):
 
     @cached_property
     def hybrid_mesh(self) -> dict[str, int]:
-        """``dp`` and ``edp`` each split into the axis of ranks that share states and the axis of replicas: axis ->
-        size."""
+        """The sizes of the axes into which hybrid sharding splits ``dp`` and ``edp``: axis -> number of ranks.
+
+        ``dp_shard`` has ranks that share states (parameters, gradients or optimizer states), ``dp_replicate`` replicas
+        of them.
+        """
         return hybrid_mesh(self.mesh, self.etp, self.dp_shard)
 
     def size(self, axis: str) -> int:
-        """The number of ranks along an axis of the mesh, of the experts' mesh or of the hybrid mesh."""
+        """Return the number of ranks along any axis.
+
+        The axis may be of the mesh, of the experts' mesh (``edp``, ``ep``, ``etp``) or of the hybrid mesh
+        (``dp_shard``, ``dp_replicate`` and their ``edp`` counterparts).
+        """
         if axis in HYBRID_AXES:
             return self.hybrid_mesh[axis]
         return self.expert_mesh[axis] if axis in EXPERT_AXES else self.mesh.get(axis, 1)
 
     def grid(self, axes: Collection[str]) -> dict[str, int]:
-        """A mesh of all ranks (axis -> size, outermost first) that contains ``axes``.
+        """Return a mesh of all ranks (axis -> size, outermost first) that contains ``axes``.
 
-        Axes with one rank, which change no group, may be missing.
+        ``axes`` may belong to the mesh, to the experts' mesh or to the hybrid mesh. Axes with one rank, which change no
+        group, may be missing from the result.
         """
         many = {axis for axis in axes if self.size(axis) > 1}
         return next(grid for grid in self._axis_grids if many <= grid.keys())
@@ -324,12 +347,12 @@ class Program(Data):
 
     @property
     def experts_span_tp(self) -> bool:
-        """Whether ranks along ``tp`` have different experts."""
+        """Whether ranks along ``tp`` hold different experts of a mixture-of-experts layer."""
         return self.mesh.get("ep", 1) > 1 and self.expert_mesh["etp"] < self.mesh.get("tp", 1)
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """For each mesh axis, the difference of the numbers of neighbouring ranks."""
+        """For each mesh axis, the difference of the rank numbers of neighbours along it."""
         strides, step = {}, 1
         for axis in reversed(AXES):
             strides[axis] = step
@@ -337,7 +360,7 @@ class Program(Data):
         return strides
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """A rank's coordinate on each mesh axis. Raises ``ValueError`` if the rank is outside the mesh."""
+        """Return a rank's coordinate on each mesh axis. Raise ``ValueError`` if the rank is outside the mesh."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the mesh of {self.world_size} ranks {self.mesh}")
         return {axis: rank // self.strides[axis] % self.mesh.get(axis, 1) for axis in AXES}
@@ -346,9 +369,10 @@ class Program(Data):
         return sum(self.strides[axis] * coordinates.get(axis, 0) for axis in AXES)
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The ranks, in ascending order, whose coordinates equal those of ``rank`` except on ``axes``.
+        """Return the ranks, in ascending order, whose coordinates equal those of ``rank`` except on ``axes``.
 
-        ``axes`` are axes of the mesh, of the experts' mesh or of the hybrid mesh.
+        ``axes`` may be of the mesh, of the experts' mesh (``edp``, ``ep``, ``etp``) or of the hybrid mesh
+        (``dp_shard``, ``dp_replicate`` and their ``edp`` counterparts).
         """
         grid, step = self.grid(axes), 1
         ranks = [rank]
@@ -360,7 +384,11 @@ class Program(Data):
         return tuple(ranks)
 
     def place(self, rank: int, axis: str) -> int:
-        """A rank's coordinate on an axis of the mesh, of the experts' mesh or of the hybrid mesh."""
+        """Return a rank's coordinate on any axis.
+
+        The axis may be of the mesh, of the experts' mesh (``edp``, ``ep``, ``etp``) or of the hybrid mesh
+        (``dp_shard``, ``dp_replicate`` and their ``edp`` counterparts).
+        """
         grid = self.grid((axis,))
         sizes = [*grid.values()]
         if axis not in grid:  # an axis with one rank
@@ -369,7 +397,9 @@ class Program(Data):
         return rank // math.prod(sizes[at + 1 :]) % sizes[at]
 
     def expert_coordinates(self, rank: int) -> dict[str, int]:
-        """A rank's coordinate on each axis of the experts' mesh."""
+        """Return a rank's coordinate on each axis of the experts' mesh: ``pp``, ``edp`` (replicas of an expert),
+        ``ep``, ``etp``.
+        """
         places, step = {}, 1
         for axis in reversed(self.expert_mesh):
             places[axis] = rank // step % self.expert_mesh[axis]
@@ -381,13 +411,15 @@ class Program(Data):
 
 
 def weights_fingerprint(states: dict[str, StateData]) -> str:
-    """A hash of the names, shapes and types of the parameters and buffers."""
+    """Return a hash of the names, shapes and types of the parameters and buffers."""
     rows = [[name, s.shape, s.dtype, s.kind, s.aliases] for name, s in sorted(states.items()) if s.kind != "constant"]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
 
 
 def shards_of(program: Program, state: str, rank: int) -> tuple[Shard, ...]:
-    """The cuts that give the shard of a state on ``rank``: first over ``ep``, then over ``tp``; empty without cuts."""
+    """Return the cuts that give the shard of a state on ``rank``: first over ``ep``, then over ``tp``; empty without
+    cuts.
+    """
     data = program.states[state]
     cuts = (
         (data.expert_layout, "ep", program.expert_coordinates(rank)),
@@ -398,9 +430,9 @@ def shards_of(program: Program, state: str, rank: int) -> tuple[Shard, ...]:
 
 
 def shard_shape(program: Program, state: str) -> tuple[int, ...]:
-    """The shape of one rank's shard of a state, before ZeRO divides it.
+    """Return the shape of one rank's shard of a state, before ZeRO divides it.
 
-    Raises ``ValueError`` if a layout is malformed.
+    Raise ``ValueError`` if a layout is malformed.
     """
     data = program.states[state]
     shape = data.shape
@@ -410,14 +442,14 @@ def shard_shape(program: Program, state: str) -> tuple[int, ...]:
 
 
 def updated_states(program: Program) -> list[str]:
-    """The names of the buffers that a step updates."""
+    """Return the names of the buffers that a step updates."""
     return [name for name, state in program.states.items() if state.update is not None]
 
 
 def keep_first_microbatches(instructions: Instructions, program: Program, num_microbatches: int) -> Instructions:
-    """The instructions of a stage for a rank that has only the first ``num_microbatches`` microbatches.
+    """Return the instructions of a stage for a rank that has only the first ``num_microbatches`` microbatches.
 
-    Instructions that run once per step stay: all ranks take part in reductions.
+    Instructions that run once per step are kept, because all ranks take part in reductions.
     """
     if num_microbatches >= program.num_microbatches:
         return instructions
@@ -447,7 +479,7 @@ class RankProgram(Data):
 
     @cached_property
     def share(self) -> range:
-        """The microbatches of this rank, numbered in the order of the batch."""
+        """The microbatches of this rank, numbered in the order of the global batch."""
         return self.program.share(self.coordinates["dp"])
 
     @cached_property
@@ -460,7 +492,11 @@ class RankProgram(Data):
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The indices of this rank's instructions in its stage's list; empty if every rank has as many microbatches."""
+        """The indices of this rank's instructions in its stage's list; empty if all ranks have equally many
+        microbatches.
+
+        A rank with fewer microbatches skips instructions of its stage.
+        """
         kept, every = len(self.share), enumerate(self.stage.instructions if self.program.data_shares else ())
         return tuple(k for k, i in every if i.microbatch is None or i.microbatch < kept)
 
@@ -468,16 +504,16 @@ class RankProgram(Data):
         return self.program.group(self.rank, axes)
 
     def peer(self, stage: int) -> int:
-        """The rank of ``stage`` whose other coordinates equal this rank's."""
+        """Return the rank of ``stage`` whose other coordinates equal this rank's."""
         return self.rank + (stage - self.stage_index) * self.program.strides["pp"]
 
     @cached_property
     def states(self) -> dict[str, Layout]:
-        """The states that this rank holds, and their layout over ``tp``."""
+        """The states (parameters and buffers) that this rank holds, and their layout over ``tp``."""
         return {name: Layout.parse(s.layout) for name, s in self.program.states.items() if self.stage_index in s.stages}
 
     def shards(self, state: str) -> tuple[Shard, ...]:
-        """The cuts, applied one after the other, that give this rank's shard of a state."""
+        """Return the cuts, applied one after the other, that give this rank's shard of a state."""
         return shards_of(self.program, state, self.rank)
 
     @cached_property
@@ -485,7 +521,7 @@ class RankProgram(Data):
         return self.program.expert_coordinates(self.rank)
 
     def is_first_holder(self, state: str) -> bool:
-        """Whether this rank is the lowest rank of its stage that holds its part of a state."""
+        """Whether this rank is the lowest rank of its stage that holds the same part of a state."""
         data = self.program.states[state]
         experts = Layout.parse(data.expert_layout).is_shard
         alike = ["edp", "etp"] if experts else ["dp", "cp", "tp"]
@@ -496,7 +532,7 @@ class RankProgram(Data):
         return all(self.program.place(self.rank, axis) == 0 for axis in same)
 
     def zero_group(self, state: str) -> tuple[int, ...]:
-        """The ranks that share a state with this rank under ZeRO; this rank alone if the state is not shared."""
+        """Return the ranks that share a state with this rank under ZeRO; this rank alone if the state is not shared."""
         return self.group(*self.program.states[state].zero_axes)
 
     def with_instructions(self, instructions: tuple[Instruction, ...]) -> Self:

@@ -1,11 +1,13 @@
-"""Collectives of a gradient bucket: the order and axes of a hierarchical reduction, and the ZeRO pieces of its states.
+"""Collectives that reduce a gradient bucket: their order and axes, and the ZeRO pieces of the bucket's states.
 
-For example, a bucket is reduce-scattered inside each node, its shards are all-reduced between nodes, and the sums are
-all-gathered inside each node. The links between nodes then carry a node's gradients once, spread over all of its ranks.
-A single all-reduce over all ranks is as fast only if the library does the same internally.
+In a hierarchical reduction, a bucket is for example reduce-scattered inside each node, its shards are all-reduced
+between nodes, and the sums are all-gathered inside each node. The links between nodes then carry the gradients of a
+node once, spread over all of its ranks. A single all-reduce over all ranks is as fast only if the library does the same
+internally.
 
-Compressed gradients are exchanged instead, because a sum in a short type would be rounded at each addition. Every rank
-sends each shard of its gradients, compressed, to the rank that sums that shard, and all-gathers the compressed sums.
+Compressed gradients are not summed by a collective, because a sum in a short type would be rounded at each addition.
+Instead, every rank sends each shard of its gradients, compressed, to the rank that sums that shard, and the compressed
+sums are all-gathered.
 """
 
 from __future__ import annotations
@@ -55,9 +57,9 @@ Scatter = TypeVar("Scatter")
 
 
 class ScatterQueue(Generic[Scatter]):
-    """The reduce-scatters in flight that belong to the same backward instruction.
+    """The reduce-scatters in progress that belong to the same backward instruction.
 
-    Before the first one of a later backward starts, these must end, which limits memory.
+    They must end before the first reduce-scatter of a later backward starts, which limits memory.
     """
 
     def __init__(self) -> None:
@@ -79,14 +81,14 @@ class ScatterQueue(Generic[Scatter]):
         return [*self._under_way] if self._computed else []
 
     def begin(self, scatter: Scatter) -> None:
-        """Add one, after those of :meth:`before_next` were ended."""
+        """Add a reduce-scatter, after those that :meth:`before_next` returned have ended."""
         if self._computed:
             self._under_way.clear()
         self._computed = False
         self._under_way.append(scatter)
 
     def end_first(self) -> Scatter:
-        """Remove the oldest reduce-scatter in flight and return it."""
+        """Remove the oldest reduce-scatter in progress and return it."""
         return self._under_way.popleft()
 
     def __len__(self) -> int:
@@ -98,12 +100,12 @@ class ScatterQueue(Generic[Scatter]):
 
 
 def states_read(instruction: Instruction, stage: Stage) -> list[str]:
-    """The states that an instruction's calls read."""
+    """Return the states (parameters and buffers) that the calls of an instruction read."""
     return reads_of(instruction, stage.calls)
 
 
 def reads_of(instruction: Instruction, calls: Sequence[CallData]) -> list[str]:
-    """The states that the computation of an instruction reads, of those that ``calls`` read."""
+    """Return the states that the computation of an instruction reads, among those that ``calls`` read."""
     if instruction.op == "TOTAL_F":
         return [s for call in calls if call.prologue for s in call.states]
     if instruction.calls is None or instruction.op not in COMPUTING:
@@ -117,7 +119,7 @@ def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:
 
 
 def pieces_of(program: Program, states: Sequence[str], ranks: int, index: int) -> list[FlatShard]:
-    """Return the ``index``-th of ``ranks`` pieces of each of ``states``."""
+    """Return, for each parameter in ``states``, the ``index``-th of the ``ranks`` ZeRO pieces of its shard."""
     return [FlatShard(math.prod(shard_shape(program, s)), ranks, index) for s in states]
 
 
@@ -129,26 +131,37 @@ Turn = tuple[Literal["SCATTER", "REDUCE", "GATHER"], tuple[str, ...]]
 
 
 def rest_axes(program: Program, bucket: Bucket) -> tuple[str, ...]:
-    """The axes over which REDUCE sums a bucket's gradients: the axes of the bucket over which nothing scatters them."""
+    """Return the mesh axes over which a bucket's gradients are all-reduced: those over which they are not scattered.
+
+    A bucket is a set of parameters whose gradients are reduced together.
+    """
     return left_of(bucket.axes, zero_axes(program, bucket.states), bucket.levels, program.size)
 
 
 def left_of(axes: Sequence[str], shared: Sequence[str], levels: Levels, size: Callable[[str], int]) -> tuple[str, ...]:
-    """The axes among ``axes``, or split from them, that are neither in ``shared`` nor in ``levels``; axes with one rank
-    are left out."""
+    """Return the axes of a gradient reduction that remain for an all-reduce.
+
+    These are the axes in ``axes`` without the ZeRO axes ``shared`` and the hierarchical ``levels``. If one half of a
+    split axis (``dp_shard``) is removed, the other one (``dp_replicate``) remains. Axes with one rank are left out.
+    """
     scattered = {*shared, *(axis for level in levels for axis in level)}
     return tuple(a for a in axes_beside(axes, scattered) if a not in scattered and size(a) > 1)
 
 
 def list_reduction_turns(program: Program, bucket: Bucket) -> tuple[Turn, ...]:
-    """The collectives, as (instruction, axes), that reduce a bucket once its gradients, or its ZeRO shards of them, are
-    computed."""
+    """Return the collectives that reduce the gradients of a bucket, as (instruction, axes) in order.
+
+    They start once the bucket's gradients, or its ZeRO shards of them, are computed.
+    """
     return turns_of(bucket.levels, rest_axes(program, bucket))
 
 
 def turns_of(levels: Levels, rest: tuple[str, ...]) -> tuple[Turn, ...]:
-    """The collectives, as (instruction, axes), of a reduction: SCATTER over each of ``levels``, REDUCE over the axes
-    ``rest``, and GATHER over the levels in reverse order."""
+    """Return the collectives of a reduction, as (instruction, axes) in order.
+
+    They are SCATTER over each of ``levels``, REDUCE over the axes ``rest``, and GATHER over the levels in reverse
+    order.
+    """
     return (
         *(("SCATTER", level) for level in levels),
         *((("REDUCE", rest),) if rest else ()),
@@ -157,12 +170,14 @@ def turns_of(levels: Levels, rest: tuple[str, ...]) -> tuple[Turn, ...]:
 
 
 def count_gradient_shards(program: Program, bucket: Bucket, level: int) -> int:
-    """The number of shards into which the first ``level`` levels scatter a rank's gradients of a bucket."""
+    """Return the number of shards into which the first ``level`` levels of a reduction scatter a bucket's gradients."""
     return math.prod(program.size(axis) for axes in bucket.levels[:level] for axis in axes)
 
 
 def level_problem(program: Program, bucket: Bucket) -> str:
-    """Why a bucket's levels do not sum its gradients exactly once over its axes; an empty text if they do."""
+    """Return why the levels of a bucket's reduction do not sum its gradients exactly once; an empty string
+    if they do.
+    """
     named = [axis for level in bucket.levels for axis in level]
     shared = zero_axes(program, bucket.states)
     if bucket.levels and not all(bucket.levels):
@@ -183,6 +198,6 @@ def level_problem(program: Program, bucket: Bucket) -> str:
 
 
 def _split_hybrid_axes(axes: Sequence[str]) -> Iterator[str]:
-    """``axes`` and, after each, the two axes that hybrid sharding splits it into."""
+    """Yield ``axes`` and, after each, the two axes into which hybrid sharding splits it."""
     for axis in axes:
         yield from (axis, f"{axis}_shard", f"{axis}_replicate")

@@ -1,11 +1,11 @@
-"""Simulate a program in time: the instructions of each stage with durations, and the overlap of collectives.
+"""Simulate one step of a program in time, from the durations of its calls and collectives.
 
-All ranks of a stage that have equally many microbatches do the same, so one rank of each stage is followed. A rank
-computes one thing at a time. Messages to other stages are sent at once, over one channel per neighbour and direction.
-Gathers of parameters and reductions of gradients run beside computation, one after another in the order of the list,
-because they share the links. While one of them and a computation run, each takes ``slowdown`` times as long
-(:class:`RankClock`). Waiting in a receive, in a call that reads a gathered parameter, or in TOTAL, SYNC, UPDATE or STEP
-is idle time. The optimizer's update comes after STEP.
+All ranks of a pipeline stage with equally many microbatches do the same, so one rank of each stage is simulated. A rank
+runs one computation at a time. Messages to other stages are sent at once, over one channel per neighbour and direction.
+All-gathers of parameters and reductions of gradients overlap with computation. They run one after another in the order
+of the list, because they share the links. While a collective and a computation overlap, each takes ``slowdown`` times
+as long (:class:`RankClock`). Waiting in a receive, in a call that reads a gathered parameter, or in TOTAL, SYNC, UPDATE
+or STEP is idle time. The optimizer's update comes after STEP.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ from partitioner.runtime.program.sharded_buckets import (
 
 @dataclass
 class OverlappedCollective:
-    """A collective beside computation, in seconds: when it may begin, and what is left of it. ``begun`` and ``ended``
-    are known when the rank's clock has got there."""
+    """A collective that may overlap with computation. All times are in seconds.
+
+    ``ready``: when it may begin. ``left``: the duration that remains. ``begun`` and ``ended``: when it began and ended;
+    ``None`` while the rank's clock has not reached that time.
+    """
 
     ready: float
     left: float
@@ -45,20 +48,25 @@ class OverlappedCollective:
 
 @dataclass
 class RankClock:
-    """Seconds since a rank's start. Its collectives run one after another, in the order in which they are posted: they
-    share the links. While one of them and a computation run, each takes ``slowdown`` times as long."""
+    """The clock of one simulated rank, in seconds since its start.
+
+    Collectives run one after another, in the order in which they are posted, because they share the links. While a
+    collective and a computation overlap, each takes ``slowdown`` times as long.
+    """
 
     slowdown: float = 1.0
     clock: float = 0.0
     under_way: deque[OverlappedCollective] = field(default_factory=deque)  # that have not ended, in order
 
     def begin(self, collective: OverlappedCollective) -> None:
-        """Post ``collective`` behind those that are under way; it begins no earlier than now."""
+        """Post ``collective`` behind those in progress. It begins no earlier than now."""
         collective.ready = max(collective.ready, self.clock)
         self.under_way.append(collective)
 
     def compute(self, work: float) -> None:
-        """Advance the clock by ``work`` seconds of computation, which take longer while a collective runs."""
+        """Advance the clock by ``work`` seconds of computation, which take longer while a collective overlaps with
+        them.
+        """
         while work > 0 and self.under_way:
             first = self.under_way[0]
             if first.ready > self.clock:
@@ -88,7 +96,7 @@ class RankClock:
         self.clock = max(self.clock, until)
 
     def wait_for(self, collective: OverlappedCollective) -> None:
-        """Let time pass without work until ``collective`` has ended."""
+        """Advance the clock without computation until ``collective`` has ended."""
         while collective.ended is None:
             first = self.under_way[0]
             self.wait(max(self.clock, first.ready) + first.left)
@@ -107,7 +115,7 @@ class RankClock:
         self.ended(first)
 
     def ended(self, collective: OverlappedCollective) -> None:
-        """Called with each collective that has ended."""
+        """Called with each collective that has ended. Does nothing here; subclasses override it."""
 
 
 Part = Literal["F", "B", "I", "W"]
@@ -118,12 +126,14 @@ _STEPS_TO_STEADY = 4  # consecutive steps, after which all take as long
 
 
 class Durations(Protocol):
-    """What the simulator asks of a cost model; all in seconds."""
+    """The durations that the simulation asks of a cost model, in seconds."""
 
     def call(self, stage: int, call: int, part: Part) -> float:
-        """The stage's call at this position (of ``Stage.calls``) on one microbatch, its graph's collectives included.
+        """Return the seconds of one part of a call (forward or backward) on one microbatch, with its graph's
+        collectives.
 
-        Recomputation is not: the simulator adds a forward to the backward of a call that is recomputed.
+        ``call`` is a position in the stage's calls. Recomputation is not included: the simulator adds a forward to the
+        backward of a call that is recomputed.
         """
         ...
 
@@ -132,8 +142,11 @@ class Durations(Protocol):
         ...
 
     def share(self, op: Sharing, axes: tuple[str, ...], nbytes: int, stage: int) -> float:
-        """Gathering the ``nbytes`` of parameters that the ranks over ``axes`` share, or scattering their gradients; or
-        exchanging ``nbytes``, those of all ranks."""
+        """Return the seconds of an all-gather, reduce-scatter or all-to-all over ``axes``.
+
+        ``nbytes``: the bytes of the whole tensor of an all-gather or reduce-scatter, or the bytes of all ranks of an
+        all-to-all.
+        """
         ...
 
     def coding(self, stage: int, compression: Compression, nbytes: int) -> float:
@@ -142,20 +155,25 @@ class Durations(Protocol):
 
     def host(self, stage: int, nbytes: int) -> float:
         """Return the seconds to copy ``nbytes`` between a rank of a stage and its host's memory, in either
-        direction."""
+        direction.
+        """
         ...
 
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
-        """Adding up ``nbytes`` over mesh axes, within the one of ``stages``; or (no axes) over several ``stages``."""
+        """Return the seconds to all-reduce ``nbytes`` over mesh axes within one stage or, without axes, over several
+        ``stages``.
+        """
         ...
 
     def posting(self, stage: int, op: str) -> float:
-        """What a rank of the stage is kept from computing by an instruction that only starts or ends something: by a
-        send that goes on beside the next computation, or by taking a microbatch out of the batch."""
+        """Return the seconds that an instruction keeps a rank from computing although its work runs in the background.
+
+        An example is starting a send, or slicing a microbatch out of the batch.
+        """
         ...
 
     def slowdown(self, stage: int) -> float:
-        """How many times as long a computation of the stage takes, and a collective beside it, while both run."""
+        """Return the factor by which a computation of the stage and a collective each take longer while both run."""
         ...
 
     def update(self, stage: int) -> float:
@@ -165,7 +183,10 @@ class Durations(Protocol):
 
 @dataclass(frozen=True)
 class SimulatedSpan:
-    """One instruction of a stage, in seconds from the start of the step. A wait is part of it: ``work`` is the rest."""
+    """The time of one instruction of a stage, in seconds from the start of the step.
+
+    ``work`` is the time without waiting; ``end - start - work`` is spent waiting.
+    """
 
     start: float
     end: float
@@ -176,7 +197,7 @@ class SimulatedSpan:
 
 @dataclass(frozen=True)
 class Background:
-    """A transfer or reduction that runs beside the instructions."""
+    """A transfer or collective that overlaps with instructions. Times are in seconds from the start of the step."""
 
     start: float
     end: float
@@ -187,8 +208,16 @@ class Background:
 
 @dataclass(frozen=True)
 class StageTimeline:
-    """``memory``: (time, bytes held from then on); ``bubble``: the share of the step in which nothing is computed.
-    ``update_s``: seconds of the optimizer's update, which begins when the last span and all transfers have ended."""
+    """The simulated step of one stage's rank.
+
+    Args:
+        spans: the instructions in order, with their times.
+        background: transfers and collectives that overlap with them.
+        busy: seconds of computation.
+        bubble: the share of the step without computation, from 0 to 1.
+        memory: pairs (time, device bytes held from then on).
+        update_s: seconds of the optimizer's update, which begins when the last span and all transfers have ended.
+    """
 
     spans: tuple[SimulatedSpan, ...]
     background: tuple[Background, ...]
@@ -201,10 +230,11 @@ class StageTimeline:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step. ``stages``: by pipeline coordinate; every rank of a stage has the stage's timeline.
+    """A simulated step. ``stages``: the timeline of each pipeline stage, which all ranks of the stage share.
 
-    ``step_time``: seconds from its start to the end of the last update; where consecutive steps overlap, from one such
-    end to the next. ``gradients_s``: seconds until all gradients are whole, before the updates.
+    ``step_time``: seconds from its start to the end of the last update; if consecutive steps overlap, the seconds from
+    the end of one step to the end of the next. ``gradients_s``: seconds until all gradients are reduced, before the
+    updates.
     """
 
     stages: tuple[StageTimeline, ...]
@@ -213,7 +243,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The mean share of the step in which a rank computes nothing."""
+        """The share of the step in which a rank computes nothing, from 0 to 1, averaged over the stages."""
         return sum(s.bubble for s in self.stages) / len(self.stages)
 
 
@@ -225,10 +255,13 @@ def simulate(
     facts: ProgramFacts | None = None,
     overlap_steps: bool = False,
 ) -> Timeline:
-    """The timeline of a program that the prover accepts; ``extra_bytes`` are added to each stage's memory.
+    """Return the timeline of one step. The program must have passed the prover.
 
-    ``overlap_steps``: each rank begins the next step when it has ended its own part of this one; the spans are those of
-    the first step.
+    Args:
+        extra_bytes: for each stage, bytes to add to its memory.
+        facts: the derived facts of ``program``, if they exist already.
+        overlap_steps: a rank begins the next step as soon as it has ended its own part of this one. The spans are those
+            of the first step.
     """
     facts = facts or ProgramFacts(program)
     lanes, updates = _follow_step(facts, durations)
@@ -254,12 +287,16 @@ def simulate(
 
 
 def simulate_step_time(facts: ProgramFacts, durations: Durations, *, overlap_steps: bool = False) -> float:
-    """:attr:`Timeline.step_time` of :func:`simulate`, in seconds, without what the ranks hold over time."""
+    """Return the seconds of a step, which equal :attr:`Timeline.step_time` of :func:`simulate`, without simulating
+    memory.
+    """
     return _find_step_time(facts, durations, *_follow_step(facts, durations), overlap_steps)
 
 
 def _follow_step(facts: ProgramFacts, durations: Durations) -> tuple[list[_SimulatedRank], list[float]]:
-    """The rank of each stage at the end of a step, and the seconds of its update."""
+    """Return the simulated rank of each stage at the end of a step, and the seconds of each stage's
+    optimizer update.
+    """
     stages = range(len(facts.program.stages))
     lanes = [_make_simulated_rank(facts.program, durations, s) for s in stages]
     _Simulation(facts, durations, lanes).run_lanes()
@@ -301,7 +338,10 @@ def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence
 
 
 def _trace_memory(facts: ProgramFacts, lane: _SimulatedRank, extra: int) -> tuple[tuple[tuple[float, int], ...], int]:
-    """Bytes over time: at the start of an instruction its fullest, at its end what is left."""
+    """Return pairs (time, bytes): at the start of each instruction its peak, at its end what remains.
+
+    Also return the peak.
+    """
     points: list[tuple[float, int]] = []
     peak = extra
     for span, (most, after) in zip(lane.spans, memory_steps(facts, lane.stage, lane.instructions), strict=True):
@@ -312,7 +352,7 @@ def _trace_memory(facts: ProgramFacts, lane: _SimulatedRank, extra: int) -> tupl
 
 @dataclass(kw_only=True)
 class _InstructionJob(OverlappedCollective):
-    """What an instruction starts; ``index``: of the instruction."""
+    """A collective that an instruction has started; ``index`` is the position of the instruction."""
 
     index: int
     instruction: Instruction
@@ -321,7 +361,9 @@ class _InstructionJob(OverlappedCollective):
 
 @dataclass
 class _SimulatedRank(RankClock):
-    """One stage's rank: where it is in its list, and what it has done."""
+    """The simulated rank of one stage: its position in the instruction list, transfers in progress, and the times so
+    far.
+    """
 
     stage: int = 0
     instructions: Instructions = ()
@@ -344,7 +386,9 @@ class _SimulatedRank(RankClock):
     background: list[Background] = field(default_factory=list)
 
     def spend_time(self, start: float, work: float, wait_for: Iterable[OverlappedCollective] = ()) -> None:
-        """Finish the present instruction: wait until ``start`` and for some jobs, then work."""
+        """Finish the current instruction: wait until ``start`` (s) and for the jobs ``wait_for``, then compute ``work``
+        seconds.
+        """
         began = self.clock
         self.wait(start)
         for job in wait_for:
@@ -356,14 +400,16 @@ class _SimulatedRank(RankClock):
         self.position += 1
 
     def post_collective(self, index: int, seconds: float, nbytes: int, ready: float = 0.0) -> _InstructionJob:
-        """Begin the collective of instruction ``index`` beside what is computed."""
+        """Start the collective of instruction ``index``, which takes ``seconds`` and may begin at ``ready`` (s); return
+        it.
+        """
         instruction = self.instructions[index]
         job = _InstructionJob(ready, seconds, index=index, instruction=instruction, nbytes=nbytes)
         self.begin(job)
         return job
 
     def drain_collectives(self) -> None:
-        """Wait for all collectives, and for what goes to other stages and to host memory."""
+        """Wait for all collectives, and for all transfers to other stages and to host memory."""
         self.wait_for_all()
         self.wait(max([self.clock, *(b.end for b in self.background)]))
 
@@ -439,7 +485,10 @@ class _Simulation:
         return True
 
     def compute_seconds(self, stage: int, i: Instruction) -> float:
-        """Seconds in which ``stage`` computes ``i``: those of any instruction for the same calls."""
+        """Return the seconds of the computation of ``i`` on ``stage``.
+
+        They depend only on the operation and the calls.
+        """
         key = stage, i.op, i.calls
         if key not in self.computed:
             self.computed[key] = self._sum_call_seconds(stage, i)
@@ -473,7 +522,7 @@ class _Simulation:
         lane.spend_time(lane.clock, self.durations.posting(lane.stage, i.op))
 
     def start_reduction_turn(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """A REDUCE, or a SCATTER or GATHER of a level of a bucket."""
+        """Start a REDUCE, or a SCATTER or GATHER over one level of a bucket's hierarchical reduction."""
         assert i.bucket is not None
         bucket = self.program.stages[lane.stage].buckets[i.bucket]
         level = bucket.levels.index(i.axes) if i.axes else len(bucket.levels)
@@ -496,7 +545,9 @@ class _Simulation:
         lane.summed = lane.scattered[i.bucket] if last else lane.summed
 
     def time_exchange(self, bucket: Bucket, axes: tuple[str, ...], nbytes: int, stage: int) -> tuple[float, float]:
-        """Seconds of exchanging the ``nbytes`` of a bucket, compressed, and of gathering the sums."""
+        """Return the seconds to exchange the compressed gradients of a bucket, and the seconds to all-gather their
+        sums.
+        """
         wire = int(nbytes * self.facts.wire_share(bucket))
         ranks = math.prod(map(self.program.size, axes))
         exchanged = self.durations.share("all_to_all", axes, wire * ranks, stage)
@@ -522,7 +573,7 @@ class _Simulation:
         lane.scattering.begin(job)
 
     def time_sharing(self, lane: _SimulatedRank, i: Instruction, op: Sharing) -> tuple[float, int]:
-        """Seconds and bytes of a GATHER or SCATTER."""
+        """Return the seconds and the bytes of a GATHER or SCATTER over the ZeRO axes of a bucket."""
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
         size = self.facts.state_bytes if op == "all_gather" else self.facts.gradient_bytes
@@ -530,8 +581,9 @@ class _Simulation:
         return self.durations.share(op, zero_axes(self.program, states), nbytes, lane.stage), nbytes
 
     def await_parameters(self, lane: _SimulatedRank, i: Instruction) -> tuple[float, float, list[_InstructionJob]]:
-        """When what a computation reads is there that was in host memory, the seconds of the computation, and the
-        gathers that it waits for."""
+        """Return when the data in host memory that a computation reads has arrived, its seconds, and the gathers it
+        waits for.
+        """
         there = [lane.fetched.pop(s) for s in states_read(i, self.program.stages[lane.stage]) if s in lane.fetched]
         if i.calls is not None and i.op in ("B", "I"):
             there += [lane.parked.pop((p, i.microbatch), 0.0) for p in range(*i.calls)]
@@ -564,12 +616,15 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def count_kept_bytes(self, lane: _SimulatedRank, i: Instruction) -> int:
-        """The bytes that calls keep and an OFFLOAD moves."""
+        """Return the bytes of the activations that an OFFLOAD or FETCH of calls moves."""
         calls = self.facts.stages[lane.stage][slice(*i.calls)] if i.calls is not None else ()
         return sum(map(self.facts.moved_bytes, calls))
 
     def meet_stages(self, lane: _SimulatedRank, i: Instruction) -> bool:
-        """SYNC, and UPDATE over several stages: everyone starts when the last has come."""
+        """Run a SYNC, or an UPDATE over several stages. All of them start when the last one has arrived.
+
+        Return ``False`` if another stage has not arrived yet.
+        """
         stages = self.program.states[i.states[0]].stages
         came = self.meetings.setdefault(i.states, {})
         came.setdefault(lane.stage, lane.clock)

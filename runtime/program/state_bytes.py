@@ -1,4 +1,4 @@
-"""What a state, its gradient and the pieces of them that ranks share take on one rank, in bytes."""
+"""Compute the bytes that a state, its gradient and their ZeRO pieces take on one rank."""
 
 from __future__ import annotations
 
@@ -12,22 +12,31 @@ from partitioner.runtime.program.program import Program, Stage, StateData, shard
 
 
 def host_states(program: Program, stage: int) -> frozenset[str]:
-    """Return the names of the stage's parameters whose values an optimizer, or calls, read from host memory."""
+    """Return the names of the stage's parameters whose values are in host memory.
+
+    They are there because parameters are offloaded, or because the optimizer runs there and updates them.
+    """
     held = {n: s for n, s in program.states.items() if stage in s.stages}
     train = program.objective == "train"
     return frozenset(n for n, state in held.items() if is_hosted(state, program.offload, train))
 
 
 def is_hosted(state: StateData, offload: Sequence[str], train: bool) -> bool:
-    """Whether an optimizer, or calls, take a state's numbers from host memory."""
+    """Whether the values of a parameter are in host memory, because parameters or the optimizer are offloaded.
+
+    ``offload``: the kinds of data that the program offloads. ``train``: whether the program is for training.
+    """
     if state.kind != "parameter":
         return False
     return "parameters" in offload or ("optimizer" in offload and train and state.requires_grad)
 
 
 def staying_values(stage: Stage) -> frozenset[str]:
-    """Return the values that an OFFLOAD leaves on the device: results of prologue calls, and values that several calls
-    read."""
+    """Return the names of the values that stay on the device when activations are moved to host memory.
+
+    These are results of prologue calls, which compute totals over the batch, and values that several calls of the stage
+    read.
+    """
     reads = Counter(v for call in stage.calls if not call.prologue for v in set(call.inputs))
     totals = {v for call in stage.calls if call.prologue for v in call.outputs}
     return frozenset(v for v, count in reads.items() if count > 1) | totals
@@ -39,13 +48,16 @@ def state_bytes(program: Program, state: str) -> int:
 
 
 def gradient_bytes(program: Program, state: str) -> int:
-    """Return the bytes of the gradient of one rank's shard over ``ep`` and ``tp``, in the type in which it is
-    accumulated."""
+    """Return the bytes of the gradient of one rank's shard of a parameter over ``ep`` and ``tp``, in its accumulation
+    type.
+    """
     return math.prod(shard_shape(program, state)) * get_dtype_itemsize(sum_type(program.states[state].dtype))
 
 
 class StateSizes(NamedTuple):
-    """Bytes on one rank: of its part of a state and of that one's gradient, and of its pieces of both."""
+    """Bytes of a state (parameter or buffer) on one rank: its shard, the shard's gradient, and the ZeRO
+    pieces of both.
+    """
 
     part: int
     gradient: int
@@ -54,7 +66,10 @@ class StateSizes(NamedTuple):
 
 
 def state_sizes(program: Program, state: str) -> StateSizes:
-    """What a state takes. Pieces are of what ranks share, padding included; all of it where none do."""
+    """Return the bytes of a state (parameter or buffer) and its gradient on one rank.
+
+    The sizes of ZeRO pieces include padding; without ZeRO they equal those of the shard and its gradient.
+    """
     part, gradient = state_bytes(program, state), gradient_bytes(program, state)
     ranks = math.prod(program.size(a) for a in program.states[state].zero_axes)
     return StateSizes(part, gradient, -(-part // ranks), -(-gradient // ranks))

@@ -1,1 +1,1 @@
-"""Proves that a program is complete and free of deadlock, without running it."""
+"""Prove that a program is complete and free of deadlock, without running it."""

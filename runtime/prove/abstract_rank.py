@@ -1,6 +1,7 @@
-"""Interpret one rank's instructions without tensors, and check that every value exists when it is used.
+"""Follow one rank's instructions without tensors, and check that every value and gradient exists when it is used.
 
-The result is the rank's ordered list of communication events. Ranks with the same instructions share it.
+The result is the rank's ordered list of communication events (collectives, sends, receives). Ranks with equal
+instructions share it.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ TURNS = {"SCATTER": "reduce_scatter", "REDUCE": "all_reduce", "GATHER": "all_gat
 
 
 def run_list(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction], returns: Returns) -> Trace:
-    """Return the communication events of a rank of ``stage`` that runs ``instructions``, in order.
+    """Return the communication events of a rank of ``stage`` that runs ``instructions``, as (instruction index, event).
 
-    ``returns``: the gradients that the stage must receive, from :func:`gradient_returns`. Raise :class:`Refusal` at the
-    first invalid instruction, or at the end if a value or gradient is left unfreed.
+    The events are collectives, sends and receives, in order. ``returns``: the gradients that the stage must receive,
+    from :func:`gradient_returns`. Raise :class:`Refusal` at the first invalid instruction, or at the end if a value or
+    gradient was not freed.
     """
     check_fields(facts.program, stage, instructions)
     machine = _StageInterpreter(facts, stage, returns)
@@ -54,7 +56,10 @@ def run_list(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction
 
 
 class _StageInterpreter:
-    """Interprets instructions without tensors; each operation has a method with its name in lower case."""
+    """Follows the instructions of one rank without tensors, and raises :class:`Refusal` at the first invalid one.
+
+    Each operation has a method with its name in lower case. ``trace`` has the communication events.
+    """
 
     def __init__(self, facts: ProgramFacts, stage: int, returns: Returns) -> None:
         self.facts = facts
@@ -285,7 +290,11 @@ class _StageInterpreter:
         self.trace_collective(self.parameters.axes(i.bucket), what, f"all_gather of bucket {i.bucket}", waits=False)
 
     def read_states(self, position: int) -> None:
-        """Check that the states a call reads are on the device, and wait for their all-gather if they are sharded."""
+        """Check that the parameters and buffers that a call reads are on the device.
+
+        Record that the call waits for their all-gather if they are sharded. ``position``: the call's position on the
+        stage.
+        """
         for what in self.parameters.read(position):
             self.await_result(what)
         self.hosted.read(self.calls[position].data.states)
@@ -321,7 +330,10 @@ class _StageInterpreter:
         self.run_reduction_turn(i)
 
     def run_reduction_turn(self, i: Instruction) -> None:
-        """What reduces a bucket further, once the turn before has ended."""
+        """Record a collective that reduces the gradients of a bucket: SCATTER, REDUCE or GATHER.
+
+        It starts once the previous one of the bucket (parameters that are reduced together) has ended.
+        """
         assert i.bucket is not None
         op, axes = self.states.turn(i.bucket, i.op, i.axes, self.index)
         waits, what = self.reductions.turn(i.bucket, self.buckets[i.bucket], (op, axes))
@@ -329,7 +341,7 @@ class _StageInterpreter:
         self.start_collective(waits, axes, what, f"{TURNS[op]} of {of} {i.bucket}")
 
     def start_collective(self, waits: Iterable[Hashable], axes: tuple[str, ...], what: Hashable, text: str) -> None:
-        """Start a collective, after others have ended."""
+        """Record a collective over ``axes`` that starts after the collectives with the keys ``waits`` have ended."""
         for other in waits:
             self.await_result(other)
         self.trace_collective(axes, what, text, waits=False)

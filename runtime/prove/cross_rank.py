@@ -1,12 +1,14 @@
-"""Check that the ranks' events fit together: run them side by side until all have ended or none can proceed.
+"""Check that the ranks' communication events match: simulate all ranks together until all have ended or none can
+proceed.
 
-Assumptions about the machine: transfers from one rank to another in one direction (forward, backward) arrive in the
-order in which they were sent, and advance on their own; so do the operations of one group; nothing else is ordered.
+Events are collectives, sends and receives. Assumptions about communication: transfers from one rank to another in one
+direction (forward, backward) arrive in the order in which they were sent, and advance by themselves; so do the
+operations of one group; nothing else is ordered.
 
 :func:`find_representatives` finds ranks that are equivalent, so that one of them can stand for all. Ranks of a stage
-with the same events are equivalent if the ranks they meet are equivalent in turn: the classes are the coarsest
-partition in which every rank of a class sees the same classes in each of its groups and along its pipeline. One
-representative per class then shows how all ranks run, since the next event of a rank depends on nothing else.
+with the same events are equivalent if the ranks with which they communicate are equivalent, too: the classes are the
+coarsest partition in which every rank of a class sees the same classes in each of its groups and along its pipeline.
+One representative per class then shows how all ranks run, because the next event of a rank depends on nothing else.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ from partitioner.runtime.prove.errors import Fault
 
 
 def find_representatives(program: Program, traces: Mapping[int, Trace]) -> tuple[int, ...]:
-    """Return for each rank the lowest rank of its equivalence class. Equivalent ranks have the same events and meet
-    equivalent ranks."""
+    """Return, for each rank, the lowest equivalent rank. ``traces``: the communication events of each rank.
+
+    Equivalent ranks have the same events (collectives, sends, receives), and communicate with equivalent ranks.
+    """
     colors = _by_events(program, traces)
     if len(set(colors)) == len(program.stages):  # ranks of a stage are alike, and so are their groups
         return tuple(colors)
@@ -54,7 +58,7 @@ def find_representatives(program: Program, traces: Mapping[int, Trace]) -> tuple
 
 
 def _list_groups(program: Program, axes: tuple[str, ...]) -> list[list[int]]:
-    """All groups over ``axes``."""
+    """Return all groups of ranks that differ only on the mesh axes ``axes``, as lists of ranks."""
     grid = program.grid(axes)
     ranks = np.arange(program.world_size).reshape([*grid.values()])
     inner = [place for place, axis in enumerate(grid) if axis in axes]
@@ -65,7 +69,7 @@ def _list_groups(program: Program, axes: tuple[str, ...]) -> list[list[int]]:
 
 
 def _by_events(program: Program, traces: Mapping[int, Trace]) -> list[int]:
-    """Return for each rank the lowest rank of the same stage that has the same events."""
+    """Return, for each rank, the lowest rank of the same stage that has the same communication events."""
     events: dict[int, tuple[Event, ...]] = {k: tuple(e for _, e in t) for k, t in _deduplicate_traces(traces).items()}
     alike: dict[int, int] = {}  # id of a trace -> id of the first that has the same events
     known: dict[int, list[int]] = {}
@@ -85,7 +89,7 @@ def _deduplicate_traces(traces: Mapping[int, Trace]) -> dict[int, Trace]:
 
 
 def _first_of_each(keys: Sequence[Hashable]) -> list[int]:
-    """Return for each position the first position with the same key."""
+    """Return, for each position, the first position with the same key."""
     first: dict[Hashable, int] = {}
     return [first.setdefault(key, k) for k, key in enumerate(keys)]
 
@@ -104,7 +108,11 @@ class Mismatch(Exception):
 
 @dataclass
 class _GroupOperation:
-    """One operation of a group: who was first to enter it, with what, and how many have. Ranks are representatives."""
+    """One collective of a group: the first rank that entered it, with its event, and the number of ranks that have
+    entered.
+
+    Ranks are representatives of their classes.
+    """
 
     rank: int
     index: int
@@ -133,9 +141,10 @@ class _Channel:
 
 
 class TraceRunner:
-    """Runs the traces of all ranks, one representative for each class (``cross_rank.py``).
+    """Simulates the communication events (collectives, sends, receives) of all ranks together.
 
-    ``suspects``: the ranks to name first where two disagree (those whose list was edited).
+    Equivalent ranks are represented by one of them. ``suspects``: ranks to name first if two ranks disagree, because
+    their instruction lists were edited.
     """
 
     def __init__(self, program: Program, traces: Mapping[int, Trace], suspects: Collection[int] = ()) -> None:
@@ -155,8 +164,10 @@ class TraceRunner:
         self.stages = {rank: program.coordinates(rank)["pp"] for rank in traces}
 
     def run_traces(self) -> None:
-        """Run the events of all ranks. Raise :class:`Mismatch` if ranks disagree, deadlock, or leave a message
-        unreceived."""
+        """Run the communication events of all ranks.
+
+        Raise :class:`Mismatch` if ranks disagree, deadlock, or do not receive a message.
+        """
         while self.runnable:
             self.advance_rank(self.runnable.popleft())
         stuck = [r for r, trace in self.traces.items() if r in self.inside or self.position[r] < len(trace)]
@@ -168,7 +179,7 @@ class TraceRunner:
                 raise Mismatch("match", f"sends {event.text} to rank {target}, which never receives it", source, index)
 
     def advance_rank(self, rank: int) -> None:
-        """Run a rank until it ends or has to wait."""
+        """Run the events of a rank until it ends or has to wait for another rank."""
         trace, position = self.traces[rank], self.position[rank]
         while position < len(trace):
             index, event = trace[position]
@@ -242,8 +253,10 @@ class TraceRunner:
         )
 
     def check_finished(self, rank: int, event: FinishEvent) -> bool:
-        """Return whether the collectives that the rank waits for have ended. If not, register the rank to be
-        resumed."""
+        """Return whether the collectives have ended for which the rank waits at ``event``.
+
+        If not, resume the rank later.
+        """
         self.started[rank] = [(group, number) for group, number in self.started[rank] if not group.is_complete(number)]
         open_ = self.list_awaited(rank, event)
         if open_:
@@ -251,7 +264,7 @@ class TraceRunner:
         return not open_
 
     def list_awaited(self, rank: int, event: FinishEvent) -> list[tuple[_GroupProgress, int]]:
-        """The operations that the rank has started, that have not ended, and that ``event`` waits for."""
+        """Return the collectives that the rank has started, that have not ended, and for which ``event`` waits."""
         return [
             (group, number)
             for group, number in self.started[rank]
@@ -292,7 +305,10 @@ class TraceRunner:
     # --- those that wait for ever -----------------------------------------------------------------------------------
 
     def describe_deadlock(self, stuck: list[int]) -> Mismatch:
-        """Follow who waits for whom until it closes, or ends at a rank that has nothing more to do."""
+        """Return the error for a deadlock. It lists the ranks that wait for each other in a cycle.
+
+        If there is no cycle, it lists the chain of waiting ranks up to one that waits for a rank which has ended.
+        """
         rank = next((r for r in stuck if r in self.suspects), stuck[0])
         chain: list[int] = []
         while rank not in chain:
@@ -316,7 +332,9 @@ class TraceRunner:
         return Mismatch("deadlock", message, first, index, node)
 
     def waits_for(self, rank: int) -> tuple[str, list[int], int, str]:
-        """What a stuck rank does, the ranks that it waits for, its instruction and graph node."""
+        """Return what a stuck rank does (as text), the ranks for which it waits, its instruction index, and its graph
+        node.
+        """
         if rank in self.inside:
             group, number = self.inside[rank]
             index, event = self.traces[rank][self.position[rank] - 1]
@@ -331,7 +349,7 @@ class TraceRunner:
         return f"waits for {started.text}", self.list_absent_ranks(rank, started, group, number), index, ""
 
     def list_absent_ranks(self, rank: int, event: CollectiveEvent, group: _GroupProgress, number: int) -> list[int]:
-        """Return the ranks that have not yet entered a collective of the group."""
+        """Return the ranks that have not yet entered the collective ``number`` of the group."""
         return [r for r in self.list_members(rank, event) if self.classes[r] in group.find_missing_ranks(number)]
 
 

@@ -1,4 +1,4 @@
-"""Errors of the prover: what it refuses and where in the program, and texts for the objects that it follows."""
+"""Errors of the prover: the kinds of faults and where they are in the program, and texts for error messages."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ Fault = Literal[
 
 @dataclass(frozen=True)
 class FaultLocation:
-    """Location of a fault on ``stage``. ``index``: the instruction. If it is ``None``, the fault is reported at the
-    first instruction that uses the ``call`` (position on the stage), the ``bucket`` or the ``state`` given. ``node``:
-    node of the call's graph."""
+    """The location of a fault on a pipeline stage.
+
+    ``index``: the index of the instruction. If it is ``None``, the fault is reported at the first instruction that uses
+    the given ``call`` (position on the stage), ``bucket`` (index) or ``state`` (name of a parameter or buffer).
+    ``node``: node of the call's graph.
+    """
 
     stage: int = 0
     index: int | None = None
@@ -38,7 +41,7 @@ class FaultLocation:
 
 
 class Refusal(Exception):
-    """A fault found on a stage, before it is known which rank runs it."""
+    """A fault found in the program of a pipeline stage, before it is known which rank runs it."""
 
     def __init__(self, fault: Fault, message: str, location: FaultLocation | None = None) -> None:
         super().__init__(message)
@@ -48,10 +51,10 @@ class Refusal(Exception):
 
 
 class ProofError(PartitionError):
-    """A program that would hang or compute something else.
+    """A program that would hang or compute a wrong result.
 
-    ``rank``: the (first) rank concerned; ``index`` and ``instruction``: its instruction, as the program prints it;
-    ``node``: the graph node, where one is at fault (else empty); ``fault``: the kind of fault.
+    ``rank``: the (first) rank concerned. ``index`` and ``instruction``: its instruction, the latter as text. ``node``:
+    the graph node at fault; empty if there is none. ``fault``: the kind of fault.
     """
 
     def __init__(

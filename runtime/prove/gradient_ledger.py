@@ -1,7 +1,7 @@
-"""Gradients of one rank, followed through its instructions: contributions to each gradient, and its use.
+"""Track the gradients of one rank through its instructions: which calls have added to each, and when it is used.
 
-``gradient_returns`` finds the stages that send a gradient back: those that received the value, if a call there or
-further on contributes to its gradient.
+:func:`gradient_returns` finds the stages that send a gradient back: those that received the value, if a call there or
+on a later stage contributes to its gradient.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Returns = dict[tuple[str, int], frozenset[int]]  # (value, microbatch) -> stages
 
 
 def gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruction]]) -> tuple[Returns, ...]:
-    """Return for each stage the gradients that it must receive: (value, microbatch) -> the stages that send it.
+    """Return, for each stage, the gradients that it must receive: (value, microbatch) -> the stages that send it.
 
-    ``lists``: the instructions of each stage.
+    A value is a tensor that passes between calls. ``lists``: the instructions of each stage.
     """
     sent: dict[tuple[str, int], dict[int, list[int]]] = {}
     for s, instructions in enumerate(lists):
@@ -39,7 +39,12 @@ def gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruction]]
 
 
 def _has_reachable_addition(value: str, start: int, edges: dict[int, list[int]], adds: list[set[str]]) -> bool:
-    """Return whether a stage that the value reaches from ``start`` adds to the value's gradient."""
+    """Whether some stage adds to the gradient of ``value``, among ``start`` and the stages to which it sends the value
+    on.
+
+    ``edges``: stage -> stages to which it sends the value. ``adds``: for each stage, the values to whose gradients it
+    adds.
+    """
     stack, seen = [start], set()
     while stack:
         s = stack.pop()
@@ -58,8 +63,11 @@ Adder = int | tuple[str, int]  # a call's position, or ("stage", peer)
 
 
 class ValueGradients:
-    """Tracks gradients of values. A gradient is complete once all readers of the value, here and on later stages, added
-    to it."""
+    """Tracks the gradients of values, the tensors that pass between calls, on one rank.
+
+    A gradient is complete once all readers of the value have added to it. Readers are calls on this stage, and later
+    stages, which send their part.
+    """
 
     def __init__(self, facts: ProgramFacts, stage: int, returns: Returns) -> None:
         self.calls = facts.stages[stage]
@@ -87,7 +95,11 @@ class ValueGradients:
         self.add(key, ("stage", peer), index)
 
     def take(self, key: Key, index: int) -> None:
-        """Record that a gradient is used. Raise :class:`Refusal` if it is incomplete, freed, or already used."""
+        """Record that the gradient of a value is used, by backward or by a send.
+
+        Raise :class:`Refusal` if it is incomplete, freed, or already used. ``key``: (value, microbatch). ``index``:
+        index of the instruction.
+        """
         if key in self.freed:
             raise Refusal("order", f"the gradient of {_format_key(key)} was freed at instruction {self.freed[key]}")
         if key in self.taken:
@@ -126,8 +138,10 @@ def _format_key(key: Key) -> str:
 
 
 class StateGradients:
-    """Checks that each parameter's gradient is summed exactly once over its stages and mesh axes, after the last
-    backward."""
+    """Checks that the gradient of each parameter is summed exactly once over its stages and mesh axes.
+
+    The sum must come after the last backward that adds to the gradient.
+    """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         self.program = facts.program
@@ -183,7 +197,7 @@ class StateGradients:
         self.scattered[number] = index
 
     def pieces(self, number: int) -> None:
-        """Raise :class:`Refusal` unless all gradients of a sharded bucket are complete and reduce-scattered."""
+        """Raise :class:`Refusal` unless all gradients of a ZeRO-sharded bucket are complete and reduce-scattered."""
         for state in self.shared[number].states:
             self.whole(state)
             if state in self.unscattered:
@@ -197,7 +211,11 @@ class StateGradients:
             raise Refusal("gradient", message, FaultLocation(state=state))
 
     def turn(self, number: int, op: str, axes: tuple[str, ...], index: int) -> Turn:
-        """A REDUCE of a bucket, or a SCATTER or GATHER of one of its levels: the turn that it takes."""
+        """Record the next collective that reduces the gradients of a bucket, and return its kind and mesh axes.
+
+        ``op`` is REDUCE (all-reduce), SCATTER (reduce-scatter) or GATHER (all-gather). Raise :class:`Refusal` if it is
+        not the next one of the bucket's reduction, or if a gradient is incomplete.
+        """
         due, done = self.due[number], self.turned.setdefault(number, [])
         self.before_step()
         if not due or (op, axes) not in [(kind, () if kind == "REDUCE" else over) for kind, over in due]:
@@ -221,11 +239,14 @@ class StateGradients:
         return due[len(done) - 1]
 
     def reduced(self, number: int) -> bool:
-        """Return whether all collectives that reduce the bucket have been started."""
+        """Whether all collectives that reduce the gradients of bucket ``number`` have been started."""
         return len(self.turned.get(number, ())) == len(self.due[number])
 
     def sync(self, states: Collection[str], index: int) -> tuple[int, ...]:
-        """The stages that take part."""
+        """Record that the gradients of tied ``states`` are summed over stages, and return the stages that take part.
+
+        Raise :class:`Refusal` if a parameter is not tied, was summed before, or has an incomplete gradient.
+        """
         self.before_step()
         among: set[tuple[int, ...]] = set()
         for state in states:
@@ -247,7 +268,10 @@ class StateGradients:
         return among.pop()
 
     def offload(self, state: str, index: int) -> None:
-        """The gradient of a state is read, to be kept elsewhere: it has to be final."""
+        """Record that the gradient of a parameter is copied to host memory.
+
+        Raise :class:`Refusal` unless it is fully reduced.
+        """
         self.whole(state)
         if state in self.tied and state not in self.synced:
             raise Refusal("order", f"the tied state {state!r} is to be SYNCed first")

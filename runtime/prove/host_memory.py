@@ -1,8 +1,8 @@
-"""Checks of host memory and of buffer updates, in the order of a rank's instructions.
+"""Check the use of host memory and the updates of buffers, in the order of a rank's instructions.
 
-Activations and parameters in host memory must be on the device again when they are used, and gradients must be whole
-when they move to the host. A buffer that forward changes must be written once, by all ranks that hold it, after the
-last read of its old value.
+Activations and parameters in host memory must be on the device again when they are used, and gradients must be complete
+when they are copied to the host. A buffer that forward changes must be written once, by all ranks that hold it, after
+the last read of its old value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Run = tuple[int, int]  # call, microbatch
 
 
 class ActivationOffloads:
-    """Checks that saved activations move to the host once, after forward, and back before backward."""
+    """Checks that the activations that a call saves move to the host once, after forward, and back before backward."""
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         self.calls = facts.stages[stage]
@@ -31,8 +31,10 @@ class ActivationOffloads:
         self.back: dict[Run, int] = {}
 
     def runs(self, i: Instruction, forward: Collection[Run], *backward: Collection[Run]) -> list[Run]:
-        """Return the (call, microbatch) pairs that an OFFLOAD or FETCH moves. Raise :class:`Refusal` if a call has not
-        run forward, or has already run backward."""
+        """Return the (call, microbatch) pairs whose activations an instruction moves to or from host memory.
+
+        Raise :class:`Refusal` if a call has not run forward, or has already run backward.
+        """
         if i.calls is None or i.microbatch is None:
             return []
         runs = [(p, i.microbatch) for p in range(*i.calls) if self.calls[p].has_backward]
@@ -72,7 +74,8 @@ class ActivationOffloads:
 
 class HostStates:
     """Checks that parameters in host memory are fetched before they are read, and that their gradients are offloaded
-    once."""
+    once.
+    """
 
     def __init__(self, facts: ProgramFacts, stage: int, gradients: StateGradients) -> None:
         self.program = facts.program
@@ -95,7 +98,11 @@ class HostStates:
             self.there[state] = index
 
     def read(self, states: Sequence[str], gather: bool = False) -> None:
-        """A call reads ``states``, or a GATHER the shards of them that this rank has."""
+        """Record that a call reads the parameters ``states`` or, with ``gather``, that an all-gather reads this rank's
+        pieces.
+
+        Raise :class:`Refusal` if one is in host memory and was not copied to the device.
+        """
         for state in states:
             if state not in self.hosted or (state in self.sharded and not gather):
                 continue  # a call reads what was gathered
@@ -138,7 +145,9 @@ class HostStates:
 
 
 def check_updates(program: Program) -> None:
-    """Raise :class:`Refusal` where a new value is not as the buffer is held, or no call of its stages makes it."""
+    """Raise :class:`Refusal` if a buffer's new value has another type or layout, or if no call on its stages computes
+    it.
+    """
     makers = _find_producing_stages(program)
     for name, state in program.states.items():
         problem = "" if state.update is None else _find_update_problem(program, state, state.update, makers)
@@ -148,7 +157,10 @@ def check_updates(program: Program) -> None:
 
 
 def _find_producing_stages(program: Program) -> dict[str, set[int]]:
-    """Return value name -> indices of the stages whose calls, except prologue calls, produce it."""
+    """Return value name -> indices of the stages whose calls compute it.
+
+    Prologue calls, which compute totals, are left out.
+    """
     makers: dict[str, set[int]] = {}
     for s, stage in enumerate(program.stages):
         for call in stage.calls:
@@ -171,9 +183,9 @@ def _find_update_problem(program: Program, state: StateData, name: str, makers: 
 
 
 def check_alike(program: Program, known: dict[str, Sameness]) -> None:
-    """A new value that is not added up does not depend on what differs between microbatches, or ranks of ``dp``.
+    """Raise :class:`Refusal` if a buffer's new value depends on the microbatch or on the ``dp`` rank.
 
-    Raises :class:`Refusal`.
+    New values that are summed over microbatches are excepted. ``known``: value -> whether it is equal everywhere.
     """
     for name, state in program.states.items():
         if state.update is not None and state.keeps is None and known.get(state.update) == "different":
@@ -182,7 +194,7 @@ def check_alike(program: Program, known: dict[str, Sameness]) -> None:
 
 
 class WrittenUpdates:
-    """Tracks which buffers one rank has updated so far in the step."""
+    """Tracks which buffers (such as running statistics) one rank has updated so far in the step."""
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         self.program, self.stage = facts.program, stage
@@ -193,8 +205,13 @@ class WrittenUpdates:
     def update(
         self, states: Sequence[str], index: int, forward: Collection[tuple[int, int]]
     ) -> tuple[list[str], list[CollectiveEvent]]:
-        """The values that are read here, and the collectives in which ranks of ``dp`` meet for those that are added up,
-        and stages, where there are several. ``forward``: the calls, and their microbatches, that have run."""
+        """Record an update of the buffers ``states``.
+
+        Return the values that it reads and the collectives that it starts.
+
+        The collectives sum over ``dp``, or copy the values between stages that share a buffer. ``forward``: the (call,
+        microbatch) pairs that have run forward. Raise :class:`Refusal` if the update is wrong.
+        """
         together = {self.program.states[s].stages for s in states}
         if len(together) > 1:
             raise Refusal("fields", f"updates states of different stages: {', '.join(states)}")
@@ -222,7 +239,7 @@ class WrittenUpdates:
         return values, meetings
 
     def _check_sum(self, name: str, position: int, forward: Collection[tuple[int, int]]) -> None:
-        """All microbatches have added to what is added up."""
+        """Raise :class:`Refusal` unless all microbatches have added to the sum from which a buffer is updated."""
         missing = [m for m in range(self.program.num_microbatches) if (position, m) not in forward]
         if missing and self.program.states[name].keeps is not None:
             raise Refusal("order", f"takes the sum for {name!r}, to which microbatch {missing[0]} has not added yet")

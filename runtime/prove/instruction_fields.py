@@ -53,7 +53,9 @@ _EMPTY: dict[str, object] = {
 
 
 def check_fields(program: Program, stage: int, instructions: Sequence[Instruction]) -> None:
-    """Raise :class:`Refusal` at the first instruction that lacks a field or has one that means nothing."""
+    """Raise :class:`Refusal` at the first instruction that lacks a field, or has one that its operation
+    does not use.
+    """
     for index, instruction in enumerate(instructions):
         problem = _find_field_problem(program, stage, instruction)
         if problem:

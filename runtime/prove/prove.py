@@ -1,30 +1,29 @@
-"""Before anything is launched: will every rank run to its end, and compute what the program says?
+"""Prove, before anything is launched, that every rank runs to its end and computes what the program says.
 
-:func:`prove` runs the programs of all ranks without numbers, and refuses, naming rank, instruction and graph node:
+:func:`prove` follows the programs of all ranks without numbers. It refuses the following, and names rank, instruction
+and graph node:
 
-* a program that contradicts itself: names, shapes, types, layouts, graphs, buckets, instructions without their fields;
-* a rank that uses a value or gradient before it is there or after it was freed, or that leaves one behind;
-* a call that does not run forward and backward exactly once per microbatch, in an order that the data allow; a
-  gradient that is taken before all that flows into it has arrived;
-* a state whose gradient is not added up exactly once over its stages and over the axes that it needs;
-* ranks that disagree on a collective, a send or a receive, or that wait for each other for ever;
-* a value or gradient that is said to be whole over ``tp`` but differs from rank to rank, a collective of a graph that
-  is given a whole value where it wants parts, or parts where it wants the whole;
-* a rank that needs more memory than it may have, where limits are given.
+* a program that contradicts itself: names, shapes, types, layouts, graphs, buckets, or missing fields of instructions;
+* a rank that uses a value or gradient before it exists or after it was freed, or that never frees one;
+* a call that does not run forward and backward exactly once per microbatch, in an order that the data allow; a gradient
+  that is used before all contributions have arrived;
+* a state (parameter or buffer) whose gradient is not summed exactly once over its stages and the required mesh axes;
+* ranks that disagree on a collective, a send or a receive, or that deadlock;
+* a value or gradient that is declared whole over ``tp`` but differs between ranks; a collective of a graph that gets a
+  whole value instead of parts, or parts instead of a whole value;
+* a rank that needs more memory than its limit, if limits are given.
 
-What it refuses although it might run to the same end: anything that is done twice (loaded, run, freed, reduced,
-synced, STEP), a REDUCE, SYNC or STEP before the last backward where another comes after it or nothing is lost, a value
-or gradient that is never freed, a FREE of what is not there, an instruction with another stage's number or with fields
-that mean nothing, data in the program that contradict each other though no rank may notice (the shape of a value that
-is never sent). It assumes of channels what :class:`partitioner.runtime.program.instructions.Instruction` says. It
-cannot know that a call reads the *right* value of the same shape, or that an output is the one that was meant: that is
-for ``verify``.
+It also refuses some programs that might compute the correct result: those that do anything twice (load, run, free,
+reduce, synchronise, STEP); those with a REDUCE, SYNC or STEP before the last backward; those that never free a value or
+gradient, or free one that does not exist; instructions with another stage's number or with unused fields; and
+inconsistent data that no rank reads, such as the shape of a value that is never sent. Its assumptions about
+communication channels are in :class:`partitioner.runtime.program.instructions.Instruction`. It cannot know whether a
+call reads the *right* value of a shape, or whether an output is the intended one: ``Plan.verify`` checks that.
 
-Ranks of one stage run one list, so its instructions are followed once, and once more for each number of microbatches
-that ranks have; where a rank's list was edited, only as many ranks are followed as can be told apart. Of lists with a
-steady state (:class:`partitioner.runtime.program.instructions.Listing`) those that have grown once and twice are
-followed: what every rank does and shows is then linear in how often they have grown, each part moving with its
-neighbours, so what agrees at two numbers of steps agrees at all.
+Ranks of one stage run one list, so its instructions are followed once for each number of microbatches that ranks have.
+If the lists of some ranks were edited, only ranks that can be distinguished are followed. A compact list with a steady
+state (:class:`partitioner.runtime.program.instructions.Listing`) is followed with one and with two repetitions of it.
+All events are then linear in the number of repetitions, so ranks that agree for two numbers agree for all.
 """
 
 from __future__ import annotations
@@ -57,8 +56,11 @@ Lists = tuple[tuple[Instruction, ...], ...]  # one per stage
 
 @dataclass(frozen=True)
 class Proof:
-    """Result of a successful proof, counted over all ranks. ``peak_bytes``: peak memory of a rank per stage; empty if
-    memory was not checked."""
+    """The result of a successful proof: numbers of instructions, collectives and transfers, counted over all ranks.
+
+    ``distinct_lists``: number of different instruction lists. ``peak_bytes``: peak memory of a rank for each stage;
+    empty if memory was not checked.
+    """
 
     ranks: int
     instructions: int
@@ -109,8 +111,9 @@ def prove(
 
 
 def _follow_lists(facts: ProgramFacts, own: Mapping[int, Instructions]) -> tuple[int, int]:
-    """Check the instructions of all ranks together and return the numbers of collectives and transfers that they
-    start."""
+    """Check the instructions of all ranks together, and return the numbers of collectives and of transfers that they
+    start.
+    """
     traces, lists = _run_lists(facts, own)
     try:
         TraceRunner(facts.program, traces, own.keys()).run_traces()
@@ -129,9 +132,9 @@ def _follow_lists(facts: ProgramFacts, own: Mapping[int, Instructions]) -> tuple
 
 
 def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
-    """What :func:`_follow_lists` gives, from lists that have grown once and twice; ``None``: follow all that is there.
+    """Return the numbers of collectives and transfers, extrapolated from one and two repetitions of the steady state.
 
-    A fault is then found again where it is in the whole list.
+    Return ``None`` if the lists have no common steady state or have a fault; the whole lists must be checked then.
     """
     listings = [stage.instructions for stage in facts.program.stages]
     first = listings[0]
@@ -150,7 +153,7 @@ def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
 
 
 def _find_edited_lists(program: Program, rank_programs: Mapping[int, RankProgram]) -> dict[int, Instructions]:
-    """Return rank -> instructions for the ranks that do not run their stage's list."""
+    """Return rank -> instructions for the ranks whose instructions differ from their stage's list."""
     own: dict[int, Instructions] = {}
     compared = {id(program)}
     for rank, given in rank_programs.items():
@@ -174,7 +177,10 @@ def _find_edited_lists(program: Program, rank_programs: Mapping[int, RankProgram
 def _run_lists(
     facts: ProgramFacts, own: Mapping[int, Instructions]
 ) -> tuple[dict[int, Trace], dict[int, Instructions]]:
-    """The events of every rank, and its instructions. Ranks whose whole pipeline runs the same lists share them."""
+    """Return the communication events of every rank, and the instructions of every rank.
+
+    Ranks whose whole pipeline runs the same lists share one tuple of events.
+    """
     program, lists = facts.program, _select_rank_lists(facts.program, own)
     stride, num_stages = program.strides["pp"], len(program.stages)
     shares = _count_microbatches(program)
@@ -196,7 +202,9 @@ def _run_lists(
 
 
 def _select_rank_lists(program: Program, own: Mapping[int, Instructions]) -> dict[int, Instructions]:
-    """The list of every rank: its stage's, as far as it has the microbatches, or its own."""
+    """Return the instructions of every rank: its own edited list, or its stage's list without microbatches that it
+    lacks.
+    """
     shares = _count_microbatches(program)
     lists: dict[int, Instructions] = {}
     for s, stage in enumerate(program.stages):
@@ -206,13 +214,16 @@ def _select_rank_lists(program: Program, own: Mapping[int, Instructions]) -> dic
 
 
 def _count_microbatches(program: Program) -> list[int]:
-    """Return the number of microbatches of each rank of a stage."""
+    """Return the number of microbatches of each rank of a stage, in the order of ranks."""
     each = program.strides["dp"]
     return [len(program.share(place)) for place in range(program.size("dp")) for _ in range(each)]
 
 
 def _run_column(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[Instructions]) -> list[Trace]:
-    """The traces of the ranks of one pipeline."""
+    """Return the communication events of the ranks of one pipeline, one tuple for each stage.
+
+    ``run``: the instructions of each stage.
+    """
     returns = gradient_returns(facts, run)
     traces = []
     for s, instructions in enumerate(run):
@@ -227,7 +238,7 @@ def _run_column(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[Instruc
 def _locate_refusal(
     program: Program, refusal: Refusal, instructions: Sequence[Instruction] | None = None, rank: int | None = None
 ) -> ProofError:
-    """The error for a refusal: its rank, and the instruction that it is about."""
+    """Return the error for a fault, with the rank and the instruction that it concerns."""
     location = refusal.location
     if instructions is None:
         stages = program.stages

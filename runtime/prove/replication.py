@@ -1,6 +1,6 @@
 """Check that values declared whole are equal on all ranks: values in forward, gradients in backward.
 
-If a collective is missing, or runs over another axis, a value or a gradient differs between ranks, and the program
+If a collective is missing, or runs over another axis, a value or gradient differs between ranks, and the program
 computes different results on them. An additional collective counts a value several times.
 """
 
@@ -22,7 +22,10 @@ AXES = ("tp", "cp")  # the axes over which blocks are sharded
 
 
 def check_wholeness(facts: ProgramFacts) -> None:
-    """Raise :class:`Refusal` at the first value, gradient or output that differs where it must not."""
+    """Raise :class:`Refusal` at the first value, gradient or output that is declared whole but differs between ranks.
+
+    Calls are followed without tensors, along each mesh axis over which blocks are sharded, and over the batch.
+    """
     for axis in AXES:
         _check_axis(axis, facts)
     _over_batch(facts)
@@ -48,7 +51,7 @@ def _check_axis(axis: str, facts: ProgramFacts) -> None:
 
 
 def _make_cache_key(facts: ProgramFacts, call: CallData) -> object:
-    """A cache key for the check of a call: everything that the result depends on."""
+    """Return a cache key for the check of a call, made of everything on which the result depends."""
     program = facts.program
     kept = [program.states[n] for n in call.states]
     states = tuple((s.layout, s.expert_layout, s.grad_axes) for s in kept)
@@ -66,14 +69,21 @@ def _find_layout_kind(axis: str, program: Program, value: str) -> str:
 
 
 def _state_layout(axis: str, state: StateData) -> str:
-    """Over ``cp`` every rank has the whole of a state."""
+    """Return the kind of a state's layout over ``axis``: S (sharded), R or R' (whole), or P (partial sum).
+
+    With R' the gradient of the state is a partial sum. Over ``cp`` every rank has the whole state.
+    """
     if axis == "tp":
         return Layout.parse(state.layout).kind
     return "R'" if axis in state.grad_axes else "R"
 
 
 def _list_given_sameness(axis: str, facts: ProgramFacts, call: CallData) -> list[Sameness]:
-    """A call's states and inputs over ``axis``, in the order of the placeholders."""
+    """Return, for each state and input of a call, "alike" or "different": whether ranks along ``axis`` hold equal
+    tensors.
+
+    The order is that of the graph's placeholders.
+    """
     program = facts.program
     states: list[Sameness] = [
         "different" if _is_apart(axis, program, n) else _VALUES[_state_layout(axis, program.states[n])]
@@ -83,7 +93,7 @@ def _list_given_sameness(axis: str, facts: ProgramFacts, call: CallData) -> list
 
 
 def _is_apart(axis: str, program: Program, state: str) -> bool:
-    """Whether ranks along ``axis`` have the weights of different experts."""
+    """Whether ranks along ``axis`` hold the weights of different experts."""
     spread = program.experts_span_tp if axis == "tp" else program.mesh.get("ep", 1) > 1
     return spread and Layout.parse(program.states[state].expert_layout).is_shard
 
@@ -102,7 +112,10 @@ def _check_forward(axis: str, facts: ProgramFacts, call: CallData) -> None:
 
 
 def _check_backward(axis: str, facts: ProgramFacts, call: CallData) -> None:
-    """Gradients are whole where the layouts say so, given that those of the outputs are as theirs say."""
+    """Raise :class:`Refusal` if a gradient that should be equal along ``axis`` differs between ranks.
+
+    The gradients of the outputs are assumed to have the layouts that are declared for them.
+    """
     program, pieces = facts.program, facts.differentiated(call)
     size = program.mesh[axis]
     forward = compare_across_ranks(
@@ -144,10 +157,9 @@ def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, 
 
 
 def _over_batch(facts: ProgramFacts) -> None:
-    """An output that is said to be the same in every microbatch does not depend on what differs between them; what a
-    buffer takes never does.
+    """Raise :class:`Refusal` if an output that is declared equal in every microbatch depends on the microbatch.
 
-    Where there is one microbatch, a collective over ``dp`` in a graph makes a value the same.
+    The new value of a buffer must not depend on it either. With one microbatch, the ``dp`` ranks are compared instead.
     """
     program = facts.program
     axis = "data" if program.num_microbatches > 1 else DATA_AXES[0]

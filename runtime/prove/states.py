@@ -1,9 +1,9 @@
-"""Checks of states and gradient buckets, and of a rank's collectives in the order of its instructions.
+"""Check states and gradient buckets, and track the collectives of a rank in the order of its instructions.
 
-Parameters, buffers and constants must have valid layouts, stages and buckets. ``Parameters`` follows the instructions
-and checks that a sharded parameter is gathered before a call reads it. ``PendingReductions`` tracks the reductions
-under way, and which of them must end before another one starts. ``bundles_of`` groups consecutive collectives of a call
-over the same axes: a rank that enters one of them enters all.
+Parameters, buffers and constants must have valid layouts, stages and buckets. :class:`Parameters` checks that a sharded
+parameter is gathered before a call reads it. :class:`PendingReductions` tracks the reductions in progress, and which of
+them must end before another one starts. :func:`bundles_of` groups consecutive collectives of a call over the same axes:
+a rank that enters one of them enters all.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from partitioner.runtime.prove.errors import FaultLocation, Refusal, use_text
 
 
 def check_state(facts: ProgramFacts, name: str) -> None:
-    """Raise :class:`Refusal` unless the state's layouts, stages and ZeRO axes are valid and its gradient is summed over
-    the right axes."""
+    """Raise :class:`Refusal` unless a parameter's or buffer's layouts, stages and ZeRO axes are valid.
+
+    Its gradient must also be summed over the right mesh axes.
+    """
     problem = _state_problem(facts, name)
     if problem:
         stages = [s for s in facts.program.states[name].stages if 0 <= s < len(facts.program.stages)]
@@ -78,7 +80,7 @@ def _state_problem(facts: ProgramFacts, name: str) -> str:
 
 
 def _zero_problem(facts: ProgramFacts, name: str) -> str:
-    """The fault in how ranks share a state under ZeRO; an empty text if there is none.
+    """Return the fault in how ranks share a state under ZeRO; an empty string if there is none.
 
     Ranks that share a state must hold the same shard of it and sum its gradient over their axes.
     """
@@ -105,7 +107,7 @@ def _zero_problem(facts: ProgramFacts, name: str) -> str:
 
 
 def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: Layout) -> bool:
-    """Whether a gradient is summed over ``tp`` exactly if it is a partial sum there.
+    """Whether a parameter's gradient is summed over ``tp`` if it is a partial sum there, and only then.
 
     The gradient of an expert must be summed over its replicas, ``edp``, and over ``etp`` if it is a partial sum there,
     and over no other axis.
@@ -118,7 +120,7 @@ def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: La
 
 
 def nested_shape(data: object) -> tuple[int, ...] | None:
-    """The shape of nested lists, judged by their first elements; ``None`` if ``data`` is ``None``."""
+    """Return the shape of nested lists, judged by their first elements; ``None`` if ``data`` is ``None``."""
     shape: list[int] = []
     while isinstance(data, list | tuple):
         shape.append(len(data))
@@ -127,10 +129,11 @@ def nested_shape(data: object) -> tuple[int, ...] | None:
 
 
 def check_buckets(facts: ProgramFacts, stage: int) -> None:
-    """Check the gradient buckets and the recomputed calls of a stage. Raises :class:`Refusal` if one is wrong.
+    """Raise :class:`Refusal` if a gradient bucket of a stage, or its list of recomputed calls, is wrong.
 
-    Each gradient that is a partial sum over mesh axes must be in exactly one bucket, with those axes. Each parameter
-    that ranks share must be in exactly one bucket, together with states that are shared over the same axes.
+    A bucket is a set of parameters whose gradients are reduced together. Each gradient that is a partial sum over mesh
+    axes must be in exactly one bucket, with those axes. Each parameter that ZeRO shards must be in exactly one bucket,
+    together with parameters that are sharded over the same axes.
     """
     program, here = facts.program, facts.program.stages[stage]
     wanted: dict[str, tuple[str, ...]] = {}
@@ -182,12 +185,15 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
 
 
 def _list_node_names(program: Program, stage: int, position: int) -> set[str]:
-    """The names of the nodes of a call's block."""
+    """Return the names of the nodes in the graph of a call's block."""
     return {node["name"] for node in program.blocks[program.stages[stage].calls[position].block].nodes}
 
 
 class Parameters:
-    """Checks that a sharded bucket is gathered before a call reads it, and freed afterwards under ZeRO 3."""
+    """Checks that ZeRO-sharded parameters are gathered before a call reads them, and freed afterwards under ZeRO 3.
+
+    Parameters that are gathered together form a bucket, which is identified by its index on the stage.
+    """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         self.program = facts.program
@@ -207,7 +213,10 @@ class Parameters:
         return split_axes(self.program, zero_axes(self.program, self.states(number)))
 
     def gather(self, number: int, index: int) -> Hashable:
-        """Record a GATHER of a bucket and return the key on which all participants must agree."""
+        """Record an all-gather of the parameters of bucket ``number``, and return a key that identifies the collective.
+
+        All ranks that take part must have equal keys. ``index``: index of the instruction.
+        """
         if number not in self.shared:
             raise Refusal("fields", f"bucket {number} is whole on every rank: there is nothing to gather")
         if number in self.there:
@@ -218,7 +227,10 @@ class Parameters:
         return self.under_way[number]
 
     def read(self, position: int) -> Iterator[Hashable]:
-        """Yield the keys of the all-gathers that a call must wait for."""
+        """Yield the keys of the all-gathers that must end before the call at ``position`` runs.
+
+        Raise :class:`Refusal` if a parameter that the call reads is not gathered.
+        """
         for number in self.needs[position]:
             if number not in self.there:
                 gone = f"freed at instruction {self.freed[number]}" if number in self.freed else "never gathered"
@@ -228,7 +240,11 @@ class Parameters:
                 yield self.under_way.pop(number)
 
     def free(self, number: int, index: int) -> Hashable:
-        """Record that a bucket is freed. Return the key of the all-gather to wait for first, or ``None``."""
+        """Record that the gathered parameters of bucket ``number`` are freed.
+
+        Return the key of the all-gather that must end first, or ``None``. Raise :class:`Refusal` if they are not
+        gathered.
+        """
         if number not in self.shared or self.program.zero < 3:
             raise Refusal("fields", f"bucket {number} stays on every rank: it is not to be freed")
         if number not in self.there:
@@ -245,7 +261,10 @@ class Parameters:
 
 
 class PendingReductions:
-    """Tracks reductions in flight. Each method starts one and returns those that must end before it."""
+    """Tracks the collectives in progress that reduce gradients.
+
+    Methods that start one return the keys of the earlier ones that must end first.
+    """
 
     def __init__(self) -> None:
         self._scatters: Counter[int] = Counter()
@@ -254,7 +273,10 @@ class PendingReductions:
         self._gathering: deque[int] = deque()  # buckets on their last turn, where that gathers
 
     def scatter(self, number: int, bucket: Bucket) -> tuple[list[Hashable], Hashable]:
-        """A SCATTER over the axes that shard a bucket: what to wait for, and what has to agree."""
+        """Record the reduce-scatter of a bucket's gradients over its ZeRO axes.
+
+        Return the keys of the collectives that must end first, and the key on which all participants must agree.
+        """
         waits = [what for _, what in self._scattering.before_next()]
         self._scatters[number] += 1
         what = "SCATTER", bucket.states, bucket.compression, self._scatters[number]
@@ -262,11 +284,14 @@ class PendingReductions:
         return waits, what
 
     def computed(self) -> None:
-        """Record that a backward has run: the next SCATTER belongs to its gradients."""
+        """Record that a backward has run: the next reduce-scatter belongs to its gradients."""
         self._scattering.computed()
 
     def turn(self, number: int, bucket: Bucket, turn: Turn) -> tuple[list[Hashable], Hashable]:
-        """One of :func:`partitioner.runtime.program.sharded_buckets.list_reduction_turns`; likewise."""
+        """Record the next collective of a bucket's gradient reduction; ``turn`` is (instruction, mesh axes).
+
+        Return the keys of the collectives that must end first, and the key on which all participants must agree.
+        """
         waits = [*self.ended(number)]
         if turn[0] == "GATHER" and turn[1] == bucket.levels[0]:
             while len(self._gathering) >= GATHERING:
@@ -277,7 +302,10 @@ class PendingReductions:
         return waits, what
 
     def ended(self, number: int) -> Iterator[Hashable]:
-        """End the collectives in flight for a bucket, and the SCATTERs started before its own; yields each of them."""
+        """Mark the collectives in progress for the gradients of a bucket as ended, and yield the key of each.
+
+        Reduce-scatters of other buckets that were started earlier end, too.
+        """
         while any(bucket == number for bucket, _ in self._scattering):
             yield self._scattering.end_first()[1]
         yield from self._end_turning_reduction(number)
@@ -291,8 +319,11 @@ Bundle = tuple[tuple[str, ...], Hashable, str, str, int]  # axes, what has to ag
 
 
 def bundles_of(program: Program, call: CallFacts, op: str, position: int) -> list[Bundle]:
-    """Return the groups of consecutive collectives that the call at ``position`` enters in an F, B, I or W
-    instruction."""
+    """Return the groups of consecutive collectives over the same mesh axes in one run of a call.
+
+    ``op``: the instruction that runs it, forward (F) or backward (B, I, W). ``position``: the call's position on its
+    stage.
+    """
     uses = [(split_axes(program, (u.axis,)), u) for u in call.collectives(op)]
     found: list[Bundle] = []
     for axes, group in groupby((pair for pair in uses if pair[0]), key=itemgetter(0)):

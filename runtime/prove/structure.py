@@ -1,6 +1,7 @@
-"""Static checks of a program: names, shapes, types and graphs agree, and inputs and outputs fit the global batch.
+"""Static checks of a program: names, shapes, types and graphs are consistent, and inputs and outputs fit the global
+batch.
 
-Every fault is reported at the first instruction that meets it.
+Every fault is reported at the first instruction that it affects.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ DATA_AXES = ("dp",)  # the mesh axes along which the batch is split, besides the
 
 
 def check_inputs(program: Program) -> None:
-    """Each input's value is one microbatch's part of it. Raises :class:`Refusal`."""
+    """Raise :class:`Refusal` unless each input of the batch matches the value (tensor of the program) that it becomes.
+
+    The value must have the shape and type of the part of the input that one rank reads for one microbatch.
+    """
     for given in program.inputs:
         problem = _input_problem(program, given)
         if problem:
@@ -63,7 +67,10 @@ def _input_problem(program: Program, given: InputData) -> str:
 
 
 def check_outputs(program: Program) -> None:
-    """Each output's value exists and is described as what it is. Raises :class:`Refusal`."""
+    """Raise :class:`Refusal` unless each output of the model is an existing value with the declared layout.
+
+    The loss must be one number that is equal on all ranks of ``tp`` and ``cp``.
+    """
     for output in program.outputs:
         problem = "" if output.value is None else _output_problem(program, output, output.value)
         if problem:
@@ -107,7 +114,9 @@ DATA = "data"  # what graphs call the axis along which the batch is split: ranks
 
 
 def check_structure(facts: ProgramFacts) -> None:
-    """Raise :class:`Refusal` at the first thing in the program that contradicts another."""
+    """Raise :class:`Refusal` at the first contradiction between the data of a program, such as names, shapes and
+    layouts.
+    """
     program = facts.program
     _check_mesh(program)
     _check_blocks(program)
@@ -133,7 +142,9 @@ def check_structure(facts: ProgramFacts) -> None:
 
 
 def _find_first_call(program: Program, wanted: Callable[[CallData], bool]) -> tuple[int, int | None]:
-    """The stage and position of the first call that is ``wanted``."""
+    """Return the stage and the position of the first call for which ``wanted`` is true; (0, ``None``) if
+    there is none.
+    """
     for s, stage in enumerate(program.stages):
         for position, call in enumerate(stage.calls):
             if wanted(call):
@@ -180,7 +191,9 @@ def _check_mesh(program: Program) -> None:
 
 
 def _check_blocks(program: Program) -> None:
-    """Every graph is well-formed, and infers the values that it carries."""
+    """Raise :class:`Refusal` unless every graph is well-formed, and inferred shapes and types equal those that it
+    stores.
+    """
     axes = {axis: program.mesh.get(axis, 1) for axis in MESH_AXES if axis != "pp"}
     axes[DATA] = program.batch_microbatches
     for name in program.blocks:
@@ -219,7 +232,9 @@ def _check_call_names(program: Program, stage: int, position: int, call: CallDat
 
 
 def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: CallData) -> None:
-    """What a call passes has the shape and type that its graph reads and makes."""
+    """Raise :class:`Refusal` unless the tensors that a call reads and computes have the shapes and types in
+    its graph.
+    """
     program, block = facts.program, facts.blocks[call.block]
     for kind, have, want in (
         ("states", call.states, block.states),
@@ -257,8 +272,9 @@ def _state_spec(program: Program, name: str) -> TensorSpec | None:
 
 
 def _check_call_order(facts: ProgramFacts) -> None:
-    """Raise :class:`Refusal` if a value that a call reads is never produced, or if calls depend on each other in a
-    cycle."""
+    """Raise :class:`Refusal` if a value that a call reads is never computed, or if calls depend on each other in a
+    cycle.
+    """
     placed = set(facts.order)
     for s, stage in enumerate(facts.program.stages):
         for position, call in enumerate(stage.calls):
@@ -268,7 +284,7 @@ def _check_call_order(facts: ProgramFacts) -> None:
 
 
 def _check_value_sources(program: Program) -> None:
-    """Raise :class:`Refusal` if different calls produce the same value.
+    """Raise :class:`Refusal` if different calls compute the same value.
 
     Several stages may run the same call if the value needs no gradient.
     """

@@ -1,1 +1,3 @@
-"""What a rank holds: parameters, gradients, buffers, the loss, and what is offloaded."""
+"""The tensors that a rank holds: parameters, gradients, buffers, the loss, and data offloaded to host
+memory or disk.
+"""

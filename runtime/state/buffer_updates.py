@@ -1,4 +1,4 @@
-"""Updates of buffers that forward changes: new values at the end of a step, or sums over its microbatches."""
+"""Update buffers that forward changes, with new values at the end of a step or with sums over its microbatches."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ _SHORT = (torch.float16, torch.bfloat16)
 
 
 class BufferUpdates:
-    """A rank's buffers that a step changes; ``states`` are what it holds.
+    """The buffers of a rank that a step changes, such as running statistics.
 
-    ``keep``: from the next step on, the values before it are kept until the next, so that it can be run again.
+    ``states``: name -> tensor that this rank holds.
+
+    If ``keep`` is set, the values before each update are stored, so that the step can be repeated.
     """
 
     def __init__(self, rank: RankProgram, states: Mapping[str, Tensor], communicator: Communicator) -> None:
@@ -34,12 +36,19 @@ class BufferUpdates:
         self._sums = {}
 
     def add(self, microbatch: int, value: str, part: Tensor) -> None:
-        """What a microbatch adds up to the ``value`` of a buffer; short types are added up in float32."""
+        """Add one microbatch's ``part`` to the sum of ``value``, from which a buffer is updated.
+
+        Short types are summed in float32.
+        """
         part = part.float() if part.dtype in _SHORT else part
         self._sums[value] = self._sums[value] + part if value in self._sums else part.clone()
 
     def write(self, names: Sequence[str], values: Mapping[str, Tensor]) -> None:
-        """Write the new values of ``names``, which are among ``values`` where this stage makes them."""
+        """Write the new values of the buffers ``names``.
+
+        ``values`` has the new values that this stage computed. For a buffer that several stages share, all ranks of
+        these stages receive them.
+        """
         if self.keep:
             self._before |= {name: self._held[name].clone() for name in names}
         values = {**values, **self._added_up(names)}
@@ -51,7 +60,10 @@ class BufferUpdates:
                 self._update_tied_buffers(ranks, shared, values)
 
     def _added_up(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The new values of those of ``names`` to which this stage adds, by name of what is added."""
+        """Return the new values of those buffers ``names`` that this stage updates by a sum: value name -> tensor.
+
+        A new value is the sum over microbatches and ``dp``, plus the old value times the factor ``keeps``.
+        """
         here = [name for name in names if self._find_update_value(name) in self._sums]
         if not here:
             return {}
@@ -66,7 +78,7 @@ class BufferUpdates:
         return made
 
     def _update_tied_buffers(self, ranks: tuple[int, ...], names: Sequence[str], values: Mapping[str, Tensor]) -> None:
-        """All of ``ranks`` take what one of them has: the others add nothing to it."""
+        """Set buffers that several stages share, on all ``ranks``, to the value that one of them has computed."""
         group = self.communicator.group(ranks)
         sums = []
         for name in names:
@@ -80,7 +92,10 @@ class BufferUpdates:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """A step in the block reads what the last one read, if that was kept; afterwards all is as it was."""
+        """Context in which a step reads the buffers' values from before the last step, if they were stored.
+
+        At the end the current values are restored.
+        """
         after = {name: held.clone() for name, held in self._held.items()}
         before, keep, self.keep = self._before, self.keep, False
         self._copy_into_buffers(before)

@@ -1,7 +1,8 @@
-"""Optimizer states on a node's disk: tensors whose memory is a mapped file, and an optimizer that steps in windows.
+"""Keep optimizer states on a node's disk, in tensors backed by a mapped file, and step the optimizer in windows.
 
-The pages of a mapped file are in memory only while they are used. A file loses its name once it is mapped: its space is
-free again however its process ends, nothing is left for the next run to find, and no two runs meet in one folder.
+The pages of a mapped file are in memory only while they are used. A file is unlinked once it is mapped. Its space is
+thus released when its process ends in any way, nothing is left over for a later run, and runs cannot conflict in a
+folder.
 
 The optimizer updates one window of parameters at a time, whose states are in memory. Its own ``step`` runs once per
 window, on parameter groups that have only the window's parameters. The result is the same for optimizers that update
@@ -44,33 +45,39 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether a tensor's memory is that of a file on disk."""
+    """Whether the memory of ``tensor`` is a mapped file of this module."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
         return False
     return _PREFIX in (tensor.untyped_storage().filename or "")
 
 
 def release_pages(tensor: Tensor) -> None:
-    """Unmap the pages of a tensor, if it is one of a file's: they come back when they are read."""
+    """Remove the pages of ``tensor`` from memory if it is a mapped file.
+
+    They are read from the file when they are used again.
+    """
     if is_mapped(tensor) and tensor.numel():
         _advise_kernel(*_compute_page_span(tensor), mmap.MADV_DONTNEED)
 
 
 def view_own_storage(tensor: Tensor) -> Tensor:
-    """A tensor on disk as one whose storage holds nothing else, in the same memory; good while ``tensor`` is there."""
+    """Return a tensor on the same memory whose storage has only this tensor.
+
+    It is valid only while ``tensor`` exists.
+    """
     content = (ctypes.c_byte * tensor.nbytes).from_address(tensor.data_ptr())
     return torch.frombuffer(content, dtype=tensor.dtype).view(tensor.shape)
 
 
 def trim() -> None:
-    """Give back memory that is free, which the allocator keeps between what is not."""
+    """Return free memory of the C allocator to the operating system."""
     if hasattr(_load_libc(), "malloc_trim"):  # of glibc
         _load_libc().malloc_trim(0)
 
 
 @dataclass
 class _File:
-    """``handle`` stays open; ``used``: bytes of it from the start."""
+    """A mapped file. ``handle`` is its open descriptor; ``used`` is the number of bytes in use, from the start."""
 
     handle: int
     storage: torch.UntypedStorage
@@ -86,10 +93,9 @@ class _File:
 
 
 class Disk:
-    """Files of one rank in ``folder``, in which there is room for ``reserved`` bytes from the start, and for more as it
-    is asked for.
+    """Allocates tensors in mapped files in ``folder``, for one rank. ``reserved`` bytes are allocated at once.
 
-    Raises :class:`OffloadError` where there is no such folder, or no room.
+    Raise :class:`OffloadError` if the folder does not exist, has too little space, or the system is not Linux.
     """
 
     def __init__(self, folder: str | Path, reserved: int = 0) -> None:
@@ -109,11 +115,14 @@ class Disk:
 
     @property
     def nbytes(self) -> int:
-        """What the files take."""
+        """The total size of the files in bytes."""
         return sum(file.size for file in self._files)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor on disk. Raises :class:`OffloadError` where there is no room for it."""
+        """Return a new tensor on disk with undefined contents.
+
+        Raise :class:`OffloadError` if there is too little space.
+        """
         size = math.prod(shape)
         nbytes = -(-size * dtype.itemsize // _ALIGN) * _ALIGN
         if not self._files or self._files[-1].used + nbytes > self._files[-1].size:
@@ -124,22 +133,22 @@ class Disk:
         return flat.view(torch.Size(shape))
 
     def check_worth(self) -> None:
-        """Warn where the folder is no disk's."""
+        """Warn if the folder is in memory (tmpfs), so that nothing is saved."""
         if _file_system(self.folder) in _IN_MEMORY:
             warnings.warn(
                 f"offload_folder: {self.folder} is in memory, which is to be spared: name one on a disk", stacklevel=4
             )
 
     def ahead(self, tensors: Iterable[Tensor]) -> None:
-        """Start to read what is to be used soon."""
+        """Start to read ``tensors`` into memory, because they will be used soon."""
         for start, size in _merge_page_spans(tensors):
             with contextlib.suppress(OSError):  # else it is read when it is used
                 _advise_kernel(start, size, mmap.MADV_WILLNEED)
 
     def behind(self, tensors: Iterable[Tensor]) -> None:
-        """Start to write what is not used any more, which then leaves memory; once the one before has.
+        """Start to write ``tensors`` back and to remove their pages from memory, after the previous write has ended.
 
-        Raises ``OSError`` where the disk could not write the one before.
+        Raise ``OSError`` if the previous write failed.
         """
         self.wait()
         spans = list(_merge_page_spans(tensors))
@@ -148,7 +157,7 @@ class Disk:
             self._behind.start()
 
     def wait(self) -> None:
-        """Wait until the write that :meth:`behind` started is complete. Raises ``OSError`` if the disk failed."""
+        """Wait until the write that :meth:`behind` started is complete. Raise ``OSError`` if the disk failed."""
         if self._behind is not None:
             self._behind.join()
             self._behind = None
@@ -157,7 +166,7 @@ class Disk:
             raise error
 
     def forget(self) -> None:
-        """Unmap all pages."""
+        """Remove the pages of all files from memory."""
         for file in self._files:
             _advise_kernel(file.start, file.size, mmap.MADV_DONTNEED)
 
@@ -174,7 +183,9 @@ class Disk:
             self._error = error
 
     def _add_file(self, nbytes: int) -> None:
-        """Make a file of so many bytes, all of which the disk has: one that is missing later would end the process."""
+        """Create and map a file of ``nbytes`` bytes, with all of its blocks allocated: writing to a page without a
+        block on the disk would kill the process.
+        """
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         free = shutil.disk_usage(self.folder).free
         if nbytes > free:
@@ -203,7 +214,7 @@ class Disk:
 
 
 def _file_system(folder: Path) -> str:
-    """The kind of file system that a folder is on; empty where that is not known."""
+    """Return the type of the file system of ``folder``, such as "tmpfs"; an empty string if it is unknown."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:
@@ -214,7 +225,7 @@ def _file_system(folder: Path) -> str:
 
 
 def _compute_page_span(tensor: Tensor) -> tuple[int, int]:
-    """The pages that a tensor is on: where they start, and their bytes."""
+    """Return the start address and the length in bytes of the memory pages that a tensor occupies."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start, end = tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
@@ -222,7 +233,9 @@ def _compute_page_span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _merge_page_spans(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
-    """The pages of those that are on disk, runs of neighbours as one."""
+    """Yield start address and length in bytes of the pages of those ``tensors`` that are on disk; adjacent ones are
+    merged.
+    """
     spans = sorted(_compute_page_span(tensor) for tensor in tensors if tensor.numel() and is_mapped(tensor))
     begin = end = 0
     for start, size in spans:
@@ -260,14 +273,16 @@ _Check = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None
 
 
 def keeper_of(optimizer: torch.optim.Optimizer | None) -> DiskOptimizerStates | None:
-    """The :class:`DiskOptimizerStates` of ``optimizer``; ``None`` if its states are not on disk."""
+    """Return the object that keeps the states of ``optimizer`` on disk; ``None`` if its states are not on disk."""
     return getattr(optimizer, KEEPER, None)
 
 
 def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[], None]) -> None:
-    """Move the states of ``optimizer`` to ``disk``, and make its later steps keep them there.
+    """Move the states of ``optimizer`` to ``disk``, and change its ``step`` so that it updates some parameters at a
+    time.
 
-    ``ready`` is called before every step. Raises :class:`OffloadError` if the optimizer cannot run window by window.
+    Only the states of these parameters are then in memory. ``ready`` is called before every step. Raise
+    :class:`OffloadError` if the optimizer cannot run in this way.
     """
     kind = type(optimizer)
     if keeper_of(optimizer) is not None:
@@ -293,9 +308,9 @@ def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[
 
 
 def expect_on_disk(engine: object, parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse steps of optimizers of ``parameters`` that keep their states in memory, as long as ``engine`` exists.
+    """Make steps of optimizers of ``parameters`` raise :class:`OffloadError` if their states are in memory.
 
-    Such a step raises :class:`OffloadError`.
+    This applies as long as ``engine`` exists.
     """
     own = {id(parameter) for parameter in parameters}
 
@@ -312,8 +327,8 @@ def expect_on_disk(engine: object, parameters: Iterable[nn.Parameter]) -> None:
 class StepHook:
     """Checks that run before every step of any optimizer, each as long as its engine exists.
 
-    One global torch hook runs all checks and is never removed: torch iterates over its hooks during a step, and an
-    engine may be garbage-collected meanwhile.
+    One global torch hook runs all checks. It is never removed, because torch iterates over its hooks during a step, and
+    an engine may be garbage-collected at that time.
     """
 
     def __init__(self) -> None:
@@ -322,8 +337,11 @@ class StepHook:
         self._is_registered = False
 
     def add(self, engine: object, check: _Check) -> None:
-        """Run ``check`` with the optimizer and the arguments of its step before every step, as long as ``engine``
-        exists. ``check`` must not refer to ``engine``."""
+        """Call ``check`` with the optimizer and the arguments of its step before every step, as long as ``engine``
+        exists.
+
+        ``check`` must not refer to ``engine``.
+        """
         with self._changing:
             self._checks.setdefault(engine, []).append(check)
             if not self._is_registered:
@@ -341,7 +359,10 @@ step_hook = StepHook()
 
 
 class DiskOptimizerStates:
-    """The states of one optimizer on disk, and its step window by window. ``raw``: the optimizer's own step."""
+    """The states of one optimizer on disk, and its step, which updates one window (some parameters) at a time.
+
+    ``raw`` is the optimizer's own step without hooks; ``ready`` is called before every step.
+    """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, raw: Callable[..., Any], disk: Disk, ready: Callable[[], None]
@@ -353,17 +374,19 @@ class DiskOptimizerStates:
         self._disk.wait()
 
     def room(self, parameter: nn.Parameter, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The tensor on disk for state ``key`` of ``parameter``; allocated if there is none of this shape and type."""
+        """Return the tensor on disk for the state ``key`` of ``parameter``; allocate it if none has this shape and
+        type.
+        """
         slot = self._slots.get((id(parameter), key))
         if slot is None or slot.shape != torch.Size(shape) or slot.dtype != dtype:
             slot = self._slots[id(parameter), key] = self._disk.empty(shape, dtype)
         return slot
 
     def step(self, closure: Callable[[], Any] | None, more: dict[str, Any]) -> Any:
-        """Run the optimizer's step window by window, and return the loss of ``closure``.
+        """Run the optimizer's step window by window (some parameters at a time), and return the loss of ``closure``.
 
-        Raises :class:`OffloadError` if the step does not update each parameter by itself, and ``OSError`` if the disk
-        fails.
+        ``more``: further arguments of the step. Raise :class:`OffloadError` if the step does not update each parameter
+        by itself, and ``OSError`` if the disk fails.
         """
         optimizer, loss = self._optimizer, None
         self._ready()
@@ -387,7 +410,9 @@ class DiskOptimizerStates:
         return loss
 
     def _divide_into_windows(self) -> Iterator[list[_Part]]:
-        """Divide the parameters of all groups into windows of about ``WINDOW`` bytes."""
+        """Yield windows of about ``WINDOW`` bytes of parameters, as lists of (index of the parameter group, its
+        parameters).
+        """
         window: list[_Part] = []
         room = WINDOW
         for index, group in enumerate(self._optimizer.param_groups):
@@ -404,13 +429,15 @@ class DiskOptimizerStates:
             yield window
 
     def _list_read_tensors(self, window: Sequence[_Part]) -> Iterator[Tensor]:
-        """The tensors that the step of a window reads: parameters with gradients, and their states."""
+        """Yield the tensors that the step of a window reads: parameters with gradients, and their states."""
         for parameter in (p for _, parameters in window for p in parameters if p.grad is not None):
             yield parameter.data
             yield from (held[key] for held, key, _ in _list_disk_tensors(self._optimizer.state.get(parameter, {})))
 
     def _move_to_disk(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Copy the states of ``parameters`` to their tensors on disk, and let the disk write back and evict them."""
+        """Copy the states of ``parameters`` to their tensors on disk, and start to write these and to remove them from
+        memory.
+        """
         used: list[Tensor] = []
         moved = False
         for parameter in parameters:
@@ -431,8 +458,10 @@ class DiskOptimizerStates:
     def _require_unchanged_shared_state(
         self, parts: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]], before: dict[str, Any]
     ) -> None:
-        """Raise :class:`OffloadError` if a step changed a state that does not belong to a single parameter: an entry of
-        a group, a number of the optimizer, or a state under another key."""
+        """Raise :class:`OffloadError` if a step changed a state that does not belong to a single parameter.
+
+        That is an option of a group, a number attribute of the optimizer, or a state whose key is not a parameter.
+        """
         for part, group in zip(parts, groups, strict=True):
             changed = [
                 k
@@ -450,9 +479,9 @@ class DiskOptimizerStates:
 
 
 def _list_disk_tensors(holder: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str]]:
-    """The tensors of a parameter's state that are moved to disk, as (container, key, name).
+    """Yield the tensors of a parameter's state that are moved to disk, as (container, key, name).
 
-    Numbers, tensor subclasses and tensors outside of host memory stay where they are.
+    Numbers, tensor subclasses and tensors outside of host memory are not moved.
     """
     for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
         if isinstance(value, dict | list):
@@ -466,7 +495,7 @@ def _is_changed_option(value: Any, group: dict[str, Any], key: str) -> bool:
 
 
 def _read_number_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The number attributes of an optimizer, which a step may count or add up."""
+    """Return the attributes of an optimizer that are int or float, such as step counters: name -> value."""
     return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
 
 

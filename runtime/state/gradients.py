@@ -1,8 +1,8 @@
-"""Gradients of a rank's parameters: flat buffers into which backward adds, and which are reduced as a whole.
+"""Gradients of a rank's parameters: flat buffers into which backward adds, and which collectives reduce as a whole.
 
-Gradients of parameters in a type shorter than float32 are added up and reduced in float32. A ``Sink`` is the part of a
-buffer that takes the gradient of one parameter. Under ZeRO (``ScatteredBucket``), gradients of parameters that a group
-shares are whole while backward adds to them, and are then scattered into a piece on each rank.
+Gradients of parameters in a type shorter than float32 are accumulated and reduced in float32. A :class:`Sink` is the
+part of a buffer that accumulates the gradient of one parameter. Under ZeRO (:class:`ScatteredBucket`), backward
+accumulates whole gradients, which are then reduce-scattered, so that each rank keeps one piece.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ from partitioner.runtime.state.sharded_parameters import FlatBuffer, GatherBuffe
 
 
 class Sink:
-    """Where the gradient of one parameter is added up. The first gradient of a step overwrites the last step's."""
+    """Accumulates the gradient of one parameter in the tensor ``view``.
+
+    The first addition of a step overwrites the gradient of the previous step; ``fresh`` is true until then. ``addmm``
+    adds a matrix product, and ``sum`` adds a sum over dims.
+    """
 
     __slots__ = ("fresh", "view")
 
@@ -66,7 +70,10 @@ class Sink:
             self.view.add_(torch.sum(x, dims))
 
     def grouped(self, rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> None:
-        """Add the gradient of a stack of experts' matrices, which are ``transposed`` in the product."""
+        """Add the gradient of the stacked matrices of experts.
+
+        With ``transposed``, the last two dims of it are swapped.
+        """
         if rows.device.type == "cpu":
             total = self.view.transpose(1, 2) if transposed else self.view
             add_weight_gradient(total, rows, grads, ends, self.fresh)
@@ -75,14 +82,14 @@ class Sink:
             self.add(_compute_grouped_gradient(rows, grads, ends, transposed))
 
     def settle(self) -> None:
-        """A gradient that nothing was added to is zero."""
+        """Set the gradient to zero if nothing was added to it in this step."""
         if self.fresh:
             self.view.zero_()
             self.fresh = False
 
 
 class WideSink(Sink):
-    """A sink in float32 of a parameter in a shorter type: what comes is added up in float32."""
+    """A sink in float32 for a parameter in a shorter type, which accumulates in float32."""
 
     __slots__ = ()
 
@@ -102,12 +109,12 @@ def _compute_grouped_gradient(rows: Tensor, grads: Tensor, ends: Tensor, transpo
 
 
 def sink_of(shard: Tensor, view: Tensor) -> Sink:
-    """The sink of a parameter's gradient, which is added up in ``view``."""
+    """Return a sink that accumulates the gradient of the parameter ``shard`` in the tensor ``view``."""
     return Sink(view) if view.dtype == shard.dtype else WideSink(view)
 
 
 class RoomSink(Sink):
-    """A sink whose memory is there from the first gradient until it is given away."""
+    """A sink whose memory is allocated at the first addition, and released after the gradient was sent."""
 
     __slots__ = ("room",)
 
@@ -122,7 +129,7 @@ class RoomSink(Sink):
 
 
 class WideRoomSink(RoomSink):
-    """One in float32 of a parameter in a shorter type."""
+    """A :class:`RoomSink` in float32 for a parameter in a shorter type."""
 
     __slots__ = ()
 
@@ -132,10 +139,12 @@ class WideRoomSink(RoomSink):
 
 
 class ScatteredBucket:
-    """The gradients of one bucket. ``keep``: the whole of them stays until the next step (ZeRO 1); without, the pieces,
-    too, have memory only from the first SCATTER of a step on. ``grain``, ``whole``: see :func:`_compute_grains`.
+    """The gradients of one bucket (parameters that are reduced together) under ZeRO.
 
-    ``pieces``: what an optimizer sees; ``sinks``: what backward adds to.
+    ``sinks`` accumulate the whole gradients in backward; ``pieces`` are this rank's pieces of the sums, which an
+    optimizer reads. ``keep``: the whole gradients keep their memory until the next step (ZeRO 1). Otherwise they are
+    released after each reduce-scatter, and the pieces have memory only from the first reduce-scatter of a step on.
+    ``grain`` and ``whole``: alignment of the pieces and of the buffer, in elements.
     """
 
     def __init__(
@@ -176,7 +185,7 @@ class ScatteredBucket:
             self.flat.give()
 
     def restore(self) -> None:
-        """The pieces have memory, whatever became of the step."""
+        """Allocate the pieces again after a failed step, filled with zeros."""
         if self.flat.given:
             self.flat.take()
             self.flat.buffer.zero_()
@@ -186,7 +195,7 @@ class ScatteredBucket:
             room.give()
 
     def start(self) -> None:
-        """Send what was added since the last time to those whose piece it is."""
+        """Start to reduce-scatter what backward has added since the last time."""
         make = self.flat.buffer.new_empty if self.flat.is_dense else self.flat.buffer.new_zeros
         whole = make(self.group.size * self.flat.length)
         for i, (sink, room) in enumerate(zip(self.sinks.values(), self.rooms, strict=True)):
@@ -202,7 +211,7 @@ class ScatteredBucket:
         self._sent.append((whole, pending))
 
     def collect(self) -> None:
-        """Add what comes of the oldest that was sent to this rank's piece."""
+        """Wait for the oldest reduce-scatter in progress, and add its result to this rank's pieces."""
         whole, pending = self._sent.popleft()
         arrived = pending.wait()
         if self.fresh:
@@ -215,14 +224,14 @@ class ScatteredBucket:
         give_back(whole)
 
     def settle(self) -> None:
-        """Pieces to which nothing was sent in this step are zero; what was sent has been collected."""
+        """Set the pieces to zero if no reduce-scatter was collected in this step."""
         if self.fresh:
             self.flat.take()
             self.flat.buffer.zero_()
             self.fresh = False
 
     def reduce(self) -> Pending:
-        """Add up the pieces over the ranks that have the same ones."""
+        """Start to all-reduce the pieces over the ranks that hold the same pieces, and return the collective."""
         return self.rest.all_reduce(self.flat.buffer)
 
 
@@ -230,10 +239,14 @@ _ALIGNMENT = 64  # bytes: where vector loads and NCCL's chunks like to start
 
 
 class RankGradients:
-    """A rank's gradients, by state; ``shards`` are what it holds of each.
+    """The gradients of a rank's parameters, by name.
 
-    ``sinks``: what backward adds to; ``owned``: what an optimizer sees after a step: the same tensors, or pieces, or
-    copies of these in host memory, where the program offloads the optimizer. ``copier`` makes these copies.
+    Args:
+        shards: parameter -> the shard that this rank holds.
+        copier: copies gradients to host memory, if the program offloads the optimizer.
+
+    ``sinks`` accumulate gradients in backward. ``owned`` has what an optimizer reads after a step: the accumulated
+    gradients, this rank's pieces of them under ZeRO, or copies in host memory.
     """
 
     def __init__(
@@ -297,18 +310,24 @@ class RankGradients:
 
     @property
     def residuals(self) -> dict[str, Tensor]:
-        """What compressing this rank's gradients lost, by its place; that of the loss scale of the last step."""
+        """The rounding errors of compressed gradients that are added in the next step, by bucket and level of the
+        reduction.
+
+        They have the loss scale of the last step.
+        """
         found = {f"{n}.{k}": s for n, levels in self._levelled.items() for k, s in enumerate(levels.senders)}
         found |= {str(n): b.sender for n, b in self.scattered.items() if b.sender is not None}
         return {place: sender.residual for place, sender in found.items() if sender.residual.numel()}
 
     def rescale(self, factor: float) -> None:
-        """Gradients come ``factor`` times as large as those that residuals are of; 0: after these there are none."""
+        """Multiply the rounding errors of compressed gradients by ``factor``, because the loss scale has changed; 0
+        removes them.
+        """
         for residual in self.residuals.values():
             residual.mul_(factor)
 
     def begin(self) -> None:
-        """A new step: what is there now is of the last one."""
+        """Begin a new step: the next addition to each gradient overwrites it."""
         self._scattering.clear()  # what is left is of one that failed
         self._gathering.clear()
         self._under_way.clear()
@@ -323,16 +342,22 @@ class RankGradients:
 
     @property
     def passing(self) -> Iterator[str]:
-        """The states whose gradients have no memory from the begin of a step on, until they arrive."""
+        """The names of the parameters whose gradients have no memory from the start of a step until their first
+        reduce-scatter.
+        """
         return (s for bucket in self.scattered.values() if not bucket.keep for s in bucket.pieces)
 
     def restore(self) -> None:
-        """After a step that failed: what an optimizer may look at has memory."""
+        """After a failed step, allocate the gradients that an optimizer may read."""
         for bucket in self.scattered.values():
             bucket.restore()
 
     def scatter(self, bucket: int, level: bool = False) -> None:
-        """Start adding up a bucket over the axes that shard it; or over its next ``level``."""
+        """Start to reduce-scatter the gradients of a bucket (parameters that are reduced together).
+
+        The collective runs over the mesh axes of ZeRO or, with ``level``, over the next level of a hierarchical
+        reduction.
+        """
         if level:
             self._settle_bucket(bucket)
             self._levelled[bucket].scatter()
@@ -343,19 +368,25 @@ class RankGradients:
         self._scattering.begin(bucket)
 
     def computed(self) -> None:
-        """A backward has run: what is scattered next is of its gradients."""
+        """Record that a backward instruction has run: the next reduce-scatter belongs to its gradients."""
         self._scattering.computed()
 
     def _collect_first_scatter(self) -> None:
         self.scattered[self._scattering.end_first()].collect()
 
     def _await_scatters(self, bucket: int) -> None:
-        """Wait for the SCATTERs of a bucket, and for all before them."""
+        """Wait for the reduce-scatters of a bucket (parameters that are reduced together), and for all that were
+        started earlier.
+        """
         while bucket in self._scattering:
             self._collect_first_scatter()
 
     def reduce(self, bucket: int) -> None:
-        """Start adding up a bucket over its axes, or its pieces over those that are left."""
+        """Start to all-reduce the gradients of a bucket, or this rank's pieces of them.
+
+        The collective runs over the mesh axes over which nothing was reduce-scattered. A bucket is a set of parameters
+        whose gradients are reduced together.
+        """
         self._settle_bucket(bucket)
         if bucket in self._levelled:
             self._levelled[bucket].reduce()
@@ -365,7 +396,10 @@ class RankGradients:
             self._under_way[bucket] = self._groups[bucket].all_reduce(self.buffers[bucket])
 
     def gather(self, bucket: int, last: bool) -> None:
-        """Start bringing together the sums of a bucket's last level; ``last``: no other level is left."""
+        """Start to all-gather the summed gradients of a bucket over the level of its reduction that was scattered last.
+
+        ``last``: no other level of the hierarchical reduction remains to be gathered.
+        """
         while last and len(self._gathering) >= GATHERING:
             self._levelled[self._gathering.popleft()].finish()
         self._levelled[bucket].gather()
@@ -373,7 +407,10 @@ class RankGradients:
             self._gathering.append(bucket)
 
     def _settle_bucket(self, bucket: int) -> None:
-        """What is added up is all there."""
+        """Make the gradients of a bucket complete before they are reduced.
+
+        Wait for its reduce-scatters, or set those gradients to zero to which nothing was added.
+        """
         if bucket in self.scattered:
             self._await_scatters(bucket)
             return
@@ -381,7 +418,7 @@ class RankGradients:
             self.sinks[state].settle()
 
     def _await_reduction(self, bucket: int) -> None:
-        """Wait until a bucket is reduced, where that is under way."""
+        """Wait until the reduction of a bucket (parameters that are reduced together) ends, if one is in progress."""
         if bucket in self.scattered:
             self._await_scatters(bucket)
         if bucket in self._under_way:
@@ -390,7 +427,7 @@ class RankGradients:
             self._levelled[bucket].finish()
 
     def sync(self, states: Sequence[str]) -> None:
-        """Add up the gradients of tied states over the stages that share them."""
+        """Sum the gradients of tied parameters ``states`` over the pipeline stages that share them."""
         for number, bucket in self.scattered.items():
             if not bucket.pieces.keys().isdisjoint(states):
                 self._await_reduction(number)
@@ -405,7 +442,7 @@ class RankGradients:
                 work.wait()
 
     def finish(self) -> None:
-        """Wait until every gradient is whole."""
+        """Wait until all reductions and copies to host memory have ended, so that every gradient is complete."""
         while self._scattering:
             self._collect_first_scatter()
         for pending in self._under_way.values():
@@ -420,7 +457,7 @@ class RankGradients:
         self._leaving.clear()
 
     def offload(self, states: Sequence[str]) -> None:
-        """Start to copy gradients, which are whole once their reductions end, to host memory."""
+        """Start to copy the gradients of ``states`` to host memory, after their reductions have ended."""
         read = set(states)
         for number, bucket in enumerate(self.rank.stage.buckets):
             if not read.isdisjoint(bucket.states):
@@ -432,7 +469,10 @@ class RankGradients:
 
 
 def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
-    """The ranks that hold each of ``states`` on their stages, with this rank's other coordinates: ranks -> states."""
+    """Group ``states`` (parameters or buffers) by the ranks on different stages that share them: ranks -> states.
+
+    The ranks are those on the state's stages whose other mesh coordinates equal this rank's.
+    """
     groups: dict[tuple[int, ...], list[str]] = {}
     for state in states:
         ranks = tuple(rank.peer(stage) for stage in sorted(rank.program.states[state].stages))
@@ -441,17 +481,21 @@ def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tupl
 
 
 def _compute_grains(rank: RankProgram, bucket: Bucket) -> tuple[int, int]:
-    """What the place of each state in a bucket, and its whole length, is a multiple of.
+    """Return the alignment, in elements, of each parameter in the gradient buffer of a bucket, and of the buffer's
+    length.
 
-    A chunk is of one state: ranks along tp that have the same of that need not have the same of the one beside it, and
-    would round it otherwise.
+    Compression scales chunks of gradients. A chunk must not contain parts of two parameters: ranks along ``tp`` may
+    hold the same shard of one and different shards of the other, and would round the first one differently.
     """
     chunk = CODECS[bucket.compression].chunk if bucket.compression else 1
     return chunk, chunk * count_gradient_shards(rank.program, bucket, len(bucket.levels))
 
 
 def _allocate_flat_buffer(shards: Sequence[Tensor], grain: int, whole: int) -> tuple[Tensor, list[Tensor]]:
-    """One zeroed buffer with room for ``shards``, and a view of it for each; see :func:`_compute_grains`."""
+    """Return a zeroed buffer with room for ``shards``, and one view of it for each.
+
+    Each view starts at a multiple of ``grain`` elements, and the length is a multiple of ``whole`` elements.
+    """
     dtype = accumulated_in(shards[0].dtype)
     step = math.lcm(max(1, _ALIGNMENT // dtype.itemsize), grain)
     starts, total = [], 0
@@ -464,7 +508,10 @@ def _allocate_flat_buffer(shards: Sequence[Tensor], grain: int, whole: int) -> t
 
 
 def _find_gaps(buffer: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
-    """What of ``buffer`` is behind each of ``views``, which are in order, up to the next one."""
+    """Return the parts of ``buffer`` between ``views`` and behind the last one, which are in order.
+
+    Empty parts are left out.
+    """
     starts = [view.storage_offset() for view in views]
     ends = [start + view.numel() for start, view in zip(starts, views, strict=True)]
     gaps = (buffer[a:b] for a, b in zip(ends, [*starts[1:], buffer.numel()], strict=True))

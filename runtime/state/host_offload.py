@@ -1,7 +1,7 @@
-"""Host memory of a rank: activations between OFFLOAD and FETCH, parameters, and optimizer states.
+"""Data of a rank in host memory: activations between OFFLOAD and FETCH, parameters, and optimizer states.
 
-Under CUDA, copies run on their own stream, to and from pinned memory. On a CPU, host memory and device memory are one,
-and a copy is made all the same.
+On CUDA, copies run on their own streams, to and from pinned memory. On a CPU, host memory and device memory are the
+same, and a copy is made nevertheless.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from partitioner.runtime.state.sharded_parameters import FlatBuffer, GatherBuffe
 
 
 class Arrival:
-    """Copies that were started: :meth:`wait` before what is queued next reads them, :meth:`finish` before the host."""
+    """Copies in progress.
+
+    :meth:`wait` orders later GPU kernels after them; :meth:`finish` blocks the host until they end.
+    """
 
     def __init__(self, event: torch.cuda.Event | None = None) -> None:
         self.event = event
@@ -36,8 +39,9 @@ class Arrival:
 
 
 class Copier:
-    """Starts copies between a device and the host's memory: those of one direction one after the other, behind what is
-    queued so far."""
+    """Starts copies between a device and host memory, one stream for each direction, ordered after the kernels queued
+    so far.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -49,24 +53,30 @@ class Copier:
         )  # of what was moved last: what is computed next waits for it, so that its memory is free
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Host memory, pinned where there is CUDA."""
+        """Return a host tensor with undefined contents, in pinned memory if the device is CUDA."""
         return torch.empty(list(shape), dtype=dtype, pin_memory=self.pinned)
 
     def take(self, num_bytes: int) -> tuple[Tensor, Arrival]:
-        """Bytes of host memory, and the copy out of them that the next one into them is to wait for."""
+        """Return a host buffer of ``num_bytes`` bytes, and the last copy out of it, which must end before it is
+        overwritten.
+        """
         spare = self._spare.get(num_bytes)
         return spare.pop() if spare else (self.empty((num_bytes,), torch.uint8), Arrival())
 
     def give(self, memory: Tensor, read: Arrival) -> None:
-        """Keep host memory for the next :meth:`take`: pinning takes long."""
+        """Keep a host buffer for reuse by :meth:`take`, because pinning memory is slow.
+
+        ``read``: the last copy out of it.
+        """
         self._spare.setdefault(memory.numel(), []).append((memory, read))
 
     def start(
         self, pairs: Iterable[tuple[Tensor, Tensor]], *, back: bool = False, after: Iterable[Arrival] = ()
     ) -> Arrival:
-        """Copy each ``(source, target)``, to the host or ``back``, ``after`` other copies.
+        """Start to copy each ``(source, target)``, to host memory or, with ``back``, to the device; ``after`` other
+        copies.
 
-        A source may be forgotten at once.
+        Sources may be dropped immediately.
         """
         if not self._streams:
             for source, target in pairs:
@@ -89,7 +99,9 @@ class Copier:
 
 @dataclass(frozen=True)
 class _View:
-    """A saved tensor: where it is in the memory of which number."""
+    """The position of a saved tensor in host memory: index of the buffer, type, shape, strides and offset
+    in elements.
+    """
 
     memory: int
     dtype: torch.dtype
@@ -99,9 +111,10 @@ class _View:
 
 
 class OffloadedActivations:
-    """Saved tensors in host memory, but for those whose memory is one of ``stay``; views of one memory move together.
+    """Activations that are moved to host memory. Tensors that share memory are moved together.
 
-    The device's memory goes with the last that holds it, so the caller forgets ``saved``.
+    Tensors whose memory address is in ``stay`` remain on the device. Device memory is released with the last reference
+    to it, so the caller must drop ``saved``.
     """
 
     def __init__(self, saved: Sequence[Any], stay: Collection[int], copier: Copier) -> None:
@@ -136,17 +149,17 @@ class OffloadedActivations:
 
     @property
     def num_bytes(self) -> int:
-        """In host memory."""
+        """The number of bytes in host memory."""
         return sum(memory.numel() for memory in self._host)
 
     def fetch(self) -> None:
-        """Start to bring it back."""
+        """Start to copy the tensors back to the device."""
         self._there = [torch.empty(m.numel(), dtype=torch.uint8, device=self._copier.device) for m in self._host]
         pairs = zip(self._host, self._there, strict=True)
         self._arrival = self._copier.start(pairs, back=True, after=(self._arrival,))
 
     def unpark(self) -> list[Any]:
-        """What was saved, fetched before; what is queued next may read it."""
+        """Return the saved tensors, after :meth:`fetch`. Kernels that are queued later may read them."""
         assert self._there is not None, "FETCH first"
         self._arrival.wait()
         there, self._there = self._there, None
@@ -161,16 +174,20 @@ class OffloadedActivations:
 
 
 def get_storage_address(tensor: Tensor) -> int:
-    """Which memory a tensor is in; 0 for none."""
+    """Return the address of the memory of a tensor's storage; 0 if it has no memory."""
     return tensor.untyped_storage().data_ptr()
 
 
 class HostParameters:
-    """A rank's parameters whose numbers are in host memory, ``masters``, where an optimizer changes them.
+    """The parameters of a rank whose values are in host memory, where an optimizer updates them.
 
-    ``shards``: what the device has of each (a piece, where ranks share it, of ``sharded``). Where the program offloads
-    parameters, the device has them between FETCH and FREE only, pieces between FETCH and the end of their GATHER.
-    ``whole``: the tensors that calls read of what comes and goes, which are those ``leaving``.
+    Args:
+        masters: parameter -> its tensor in host memory.
+        shards: parameter -> this rank's shard on the device, or its piece under ZeRO.
+
+    If the program offloads parameters, the device has them only between the instructions FETCH and FREE, and ZeRO
+    pieces only from FETCH to the end of their all-gather. ``whole``: the device tensors that calls read, for the
+    parameters that are freed between calls; ``leaving`` has their names.
     """
 
     def __init__(
@@ -205,11 +222,13 @@ class HostParameters:
         self._stale = set(self._short)
 
     def begin(self) -> None:
-        """A new step: an optimizer may have changed the masters."""
+        """Begin a new step: an optimizer may have changed the parameters in host memory, so they must be converted
+        again.
+        """
         self._stale = set(self._short)
 
     def fetch(self, names: Sequence[str]) -> None:
-        """Start to copy parameters, or this rank's pieces of them, to the device."""
+        """Start to copy the parameters ``names``, or this rank's pieces of them, to the device."""
         for name in names:
             room = self._rooms.get(name) or self._flats.get(name)
             if room is not None:
@@ -224,25 +243,27 @@ class HostParameters:
         self._pending.update(dict.fromkeys(names, arrival))
 
     def wait(self, names: Iterable[str]) -> None:
-        """Be sure that parameters are there, if their FETCH was not waited for."""
+        """Order later kernels after the copies of the parameters ``names``, unless that was done already."""
         arrivals = {id(a): a for n in names if (a := self._pending.pop(n, None)) is not None}
         for arrival in arrivals.values():
             arrival.wait()
 
     def free(self, names: Sequence[str]) -> None:
-        """Forget parameters, but for what host memory has."""
+        """Release the device memory of the parameters ``names``; their values in host memory remain."""
         self.wait(names)
         for name in names:
             self._rooms[name].give()
 
 
 class TransientParameters(NamedTuple):
-    """A rank's parameters that may be on its device for a part of a step only: shared ones and those in host memory."""
+    """The parameters of a rank that are on its device only for part of a step: ZeRO-sharded ones and those in host
+    memory.
+    """
 
     sharded: ShardedParameters
     hosted: HostParameters
 
     @property
     def leaving(self) -> set[str]:
-        """Names of the states whose memory is given away between calls."""
+        """The names of the parameters whose device memory is released between calls."""
         return {*self.sharded.leaving, *self.hosted.leaving}

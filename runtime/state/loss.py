@@ -1,14 +1,15 @@
-"""The whole loss on every rank, loss scaling, and the gradient norm of the whole model.
+"""The loss of the global batch on every rank, loss scaling, and the gradient norm of the whole model.
 
-The loss is added up over microbatches and ``dp``, and passed on from stage to stage. Its transfer is hidden behind the
-rest of the step: it is reduced while backward runs, and sent to the neighbouring stages. Each of them has posted its
-receive at the start, and passes the loss on once the gradients of that direction have arrived. No other rank waits for
-the remaining work, so other ranks may begin the next step.
+The loss is summed over microbatches and ``dp``, and then sent from stage to stage. This overlaps with the rest of the
+step: the loss is all-reduced while backward runs, and sent to the neighbouring stages. Each of them has posted its
+receive at the start, and forwards the loss once the gradients from the same direction have arrived. A rank does not
+wait for the remaining work of other ranks, which may begin the next step.
 
-Loss scaling keeps float16 gradients from vanishing: a large factor is applied to the loss, and removed in float32. The
-factor halves when a gradient overflows on any rank, and doubles after many steps without an overflow (Micikevicius et
-al. 2018, section 3.2; the constants are those of ``torch.amp.GradScaler``). A step that overflowed has no gradients,
-and torch's optimizers leave parameters without one as they are, so the training loop needs no special case.
+Loss scaling prevents underflow of float16 gradients: the loss is multiplied by a large factor, which is removed from
+the gradients in float32. The factor is halved when a gradient overflows on any rank, and doubled after many steps
+without an overflow (Micikevicius et al. 2018, section 3.2; the constants are those of ``torch.amp.GradScaler``). After
+a step that overflowed there are no gradients. Since torch's optimizers skip parameters without a gradient, the training
+loop needs no special case.
 
 The norm is computed from shards, with every element counted once.
 """
@@ -39,7 +40,7 @@ _NARROW = frozenset({torch.float16, torch.bfloat16})  # added up in float32
 
 
 class LossSum:
-    """The loss of the step under way; ``value`` is whole after :meth:`finish`."""
+    """The loss of the current step. After :meth:`finish`, ``value`` is the loss of the global batch on every rank."""
 
     def __init__(self, rank: RankProgram, communicator: Communicator) -> None:
         program = rank.program
@@ -65,10 +66,11 @@ class LossSum:
         self._sends: list[TransferHandle] = []
 
     def start(self) -> None:
-        """Post the receive, on a stage that does not compute the loss.
+        """Post the receive of the loss, on a stage that does not compute it.
 
-        Not on a GPU before it is passed on: there a receive is a kernel that waits, for what needs kernels of this rank
-        that come before.
+        On a GPU this is done later, by :meth:`pass_on`.
+
+        There a receive is a kernel that blocks, and it would wait for earlier kernels of this rank.
         """
         if self.source is not None and not self.late:
             self._post_receive()
@@ -79,7 +81,7 @@ class LossSum:
             self._receive = self.communicator.recv(self.value, self.source, CHANNEL)
 
     def add(self, value: Tensor) -> None:
-        """The loss of one microbatch; the last one starts the sum over ``dp``."""
+        """Add the loss of one microbatch. The last one starts the all-reduce over ``dp``."""
         value = value.to(self.dtype)
         self.value = value.clone() if self.value is None else self.value + value
         self._left -= 1
@@ -87,7 +89,7 @@ class LossSum:
             self._start_all_reduce()
 
     def pass_on(self) -> None:
-        """Take the whole loss, which is there or about to be, and send it to the stages that learn it from here."""
+        """Wait for the complete loss, and start to send it to the neighbouring stages that receive it from this one."""
         if self.value is None and self.late:
             self._post_receive()
         if self._pending is not None:
@@ -117,8 +119,11 @@ class LossSum:
 
 
 def _passed_at(instructions: Sequence[Instruction], source: int | None) -> int | None:
-    """The place of the backward behind which the loss is passed on: of the last gradient that comes from the stage
-    ``source``, as the loss does, or (``None``) the first one behind all forwards; ``None`` where there is no such."""
+    """Return the index of the backward instruction after which a stage forwards the loss; ``None`` if there is none.
+
+    If the loss comes from the stage ``source``, that is the backward of the last gradient from there. If this stage
+    computes the loss (``None``), it is the first backward after all forwards.
+    """
     wanted = ("F", None) if source is None else ("RECV_B", source)
     last: Instruction | None = None
     found: int | None = None
@@ -131,9 +136,11 @@ def _passed_at(instructions: Sequence[Instruction], source: int | None) -> int |
 
 
 class StepLoss(Tensor):
-    """The loss of a step, as a script gets it: a tensor without a graph, of which backward says why.
+    """The loss that :meth:`Engine.step` returns: a tensor without an autograd graph, whose ``backward`` raises an
+    error.
 
-    What is computed from it is one as well. Where something else that takes a gradient is added, backward goes there.
+    The error explains that the step has run backward already. Tensors computed from it have this type, too. Calling
+    ``backward`` on a sum with another tensor that requires a gradient is allowed.
     """
 
     @classmethod
@@ -156,7 +163,7 @@ class StepLoss(Tensor):
         return str(self.as_subclass(Tensor).__format__(spec))  # torch formats numbers of its own class alone
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved, and sent to other processes, as a tensor of torch's own."""
+        """Pickle the loss as a plain ``torch.Tensor``."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepLoss:
@@ -177,7 +184,12 @@ Scale = float | Literal["auto", "dynamic"] | None
 
 
 class LossScale:
-    """The factor of the loss of one rank; the same on all ranks. ``overflowed``: whether the last step did."""
+    """The factor by which one rank's loss is multiplied; equal on all ranks.
+
+    ``overflowed``: whether the last step overflowed.
+
+    ``dynamic``: the factor is adapted after each step, up to ``limit``.
+    """
 
     def __init__(self, value: float, dynamic: bool, limit: float) -> None:
         self.value = min(value, limit)
@@ -188,7 +200,10 @@ class LossScale:
         self.applied = self.value  # in the last step
 
     def unscale(self, gradients: Sequence[Tensor], everyone: RankGroup, device: torch.device) -> None:
-        """Take the factor out of ``gradients``, and see whether they are finite on all ranks, of ``everyone``."""
+        """Divide ``gradients`` by the factor in place, and check with all ranks whether they are finite.
+
+        ``everyone`` is the group of all ranks. The result is in :attr:`overflowed`.
+        """
         self.applied = self.value
         where = gradients[0].device if gradients else device  # host memory, where the optimizer runs there
         found = torch.zeros(1, dtype=torch.float32, device=where)
@@ -201,7 +216,9 @@ class LossScale:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Steps in the block are the last one again: with its factor, and of no effect on those to come."""
+        """Context in which a step repeats the last one: it uses the same factor, and does not change the factor for
+        later steps.
+        """
         before = self.value, self.good_steps, self.overflowed
         self.value = self.applied
         try:
@@ -226,9 +243,10 @@ class LossScale:
 
 
 def scale_of(program: Program, asked: Scale) -> LossScale | None:
-    """The scaling of a program's loss. ``auto``: dynamic where a parameter in float16 is trained, else none.
+    """Return the loss scaling for a program; ``None`` if the loss is not scaled.
 
-    Raises :class:`LaunchError` for a factor that is none.
+    ``asked`` is the user's option: a fixed factor, ``"dynamic"``, ``None``, or ``"auto"``, which is dynamic if a
+    float16 parameter is trained. Raise :class:`LaunchError` for another value.
     """
     if program.objective != "train" or program.loss is None or asked is None:
         return None
@@ -247,9 +265,11 @@ _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 def clip_gradients_(rank: RankProgram, gradients: RankGradients, communicator: Communicator, max_norm: float) -> Tensor:
-    """Scale ``gradients`` in place so that the whole norm is at most ``max_norm``. Returns the norm before.
+    """Scale the gradients of all ranks in place so that their total norm is at most ``max_norm``.
 
-    Raises :class:`LaunchError` for a negative norm, which would turn the gradients round, and for what is no number.
+    Return the norm before.
+
+    Raise :class:`LaunchError` if ``max_norm`` is negative or not a number.
     """
     if not isinstance(max_norm, Real | Tensor):
         raise LaunchError(f"the largest norm must be a number, got {type(max_norm).__name__}")
@@ -263,7 +283,7 @@ def clip_gradients_(rank: RankProgram, gradients: RankGradients, communicator: C
 
 
 def total_norm(rank: RankProgram, gradients: RankGradients, communicator: Communicator) -> Tensor:
-    """The 2-norm of all gradients of all ranks; the same on all ranks."""
+    """Return the 2-norm of the gradients of the whole model, over all ranks. It is equal on all ranks."""
     device = communicator.device
     owned = [view for name, view in gradients.owned.items() if _is_counted_shard(rank, name)]
     # whatever this rank has of it: all return the same number in the same type
@@ -277,12 +297,15 @@ def total_norm(rank: RankProgram, gradients: RankGradients, communicator: Commun
 
 
 def _list_norm_axes(rank: RankProgram) -> tuple[str, ...]:
-    """Where gradients differ: over ``dp`` and ``cp`` only those of experts do, and pieces."""
+    """Return the mesh axes over which ranks hold different gradients.
+
+    Over ``dp`` and ``cp`` only the gradients of experts and ZeRO pieces differ.
+    """
     return AXES if rank.program.size("ep") > 1 or rank.program.zero else ("pp", "tp")
 
 
 def _is_counted_shard(rank: RankProgram, state: str) -> bool:
-    """Whether this rank's shard is the one that counts: replicas over tp, and tied stages, count once."""
+    """Whether this rank adds its shard of ``state`` to the norm, so that replicas and tied states are counted once."""
     data = rank.program.states[state]
     first_stage = not data.stages or rank.stage_index == min(data.stages)
     if "dp" in _list_norm_axes(rank):

@@ -1,19 +1,19 @@
-"""States of a rank: shards loaded from weights, stacks of parameters, ZeRO pieces, and copies that the optimizer steps.
+"""Load a rank's shards of the states from weights, cut ZeRO pieces, and keep the copies that the optimizer updates.
 
-Weights are checked against the plan before they are loaded. A state that is a stack of the model's parameters is one
-tensor inside the runtime, and has the model's names outside.
+Weights are checked against the plan before they are loaded. If a state stacks several parameters of the model, it is
+one tensor inside the runtime, and is read and written under the model's names.
 
-Under ZeRO, the rank's part of a state after the cuts over ``ep`` and ``tp`` is flattened row by row, and cut into as
-many pieces of ``ceil(numel / ranks)`` elements as there are ranks; the last pieces may be shorter, or empty. Every
-shape is thus shared evenly by any number of ranks. A piece depends on the state alone, not on the bucket in which it is
-gathered or on the optimizer.
+Under ZeRO, the rank's shard of a state over ``ep`` and ``tp`` is flattened row by row. It is cut into as many pieces of
+``ceil(numel / ranks)`` elements as there are ranks; the last pieces may be shorter, or empty. Every shape is thus
+divided evenly over any number of ranks. A piece depends only on the state, not on the bucket in which it is gathered or
+on the optimizer.
 
-``MasterParameters`` holds copies of parameters for the optimizer. A parameter that is computed in a shorter type has a
-float32 copy (mixed precision: small updates would be lost in the short type, Micikevicius et al. 2018). If the program
-offloads its optimizer, all trained parameters have copies in host memory, whatever their type, and the optimizer runs
-there (ZeRO-Offload, Ren et al. 2021). If it keeps optimizer states on disk, the float32 copies of shorter parameters
-are on disk, too. The optimizer steps the copies, and the parameters are set from them before they are read. Checkpoints
-hold the copies.
+:class:`MasterParameters` holds copies of parameters for the optimizer. A parameter that is computed in a shorter type
+has a float32 copy (mixed precision: small updates would be lost in the short type, Micikevicius et al. 2018). If the
+program offloads its optimizer, all trained parameters have copies in host memory, whatever their type, and the
+optimizer runs there (ZeRO-Offload, Ren et al. 2021). If it keeps optimizer states on disk, the float32 copies of
+shorter parameters are on disk, too. The optimizer updates the copies, and the parameters are set from them before they
+are read. Checkpoints contain the copies.
 """
 
 from __future__ import annotations
@@ -39,24 +39,32 @@ from partitioner.runtime.state.weights import FileWeights, Weights
 
 
 def by_model_names(name: str, state: StateData, whole: Tensor) -> dict[str, Tensor]:
-    """A whole state under all of the model's names, or its parts under theirs."""
+    """Return a whole parameter or buffer under all of the model's names for it: name -> tensor.
+
+    If the state stacks several parameters of the model, these are returned under their names.
+    """
     if state.parts:
         return dict(zip(state.parts, whole.unbind(0), strict=True))
     return dict.fromkeys((name, *state.aliases), whole)
 
 
 def model_names(name: str, state: StateData) -> tuple[str, ...]:
-    """What the model calls a state."""
+    """Return the names in the model of a parameter or buffer: its own name and aliases, or those of parameters it
+    stacks.
+    """
     return state.parts or (name, *state.aliases)
 
 
 def names_read(program: Program) -> set[str]:
-    """All names by which the model knows the states of ``program``."""
+    """Return all names in the model of the parameters and buffers of ``program``."""
     return {known for name, state in program.states.items() for known in model_names(name, state)}
 
 
 class StackedWeights:
-    """``weights`` with the stacks of a program in place of their parts; only the parts that are asked for are read."""
+    """Weights in which stacked tensors replace the parameters of the model that a program stacks to one.
+
+    ``stacks``: stacked parameter -> names of its parts. Reading a shard of a stack reads only the parts that it needs.
+    """
 
     def __init__(self, weights: Weights, stacks: dict[str, tuple[str, ...]]) -> None:
         self.weights = weights
@@ -90,7 +98,10 @@ class StackedWeights:
 
 
 def stack_weights(program: Program, weights: Weights, suffix: str = "") -> Weights:
-    """``weights`` as ``program`` names them. ``suffix``: behind every name."""
+    """Return ``weights`` in which stacked tensors replace the parameters that ``program`` stacks to one.
+
+    ``suffix`` is appended to every name.
+    """
     stacks = {
         name + suffix: tuple(part + suffix for part in state.parts)
         for name, state in program.states.items()
@@ -100,13 +111,15 @@ def stack_weights(program: Program, weights: Weights, suffix: str = "") -> Weigh
 
 
 def take_piece(tensor: Tensor, ranks: int, index: int) -> Tensor:
-    """The ``index``-th of ``ranks`` pieces of ``tensor``, of shape ``[size]``."""
+    """Return the ``index``-th of ``ranks`` ZeRO pieces of the flattened ``tensor``, as a view of shape ``[size]``."""
     piece = FlatShard(tensor.numel(), ranks, index)
     return tensor.reshape(-1)[piece.start : piece.start + piece.size]
 
 
 def padded_piece(piece: Tensor, numel: int, ranks: int) -> Tensor:
-    """``piece``, of ``numel`` elements' ``ranks`` pieces, of shape ``[length]``: zeros behind it."""
+    """Return the ZeRO piece ``piece`` of a tensor, padded with zeros to the length of all pieces, ``ceil(numel /
+    ranks)``.
+    """
     length = FlatShard(numel, ranks, 0).length
     result = piece.new_zeros(length)
     result[: piece.numel()] = piece
@@ -114,7 +127,9 @@ def padded_piece(piece: Tensor, numel: int, ranks: int) -> Tensor:
 
 
 def join_pieces(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """The tensor of ``shape`` of which ``pieces`` are all the pieces, in order, with or without their padding."""
+    """Concatenate all ZeRO pieces of a tensor, in order and with or without padding, and return the tensor of
+    ``shape``.
+    """
     import torch  # where tensors are: what only reads a program does without
 
     return torch.cat([p.reshape(-1) for p in pieces])[: math.prod(shape)].reshape(torch.Size(shape))
@@ -124,7 +139,11 @@ _SHOWN = 5  # differences named in an error
 
 
 def check_weights(program: Program, weights: Weights) -> None:
-    """Raise :class:`WeightsError`, naming the first differences, if ``weights`` are not those of ``program``."""
+    """Raise :class:`WeightsError`, which names the first differences, if ``weights`` are not the weights of
+    ``program``.
+
+    Names, shapes, kinds of type and tied parameters are compared.
+    """
     differences = list(_find_differences(program, stack_weights(program, weights)))
     if differences:
         shown = "\n  ".join(differences[:_SHOWN])
@@ -170,11 +189,14 @@ def load_states(
     dtypes: Mapping[str, torch.dtype] | None = None,
     placed: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> dict[str, Tensor]:
-    """The shards of ``rank`` on ``device``, in the program's types or in those that ``dtypes`` gives by name; of what
-    ranks share, its piece. Without ``weights``: small random values, the same on all ranks that hold the same shard.
-    ``placed``: called for each by itself, with its name, gives what is kept of it.
+    """Load the parameters and buffers of ``rank`` to ``device``: name -> shard, or this rank's piece of it under ZeRO.
 
-    Raises :class:`WeightsError` before anything is read if ``weights`` are not the program's.
+    Args:
+        weights: where the values are read; ``None``: small random values, equal on all ranks that hold the same shard.
+        dtypes: name -> type, if it is not the program's.
+        placed: called with the name and tensor of each state, one at a time; returns the tensor to keep.
+
+    Raise :class:`WeightsError` before anything is read if ``weights`` are not the weights of the program.
     """
     if weights is not None:
         check_weights(rank.program, weights)
@@ -188,7 +210,9 @@ def load_states(
 
 
 def own_piece(rank: RankProgram, name: str, shard: Tensor) -> Tensor:
-    """What ``rank`` keeps of ``shard``, its part of a state by ``ep`` and ``tp``: all, or its piece, flat."""
+    """Return what ``rank`` keeps of its shard of the state ``name``: the shard itself or, under ZeRO, its
+    piece, flat.
+    """
     if not rank.program.states[name].zero_axes:
         return shard
     group = rank.zero_group(name)
@@ -196,7 +220,10 @@ def own_piece(rank: RankProgram, name: str, shard: Tensor) -> Tensor:
 
 
 def load_weights(rank: RankProgram, path: Path, shards: Mapping[str, Tensor]) -> None:
-    """Fill ``shards`` in place from safetensors. Raises :class:`WeightsError` if they are not the program's."""
+    """Fill ``shards`` in place from safetensors files at ``path``.
+
+    Raise :class:`WeightsError` if they are not the weights of the program.
+    """
     files = FileWeights(path).for_names(names_read(rank.program))
     check_weights(rank.program, files)
     weights = stack_weights(rank.program, files)
@@ -230,14 +257,20 @@ def _initialize_shard(
 
 
 def read_shards(weights: Weights, name: str, shards: Sequence[Shard]) -> Tensor:
-    """A rank's part of a tensor; what the first cut leaves is all that is read."""
+    """Read a rank's shard of the tensor ``name``.
+
+    Only what the first of the cuts ``shards`` leaves is read from the weights.
+    """
     first, *rest = shards or (Shard(REPLICATED, 1, 0),)
     return take_shards(weights.read(name, *first), rest)
 
 
 def _draw_random_values(name: str, state: StateData, shape: tuple[int, ...], part: int, dtype: torch.dtype) -> Tensor:
-    """Values of standard deviation 1/sqrt(fan-in), ones for vectors: a network of these neither dies nor explodes.
-    Zeros for buffers of which nothing is known."""
+    """Return random values of standard deviation 1/sqrt(fan-in) for a matrix, and ones for a vector.
+
+    With these, activations neither vanish nor explode. Buffers and integer parameters are zero. ``part``: number of the
+    shard, which is part of the random seed.
+    """
     if state.kind != "parameter" or not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)
     if len(shape) < 2:
@@ -247,7 +280,7 @@ def _draw_random_values(name: str, state: StateData, shape: tuple[int, ...], par
 
 
 def parameters_of(rank: RankProgram, shards: dict[str, Tensor]) -> dict[str, nn.Parameter]:
-    """The rank's parameters, sharing memory with ``shards``."""
+    """Return the rank's parameters as ``nn.Parameter``, by name, sharing memory with ``shards``."""
     states = rank.program.states
     return {
         name: nn.Parameter(
@@ -259,9 +292,10 @@ def parameters_of(rank: RankProgram, shards: dict[str, Tensor]) -> dict[str, nn.
 
 
 class MasterParameters:
-    """What a rank computes with, ``shards``, and what it keeps, ``held``: the same, but for copies.
+    """The parameters with which a rank computes, ``shards``, and the tensors that an optimizer updates, ``held``.
 
-    ``hosted``: the copies that are in host memory, whose parameters the program's FETCHes make anew.
+    Both are the same tensors, except for parameters that have a copy in a wider type, in host memory or on disk.
+    ``hosted``: the copies in host memory, from which the program's FETCH instructions set the parameters.
     """
 
     def __init__(
@@ -302,24 +336,29 @@ class MasterParameters:
         return self._cast_to_compute_dtype(name) if name in self._names else self.held[name]
 
     def _cast_to_compute_dtype(self, name: str) -> Tensor:
-        """The parameter as the rank computes with it."""
+        """Return the parameter on the device, in the type in which the rank computes with it."""
         dtype = dtype_of(self._rank.program.states[name].dtype)
         return self.held[name].to(self._device, dtype, copy=name in self.hosted)
 
     def take(self, pieces: Mapping[str, Tensor]) -> None:
-        """Parameters that ranks share are these now: the same numbers, where they are gathered from."""
+        """Use the tensors ``pieces`` as this rank's ZeRO pieces of parameters; they have equal values and are gathered
+        from.
+        """
         self.shards.update(pieces)
         self.held.update({name: piece for name, piece in pieces.items() if name not in self._names})
 
     def refresh(self) -> None:
-        """Make anew the parameters that no FETCH does."""
+        """Copy the tensors that the optimizer updates to the parameters with which the rank computes.
+
+        Parameters whose copies are in host memory are left out, because FETCH instructions copy them.
+        """
         names = self._refreshed
         if names:
             with torch.no_grad():
                 torch._foreach_copy_([self.shards[n] for n in names], [self.held[n] for n in names])
 
     def current(self) -> Mapping[str, Tensor]:
-        """All shards as the rank computes with them, after what the optimizer has done."""
+        """Return all shards with the values after the last optimizer step, in the types in which the rank computes."""
         self.refresh()
         with torch.no_grad():
             for name in self.hosted.keys() - self._gone:
@@ -329,7 +368,10 @@ class MasterParameters:
 
 
 class _FetchedParameters(Mapping[str, Tensor]):
-    """Parameters that are in host memory between their uses come when they are asked for."""
+    """The shards by name.
+
+    Parameters that are on the device only for part of a step are copied there when they are read.
+    """
 
     def __init__(self, masters: MasterParameters) -> None:
         self._masters = masters
@@ -346,12 +388,16 @@ class _FetchedParameters(Mapping[str, Tensor]):
 
 
 def disk_bytes(rank: RankProgram) -> int:
-    """The bytes of what a rank keeps on disk from the start: the copies in float32, or its pieces of them."""
+    """Return the bytes that a rank keeps on disk from the start: float32 copies of parameters, or its
+    pieces of them.
+    """
     return sum(state_sizes(rank.program, name).gradient_piece for name in master_types(rank))
 
 
 def master_types(rank: RankProgram) -> Mapping[str, torch.dtype]:
-    """The parameters of ``rank`` that have a wider copy, and its type: those that are trained in less than float32."""
+    """Return the parameters of ``rank`` that have a wider copy, and its type: those trained in a type shorter than
+    float32.
+    """
     program = rank.program
     trained = [n for n in rank.states if program.objective == "train" and program.states[n].requires_grad]
     types = {name: dtype_of(program.states[name].dtype) for name in trained}

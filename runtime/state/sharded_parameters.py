@@ -1,7 +1,7 @@
 """Parameters sharded by ZeRO: each rank of a group holds a piece; whole parameters exist between GATHER and FREE.
 
-A whole parameter is one tensor object for the entire run. FREE releases its memory and GATHER allocates it again, so
-that tensors saved for backward (the parameter, or a view of it) are valid again after the GATHER.
+A whole parameter is one tensor object for the entire run. FREE releases its memory, and GATHER allocates it again and
+all-gathers the pieces. Tensors saved for backward (the parameter, or a view of it) are thus valid again after GATHER.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from partitioner.runtime.program.sharded_buckets import FlatShard, pieces_of, ze
 
 
 class FlatBuffer:
-    """A flat buffer with the padded pieces of several states, one after the other.
+    """A flat buffer with one rank's padded ZeRO pieces of several parameters, one after the other.
 
     ``piece(i)`` is a view of one piece without its padding. Pieces start at multiples of ``grain`` elements, and the
     length of the buffer is a multiple of ``whole`` elements.
@@ -54,14 +54,18 @@ class FlatBuffer:
         return self.buffer[self.starts[i] : self.starts[i] + self.pieces[i].size]
 
     def rows(self, whole: Tensor, i: int) -> Tensor:
-        """The pieces of state ``i`` in ``whole``, the concatenated buffers of all ranks; a view ``[ranks, length]``."""
+        """Return the pieces of parameter ``i`` in ``whole``, the concatenated buffers of all ranks, as a view ``[ranks,
+        length]``.
+        """
         start = self.starts[i]
         return whole.view(self.pieces[i].ranks, self.length)[:, start : start + self.pieces[i].length]
 
 
 class GatherBuffer:
-    """A tensor of ``shape`` in a buffer that has room for all of its padded pieces; the memory can be released and
-    allocated again."""
+    """A parameter of ``shape``, in a buffer that has room for the padded ZeRO pieces of all ranks.
+
+    ``take`` allocates the memory, and ``give`` releases it.
+    """
 
     def __init__(self, piece: FlatShard, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.padded = torch.zeros(piece.ranks * piece.length, dtype=dtype, device=device)
@@ -73,10 +77,11 @@ class GatherBuffer:
 
     @property
     def rows(self) -> Tensor:
-        """The padded pieces of all ranks, a view ``[ranks, length]``.
+        """The padded ZeRO pieces of all ranks, a view ``[ranks, length]``.
 
-        Writes through this view do not raise the version counter of the parameter: a GATHER writes the values that the
-        optimizer's step has set already, which is no change to autograd or to a checkpoint that is being copied.
+        Writes through this view do not increase the version counter of the parameter. An all-gather writes values that
+        the optimizer's step has already set, which is not a change for autograd or for a checkpoint that is being
+        copied.
         """
         return self.padded.data.view(self._rows)
 
@@ -91,10 +96,10 @@ class GatherBuffer:
 
 
 class GatheredBucket:
-    """The sharded parameters of one bucket, and their all-gather.
+    """The ZeRO-sharded parameters of one bucket, which are all-gathered together, and their all-gather.
 
-    ``keep``: whole parameters are never freed (ZeRO 1 and 2). ``hosted``: the rank's pieces are in host memory, and on
-    the device only from a FETCH to the end of the GATHER.
+    ``keep``: whole parameters are never freed (ZeRO 1 and 2). ``hosted``: the rank's pieces are in host memory, and are
+    on the device only until the all-gather ends.
     """
 
     def __init__(
@@ -134,7 +139,7 @@ class GatheredBucket:
         self._pending = self.group.all_gather(self._concatenate_own_pieces(), 0)
 
     def _concatenate_own_pieces(self) -> Tensor:
-        """This rank's padded pieces, concatenated: the operand of the all-gather."""
+        """Return this rank's padded ZeRO pieces as one tensor, the operand of the all-gather."""
         if not self.keep:
             return self.flat.buffer
         return torch.cat([room.rows[self.group.index] for room in self.rooms])
@@ -163,9 +168,11 @@ class GatheredBucket:
 class ShardedParameters:
     """All sharded parameters of a rank.
 
-    ``held``: the result of :func:`partitioner.runtime.state.parameters.load_states`; its pieces are copied. ``pieces``:
-    state -> this rank's piece, which an optimizer updates. ``whole``: state -> the whole parameter, which calls read.
-    ``leaving``: names of the states whose whole parameter is freed between calls.
+    Args:
+        held: state -> this rank's shard or piece, from which the pieces are copied.
+
+    ``pieces``: state -> this rank's piece, which an optimizer updates. ``whole``: state -> the whole parameter, which
+    calls read. ``leaving``: names of the states whose whole parameter is freed between calls.
     """
 
     def __init__(self, rank: RankProgram, held: Mapping[str, Tensor], communicator: Communicator) -> None:

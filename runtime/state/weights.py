@@ -1,4 +1,7 @@
-"""Where weights come from: a module, a dict of tensors, safetensors files. Read by name and slice, one at a time."""
+"""Sources of weights: a module, a dict of tensors, or safetensors files.
+
+Tensors are read by name, one slice at a time.
+"""
 
 from __future__ import annotations
 
@@ -51,24 +54,30 @@ _EXTRA_STATE = "_extra_state"  # of a state dict: not a tensor, and no weight
 
 @runtime_checkable
 class Weights(Protocol):
-    """Named tensors that can be read in part. ``origin`` is for error messages."""
+    """Named tensors of which parts can be read. ``origin`` names the source in error messages."""
 
     origin: str
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """A tensor's shape and type; ``None`` if there is none of this name."""
+        """Return the shape and type of the tensor ``name``; ``None`` if there is no such tensor."""
 
     def names(self) -> list[str]: ...
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
-        """Rank ``index``'s shard, which the caller may not write to."""
+        """Return the shard of the tensor ``name`` on rank ``index`` of ``num_ranks``.
+
+        The caller must not write to it.
+        """
 
     def identity(self, name: str) -> Hashable:
-        """Equal for two names of the same tensor; ``None`` if that cannot be told."""
+        """Return a value that is equal for two names of the same tensor (tied); ``None`` if this is unknown."""
 
 
 class TensorWeights:
-    """Tensors in memory: a module's state, or a dict. ``tied`` names may share a tensor."""
+    """Weights in memory, from a dict of tensors.
+
+    Tied names may share a tensor. Raise :class:`WeightsError` for other values.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], origin: str) -> None:
         other = next((name for name, value in tensors.items() if not isinstance(value, Tensor)), None)
@@ -99,7 +108,9 @@ class TensorWeights:
         return take_shard(self.tensors[name].detach(), layout, num_ranks, index)
 
     def for_names(self, wanted: Collection[str]) -> TensorWeights:
-        """The tensors by the names ``wanted`` where they have these in another spelling."""
+        """Return these weights under the names ``wanted``, where these differ only in spelling, such as by a wrapper's
+        prefix.
+        """
         renamed = match_state_names(self.tensors, wanted)
         return TensorWeights({renamed.get(n, n): t for n, t in self.tensors.items()}, self.origin) if renamed else self
 
@@ -109,7 +120,10 @@ class TensorWeights:
 
 
 class FileWeights:
-    """One safetensors file, or the files of a sharded folder by its index. Only the slices asked for are read."""
+    """Weights in one safetensors file, or in the files of a folder with an index.
+
+    Only the requested slices are read.
+    """
 
     def __init__(self, path: Path, index: str = INDEX) -> None:
         self.origin = str(path)
@@ -124,7 +138,7 @@ class FileWeights:
         return list(self._files)
 
     def for_names(self, wanted: Collection[str]) -> FileWeights:
-        """These weights, by the names ``wanted`` where they have these in another spelling."""
+        """Rename these weights to the names ``wanted``, where these differ only in spelling, and return them."""
         for saved_as, name in match_state_names(self._files, wanted).items():
             self._files[name] = self._files.pop(saved_as)
             self._saved_as[name] = self._saved_as.pop(saved_as, saved_as)
@@ -170,7 +184,9 @@ class FileWeights:
             self._open.clear()
 
     def _is_paired(self, name: str) -> bool:
-        """Whether the last dim is of real and imaginary parts; see :func:`write_weights`."""
+        """Whether a tensor is complex and stored with real and imaginary parts in its last dim (see
+        :func:`write_weights`).
+        """
         path, handle = self._files[name], self._open_file(name)
         if path not in self._paired:
             self._paired[path] = frozenset(json.loads((handle.metadata() or {}).get(_PAIRED, "[]")))
@@ -187,8 +203,10 @@ class FileWeights:
 
 
 class ModuleWeights(TensorWeights):
-    """A module's parameters and buffers. An attribute that is a Python number is a tensor of no dims where a program
-    asks for it: forward may count in it."""
+    """The parameters and buffers of a module.
+
+    An attribute of a module that is a Python number, such as a counter, is also available, as a 0-dimensional tensor.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module_tensors(module), type(module).__name__)
@@ -196,7 +214,7 @@ class ModuleWeights(TensorWeights):
         self._module, _ = unwrap_model(module)
 
     def for_names(self, wanted: Collection[str]) -> ModuleWeights:
-        """The module's tensors by the names ``wanted`` where it has these in another spelling."""
+        """Rename these weights to the names ``wanted``, where these differ only in spelling, and return them."""
         for name, meant in match_state_names(self.tensors, wanted).items():
             self.tensors[meant] = self.tensors.pop(name)
         return self
@@ -210,7 +228,9 @@ class ModuleWeights(TensorWeights):
 
 
 def number_of(module: nn.Module, name: str) -> Tensor | None:
-    """The attribute ``name`` (``layers.0.step``) of a module as a tensor of no dims; ``None`` where it is no number."""
+    """Return the attribute ``name`` (``layers.0.step``) of a module as a 0-d tensor; ``None`` if it is no
+    int or float.
+    """
     path, _, attribute = name.rpartition(".")
     try:
         value = vars(module.get_submodule(path)).get(attribute)
@@ -222,9 +242,10 @@ def number_of(module: nn.Module, name: str) -> Tensor | None:
 
 
 def write_weights(tensors: Mapping[str, Tensor], path: Path) -> Path:
-    """Write a file that :class:`FileWeights` reads; other readers may see pairs of numbers instead of complex ones.
+    """Write tensors to a safetensors file, which :class:`FileWeights` reads, and return its path.
 
-    Raises :class:`WeightsError` for a type that cannot be stored.
+    Complex types that safetensors lacks are stored as real tensors with one more dim, which is what other readers see.
+    Raise :class:`WeightsError` for a type that cannot be stored.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _PAIRS:
@@ -237,7 +258,7 @@ def write_weights(tensors: Mapping[str, Tensor], path: Path) -> Path:
 
 
 def check_storable(name: str, dtype: torch.dtype) -> None:
-    """Raise :class:`WeightsError` where safetensors has no such type."""
+    """Raise :class:`WeightsError` if safetensors cannot store the type ``dtype`` of the tensor ``name``."""
     if dtype not in _TYPES.values():
         raise WeightsError(
             f"{name} is of type {str(dtype).removeprefix('torch.')}, which safetensors cannot store: keep it in "
@@ -249,10 +270,11 @@ Source = nn.Module | Mapping[str, Tensor] | str | Path | Weights
 
 
 def weights_of(source: Source, wanted: Collection[str] = ()) -> Weights:
-    """The weights that the user passed. ``wanted``: the names that a plan reads; tensors that were saved of a compiled
-    or replicated model (``_orig_mod.layers.0.weight``) are known by these.
+    """Return the weights in what the user passed: a module, a dict of tensors, a path, or :class:`Weights`.
 
-    Raises :class:`WeightsError` where there are none.
+    ``wanted``: the names that a plan reads. Weights saved from a compiled or wrapped model, such as
+    ``_orig_mod.layers.0.weight``, are renamed to these. Raise :class:`WeightsError` for another source, or if there are
+    none.
     """
     if isinstance(source, nn.Module):
         return ModuleWeights(source).for_names(wanted)
@@ -269,8 +291,11 @@ def weights_of(source: Source, wanted: Collection[str] = ()) -> Weights:
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers under all of their names, those that ``state_dict`` leaves out too; of what is inside
-    of wrappers, as ``torch.compile`` makes one."""
+    """Return all parameters and buffers of a module under all of their names, also those that ``state_dict`` leaves
+    out.
+
+    Wrappers, such as the one of ``torch.compile``, are removed first.
+    """
     module, _ = unwrap_model(module)
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
@@ -279,12 +304,12 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def is_weights(path: Path) -> bool:
-    """Whether there are safetensors."""
+    """Whether ``path`` is a file, or a folder with safetensors files."""
     return path.is_file() or (path / INDEX).exists() or any(path.glob("*.safetensors"))
 
 
 def _find_tensor_files(path: Path, index: str) -> dict[str, Path]:
-    """The file of each tensor."""
+    """Return the file that has each tensor: name -> path. ``index``: file name of the folder's index."""
     if path.is_dir():
         if (path / index).exists():
             return {name: path / file for name, file in json.loads((path / index).read_text())["weight_map"].items()}

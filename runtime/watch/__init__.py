@@ -1,1 +1,1 @@
-"""Finds failed, hanging and slow ranks of a run, and names the cause."""
+"""Find failed, stalled and slow ranks of a run, and name the cause."""

@@ -1,10 +1,10 @@
-"""Exchange of status files between hosts, and the ranks behind network addresses.
+"""Copy the status files of ranks between hosts, and find the ranks at network addresses.
 
-Each host's folder is copied to the other hosts through the store at which the ranks met. One rank of every host does
-this, for the files that ranks write about themselves. A thread talks to the store: a rank that has lost the store's
-host waits for an answer until TCP gives up.
+The status files of each host are copied to the other hosts through the key-value store of the rendezvous. One rank of
+every host does this in a thread, because a rank that has lost the host of the store blocks until TCP gives up.
 
-``ranks_named`` finds the ranks at the other end of a connection, because Gloo's errors name an address and a port.
+:func:`ranks_named` finds the ranks at the other end of a connection, because errors of Gloo contain only an address and
+a port.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EVERY_S = 1.0
 
 
 class KeyValueStore(Protocol):
-    """What is asked of a ``torch.distributed.KeyValueStore``."""
+    """The methods of ``torch.distributed.Store`` that are used here."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -40,9 +40,12 @@ class KeyValueStore(Protocol):
 
 
 class Mirror:
-    """Host ``host`` of ``num_hosts``, whose own ranks are ``ranks`` and write to ``folder``.
+    """Copies the status files in ``folder`` of one host to all other hosts, and theirs to ``folder``.
 
-    ``store``: a client of its own, since one that waits for a key serves nobody else.
+    Args:
+        store: a store client that nothing else uses, because a client that waits for a key is blocked.
+        host: index of this host, of ``num_hosts``.
+        ranks: the ranks on this host.
     """
 
     def __init__(self, folder: Path, store: KeyValueStore, host: int, num_hosts: int, ranks: frozenset[int]) -> None:
@@ -59,9 +62,9 @@ class Mirror:
         self._thread: threading.Thread | None = None
 
     def exchange(self, within_s: float = _EVERY_S) -> None:
-        """Give what this host's ranks have written, take what others have given; at most for so long.
+        """Send the files of this host's ranks and receive those of the others; wait for at most ``within_s`` seconds.
 
-        From the first time on this is also done every second.
+        The first call starts a thread that repeats the exchange every second.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run_exchange_loop, name="mirror", daemon=True)
@@ -72,7 +75,7 @@ class Mirror:
             self._done.wait_for(lambda: self._ended >= next_one, within_s)
 
     def close(self) -> None:
-        """Exchange nothing any more."""
+        """Stop the exchange."""
         self._closed = True
         self._wanted.set()
         if self._thread is not None:
@@ -120,7 +123,9 @@ _ADDRESS = re.compile(r"\[([0-9a-fA-F:.]+)\]:(\d+)")
 
 
 def own_addresses() -> list[str]:
-    """This process's ends of its TCP connections, as ``127.0.0.1:4000``; nothing where the system does not tell."""
+    """Return the local ends of this process's TCP connections, such as ``127.0.0.1:4000``; empty if they
+    are unknown.
+    """
     found = []
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
@@ -134,7 +139,11 @@ def own_addresses() -> list[str]:
 
 
 def ranks_named(error: str, addresses: Mapping[int, Sequence[str]], own: Sequence[str] = ()) -> tuple[int, ...]:
-    """The ranks whose addresses are in ``error``; of another host than ``own`` is on, whose ports nobody knows, all."""
+    """Return the ranks one of whose ``addresses`` occurs in the text ``error``.
+
+    If none does, return all ranks on the hosts in the text, except those on the host of the addresses ``own``:
+    connections that were opened later are not in ``addresses``.
+    """
     found = [(host, int(port)) for host, port in _ADDRESS.findall(error)]
     # Gloo prints ports in network byte order (torch 2.13).
     named = {_format_address(host, p) for host, port in found for p in (port, (port & 0xFF) << 8 | port >> 8)}

@@ -1,10 +1,10 @@
 """Find the rank that caused a run to fail, from the known states of all ranks.
 
-The cause is the first rank that reports a failure of its own, one that is no consequence of another rank's failure. If
-there is none, it is a rank whose process has ended. If ranks report lost connections only, it is a lost rank on another
-host that has gone silent, a lost rank that has left, or the rank that most others have lost. If no rank has made
-progress for the patience of the user, the cause is the rank that others wait for, directly or indirectly, and that
-itself waits for nobody or is silent.
+The cause is the first rank that reports a failure of its own, which is not a consequence of another rank's failure. If
+there is none, it is a rank whose process has ended. If ranks report only lost connections, it is a lost rank on another
+host that sends no heartbeats, a lost rank that has left the run, or the rank that most others have lost. If no rank has
+made progress for the patience that the user has set, the cause is the rank for which others wait, directly or
+indirectly, and which itself waits for no rank or sends no heartbeats.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ HOST_SETTLE_S = SILENT_S + 2.0  # seconds until a lost host is known to be silen
 def cause_of(
     states: Sequence[RankState], patience_s: float, now: float, died: int | None = None, world_size: int = 0
 ) -> Failure | None:
-    """The failure because of which the run cannot continue; ``None`` while it can.
+    """Return the failure because of which the run cannot continue; ``None`` if it can continue.
 
-    ``patience_s``: if no rank makes progress for so many seconds, the run counts as stalled. ``now``: current time on
-    the clock of :attr:`RankState.failed_at`. ``died``: the rank whose process was seen to end first, if known.
-    ``world_size``: the number of ranks of the run.
+    Args:
+        patience_s: if no rank makes progress for so many seconds, the run counts as stalled.
+        now: current time on the clock of :attr:`RankState.failed_at`.
+        died: the rank whose process was seen to end first, if known.
+        world_size: the number of ranks of the run.
     """
     told = sorted((s for s in states if s.failure is not None), key=lambda s: s.failed_at)
     primary = [s.failure for s in told if s.failure is not None and not s.failure.secondary]
@@ -56,7 +58,10 @@ def cause_of(
 
 
 def failure_at(state: RankState, kind: str, error: str) -> Failure:
-    """A failure at the current position of a rank: its graph node if known, else the calls of its instruction."""
+    """Return a description of a failure at the current position of a rank.
+
+    The position is its graph node if known, or else the calls of its instruction.
+    """
     place, spot = state.place, state.spot
     source = f"from {spot.source}" if spot is not None and spot.source else ""
     inside = state.moment.phase == "step"
@@ -77,10 +82,10 @@ def failure_at(state: RankState, kind: str, error: str) -> Failure:
 
 
 def waits_for(states: Sequence[RankState]) -> dict[int, set[int]]:
-    """For each rank, the ranks that it waits for.
+    """Return, for each rank, the ranks for which it waits.
 
-    A rank does not wait for responsive ranks that are in the same collective already. A silent rank counts as waiting
-    for nobody, since its last report may be outdated.
+    A rank does not wait for ranks that have entered the same collective and send heartbeats. A rank without heartbeats
+    counts as waiting for no rank, because its last report may be outdated.
     """
     found: dict[int, set[int]] = {}
     for s in states:
@@ -100,7 +105,7 @@ def waits_for(states: Sequence[RankState]) -> dict[int, set[int]]:
 
 
 def _is_report_outdated(state: RankState) -> bool:
-    """Whether a rank's last report may be outdated: its process is stopped, dead or silent."""
+    """Whether a rank's last report may be outdated, because its process is stopped, dead or sends no heartbeats."""
     return state.stopped or not state.alive or state.silent_s > SILENT_S
 
 
@@ -121,7 +126,7 @@ def _blame_stalled_rank(states: Sequence[RankState], patience_s: float) -> Failu
 
 
 def _count_waiting_ranks(edges: Mapping[int, set[int]]) -> Counter[int]:
-    """For each rank, the number of ranks that wait for it, directly or indirectly."""
+    """Return, for each rank, the number of ranks that wait for it, directly or indirectly."""
     found: Counter[int] = Counter()
     for start in edges:
         seen, todo = {start}, [start]
@@ -135,19 +140,19 @@ def _count_waiting_ranks(edges: Mapping[int, set[int]]) -> Counter[int]:
 
 
 def _most_blamed(dead: Sequence[RankState], states: Sequence[RankState]) -> RankState:
-    """The rank of ``dead`` that most other ranks have lost; among equals, the one idle for the longest time."""
+    """Return the rank of ``dead`` that most other ranks have lost; among equals, the one idle for the longest time."""
     blamed = Counter(rank for s in states for rank in s.lost)
     return max(dead, key=lambda s: (blamed[s.rank], s.idle_s))
 
 
 def _find_lost_ranks(told: Sequence[RankState], states: Sequence[RankState]) -> list[RankState]:
-    """The ranks to which some rank of ``told`` has lost its connection."""
+    """Return the states of the ranks to which some rank of ``told`` has lost its connection."""
     lost = {rank for s in told for rank in s.lost}
     return [s for s in states if s.rank in lost]
 
 
 def _host_lost(state: RankState, told: Sequence[RankState]) -> Failure:
-    """The failure of a lost rank on another host that sends no heartbeats any more."""
+    """Return the failure of a lost rank on another host that sends no heartbeats any more."""
     losers = [s for s in told if state.rank in s.lost]
     who = "; ".join(f"rank {s.rank} lost it at {s.doing}" for s in losers[:4])
     text = f"its host has given no sign of life for {state.silent_s:.1f} s (it has ended, or its network); {who}"
@@ -155,8 +160,10 @@ def _host_lost(state: RankState, told: Sequence[RankState]) -> Failure:
 
 
 def _blame_left_rank(told: Sequence[RankState], states: Sequence[RankState]) -> Failure | None:
-    """The failure of a rank that others have lost because its script ended early or was interrupted; ``None`` if there
-    is no such rank."""
+    """Return the failure of a rank that others have lost because its script ended early or was interrupted.
+
+    Return ``None`` if there is no such rank.
+    """
     gone = [s for s in states if s.moment.phase == "gone" and s.failure is None]
     for state in gone:
         losers = [s for s in told if state.rank in s.lost]
@@ -168,9 +175,9 @@ def _blame_left_rank(told: Sequence[RankState], states: Sequence[RankState]) -> 
 
 
 def _blame_lost_rank(told: Sequence[RankState]) -> Failure:
-    """The failure when connections broke but no process is known to have ended.
+    """Return the failure if connections broke but no process is known to have ended.
 
-    It is reported for the rank that most others have lost or, if no rank stands out, for the rank that reported first.
+    It names the rank that most others have lost or, if several are equal, the rank that reported first.
     """
     blamed = Counter(rank for s in told for rank in set(s.lost))
     order = {s.rank: place for place, s in enumerate(told)}

@@ -1,8 +1,8 @@
-"""Status files of a run's ranks, in a folder that all ranks and their observers can see.
+"""Status files of a run's ranks, in a folder that all ranks and their observers can read.
 
-``rank-3.times`` and ``rank-3.json`` are the flight recorder's (:mod:`partitioner.runtime.execute.flight_recorder`). At
-each heartbeat a rank writes its position to ``rank-3.place``. ``rank-3.failure`` has the reason of its failure, and
-``rank-3.addresses`` the ends of its connections.
+The flight recorder (:mod:`partitioner.runtime.execute.flight_recorder`) writes ``rank-3.times`` and ``rank-3.json``.
+While a rank makes no progress, it writes its position to ``rank-3.place``. ``rank-3.failure`` has the reason of its
+failure, and ``rank-3.addresses`` the local addresses of its connections.
 """
 
 from __future__ import annotations
@@ -24,8 +24,19 @@ from partitioner.runtime.watch.host_mirror import ranks_named
 
 @dataclass(frozen=True)
 class RankState:
-    """What is known of a rank at one time. ``alive`` and ``stopped``: of its process, where that can be asked (on this
-    host, ``here``); ``idle_s``: since it last began something; ``silent_s``: since its last heartbeat."""
+    """The known state of a rank at one time.
+
+    Args:
+        index: index of its current instruction, which ``spot`` describes.
+        idle_s: seconds since its last progress.
+        silent_s: seconds since its last heartbeat.
+        here: whether it runs on this host.
+        alive: whether its process runs; true if it is on another host. ``stopped``: whether a signal has stopped it.
+        place: the position that it has reported, if it is still current.
+        failed_at: time of its ``failure``, in seconds of the time of day.
+        lost: the ranks to which it lost the connection when it failed.
+        stage_index: index of the instruction in the list of its stage, if ranks skip parts of the list.
+    """
 
     rank: int
     stage: int
@@ -45,13 +56,15 @@ class RankState:
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """Comparable between ranks of a stage. What comes after a step is behind all of its actions."""
+        """The progress of a rank, comparable between ranks of a stage: step, whether the step has ended, and position
+        in it.
+        """
         inside = self.moment.phase == "step"
         return self.moment.step, int(not inside), self.moment.action if self.stage_index is None else self.stage_index
 
     @property
     def doing(self) -> str:
-        """``instruction 7: 1F0``, or what it does outside of its program."""
+        """The current activity of the rank, such as ``step 3, instruction 7: 1F0``."""
         if self.moment.phase != "step":
             return f"{self.moment.phase} (after step {self.moment.step + 1})"
         return f"step {self.moment.step + 1}, {instruction_words(self.index, self.spot)}"
@@ -62,7 +75,7 @@ def instruction_words(index: int | None, spot: InstructionSpot | None) -> str:
 
 
 class Board:
-    """The folder. Ranks write their own files; anybody reads."""
+    """The folder of status files. Each rank writes its own files; any process may read all of them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -76,14 +89,17 @@ class Board:
         self._post_file(rank, "failure", content)
 
     def post_addresses(self, rank: int, addresses: list[str]) -> None:
-        """This rank's ends of its connections."""
+        """Write the local addresses of this rank's connections."""
         self._post_file(rank, "addresses", {"own": addresses})
 
     def _post_file(self, rank: int, kind: str, content: dict[str, Any]) -> None:
         write_text(self.folder / f"rank-{rank}.{kind}", json.dumps(content), durable=False)
 
     def tell(self, cause: Failure) -> bool:
-        """Note why the run ends, if nobody has: whether it is for this rank to tell the user."""
+        """Write the cause of the run's end, unless another rank has done so.
+
+        Return whether this rank must report it to the user.
+        """
         try:
             with (self.folder / "cause").open("x") as file:
                 json.dump(cause.to_data(), file)
@@ -94,13 +110,13 @@ class Board:
         return True
 
     def told(self) -> Failure | None:
-        """The cause that a rank has told."""
+        """Return the cause that a rank has written; ``None`` if there is none."""
         with contextlib.suppress(OSError, ValueError):
             return Failure.from_data(json.loads((self.folder / "cause").read_text()))
         return None
 
     def states(self) -> list[RankState]:
-        """All ranks that have come, by rank."""
+        """Return the states of all ranks that have started to write status files, in ascending order."""
         for path in self.folder.glob("rank-*.times"):
             rank = int(path.stem.split("-")[1])
             if rank not in self._recordings:
@@ -150,7 +166,9 @@ class Board:
         )
 
     def _find_lost_ranks(self, rank: int, failed: dict[str, Any]) -> tuple[int, ...]:
-        """Whom a failed rank has lost: the one whose address the error names, or all that it waited for."""
+        """Return the ranks that a failed rank has lost: those whose address the error names, or all for which it
+        waited.
+        """
         ends = {r: (self._read_file(r, "addresses") or {"own": []})["own"] for r in self._recordings}
         own = ends.pop(rank)
         return ranks_named(failed["failure"]["error"], ends, own) or tuple(failed["waits"])
@@ -169,7 +187,9 @@ def _stage_index(about: RecorderHeader, index: int | None) -> int | None:
 
 
 def _read_process_state(pid: int) -> tuple[bool, bool]:
-    """Whether a process of this host runs, and whether it was stopped by a signal. True, where that is unknown."""
+    """Return whether a process of this host runs, and whether a signal has stopped it; (true, false) if that is
+    unknown.
+    """
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

@@ -1,13 +1,13 @@
-"""Detection of slow ranks, and a monitor that tells whether a run makes progress and, if not, why.
+"""Detect slow ranks, and monitor whether a run makes progress and why it does not.
 
-Ranks are compared by the time that they compute, without waiting times: all ranks take the same time for a step, and
-the slow rank is the one that does not wait. Ranks of one stage with the same number of microbatches do the same work
-and are compared with each other. A rank without such peers is compared with its own past, scaled by how the other ranks
-have changed. All comparisons use medians, so a single disturbed step has no effect. On a machine that is shared with
-other programs, times vary on every rank, and medians may be far apart by chance. Therefore nearly every step of the
-slow rank must take longer than nearly every step of its peers, which happens by chance in one of ten thousand windows.
+Ranks are compared by their computation times without waiting: the step takes equally long on all ranks, and the slow
+rank is the one that does not wait. Ranks of one stage with the same number of microbatches do the same work and are
+compared with each other. A rank without such peers is compared with its own past, scaled by how the other ranks have
+changed. All comparisons use medians, so a single disturbed step has no effect. On a machine that is shared with other
+programs, times vary on every rank, and medians may be far apart by chance. Therefore nearly every step of the slow rank
+must take longer than nearly every step of its peers, which happens by chance in one of ten thousand windows.
 
-``Monitor`` runs outside of a run or in one of its ranks.
+:class:`Monitor` may run outside of a run or in one of its ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class SlowRank:
     """A rank that is slower than expected.
 
     ``seconds``: its computation time per step. ``expected``: the time per step according to its peers, or to its own
-    past. ``index``, ``spot``: the instruction with the largest excess. ``against``: words for the comparison.
+    past. ``index``, ``spot``: the instruction with the largest excess. ``against``: a text that says what it is
+    compared with.
     """
 
     rank: int
@@ -58,7 +59,7 @@ class SlowRank:
 
 
 class SlowRanks:
-    """Samples the last step of every rank and reports slow ranks.
+    """Reads the recorded last step of every rank, and reports slow ranks.
 
     ``factor``: a rank is slow if its computation time exceeds ``factor`` times the expected time.
     """
@@ -71,7 +72,10 @@ class SlowRanks:
         self._told: set[int] = set()
 
     def look(self) -> list[SlowRank]:
-        """The ranks that have become slow since the last call. A rank is reported again only after it has recovered."""
+        """Return the ranks that have become slow since the last call.
+
+        A rank is reported again only after it has recovered.
+        """
         self.board.states()
         recordings = self.board.recordings()
         for rank, recording in recordings.items():
@@ -93,10 +97,12 @@ def slow_ranks(
     factor: float,
     spreads: float = _SPREADS,
 ) -> list[SlowRank]:
-    """The ranks that are slow now, the slowest (relative to its expected time) first.
+    """Return the ranks that are slow now, the slowest (relative to its expected time) first.
 
-    ``samples``: rank -> for each step, instruction index -> seconds of computation. ``factor``: see
-    :class:`SlowRanks`. ``spreads``: median deviations that the excess must exceed; 0: also skip the test of pairs.
+    Args:
+        samples: rank -> for each step, instruction index -> seconds of computation.
+        factor: a rank is slow if its computation time exceeds ``factor`` times the expected time.
+        spreads: number of median deviations that the excess must exceed; 0: also skip the test of pairs of steps.
     """
     if any(len(samples.get(rank, ())) < _WINDOW for rank in about):
         return []
@@ -123,9 +129,9 @@ def slow_ranks(
 def _own_past(
     rank: int, samples: Mapping[int, Sequence[Mapping[int, float]]], now: Mapping[int, Mapping[int, float]]
 ) -> dict[int, float] | None:
-    """The expected seconds per instruction of ``rank``: its own past, scaled by the change of the other ranks.
+    """Return the expected seconds per instruction of ``rank``: its own past, scaled by the change of the other ranks.
 
-    The change is the median of their ratios of present to past. ``None`` if some rank has too short a past.
+    The change is the median of their ratios of present to past. Return ``None`` if some rank has too few earlier steps.
     """
     before = {r: list(samples[r])[:-_WINDOW] for r in now}
     if any(len(steps) < _BEFORE for steps in before.values()):
@@ -141,7 +147,7 @@ def _is_surely_slower(
 ) -> bool:
     """Whether nearly all recent steps of ``rank`` take longer than nearly all recent steps of most ``peers``.
 
-    Without peers, compares with its own earlier steps, scaled so that their median is ``past`` seconds.
+    Without peers, compare with its own earlier steps, scaled so that their median is ``past`` seconds.
     """
     totals = {r: [sum(step.values()) for step in samples[r]] for r in (rank, *peers)}
     now = totals[rank][-_WINDOW:]
@@ -155,7 +161,7 @@ def _is_surely_slower(
 
 
 def _compute_longer_fraction(some: Sequence[float], others: Sequence[float]) -> float:
-    """The fraction of pairs (one of ``some``, one of ``others``) whose first number is larger; ties count half.
+    """Return the fraction of pairs (one of ``some``, one of ``others``) whose first number is larger; ties count half.
 
     This is the Mann-Whitney U statistic divided by the number of pairs.
     """
@@ -163,7 +169,9 @@ def _compute_longer_fraction(some: Sequence[float], others: Sequence[float]) -> 
 
 
 def _measure_spread(ranks: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]]) -> float:
-    """The largest median absolute deviation of ``ranks``, in seconds: of the computation time of their recent steps."""
+    """Return the largest median absolute deviation, over ``ranks``, of the computation time of their recent steps, in
+    seconds.
+    """
     spreads = []
     for rank in ranks:
         totals = [sum(step.values()) for step in list(samples[rank])[-_WINDOW:]]
@@ -173,7 +181,7 @@ def _measure_spread(ranks: Sequence[int], samples: Mapping[int, Sequence[Mapping
 
 
 def _compute_typical_step(steps: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """For each instruction index, the median of its seconds over ``steps``."""
+    """Return, for each instruction index, the median of its seconds over ``steps``."""
     return {index: median(step.get(index, 0.0) for step in steps) for index in steps[0]}
 
 
@@ -196,8 +204,11 @@ class Monitor:
         return self.board.states()
 
     def check(self, died: int | None = None) -> Failure | None:
-        """The failure (rank, instruction, graph node) because of which the run cannot continue; ``None`` while it can,
-        or before it has begun. ``died``: the rank whose process was seen to end first, if known."""
+        """Return the failure because of which the run cannot continue; ``None`` if it can, or has not started yet.
+
+        The failure names rank, instruction and graph node. ``died``: the rank whose process was seen to end first, if
+        known.
+        """
         if self.refresh is not None:
             self.refresh()
         told = self.board.told()
@@ -207,9 +218,10 @@ class Monitor:
         return cause_of(states, self.patience_s, time.time(), died, self.board.world_size)
 
     def settle(self, seconds: float, died: int | None = None) -> Failure | None:
-        """Wait up to ``seconds`` until :meth:`check` finds the cause of a run that is known to have failed.
+        """Wait up to ``seconds`` until :meth:`check` finds the cause of a run that is known to have failed, and return
+        it.
 
-        Returns ``None`` if no cause is found in this time.
+        Return ``None`` if no cause is found in this time.
         """
         deadline = time.monotonic() + seconds
         while (found := self.check(died)) is None and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The watchdog of a rank: sends heartbeats, reports where the rank waits, and ends a run that has failed or stalled."""
+"""The watchdog of a rank: send heartbeats, report where the rank waits, and end a run that has failed or stalled."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Watch:
     restarts left restarts them.
 
     Args:
-        folder: the folder that all ranks see and write their states to, in memory if possible; by default one on each
-            host, copied between hosts through the store of the process group once a second.
+        folder: the folder to which all ranks write their states, in memory if possible. By default each host has one,
+            and they are copied between hosts once a second through the store of the process group.
         patience_s: if no rank makes progress for so many seconds, the run counts as stalled.
         beat_s: seconds between heartbeats.
         slow_factor: a rank whose computation in a step takes more than this factor times its peers' is reported by the
@@ -65,7 +65,7 @@ class Watch:
         leave: end the process if the run has failed; otherwise only write the cause to ``folder``, and let the
             exception propagate.
 
-    Raises :class:`LaunchError` inside another watch of the same engine, or of the same folder.
+    Entering the block raises :class:`LaunchError` inside another watch of the same engine, or of the same folder.
     """
 
     def __init__(
@@ -107,7 +107,9 @@ class Watch:
             raise
 
     def _check_alone(self) -> None:
-        """Raise :class:`LaunchError` if another watch has this engine or writes to the same files."""
+        """Raise :class:`LaunchError` if this engine is watched already, or if another watch writes to the
+        same files.
+        """
         self._key = self.folder.absolute(), self.rank
         if self.executor.recorder is not None or self._key in _open:
             what = "this engine is" if self.executor.recorder is not None else f"in {self.folder} this rank is"
@@ -160,7 +162,7 @@ class Watch:
             self.folder.parent.rmdir()
 
     def failed(self, error: Exception) -> Failure:
-        """Post the failure of this rank, caused by ``error``, on the board, and return it."""
+        """Write the failure of this rank, caused by ``error``, to the folder of status files, and return it."""
         origin = error.__cause__ if isinstance(error, InstructionError) and error.__cause__ else error
         place = place_of(walk_traceback_frames(origin.__traceback__), self.executor)
         moment = self._recording.moment()
@@ -182,8 +184,9 @@ class Watch:
         return failure
 
     def _run_watch_loop(self) -> None:
-        """The body of the watch thread: sends heartbeats, posts the rank's position while it makes no progress, and
-        looks for the cause of a stalled run."""
+        """Run the watch thread: send heartbeats, write the rank's position while it makes no progress, and look for
+        stalls.
+        """
         looked = 0.0
         slow_looked = 0.0
         seen = (0, "")
@@ -211,7 +214,7 @@ class Watch:
                 self._check_for_cause()
 
     def _spread_cause(self) -> None:
-        """Send the cause to other hosts before its consequences reach them."""
+        """Send the cause of the run's failure to other hosts, before its consequences reach them."""
         if self._mirror is not None:
             self._mirror.exchange()
         elif self._several:
@@ -234,7 +237,7 @@ class Watch:
             self._report_and_exit(cause, None)
 
     def _report_and_exit(self, failure: Failure, error: BaseException | None) -> None:
-        """Report the cause, once for all ranks, and end the process with status 1."""
+        """Print the cause of the run's failure unless another rank has done so, and exit the process with status 1."""
         with self._leaving:
             settle_s = HOST_SETTLE_S + _MIRROR_S if self._several else _SETTLE_S
             cause = failure if not failure.secondary else self.monitor.settle(settle_s) or failure
@@ -265,7 +268,11 @@ def _end_stalled(state: RankState, host: str, board: Board) -> None:
 
 
 def default_folder() -> Path:
-    """The folder of this run and attempt: inside ``PARTITION_WATCH`` if that is set, else a temporary one per host."""
+    """Return the folder for the status files of this run and attempt.
+
+    It is inside the folder that ``PARTITION_WATCH`` names if that is set, and otherwise a temporary folder on each
+    host.
+    """
     env = os.environ
     attempt = f"{_ATTEMPT}{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if FOLDER in env:
@@ -277,9 +284,9 @@ def default_folder() -> Path:
 
 
 def newest_attempt(folder: Path) -> Path:
-    """The folder of the last attempt inside ``folder``, which ``PARTITION_WATCH`` named.
+    """Return the folder of the last attempt inside ``folder``, which ``PARTITION_WATCH`` named.
 
-    Returns ``folder`` itself if ranks wrote into it directly, or if it has no attempts.
+    Return ``folder`` itself if ranks wrote into it directly, or if it has no attempts.
     """
     attempts = [path for path in folder.glob(f"{_ATTEMPT}*") if path.name.removeprefix(_ATTEMPT).isdecimal()]
     if any(folder.glob("rank-*")) or not attempts:
@@ -288,8 +295,10 @@ def newest_attempt(folder: Path) -> Path:
 
 
 def num_mirrored() -> int:
-    """The number of hosts between which states are mirrored: all hosts of torchrun, or 1 if ``PARTITION_WATCH`` names a
-    shared folder."""
+    """Return the number of hosts between which status files are copied.
+
+    These are all hosts of torchrun, or 1 if ``PARTITION_WATCH`` names a shared folder.
+    """
     return 1 if FOLDER in os.environ else int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
@@ -299,7 +308,9 @@ _watches = itertools.count()  # the same on all ranks: they enter each watch tog
 
 
 def _mirror_of(engine: Engine, folder: Path) -> Mirror | None:
-    """The mirror of this host's folder, on the rank with ``LOCAL_RANK`` 0; ``None`` on the other ranks."""
+    """Return the object that copies this host's status files, on the rank with ``LOCAL_RANK`` 0; ``None`` on other
+    ranks.
+    """
     env, number = os.environ, next(_watches)
     if env.get("LOCAL_RANK") != "0":
         return None

@@ -18,6 +18,7 @@ from xml.etree import ElementTree as ET
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 ROOT_CLASS = "pt"
+HEADER_CLASS = "head"  # of the group with title, figures and legend: pages show these beside the picture
 
 
 @dataclass(frozen=True)
@@ -328,8 +329,9 @@ def _wrap_words(content: str, size: float, width: float) -> list[str]:
 
 def draw_header(parent: ET.Element, header: Header, width: float) -> float:
     """Draw ``header`` at the top of a picture of ``width`` pixels, with line breaks if needed. Return the y coordinate
-    at which it ends.
+    at which it ends, which the group of the header also has as ``data-bottom``.
     """
+    parent = draw_group(parent, name=HEADER_CLASS)
     draw_text(parent, _MARGIN, 32, header.title, size=17, bold=True)
     y = 32.0
     if header.subtitle:
@@ -357,6 +359,7 @@ def draw_header(parent: ET.Element, header: Header, width: float) -> float:
             draw_rectangle(parent, x, y - _SWATCH + 1.5, _SWATCH, _SWATCH, colour, radius=2)
             draw_text(parent, x + _SWATCH + 6, y, meaning, size=11, fill="muted")
             x += cell + 16
+    parent.set("data-bottom", format_coordinate(y + 16))
     return y + 16
 
 

@@ -1,0 +1,1 @@
+"""Write a plan as one HTML file that works without a network, and display plans in notebooks."""

@@ -1,0 +1,144 @@
+"""The predicted time of the operators of each block, by module path, as a table."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree as ET
+
+from partitioner.cost.call.block_profile import (
+    KernelRow,
+    KernelTable,
+    fan_out,
+    learned_nodes,
+    node_operands,
+    operand_needs,
+)
+from partitioner.cost.call.operators import backward_kernels, forward_kernels, operator_name
+from partitioner.cost.call.roofline import kernel_times
+from partitioner.passes.rules.strategies import needs_gradient
+from partitioner.plan import Plan
+from partitioner.report.html import build_table
+from partitioner.simulate.program_time import PlanDurations
+from partitioner.units import bytes_text, count_text, format_percent, seconds_text
+
+if TYPE_CHECKING:
+    from partitioner.passes.ir.model import Block
+    from partitioner.topology.hardware import DeviceType
+
+MOST_OPERATORS = 300  # rows of the table
+
+
+@dataclass
+class OperatorCost:
+    """What one operator of a module costs in a microbatch on one rank of its stage. ``calls``: calls of the block.
+    ``seconds``: forward and backward, of all calls. ``num_bytes`` and ``flops``: of forward and backward of one call.
+    """
+
+    stages: str
+    block: str
+    operator: str
+    calls: int
+    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    num_bytes: float = 0.0
+    flops: float = 0.0
+
+
+def list_operator_costs(plan: Plan) -> list[OperatorCost]:
+    """Return the cost of every operator of the plan's blocks, the most expensive first. Operators of equal name in one
+    module of a block are added up. A block on several stages is listed once, with all its calls.
+
+    Times are those of kernels alone, without communication, recomputation and the time in which a device waits for the
+    host.
+    """
+    durations = PlanDurations(plan)
+    train = plan.program.objective == "train"
+    calls: dict[str, int] = defaultdict(int)
+    stages: dict[str, list[int]] = defaultdict(list)
+    for number, stage in enumerate(plan.program.stages):
+        for call in stage.calls:
+            if call.prologue:
+                continue
+            calls[call.block] += 1
+            if number not in stages[call.block]:
+                stages[call.block].append(number)
+    found: list[OperatorCost] = []
+    for name, count in calls.items():
+        seat = min(durations.machine.seats[stages[name][0]], key=lambda seat: seat.speed)
+        device = durations.topology.paced_type(seat.kind, seat.speed)
+        where = _format_stages(stages[name])
+        found += _list_block_costs(plan, durations.blocks[name], device, train, OperatorCost(where, name, "", count))
+    return sorted(found, key=lambda cost: -sum(cost.seconds))
+
+
+def _format_stages(numbers: list[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}"
+
+
+def _list_block_costs(
+    plan: Plan, block: Block, device: DeviceType, train: bool, common: OperatorCost
+) -> Iterator[OperatorCost]:
+    paths = {node["name"]: node.get("path", "") for node in plan.program.blocks[block.name].nodes}
+    names, learned = set(block.states), learned_nodes(block)
+    rows: list[KernelRow] = []
+    keys: list[tuple[str, str]] = []
+    for node in block.graph.nodes:
+        if node.op != "call_function":
+            continue
+        operands, results = node_operands(node, names, learned)
+        kernels = [(0, kernel) for kernel in forward_kernels(node, operands, results)]
+        if train and needs_gradient(node):
+            back = [*backward_kernels(node, operands, results, operand_needs(node)), *fan_out(node)]
+            kernels += [(1, kernel) for kernel in back]
+        rows += [KernelRow(kernel, way) for way, kernel in kernels]
+        keys += [(str(paths.get(node.name, "")), operator_name(node))] * len(kernels)
+    if not rows:
+        return
+    costs: dict[tuple[str, str], OperatorCost] = {}
+    for key, row, seconds in zip(keys, rows, kernel_times(KernelTable.of(rows), device), strict=True):
+        if key not in costs:
+            path, operator = key
+            shown = f"{path}: {operator}" if path else operator
+            costs[key] = OperatorCost(common.stages, common.block, shown, common.calls)
+        cost = costs[key]
+        cost.seconds[row.way] += float(seconds) * common.calls
+        cost.num_bytes += row.kernel.num_bytes
+        cost.flops += row.kernel.flops
+    yield from costs.values()
+
+
+def build_operator_table(costs: list[OperatorCost]) -> ET.Element:
+    """Return the table of at most ``MOST_OPERATORS`` operators."""
+    total = sum(sum(cost.seconds) for cost in costs) or 1.0
+    rows = []
+    for cost in costs[:MOST_OPERATORS]:
+        both = sum(cost.seconds)
+        ahead, back = cost.seconds
+        rows.append(
+            [
+                cost.operator,
+                cost.block,
+                cost.stages,
+                (float(cost.calls), f"{cost.calls:,}"),
+                (ahead, seconds_text(ahead)),
+                (back, seconds_text(back) if back else ""),
+                (both / total, format_percent(both / total)),
+                (cost.flops, count_text(cost.flops) if cost.flops else ""),
+                (cost.num_bytes, bytes_text(cost.num_bytes)),
+            ]
+        )
+    columns = [
+        ("operator", False),
+        ("block", False),
+        ("stage", False),
+        ("calls", True),
+        ("forward", True),
+        ("backward", True),
+        ("share", True),
+        ("FLOPs of a call", True),
+        ("bytes of a call", True),
+    ]
+    caption = "Operators of a microbatch, by module, on one rank of each stage"
+    return build_table(caption, columns, rows, sortable=True, name="operator-table")

@@ -1,0 +1,200 @@
+"""The report of a plan: one HTML file with its own styles and script, which loads nothing.
+
+The page has a bounded size: pictures, tables and texts are cut at limits, and the page lists what was left out.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+from partitioner.explain.explain import explain_parts, summary_parts
+from partitioner.explain.tables import candidate_counts
+from partitioner.passes.errors import PartitionError
+from partitioner.plan import Plan
+from partitioner.plans.figures import key_figures, picture_title
+from partitioner.report.html import append_children, build_element, build_parts, clean_text, format_html
+from partitioner.report.pictures import (
+    build_figure,
+    build_shared_patterns,
+    embed_picture,
+    format_picture_styles,
+)
+from partitioner.report.tables import (
+    MOST_CANDIDATES,
+    build_candidate_table,
+    build_why_not_table,
+    count_left_candidates,
+)
+from partitioner.units import bytes_text
+
+MOST_BYTES = 5_000_000  # of a page
+
+_MOST_SECTION_BYTES = 600_000  # of a section without pictures; a larger one is replaced by a sentence
+_HERE = Path(__file__).parent
+
+_PICTURES = {  # view -> title, what the section says
+    "graph": (
+        "Graph",
+        "Pipeline stages, the runs of equal blocks in them, and what they exchange. Equal stages are drawn once.",
+    ),
+    "timeline": ("Timeline", "The simulated step: what each stage computes and sends, and when it waits."),
+    "memory": ("Memory", "What the ranks of each stage hold during the step."),
+    "topology": ("Topology", "The devices, their links, and the ranks on them. Equal nodes are drawn once."),
+}
+
+
+def build_report(plan: Plan) -> str:
+    """Return the report of ``plan`` as the text of an HTML file, at most ``MOST_BYTES`` long."""
+    title = picture_title(plan)
+    left_out: list[str] = []
+    sections = list(_build_sections(plan, left_out))
+    menu = build_element("ul")
+    for section in sections:
+        name = section.get("id", "")
+        menu.append(build_element("li", build_element("a", section[0].text, href=f"#{name}")))
+    header = build_element(
+        "header",
+        build_element("h1", title),
+        build_element("button", "Dark or light", type="button", id="theme", title="Change between dark and light"),
+        build_element("nav", menu, aria_label="Sections"),
+    )
+    body = build_element(
+        "body",
+        build_element("a", "To the contents", class_="skip", href="#contents"),
+        build_shared_patterns(),
+        header,
+        build_element("main", *sections, _build_omissions(left_out), id="contents"),
+        _build_footer(),
+    )
+    page = f"<!doctype html>\n<html lang=\"en\">\n{_build_head(title)}\n{format_html(body)}\n</html>\n"
+    script = f"<script>{read_asset('page.js')}</script></body>"
+    return page.replace("</body>", script)
+
+
+def _build_head(title: str) -> str:
+    """Return the head of the page. Its policy lets the page load nothing, and run no script but its own."""
+    digest = base64.b64encode(hashlib.sha256(read_asset("page.js").encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
+    head = build_element(
+        "head",
+        build_element("meta", charset="utf-8"),
+        build_element("meta", http_equiv="Content-Security-Policy", content=policy),
+        build_element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        build_element("meta", name="generator", content="partitioner"),
+        build_element("title", title),
+    )
+    style = f"<style>{format_picture_styles()}{read_asset('page.css')}</style></head>"
+    return format_html(head).replace("</head>", style)
+
+
+@cache
+def read_asset(name: str) -> str:
+    """Return the text of a style sheet or script of this folder."""
+    return (_HERE / name).read_text(encoding="utf-8")
+
+
+def _build_sections(plan: Plan, left_out: list[str]) -> Iterator[ET.Element]:
+    """Yield the sections of the page. What is left out of them is added to ``left_out``, a sentence each."""
+    yield _build_section("summary", "Summary", lambda: _build_summary(plan), left_out)
+    for view, (title, words) in _PICTURES.items():
+        picture = embed_picture(plan, view)
+        if picture.left_out or picture.missing:
+            left_out.append(picture.missing or f"Of the pictures: {picture.left_out}.")
+        yield build_element(
+            "section",
+            build_element("h2", title),
+            build_element("p", words),
+            build_figure(picture, view, title),
+            id=view,
+        )
+    yield _build_section("candidates", "Candidates", lambda: _build_candidates(plan, left_out), left_out)
+    yield _build_section("why-not", "Why not?", lambda: _build_answers(plan), left_out)
+    yield _build_section("operators", "Costs of operators", lambda: _build_operators(plan, left_out), left_out)
+    yield _build_section(
+        "explanation", "Explanation", lambda: build_parts(explain_parts(plan), "Explanation"), left_out
+    )
+
+
+def _build_section(
+    name: str, title: str, build_content: Callable[[], list[ET.Element]], left_out: list[str]
+) -> ET.Element:
+    """Return a section with a heading. A section that cannot be computed, or is too large, has a sentence instead."""
+    section = build_element("section", build_element("h2", title), id=name)
+    try:
+        content = build_content()
+    except PartitionError as error:
+        content = [build_element("p", f"This plan has none: {error}.", class_="missing")]
+    size = sum(len(format_html(element).encode()) for element in content)
+    if size > _MOST_SECTION_BYTES:
+        sentence = f"The section {title} takes {bytes_text(size)} and is left out of this page."
+        left_out.append(sentence)
+        content = [build_element("p", sentence, class_="missing")]
+    append_children(section, content)
+    return section
+
+
+def _build_summary(plan: Plan) -> list[ET.Element]:
+    cards = build_element("dl", class_="cards")
+    for name, value in key_figures(plan):
+        cards.append(build_element("div", build_element("dt", name), build_element("dd", value)))
+    first, *others = build_parts(summary_parts(plan), "Figures of the plan")
+    lead = build_element("p", first.text, class_="lead")
+    return [cards, lead, *others]
+
+
+def _build_candidates(plan: Plan, left_out: list[str]) -> list[ET.Element]:
+    rest = count_left_candidates(plan)
+    words = [candidate_counts(plan.certificate)]
+    if rest:
+        left = f"{rest:,} candidates without a row: the table has the best {MOST_CANDIDATES:,} at most"
+        left_out.append(f"Of the candidates: {left}.")
+        words.append(f"Left out are {left}.")
+    choice = build_element(
+        "label",
+        "Show only rows with ",
+        build_element("input", type="search", class_="filter", data_table="candidate-table", autocomplete="off"),
+    )
+    status = build_element("span", class_="found", role="status")
+    tools = build_element("div", choice, status, class_="tools")
+    return [build_element("p", ". ".join(filter(None, words))), tools, build_candidate_table(plan)]
+
+
+def _build_answers(plan: Plan) -> list[ET.Element]:
+    words = (
+        "The answers of plan.why_not() for single constraints, from the candidates of the search. "
+        'Where the table says "needs the model", plan.why_not(..., model=model) plans the job again.'
+    )
+    return [build_element("p", words), build_why_not_table(plan)]
+
+
+def _build_operators(plan: Plan, left_out: list[str]) -> list[ET.Element]:
+    plan.program  # noqa: B018  # raises the typed error of a plan without a program
+    from partitioner.report.operator_costs import MOST_OPERATORS, build_operator_table, list_operator_costs
+
+    costs = list_operator_costs(plan)
+    words = (
+        "Kernels alone, forward and backward, without communication, recomputation and the time in which a device "
+        "waits for the host. Equal blocks share a row, under the path of the first."
+    )
+    if len(costs) > MOST_OPERATORS:
+        left_out.append(f"Of the operators: the {len(costs) - MOST_OPERATORS:,} that take least.")
+    return [build_element("p", words), build_operator_table(costs)]
+
+
+def _build_omissions(left_out: list[str]) -> ET.Element:
+    lines = left_out or ["Nothing: all pictures and rows of the plan are in this page."]
+    items = [build_element("li", clean_text(line)) for line in lines]
+    return build_element(
+        "section", build_element("h2", "What this page leaves out"), build_element("ul", *items), id="left-out"
+    )
+
+
+def _build_footer() -> ET.Element:
+    from partitioner import __version__
+
+    return build_element("footer", build_element("p", f"Written by partitioner {__version__}. Times are predictions."))

@@ -1,0 +1,178 @@
+"""The pictures of a plan inside a page: colours by the page's theme, the legend and the notes as HTML, and the drawing in
+a frame that the page's script moves and zooms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from xml.etree import ElementTree as ET
+
+from partitioner.draw import draw
+from partitioner.draw.svg import HEADER_CLASS, PALETTE
+from partitioner.passes.errors import PartitionError
+from partitioner.plan import Plan
+from partitioner.report.html import build_element, clean_text, format_html
+from partitioner.units import bytes_text
+
+MOST_PICTURE_BYTES = 900_000
+MOST_SOURCE_BYTES = 8_000_000  # of a picture before it is embedded; larger ones are not read
+
+_SVG = "{http://www.w3.org/2000/svg}"
+_COLOURED = ("fill", "stroke")
+_NOTE_SIZE = "12"  # of the notes in a header; the title is larger
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A picture for a page. ``drawing``: the ``svg`` element; ``None`` if ``missing`` says why there is none.
+    ``notes``: the text under the title. ``legend``: (colour name or ``hatched``, meaning) pairs. ``left_out``: what of
+    the picture was left out because of its size; empty for nothing.
+    """
+
+    drawing: ET.Element | None
+    notes: str = ""
+    legend: tuple[tuple[str, str], ...] = ()
+    missing: str = ""
+    left_out: str = ""
+
+
+def embed_picture(plan: Plan, view: str) -> Embedded:
+    """Return the picture ``view`` of ``plan`` for a page, at most ``MOST_PICTURE_BYTES`` long. If it is longer, the
+    texts under the pointer are left out; if that does not suffice, the whole picture.
+    """
+    try:
+        source = draw(plan, view)
+    except PartitionError as error:
+        return Embedded(None, missing=f"There is no picture: {error}.")
+    if len(source) > MOST_SOURCE_BYTES:
+        return Embedded(None, missing=_format_missing(view, len(source)))
+    root = ET.fromstring(clean_text(source, len(source)))
+    notes, legend = _take_header(root)
+    _adapt_elements(root)
+    root.set("aria-label", f"{view} of the plan")
+    size = len(format_html(root).encode())
+    if size <= MOST_PICTURE_BYTES:
+        return Embedded(root, notes, legend)
+    for parent in root.iter():
+        for title in parent.findall("title"):
+            parent.remove(title)
+    if len(format_html(root).encode()) <= MOST_PICTURE_BYTES:
+        left_out = f"the details under the pointer of the {view}, {bytes_text(size)} with them"
+        return Embedded(root, notes, legend, left_out=left_out)
+    return Embedded(None, missing=_format_missing(view, size))
+
+
+def _format_missing(view: str, size: int) -> str:
+    return (
+        f"The {view} takes {bytes_text(size)} and is left out of this page. "
+        f'plan.to_svg("{view}.svg", view="{view}") writes it to a file of its own.'
+    )
+
+
+def _take_header(root: ET.Element) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """Remove the header of a picture, and cut the picture's box to the rest. Return the notes and the legend."""
+    header = next((g for g in root.findall(f"{_SVG}g") if g.get("class") == HEADER_CLASS), None)
+    if header is None:
+        return "", ()
+    notes, legend, swatch = [], [], ""
+    for element in header:
+        if element.tag == f"{_SVG}rect":
+            names = (element.get("class") or "").split()
+            swatch = next((name[2:] for name in names if name.startswith("f-")), "hatched")
+        elif swatch:
+            legend.append((swatch, "".join(element.itertext())))
+            swatch = ""
+        elif element.get("font-size") == _NOTE_SIZE:
+            notes.append("".join(element.itertext()))
+    top = max(0.0, float(header.get("data-bottom", 0)) - 12)
+    root.remove(header)
+    width, height = float(root.get("width", 0)), float(root.get("height", 0)) - top
+    root.set("viewBox", f"0 {top:g} {width:g} {height:g}")
+    root.set("width", f"{width:g}")
+    root.set("height", f"{height:g}")
+    return " ".join(notes), tuple(legend)
+
+
+def _adapt_elements(root: ET.Element) -> None:
+    """Drop name spaces, style sheets and patterns, which the page has once for all pictures, and colours that a class
+    gives too.
+    """
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag in (f"{_SVG}style", f"{_SVG}defs") or (parent is root and child.tag == f"{_SVG}title"):
+                parent.remove(child)
+    for element in root.iter():
+        element.tag = element.tag.removeprefix(_SVG)
+        names = (element.get("class") or "").split()
+        for attribute in _COLOURED:
+            if any(name.startswith(f"{attribute[0]}-") for name in names):
+                element.attrib.pop(attribute, None)
+        element.attrib.pop("font-family", None)
+
+
+def build_figure(picture: Embedded, view: str, title: str) -> ET.Element:
+    """Return the picture as a ``figure`` with its notes, legend, search field and buttons."""
+    if picture.drawing is None:
+        return build_element("p", picture.missing, class_="missing")
+    legend = build_element("ul", class_="legend")
+    for colour, meaning in picture.legend:
+        swatch = build_element("span", class_=f"swatch b-{colour}", aria_hidden="true")
+        legend.append(build_element("li", swatch, meaning))
+    search = build_element(
+        "label",
+        "Search ",
+        build_element("input", type="search", class_="search", placeholder="name, then Enter", autocomplete="off"),
+    )
+    buttons = [
+        build_element("button", shown, type="button", data_do=do, aria_label=f"{label} the {view}", title=label)
+        for do, shown, label in (
+            ("in", "+", "Enlarge"),
+            ("out", "−", "Reduce"),
+            ("fit", "Fit", "Fit"),
+            ("whole", "Full screen", "Show only"),
+        )
+    ]
+    tools = build_element(
+        "div", search, build_element("span", class_="found", role="status"), *buttons, class_="tools"
+    )
+    hint = f"{title}: drag, or use the arrow keys to move, + and - to zoom, 0 to fit"
+    frame = build_element(
+        "div", picture.drawing, class_="frame", tabindex="0", role="group", aria_label=hint, data_view=view
+    )
+    details = build_element("pre", "Point at, or tap, a part of the picture.", class_="details", aria_live="polite")
+    notes = picture.notes + (f" Left out: {picture.left_out}." if picture.left_out else "")
+    return build_element(
+        "figure", tools, build_element("figcaption", notes) if notes else None, legend, frame, details, class_="picture"
+    )
+
+
+def format_picture_styles() -> str:
+    """Return the style sheet of all pictures: the palette as variables, for both themes, and a class for each colour."""
+    light = "".join(f"--{name}:{colour.light};" for name, colour in PALETTE.items())
+    dark = "".join(f"--{name}:{colour.dark};" for name, colour in PALETTE.items())
+    classes = "".join(
+        f".f-{name}{{fill:var(--{name})}}.s-{name}{{stroke:var(--{name})}}.b-{name}{{background:var(--{name})}}"
+        for name in PALETTE
+    )
+    return (
+        f":root{{color-scheme:light;{light}}}"
+        f"@media (prefers-color-scheme:dark){{:root:not([data-theme=light]){{color-scheme:dark;{dark}}}}}"
+        f":root[data-theme=dark]{{color-scheme:dark;{dark}}}{classes}"
+    )
+
+
+def build_shared_patterns() -> ET.Element:
+    """Return the invisible ``svg`` element with the pattern of idle time, to which all pictures refer."""
+    pattern = build_element(
+        "pattern",
+        build_element("rect", width="6", height="6", class_="f-idle"),
+        build_element("rect", width="1.6", height="6", class_="f-hatch"),
+        id="pt-idle",
+        width="6",
+        height="6",
+        patternUnits="userSpaceOnUse",
+        patternTransform="rotate(45)",
+    )
+    return build_element(
+        "svg", build_element("defs", pattern), width="0", height="0", aria_hidden="true", class_="patterns"
+    )

@@ -1,0 +1,156 @@
+"""The tables of a report that can be sorted: candidates of the search, and answers to "why not"."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+from xml.etree import ElementTree as ET
+
+from partitioner.advise.why_not import WhyNot, format_asked_constraints
+from partitioner.explain.tables import best_first, fullest_bytes, status_word
+from partitioner.passes.errors import PartitionError
+from partitioner.plan import Candidate, Plan
+from partitioner.plans.figures import candidate_text
+from partitioner.report.html import Child, build_element, build_table
+from partitioner.units import bytes_text, format_percent, seconds_text
+
+MOST_CANDIDATES = 400  # rows of the table
+MOST_ANSWERS = 48  # questions of the why-not table
+_MOST_VALUES = 6  # of one constraint
+_MOST_REASON = 240  # characters of a reason in a row
+
+_ASKED = ("pp", "dp", "cp", "tp", "ep", "zero", "microbatch_size", "schedule", "virtual_stages")
+_VERDICTS = {
+    "slower": "slower",
+    "faster": "faster",
+    "bounded": "cannot be faster",
+    "infeasible": "not possible",
+    "unknown": "needs the model",
+}
+_LAST = math.inf  # sorts what has no number behind all numbers
+
+Cell = Child | tuple[float | str, Child]
+
+
+def build_candidate_table(plan: Plan) -> ET.Element:
+    """Return the table of the search's candidates, the best first, at most ``MOST_CANDIDATES`` rows."""
+    shown = best_first(plan.certificate.candidates)[:MOST_CANDIDATES]
+    columns = [
+        ("mesh", False),
+        ("microbatch", True),
+        ("schedule", False),
+        ("step time", True),
+        ("against the plan", True),
+        ("lower bound", True),
+        ("memory", True),
+        ("outcome", False),
+    ]
+    return build_table(
+        "Candidates of the search. A button in the head sorts by its column.",
+        columns,
+        [_list_candidate_cells(candidate, plan) for candidate in shown],
+        sortable=True,
+        name="candidate-table",
+        marks=["chosen" if candidate.status == "chosen" else None for candidate in shown],
+    )
+
+
+def _list_candidate_cells(candidate: Candidate, plan: Plan) -> list[Cell]:
+    memory = candidate.memory
+    if candidate.status == "chosen":
+        memory = fullest_bytes(plan)
+    outcome = status_word(candidate, plan.certificate)
+    reason = f"{outcome}: {candidate.reason[:_MOST_REASON]}" if candidate.reason else outcome
+    seconds = plan.estimate.step_time if candidate.status == "chosen" else candidate.step_time
+    ratio = seconds / plan.estimate.step_time - 1 if seconds is not None and plan.estimate.step_time else None
+    return [
+        candidate_text(candidate),
+        (float(candidate.microbatch_size), str(candidate.microbatch_size)),
+        candidate.schedule,
+        (_LAST, "") if seconds is None else (seconds, seconds_text(seconds)),
+        (_LAST, "") if ratio is None else (ratio, _format_change(ratio)),
+        (candidate.bound or _LAST, seconds_text(candidate.bound) if candidate.bound else ""),
+        (_LAST, "") if memory is None else (float(memory), bytes_text(memory)),
+        (outcome, reason),
+    ]
+
+
+def _format_change(ratio: float) -> str:
+    if abs(ratio) < 5e-5:
+        return "0%"
+    return f"{'+' if ratio > 0 else '−'}{format_percent(abs(ratio))}"
+
+
+def count_left_candidates(plan: Plan) -> int:
+    """Return the number of candidates without a row in the table."""
+    rows = len(plan.certificate.candidates)
+    return max(0, rows - MOST_CANDIDATES) + sum(n for kind, n in plan.certificate.left.items() if kind != "open")
+
+
+def list_questions(plan: Plan) -> list[dict[str, Any]]:
+    """Return the constraints that the why-not table asks about: for each kind, the values of candidates of the search
+    that the plan does not have, those nearest to the plan's first.
+    """
+    asked = []
+    for name in _ASKED:
+        own = _read_value(plan.chosen, name)
+        values = {_read_value(candidate, name) for candidate in plan.certificate.candidates} - {own}
+        ranked = sorted(values, key=lambda value: _measure_distance(own, value))
+        asked += [{name: value} for value in ranked[:_MOST_VALUES]]
+    return asked[:MOST_ANSWERS]
+
+
+def _read_value(candidate: Candidate, name: str) -> Any:
+    return candidate.mesh.get(name, 1) if name in _ASKED[:5] else getattr(candidate, name)
+
+
+def _measure_distance(own: Any, value: Any) -> tuple[float, str]:
+    if isinstance(own, int) and isinstance(value, int):
+        return abs(math.log2(max(value, 0.5)) - math.log2(max(own, 0.5))), f"{value:012d}"
+    return 0.0, str(value)
+
+
+def build_why_not_table(plan: Plan) -> ET.Element:
+    """Return the table of what other values of single constraints would give, answered from the certificate."""
+    columns = [("instead", False), ("answer", False), ("step time or bound", True), ("in words", False)]
+    return build_table(
+        "What other values of one constraint would give",
+        columns,
+        list(_list_answer_rows(plan)),
+        sortable=True,
+        name="why-not-table",
+    )
+
+
+def _list_answer_rows(plan: Plan) -> Iterator[list[Cell]]:
+    for asked in list_questions(plan):
+        try:
+            answer = plan.why_not(**asked)
+        except PartitionError as error:
+            answer = WhyNot(asked, "infeasible", (str(error),))
+        if answer.verdict == "chosen":
+            continue
+        yield [
+            format_asked_constraints(asked),
+            _VERDICTS[answer.verdict],
+            _build_time_cell(answer),
+            _build_words(answer),
+        ]
+
+
+def _build_time_cell(answer: WhyNot) -> Cell:
+    if answer.verdict in ("slower", "faster") and answer.candidate is not None and answer.candidate.step_time:
+        return answer.candidate.step_time, seconds_text(answer.candidate.step_time)
+    if answer.bound:
+        return answer.bound, f"≥ {seconds_text(answer.bound)}"
+    return _LAST, ""
+
+
+def _build_words(answer: WhyNot) -> ET.Element:
+    """Return the first sentence of an answer, and the others in an element that opens."""
+    first, *rest = answer.lines
+    if not rest:
+        return build_element("span", first)
+    body = [build_element("li" if line.startswith(" ") else "p", line.strip()) for line in rest]
+    return build_element("details", build_element("summary", first), *body)

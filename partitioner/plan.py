@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pydantic import Field
 
@@ -15,6 +16,7 @@ from partitioner.runtime.files import write_text
 from partitioner.runtime.program.instructions import Data
 from partitioner.runtime.program.program import Program, RankProgram
 from partitioner.topology import Topology
+from partitioner.units import bytes_text, format_percent, seconds_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -386,14 +388,47 @@ class Plan(Data):
 
         return verify(self, model, inputs, loss)
 
+    @overload
+    def to_svg(self, path: str | Path, view: str = "graph") -> Path: ...
+
+    @overload
+    def to_svg(self, path: None = None, view: str = "graph") -> str: ...
+
     @typed_errors("Plan.to_svg()")
-    def to_svg(self, path: str | Path, view: str = "graph") -> Path:
+    def to_svg(self, path: str | Path | None = None, view: str = "graph") -> Path | str:
         """Draw ``view`` (``graph``, ``timeline``, ``topology`` or ``memory``) to the SVG file ``path`` and return the
-        path. Raise ``DrawError`` for another view.
+        path. Without a path, return the text of the picture. Raise ``DrawError`` for another view.
         """
         from partitioner.draw import draw
 
-        return write_text(Path(path), draw(self, view))
+        picture = draw(self, view)
+        return picture if path is None else write_text(Path(path), picture)
+
+    @typed_errors("Plan.to_html()")
+    def to_html(self, path: str | Path) -> Path:
+        """Write a report of the plan to the HTML file ``path`` and return the path. The file contains everything that
+        it needs: summary, pictures that can be searched and zoomed, candidates, why-not answers, costs of operators,
+        explanation. It is under 5 MB, and replaced atomically.
+        """
+        from partitioner.report.page import build_report
+
+        return write_text(Path(path), build_report(self))
+
+    def _repr_html_(self) -> str:
+        """Return the HTML that a notebook displays: the main figures and the graph."""
+        from partitioner.report.notebook import format_plan_html
+
+        return format_plan_html(self)
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Yield what ``repr`` shows: the main figures, and not the programs."""
+        yield "model", self.model
+        yield "mesh", {axis: size for axis, size in self.mesh.items() if size > 1}
+        yield "ranks", self.world_size
+        yield "step_time", seconds_text(self.estimate.step_time)
+        if self.estimate.memory:
+            yield "memory", bytes_text(max(self.estimate.memory))
+        yield "gap", format_percent(self.certificate.gap)
 
     @typed_errors("Plan.save()")
     def save(self, path: str | Path) -> Path:

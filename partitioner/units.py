@@ -10,6 +10,7 @@ import io
 import math
 from collections.abc import Iterable, Sequence
 from functools import cache
+from html import escape
 from typing import IO, Any
 
 from rich.console import Console, RenderableType
@@ -111,3 +112,13 @@ def format_plain_text(parts: Iterable[RenderableType]) -> str:
     for part in parts:
         console.print(part)
     return "\n".join(line.rstrip() for line in written.getvalue().rstrip().splitlines())
+
+
+def format_html_figures(title: str, rows: Iterable[tuple[str, str]], more: str = "") -> str:
+    """Return a title and (name, value) pairs as a table in HTML, for notebooks. ``more``: HTML that follows."""
+    body = "".join(
+        f'<tr><th scope="row" style="text-align:left;font-weight:normal;opacity:.75">{escape(name)}</th>'
+        f'<td style="text-align:left">{escape(value)}</td></tr>'
+        for name, value in rows
+    )
+    return f"<div><p><strong>{escape(title)}</strong></p><table><tbody>{body}</tbody></table>{more}</div>"

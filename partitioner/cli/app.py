@@ -27,6 +27,7 @@ from partitioner.cli.console import (
 from partitioner.cli.options import (
     Chart,
     GlobalBatch,
+    Html,
     Layout,
     Memory,
     Meta,
@@ -146,6 +147,7 @@ def plan(
     svg: Picture = None,
     timeline: Chart = None,
     memory: Memory = None,
+    html: Html = None,
 ) -> None:
     """Find the fastest plan for a model on a cluster, and print its summary.
 
@@ -159,7 +161,7 @@ def plan(
         "sequence_parallel": sequence_parallel, "context": context, "ahead": ahead or None,
     }  # fmt: skip
     constraints = Constraints(**all_constraints(given, more))
-    check_outputs(out, svg, timeline, memory)
+    check_outputs(out, svg, timeline, memory, html)
     where = Topology.parse(topology)
     with show_spinner(f"Loading {function}"):
         target = load_target(function, meta=meta)
@@ -185,11 +187,16 @@ def plan(
     if out:
         _print_written_path("plan", found.save(out))
     _write_pictures(found, svg, timeline, memory)
+    if html:
+        _print_written_path("report", found.to_html(html))
 
 
 @app.command(
     epilog=format_examples(
-        "partitioner show plan.json", "partitioner show plan.json --rank 3", "partitioner show plan.json --svg plan.svg"
+        "partitioner show plan.json",
+        "partitioner show plan.json --rank 3",
+        "partitioner show plan.json --svg plan.svg",
+        "partitioner show plan.json --html plan.html",
     )
 )
 def show(
@@ -199,11 +206,13 @@ def show(
     timeline: Chart = None,
     topology: Layout = None,
     memory: Memory = None,
+    html: Html = None,
 ) -> None:
     """Print the summary of a plan, or the program of one rank, and draw pictures of the plan."""
     from partitioner import Plan
     from partitioner.cli.show import rank_parts
 
+    check_outputs(html)
     loaded = Plan.load(plan_file)
     if rank is None:
         _print_summary(loaded)
@@ -212,6 +221,8 @@ def show(
     _write_pictures(loaded, svg, timeline, memory)
     if topology:
         _print_written_path("topology", loaded.to_svg(topology, view="topology"))
+    if html:
+        _print_written_path("report", loaded.to_html(html))
 
 
 @app.command(
@@ -333,6 +344,9 @@ def topology(
     name: Annotated[str, typer.Argument(help="`local:4`, a preset like `dgx-h100:2`, `detect` or a YAML file.")],
     yaml: Annotated[bool, typer.Option("--yaml", help="Print it as YAML, to be changed and given to `plan`.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Draw it to this SVG file.", show_default=False)] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write its picture and tables to this HTML file.", show_default=False)
+    ] = None,
 ) -> None:
     """Show the devices and links of a topology."""
     from partitioner import Topology
@@ -344,12 +358,19 @@ def topology(
         from partitioner.runtime.files import write_text
 
         write_text(svg, draw_topology(where))
+    if html:
+        from partitioner.report.page import build_topology_report
+        from partitioner.runtime.files import write_text
+
+        write_text(html, build_topology_report(where))
     if yaml:
         typer.echo(where.to_yaml(), nl=False)
         return
     print_parts(topology_parts(where))
     if svg:
         _print_written_path("picture", svg)
+    if html:
+        _print_written_path("report", html)
 
 
 @app.command(

@@ -42,6 +42,10 @@ Layout = Annotated[
     Path | None, typer.Option(help="Draw the ranks on their devices to this SVG file.", show_default=False)
 ]
 Memory = Annotated[Path | None, typer.Option(help="Draw the memory over time to this SVG file.", show_default=False)]
+Html = Annotated[
+    Path | None,
+    typer.Option("--html", help="Write a report with all pictures and tables to this HTML file.", show_default=False),
+]
 Precision = Annotated[
     str | None, typer.Option(help="`bf16`, `fp16`, `fp32`, `tf32`, `fp64` or `fp8`; default: as the parameters are.")
 ]

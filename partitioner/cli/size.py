@@ -62,6 +62,9 @@ def size(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the chosen plan to this JSON file.", show_default=False)
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a report of the chosen plan to this HTML file.", show_default=False)
+    ] = None,
 ) -> None:
     """Find how many nodes a job needs: the fewest for a step time, or those with the least money, energy or time per
     step.
@@ -73,7 +76,7 @@ def size(
 
     sizes = _parse_node_counts(nodes)
     pins = Constraints.parse(constraints or "")
-    check_outputs(out, svg)
+    check_outputs(out, svg, html)
     with show_spinner(f"Loading {function}"):
         target = load_target(function, meta=meta)
     with show_spinner(f"Planning {target.name} for {nodes} nodes of {machine}"):
@@ -104,6 +107,8 @@ def size(
     print_parts(summary_parts(found.plan))
     if out:
         build_output_console().print(Text.assemble(("plan: ", "dim"), str(found.plan.save(out))))
+    if html:
+        build_output_console().print(Text.assemble(("report: ", "dim"), str(found.plan.to_html(html))))
 
 
 def _parse_node_counts(text: str) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 Child = ET.Element | str | None
+Cell = Child | tuple[float | str, Child]  # with a key to sort by
 
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 _BAR = re.compile("█*")
@@ -63,14 +64,16 @@ def format_html(element: ET.Element) -> str:
 def build_table(
     caption: str,
     columns: Sequence[tuple[str, bool]],
-    rows: Iterable[Sequence[Child | tuple[float | str, Child]]],
+    rows: Iterable[Sequence[Cell]],
     *,
     sortable: bool = False,
+    captioned: bool = True,
     name: str | None = None,
     marks: Sequence[str | None] = (),
 ) -> ET.Element:
-    """Return a table in a frame that scrolls sideways. ``columns``: (title, whether it holds numbers). A cell is a text,
-    an element, or (key to sort by, content). ``name``: the id. ``marks``: the class of each row.
+    """Return a table in a frame that scrolls sideways. ``columns``: (title, whether it holds numbers). A cell is a
+    text, an element, or (key to sort by, content). ``captioned``: the caption is visible, and not for screen readers alone.
+    ``name``: the id. ``marks``: the class of each row.
     """
     head = build_element("tr")
     for title, numeric in columns:
@@ -94,17 +97,19 @@ def build_table(
         body.append(line)
     table = build_element(
         "table",
-        build_element("caption", caption) if caption else None,
+        build_element("caption", caption, class_=None if captioned else "hidden"),
         build_element("thead", head),
         body,
         id=name,
         class_="sortable" if sortable else None,
     )
-    return build_element("div", table, class_="scroll", tabindex="0", role="region", aria_label=caption or "table")
+    return build_element("div", table, class_="scroll", tabindex="0", role="region", aria_label=caption)
 
 
 def build_parts(parts: Iterable[Any], caption: str, level: int = 3) -> list[ET.Element]:
-    """Return the renderables of ``partitioner/explain`` as elements: tables, headings of ``level``, paragraphs, lists."""
+    """Return the renderables of ``partitioner/explain`` as elements: tables, paragraphs, lists, and headings of
+    ``level``.
+    """
     found: list[ET.Element] = []
     for part in parts:
         inner = part.renderable if isinstance(part, Padding) else part
@@ -135,7 +140,7 @@ def _convert_table(table: Table, caption: str) -> ET.Element:
     columns = [(read_cell(column.header), column.justify == "right") for column in table.columns]
     rows = [[read_cell(cell) for cell in row] for row in zip(*(column.cells for column in table.columns), strict=True)]
     if any(title for title, _ in columns):
-        return build_table(caption, columns, rows)
+        return build_table(caption, columns, rows, captioned=False)
     return build_pair_list(rows, caption)
 
 

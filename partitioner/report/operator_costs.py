@@ -20,7 +20,7 @@ from partitioner.cost.call.operators import backward_kernels, forward_kernels, o
 from partitioner.cost.call.roofline import kernel_times
 from partitioner.passes.rules.strategies import needs_gradient
 from partitioner.plan import Plan
-from partitioner.report.html import build_table
+from partitioner.report.html import Cell, build_table
 from partitioner.simulate.program_time import PlanDurations
 from partitioner.units import bytes_text, count_text, format_percent, seconds_text
 
@@ -112,7 +112,7 @@ def _list_block_costs(
 def build_operator_table(costs: list[OperatorCost]) -> ET.Element:
     """Return the table of at most ``MOST_OPERATORS`` operators."""
     total = sum(sum(cost.seconds) for cost in costs) or 1.0
-    rows = []
+    rows: list[list[Cell]] = []
     for cost in costs[:MOST_OPERATORS]:
         both = sum(cost.seconds)
         ahead, back = cost.seconds
@@ -122,7 +122,7 @@ def build_operator_table(costs: list[OperatorCost]) -> ET.Element:
                 cost.block,
                 cost.stages,
                 (float(cost.calls), f"{cost.calls:,}"),
-                (ahead, seconds_text(ahead)),
+                (ahead, seconds_text(ahead) if ahead else ""),
                 (back, seconds_text(back) if back else ""),
                 (both / total, format_percent(both / total)),
                 (cost.flops, count_text(cost.flops) if cost.flops else ""),

@@ -43,7 +43,8 @@
   // Pictures: the view box moves over the drawing. k: pixels per unit of the drawing.
   for (const figure of document.querySelectorAll("figure.picture")) {
     const frame = figure.querySelector(".frame"), svg = frame.querySelector("svg"), details = figure.querySelector(".details");
-    const box = svg.viewBox.baseVal, whole = { x: box.x, y: box.y, w: box.width, h: box.height };
+    const box = svg.getBBox(), margin = 12;
+    const whole = { x: box.x - margin, y: box.y - margin, w: box.width + 2 * margin, h: box.height + 2 * margin };
     const readable = 0.8, most = 12;
     let k = 1, x = whole.x, y = whole.y;
     frame.classList.add("live");
@@ -54,6 +55,7 @@
       const w = frame.clientWidth / k, h = frame.clientHeight / k;
       x = w >= whole.w ? whole.x - (w - whole.w) / 2 : clamp(x, whole.x, whole.x + whole.w - w);
       y = h >= whole.h ? whole.y - (h - whole.h) / 2 : clamp(y, whole.y, whole.y + whole.h - h);
+      frame.style.touchAction = h >= whole.h ? "pan-y" : "none"; // a finger scrolls the page where nothing else moves
       svg.setAttribute("viewBox", `${x} ${y} ${w} ${h}`);
       frame.dataset.zoom = k.toFixed(3);
     };
@@ -138,7 +140,11 @@
     };
     for (const name of ["pointerup", "pointercancel"]) frame.addEventListener(name, release);
 
+    start();
+    new ResizeObserver(() => { size(); place(); }).observe(frame);
+
     const field = figure.querySelector("input.search"), status = figure.querySelector(".found");
+    if (!field) continue;
     const parts = [...svg.querySelectorAll("g")].filter((g) => [...g.children].some((c) => c.tagName === "title"));
     const texts = parts.map((part) => part.textContent.toLowerCase());
     let matches = [], at = -1;
@@ -169,7 +175,5 @@
     field.addEventListener("keydown", (event) => {
       if (event.key === "Enter") { goTo(at + (event.shiftKey ? -1 : 1)); event.preventDefault(); }
     });
-    start();
-    new ResizeObserver(() => { size(); place(); }).observe(frame);
   }
 })();

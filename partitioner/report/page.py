@@ -7,17 +7,29 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+from partitioner.draw import draw
+from partitioner.draw.topology import draw_topology
 from partitioner.explain.explain import explain_parts, summary_parts
 from partitioner.explain.tables import candidate_counts
 from partitioner.passes.errors import PartitionError
 from partitioner.plan import Plan
 from partitioner.plans.figures import key_figures, picture_title
-from partitioner.report.html import append_children, build_element, build_parts, clean_text, format_html
+from partitioner.plans.mesh_axes import rate_rows
+from partitioner.report.html import (
+    append_children,
+    build_element,
+    build_parts,
+    build_table,
+    clean_text,
+    format_html,
+    read_cell,
+)
 from partitioner.report.pictures import (
     build_figure,
     build_shared_patterns,
@@ -30,7 +42,8 @@ from partitioner.report.tables import (
     build_why_not_table,
     count_left_candidates,
 )
-from partitioner.units import bytes_text
+from partitioner.topology import Topology
+from partitioner.units import bytes_text, format_plural
 
 MOST_BYTES = 5_000_000  # of a page
 
@@ -50,9 +63,27 @@ _PICTURES = {  # view -> title, what the section says
 
 def build_report(plan: Plan) -> str:
     """Return the report of ``plan`` as the text of an HTML file, at most ``MOST_BYTES`` long."""
-    title = picture_title(plan)
     left_out: list[str] = []
-    sections = list(_build_sections(plan, left_out))
+    return _build_page(picture_title(plan), list(_build_sections(plan, left_out)), left_out)
+
+
+def build_topology_report(topology: Topology) -> str:
+    """Return the picture and the links of ``topology`` as the text of an HTML file."""
+    left_out: list[str] = []
+    titles = ("link", "joins", "bandwidth", "a device gets", "a node gets", "latency")
+    links = build_table("Links", [(title, title in titles[2:]) for title in titles], rate_rows(topology))
+    kinds = Counter(device.kind for device in topology.devices)
+    words = [f"{count:,} × {kind}, {bytes_text(topology.types[kind].memory)}" for kind, count in kinds.items()]
+    devices = build_element("ul", *(build_element("li", each) for each in words))
+    sections = [
+        build_element("section", build_element("h2", "Devices and links"), devices, links, id="summary"),
+        _build_picture_section("topology", partial(draw_topology, topology), left_out),
+    ]
+    title = f"{topology.name}: {format_plural(topology.num_devices, 'device')}"
+    return _build_page(title, sections, left_out)
+
+
+def _build_page(title: str, sections: list[ET.Element], left_out: list[str]) -> str:
     menu = build_element("ul")
     for section in sections:
         name = section.get("id", "")
@@ -71,7 +102,7 @@ def build_report(plan: Plan) -> str:
         build_element("main", *sections, _build_omissions(left_out), id="contents"),
         _build_footer(),
     )
-    page = f"<!doctype html>\n<html lang=\"en\">\n{_build_head(title)}\n{format_html(body)}\n</html>\n"
+    page = f'<!doctype html>\n<html lang="en">\n{_build_head(title)}\n{format_html(body)}\n</html>\n'
     script = f"<script>{read_asset('page.js')}</script></body>"
     return page.replace("</body>", script)
 
@@ -101,23 +132,23 @@ def read_asset(name: str) -> str:
 def _build_sections(plan: Plan, left_out: list[str]) -> Iterator[ET.Element]:
     """Yield the sections of the page. What is left out of them is added to ``left_out``, a sentence each."""
     yield _build_section("summary", "Summary", lambda: _build_summary(plan), left_out)
-    for view, (title, words) in _PICTURES.items():
-        picture = embed_picture(plan, view)
-        if picture.left_out or picture.missing:
-            left_out.append(picture.missing or f"Of the pictures: {picture.left_out}.")
-        yield build_element(
-            "section",
-            build_element("h2", title),
-            build_element("p", words),
-            build_figure(picture, view, title),
-            id=view,
-        )
+    for view in _PICTURES:
+        yield _build_picture_section(view, partial(draw, plan, view), left_out)
     yield _build_section("candidates", "Candidates", lambda: _build_candidates(plan, left_out), left_out)
     yield _build_section("why-not", "Why not?", lambda: _build_answers(plan), left_out)
     yield _build_section("operators", "Costs of operators", lambda: _build_operators(plan, left_out), left_out)
     yield _build_section(
         "explanation", "Explanation", lambda: build_parts(explain_parts(plan), "Explanation"), left_out
     )
+
+
+def _build_picture_section(view: str, draw_source: Callable[[], str], left_out: list[str]) -> ET.Element:
+    title, words = _PICTURES[view]
+    picture = embed_picture(view, draw_source)
+    if picture.left_out or picture.missing:
+        left_out.append(picture.missing or f"Of the pictures: {picture.left_out}.")
+    figure = build_figure(picture, view, title)
+    return build_element("section", build_element("h2", title), build_element("p", words), figure, id=view)
 
 
 def _build_section(
@@ -142,9 +173,10 @@ def _build_summary(plan: Plan) -> list[ET.Element]:
     cards = build_element("dl", class_="cards")
     for name, value in key_figures(plan):
         cards.append(build_element("div", build_element("dt", name), build_element("dd", value)))
-    first, *others = build_parts(summary_parts(plan), "Figures of the plan")
-    lead = build_element("p", first.text, class_="lead")
-    return [cards, lead, *others]
+    first, *others = summary_parts(plan)
+    lead = build_element("p", read_cell(first), class_="lead")
+    figures, *tables = build_parts(others, "Figures, stages and operators")
+    return [cards, lead, figures, build_element("h3", "Stages"), *tables]
 
 
 def _build_candidates(plan: Plan, left_out: list[str]) -> list[ET.Element]:

@@ -1,16 +1,15 @@
-"""The pictures of a plan inside a page: colours by the page's theme, the legend and the notes as HTML, and the drawing in
-a frame that the page's script moves and zooms.
+"""The pictures of a plan inside a page. Colours follow the page's theme, the legend and the notes are HTML, and the
+drawing is in a frame that the page's script moves and zooms.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from xml.etree import ElementTree as ET
 
-from partitioner.draw import draw
 from partitioner.draw.svg import HEADER_CLASS, PALETTE
 from partitioner.passes.errors import PartitionError
-from partitioner.plan import Plan
 from partitioner.report.html import build_element, clean_text, format_html
 from partitioner.units import bytes_text
 
@@ -19,6 +18,7 @@ MOST_SOURCE_BYTES = 8_000_000  # of a picture before it is embedded; larger ones
 
 _SVG = "{http://www.w3.org/2000/svg}"
 _COLOURED = ("fill", "stroke")
+_SEARCHED = ("graph", "topology")  # views whose parts have names
 _NOTE_SIZE = "12"  # of the notes in a header; the title is larger
 
 
@@ -36,20 +36,20 @@ class Embedded:
     left_out: str = ""
 
 
-def embed_picture(plan: Plan, view: str) -> Embedded:
-    """Return the picture ``view`` of ``plan`` for a page, at most ``MOST_PICTURE_BYTES`` long. If it is longer, the
-    texts under the pointer are left out; if that does not suffice, the whole picture.
+def embed_picture(view: str, draw_source: Callable[[], str]) -> Embedded:
+    """Return the picture ``view`` for a page, at most ``MOST_PICTURE_BYTES`` long. If it is longer, the texts under the
+    pointer are left out; if that does not suffice, the whole picture. ``draw_source``: returns the SVG text.
     """
     try:
-        source = draw(plan, view)
+        source = draw_source()
     except PartitionError as error:
-        return Embedded(None, missing=f"There is no picture: {error}.")
+        return Embedded(None, missing=f"There is no {view}: {error}.")
     if len(source) > MOST_SOURCE_BYTES:
         return Embedded(None, missing=_format_missing(view, len(source)))
     root = ET.fromstring(clean_text(source, len(source)))
     notes, legend = _take_header(root)
     _adapt_elements(root)
-    root.set("aria-label", f"{view} of the plan")
+    root.set("aria-label", view)
     size = len(format_html(root).encode())
     if size <= MOST_PICTURE_BYTES:
         return Embedded(root, notes, legend)
@@ -118,11 +118,8 @@ def build_figure(picture: Embedded, view: str, title: str) -> ET.Element:
     for colour, meaning in picture.legend:
         swatch = build_element("span", class_=f"swatch b-{colour}", aria_hidden="true")
         legend.append(build_element("li", swatch, meaning))
-    search = build_element(
-        "label",
-        "Search ",
-        build_element("input", type="search", class_="search", placeholder="name, then Enter", autocomplete="off"),
-    )
+    field = build_element("input", type="search", class_="search", placeholder="name, then Enter", autocomplete="off")
+    search = build_element("label", "Search ", field) if view in _SEARCHED else None
     buttons = [
         build_element("button", shown, type="button", data_do=do, aria_label=f"{label} the {view}", title=label)
         for do, shown, label in (
@@ -132,9 +129,7 @@ def build_figure(picture: Embedded, view: str, title: str) -> ET.Element:
             ("whole", "Full screen", "Show only"),
         )
     ]
-    tools = build_element(
-        "div", search, build_element("span", class_="found", role="status"), *buttons, class_="tools"
-    )
+    tools = build_element("div", search, build_element("span", class_="found", role="status"), *buttons, class_="tools")
     hint = f"{title}: drag, or use the arrow keys to move, + and - to zoom, 0 to fit"
     frame = build_element(
         "div", picture.drawing, class_="frame", tabindex="0", role="group", aria_label=hint, data_view=view
@@ -147,7 +142,7 @@ def build_figure(picture: Embedded, view: str, title: str) -> ET.Element:
 
 
 def format_picture_styles() -> str:
-    """Return the style sheet of all pictures: the palette as variables, for both themes, and a class for each colour."""
+    """Return the style sheet of all pictures: the palette as variables for both themes, and a class for each colour."""
     light = "".join(f"--{name}:{colour.light};" for name, colour in PALETTE.items())
     dark = "".join(f"--{name}:{colour.dark};" for name, colour in PALETTE.items())
     classes = "".join(

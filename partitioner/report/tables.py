@@ -12,7 +12,7 @@ from partitioner.explain.tables import best_first, fullest_bytes, status_word
 from partitioner.passes.errors import PartitionError
 from partitioner.plan import Candidate, Plan
 from partitioner.plans.figures import candidate_text
-from partitioner.report.html import Child, build_element, build_table
+from partitioner.report.html import Cell, build_element, build_table
 from partitioner.units import bytes_text, format_percent, seconds_text
 
 MOST_CANDIDATES = 400  # rows of the table
@@ -29,8 +29,6 @@ _VERDICTS = {
     "unknown": "needs the model",
 }
 _LAST = math.inf  # sorts what has no number behind all numbers
-
-Cell = Child | tuple[float | str, Child]
 
 
 def build_candidate_table(plan: Plan) -> ET.Element:

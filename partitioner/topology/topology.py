@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
@@ -50,6 +50,7 @@ from partitioner.topology.hosts import HostShare, host_shares
 from partitioner.topology.network_cards import NetworkCards, network_cards
 from partitioner.topology.subset import remove_devices
 from partitioner.topology.validate import check_parts, format_validation_error, require_type
+from partitioner.units import bytes_text, format_digits, format_html_figures, format_plural, seconds_text
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -97,6 +98,25 @@ class Topology(TopologyPart):
 
     def __hash__(self) -> int:
         return hash((self.name, self.nodes, self.levels, self.links))
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Yield what ``repr`` shows: the numbers of nodes and devices, and not every device."""
+        yield "name", self.name
+        yield "nodes", self.num_nodes
+        yield "devices", self.num_devices
+        yield "types", sorted({group.type for group in self.nodes})
+        yield "levels", [level.name for level in self.levels]
+
+    def _repr_html_(self) -> str:
+        """Return the HTML that a notebook displays: devices by type, and the links."""
+        kinds = Counter(device.kind for device in self.devices)
+        rows = [("nodes", f"{self.num_nodes:,}")]
+        rows += [(kind, f"{n:,} devices of {bytes_text(self.types[kind].memory)}") for kind, n in kinds.items()]
+        rows += [
+            (level.name, f"{format_digits(level.bandwidth / 1e9)} GB/s, {seconds_text(level.latency)}")
+            for level in self.levels
+        ]
+        return format_html_figures(f"{self.name}: {format_plural(self.num_devices, 'device')}", rows)
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:

@@ -84,7 +84,9 @@ class Page:
         elif method == "Page.loadEventFired":
             self.loaded = True
 
-    def open(self, path: Path, width: int = 1280, height: int = 900, *, dark: bool = False, phone: bool = False) -> None:
+    def open(
+        self, path: Path, width: int = 1280, height: int = 900, *, dark: bool = False, phone: bool = False
+    ) -> None:
         """Load the file ``path`` in a window of this size."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -114,9 +116,7 @@ class Page:
         """Drag the mouse from one point of the window to another."""
         for kind, (x, y) in (("mousePressed", start), ("mouseMoved", end), ("mouseReleased", end)):
             buttons = 0 if kind == "mouseReleased" else 1
-            self.send(
-                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=buttons, clickCount=1
-            )
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=buttons, clickCount=1)
 
     def save_screenshot(self, path: Path, *, whole: bool = False) -> None:
         """Write a picture of the window, or of the ``whole`` page, to a PNG file."""

@@ -28,6 +28,7 @@ from partitioner.passes.errors import PartitionError
 from partitioner.plan import Certificate
 from partitioner.schedules.formulas import is_formula, is_plain
 from partitioner.solve.search.outcomes import CandidateOutcome, CutOff, EvaluatedCandidate, certificate_of
+from partitioner.units import format_html_figures, seconds_text
 
 _TOLD_EVERY_S = 0.1  # least seconds between two progress reports without an evaluation
 
@@ -80,6 +81,23 @@ class SearchProgress:
     bound: float
     candidate: MeshCandidate
     num_bounded: int = 0
+
+    def __repr__(self) -> str:
+        return f"SearchProgress({', '.join(f'{name}={value}' for name, value in self._list_figures())})"
+
+    def _repr_html_(self) -> str:
+        """Return the HTML that a notebook displays."""
+        return format_html_figures("Search in progress", self._list_figures())
+
+    def _list_figures(self) -> list[tuple[str, str]]:
+        return [
+            ("solved", f"{self.num_evaluated:,}"),
+            ("bounds", f"{self.num_bounded:,}"),
+            ("open", f"{self.num_open:,}"),
+            ("best", "none yet" if self.best is None else seconds_text(self.best)),
+            ("bound", seconds_text(self.bound)),
+            ("candidate", " × ".join(f"{axis} {n}" for axis, n in self.candidate.mesh.items() if n > 1) or "one rank"),
+        ]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,31 @@
+"""What a notebook displays for a plan."""
+
+from __future__ import annotations
+
+import base64
+
+from partitioner.draw import draw
+from partitioner.passes.errors import PartitionError
+from partitioner.plan import Plan
+from partitioner.plans.figures import key_figures, picture_title
+from partitioner.units import bytes_text, format_html_figures
+
+MOST_PICTURE_BYTES = 400_000  # of a picture in a notebook, which keeps it in its file
+
+
+def format_plan_html(plan: Plan) -> str:
+    """Return the figures of ``plan`` and its graph as HTML. The picture is an image, so that its style sheet does not
+    reach the notebook.
+    """
+    return format_html_figures(picture_title(plan), key_figures(plan), _format_graph(plan))
+
+
+def _format_graph(plan: Plan) -> str:
+    try:
+        picture = draw(plan, "graph").encode()
+    except PartitionError:  # a plan without a program
+        return ""
+    if len(picture) > MOST_PICTURE_BYTES:
+        return f"<p>The graph takes {bytes_text(len(picture))}: plan.to_svg(&quot;graph.svg&quot;) writes it.</p>"
+    source = base64.b64encode(picture).decode()
+    return f'<img alt="graph of the plan" style="max-width:100%" src="data:image/svg+xml;base64,{source}">'

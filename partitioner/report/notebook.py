@@ -22,7 +22,7 @@ def format_plan_html(plan: Plan) -> str:
 
 def _format_graph(plan: Plan) -> str:
     try:
-        picture = draw(plan, "graph").encode()
+        picture = draw(plan, "graph").encode(errors="replace")
     except PartitionError:  # a plan without a program
         return ""
     if len(picture) > MOST_PICTURE_BYTES:

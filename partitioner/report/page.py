@@ -47,7 +47,7 @@ from partitioner.units import bytes_text, format_plural
 
 MOST_BYTES = 5_000_000  # of a page
 
-_MOST_SECTION_BYTES = 600_000  # of a section without pictures; a larger one is replaced by a sentence
+_MOST_SECTION_BYTES = 300_000  # of a section without pictures; a larger one is replaced by a sentence
 _HERE = Path(__file__).parent
 
 _PICTURES = {  # view -> title, what the section says

@@ -13,7 +13,7 @@ from partitioner.passes.errors import PartitionError
 from partitioner.report.html import build_element, clean_text, format_html
 from partitioner.units import bytes_text
 
-MOST_PICTURE_BYTES = 900_000
+MOST_PICTURE_BYTES = 750_000
 MOST_SOURCE_BYTES = 8_000_000  # of a picture before it is embedded; larger ones are not read
 
 _SVG = "{http://www.w3.org/2000/svg}"

@@ -9,6 +9,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,16 @@ from typing import Any
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 _PATIENCE = 60.0  # seconds until an answer must have come
 _OPTIONS = "--headless=new --no-sandbox --disable-gpu --hide-scrollbars --no-first-run --disable-dev-shm-usage".split()
+# Chromium reads commands from descriptor 3 and writes to 4.
+_ON_FIXED_PIPES = """
+import os, sys
+spare = [int(fd) for fd in sys.argv[1:3]]
+while min(spare) < 5:
+    spare = [os.dup(fd) for fd in spare]
+os.dup2(spare[0], 3)
+os.dup2(spare[1], 4)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
 
 
 class BrowserError(AssertionError):
@@ -84,7 +95,7 @@ class Page:
         elif method == "Page.loadEventFired":
             self.loaded = True
 
-    def open(
+    def show(
         self, path: Path, width: int = 1280, height: int = 900, *, dark: bool = False, phone: bool = False
     ) -> None:
         """Load the file ``path`` in a window of this size."""
@@ -133,7 +144,7 @@ def open_browser(folder: Path) -> Iterator[Page]:
     command = [CHROMIUM, *_OPTIONS, f"--user-data-dir={folder / 'browser'}", "--remote-debugging-pipe"]
     with (folder / "browser.log").open("wb") as log:
         process = subprocess.Popen(
-            ["/bin/sh", "-c", f'exec "$@" 3<&{child_in} 4>&{child_out}', "sh", *command],
+            [sys.executable, "-c", _ON_FIXED_PIPES, str(child_in), str(child_out), *command],
             pass_fds=(child_in, child_out),
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -467,7 +467,8 @@ def engine(plan: Any) -> Engine:
 ARGUMENTS: dict[str, Callable[[Any, Engine], Any]] = {
     "no path to save": lambda plan, engine: plan.save(None),
     "a number to load": lambda plan, engine: type(plan).load(3),
-    "no path to draw": lambda plan, engine: plan.to_svg(None),
+    "a number to draw to": lambda plan, engine: plan.to_svg(3),
+    "no path of a report": lambda plan, engine: plan.to_html(None),
     "no plan to compare": lambda plan, engine: plan.diff(None),
     "a state dict to verify": lambda plan, engine: plan.verify(Base().state_dict(), (rows(),)),
     "an unknown device": lambda plan, engine: run_threads(plan, Base(), (rows(),), device="abacus"),

@@ -137,8 +137,8 @@ def build_operator_table(costs: list[OperatorCost]) -> ET.Element:
         ("forward", True),
         ("backward", True),
         ("share", True),
-        ("FLOPs of a call", True),
-        ("bytes of a call", True),
+        ("FLOPs, a call", True),
+        ("bytes, a call", True),
     ]
     caption = "Operators of a microbatch, by module, on one rank of each stage"
     return build_table(caption, columns, rows, sortable=True, name="operator-table")

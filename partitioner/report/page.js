@@ -66,8 +66,7 @@
     };
     const start = () => {
       size();
-      k = Math.min(1.25, Math.max(fit(), Math.min(readable, 1.25)));
-      if (frame.clientWidth / whole.w >= readable) k = Math.min(1.25, frame.clientWidth / whole.w);
+      k = clamp(fit(), readable, 1.25);
       x = whole.x; y = whole.y;
       place();
     };

@@ -45,7 +45,7 @@ def build_candidate_table(plan: Plan) -> ET.Element:
         ("outcome", False),
     ]
     return build_table(
-        "Candidates of the search. A button in the head sorts by its column.",
+        "Candidates of the search, the best first",
         columns,
         [_list_candidate_cells(candidate, plan) for candidate in shown],
         sortable=True,

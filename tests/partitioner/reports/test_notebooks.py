@@ -128,3 +128,59 @@ def test_all_consoles_are_made_in_one_place() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("Console", "get_console")
     }
     assert made == {str(Path("partitioner", "units.py"))}
+
+
+CELLS = """
+from partitioner import Constraints, Topology, partition
+import torch
+from torch import nn
+seen = []
+topology = Topology.local(2)
+plan = partition(
+    nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), topology, (torch.ones(8, 8),),
+    constraints=Constraints(pp=2, dp=1, tp=1), progress=seen.append, loss=lambda output: output.square().mean(),
+)
+---
+plan
+---
+topology
+---
+seen[-1]
+---
+from IPython.display import SVG
+SVG(plan.to_svg())
+"""
+
+
+def test_a_notebook_displays_plans_topologies_and_progress(tmp_path: Path) -> None:
+    """Cells that end with an object show its HTML, with a short text beside it."""
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed (the extra `notebook`)")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed (the extra `notebook`)")
+    nbformat = pytest.importorskip("nbformat")
+    cells = [nbformat.v4.new_code_cell(text.strip()) for text in CELLS.split("---")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    made, plan, topology, progress, picture = ([dict(o.get("data", {})) for o in c.outputs] for c in notebook.cells)
+    assert made == []
+    for (shown,), word in ((plan, "pp 2"), (topology, "2 devices"), (progress, "Search in progress")):
+        assert word in shown["text/html"]
+        assert len(shown["text/plain"]) < 300
+    assert 'src="data:image/svg+xml;base64,' in plan[0]["text/html"]
+    assert picture[0]["image/svg+xml"].startswith("<svg")
+
+
+def test_displayed_html_is_a_table_with_escaped_texts() -> None:
+    seen: list[Any] = []
+    partition(*JOB, loss=loss, progress=seen.append)
+    for shown, words in (
+        (PLAN, ["Sequential", "pp 2", "base64"]),
+        (Topology.local(2).changed(name="<b>"), ["&lt;b&gt;: 2 devices", "devices of"]),
+        (seen[-1], ["Search in progress", "open"]),
+    ):
+        html = shown._repr_html_()
+        assert all(word in html for word in words), html[:500]
+        assert html.startswith("<div>")
+        assert html.endswith("</div>")
+        assert len(repr(shown)) < 300

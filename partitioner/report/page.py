@@ -189,7 +189,14 @@ def _build_candidates(plan: Plan, left_out: list[str]) -> list[ET.Element]:
     choice = build_element(
         "label",
         "Show only rows with ",
-        build_element("input", type="search", class_="filter", placeholder="tp 8, slower, 1f1b", data_table="candidate-table", autocomplete="off"),
+        build_element(
+            "input",
+            type="search",
+            class_="filter",
+            placeholder="tp 8, slower, 1f1b",
+            data_table="candidate-table",
+            autocomplete="off",
+        ),
     )
     status = build_element("span", class_="found", role="status")
     tools = build_element("div", choice, status, class_="tools")

@@ -81,6 +81,23 @@ def test_plan_writes_what_can_be_loaded(made: Path):
     assert plan.program.num_microbatches == 2
 
 
+def test_commands_write_reports(sample: Path, folder: Path, tmp_path: Path):
+    pages = {name: tmp_path / f"{name}.html" for name in ("plan", "show", "size", "topology")}
+    model = f"{folder / 'model.py'}:make"
+    results = [
+        invoke("plan", model, "--topology", "local:2", "--tp", 2, "--html", pages["plan"]),
+        invoke("show", sample, "--html", pages["show"]),
+        invoke("size", model, "dgx-h100", "--nodes", "1", "--minimise", "time", "--html", pages["size"]),
+        invoke("topology", "dgx-h100:2", "--html", pages["topology"]),
+    ]
+    for result, (name, path) in zip(results, pages.items(), strict=True):
+        assert result.exit_code == 0, result.output
+        assert "report" in result.stdout
+        assert path.read_text().startswith("<!doctype html>")
+        assert ("16 devices" in path.read_text()) == (name == "topology")
+    assert invoke("show", sample, "--html", tmp_path).exit_code != 0
+
+
 def test_any_constraint_can_be_given(folder: Path):
     where = ("--topology", "local:2", "-o", folder / "other.json")
     result = invoke("plan", f"{folder / 'model.py'}:make", *where, "--constraints", "tp=2,microbatch_size=2")

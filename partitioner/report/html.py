@@ -72,7 +72,7 @@ def build_table(
     marks: Sequence[str | None] = (),
 ) -> ET.Element:
     """Return a table in a frame that scrolls sideways. ``columns``: (title, whether it holds numbers). A cell is a
-    text, an element, or (key to sort by, content). ``captioned``: whether the caption is visible, and not only read out.
+    text, an element, or (key to sort by, content). ``captioned``: whether the caption is visible.
     ``name``: the id. ``marks``: the class of each row.
     """
     head = build_element("tr")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pytest import MonkeyPatch
 
 from partitioner import Plan, Topology
 from partitioner.plan import Candidate, OperatorShare
@@ -74,7 +74,7 @@ def test_the_page_has_its_sections_in_order(nodes: list[Node]):
 def test_headings_are_in_order(nodes: list[Node]):
     levels = [int(n.tag[1]) for n in nodes if re.fullmatch(r"h[1-6]", n.tag)]
     assert levels[0] == 1 and levels.count(1) == 1
-    assert all(after - before <= 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert all(after - before <= 1 for before, after in pairwise(levels))
     assert all(n.text.strip() for n in nodes if re.fullmatch(r"h[1-6]", n.tag))
 
 
@@ -193,7 +193,7 @@ def test_limits_add_up_to_less_than_the_bound():
 
 
 @pytest.mark.parametrize(("most", "said"), [(90_000, "the details under the pointer"), (1_000, "writes it to a file")])
-def test_large_pictures_are_left_out(plan: Plan, monkeypatch: MonkeyPatch, most: int, said: str):
+def test_large_pictures_are_left_out(plan: Plan, monkeypatch: pytest.MonkeyPatch, most: int, said: str):
     monkeypatch.setattr(pictures, "MOST_PICTURE_BYTES", most)
     nodes = parse_html(build_report(plan))
     left = next(n.text for n in nodes if n.attributes.get("id") == "left-out")
@@ -203,7 +203,7 @@ def test_large_pictures_are_left_out(plan: Plan, monkeypatch: MonkeyPatch, most:
     assert not [n for n in nodes if n.tag == "title" and drawn and drawn[0] in n.parents]
 
 
-def test_large_sections_are_left_out(plan: Plan, monkeypatch: MonkeyPatch):
+def test_large_sections_are_left_out(plan: Plan, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(page, "_MOST_SECTION_BYTES", 3000)
     nodes = parse_html(build_report(plan))
     left = next(n.text for n in nodes if n.attributes.get("id") == "left-out")
@@ -222,7 +222,7 @@ def test_a_plan_without_a_program_has_a_report(plan: Plan):
     assert "<img" not in estimate._repr_html_()
 
 
-def test_the_file_is_replaced_whole(plan: Plan, tmp_path: Path, monkeypatch: MonkeyPatch):
+def test_the_file_is_replaced_whole(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "plan.html"
     assert plan.to_html(path) == path
     before = path.read_text()

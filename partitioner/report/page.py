@@ -28,7 +28,6 @@ from partitioner.report.html import (
     build_table,
     clean_text,
     format_html,
-    read_cell,
 )
 from partitioner.report.pictures import (
     build_figure,
@@ -173,10 +172,12 @@ def _build_summary(plan: Plan) -> list[ET.Element]:
     cards = build_element("dl", class_="cards")
     for name, value in key_figures(plan):
         cards.append(build_element("div", build_element("dt", name), build_element("dd", value)))
-    first, *others = summary_parts(plan)
-    lead = build_element("p", read_cell(first), class_="lead")
-    figures, *tables = build_parts(others, "Figures, stages and operators")
-    return [cards, lead, figures, build_element("h3", "Stages"), *tables]
+    parts = build_parts(summary_parts(plan), "Figures, stages and operators")
+    for place, part in enumerate(parts):
+        if part.tag == "div" and part.find("table[@class='pairs']") is None:  # the tables after the figures
+            parts.insert(place, build_element("h3", "Stages"))
+            break
+    return [cards, *parts]
 
 
 def _build_candidates(plan: Plan, left_out: list[str]) -> list[ET.Element]:

@@ -150,5 +150,12 @@ def _build_words(answer: WhyNot) -> ET.Element:
     first, *rest = answer.lines
     if not rest:
         return build_element("span", first)
-    body = [build_element("li" if line.startswith(" ") else "p", line.strip()) for line in rest]
+    body: list[ET.Element] = []
+    for line in rest:
+        if not line.startswith(" "):
+            body.append(build_element("p", line))
+            continue
+        if not body or body[-1].tag != "ul":
+            body.append(build_element("ul"))
+        body[-1].append(build_element("li", line.strip()))
     return build_element("details", build_element("summary", first), *body)

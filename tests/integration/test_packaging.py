@@ -62,7 +62,8 @@ def test_a_wheel_has_one_package(wheel: Path):
     for folder, inside in (("partitioner", ""), ("passes", "passes/"), ("runtime", "runtime/")):
         modules = [path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*.py")]
         assert {f"partitioner/{inside}{path}" for path in modules} <= packed
-    assert {"partitioner/py.typed", "partitioner/topology/data/devices.yaml"} <= set(names)
+    data = {"py.typed", "topology/data/devices.yaml", "report/page.css", "report/page.js"}
+    assert {f"partitioner/{name}" for name in data} <= set(names)
 
 
 def test_a_script_with_modules_of_the_same_names_uses_the_wheel(wheel: Path, tmp_path: Path):

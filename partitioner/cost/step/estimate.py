@@ -30,6 +30,7 @@ from partitioner.cost.step.schedule_ends import RankEnds, seconds_added
 from partitioner.cost.step.step_ends import gathered_seconds, reduction_delays, stage_buckets
 from partitioner.emit.buckets import ReductionScheme
 from partitioner.execution_profile import OURS, ExecutionProfile
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.passes.ir.model import FoldedModel
 from partitioner.plan import Estimate, StageEstimate
 from partitioner.schedules.core_contention import NodeCores, VirtualStageTime, seconds_in_turns
@@ -247,21 +248,23 @@ def _build_stage_paces(
     a stage. ``everywhere``: the blocks of the calls that every stage runs. Stages with the same cost dict get one
     object.
     """
-    made: dict[int, Pace] = {}
+    made: dict[SameObject[Mapping[str, CallCost]], Pace] = {}
     for costs in by_stage:
-        if id(costs) not in made:
-            made[id(costs)] = Pace(tuple(costs[b] for b in placed), _sum_call_costs([costs[b] for b in everywhere]))
-    return tuple(made[id(costs)] for costs in by_stage)
+        if SameObject(costs) not in made:
+            made[SameObject(costs)] = Pace(
+                tuple(costs[b] for b in placed), _sum_call_costs([costs[b] for b in everywhere])
+            )
+    return tuple(made[SameObject(costs)] for costs in by_stage)
 
 
 def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...]:
     """Return ``paces`` with the overhead of all virtual stages but the first of each rank set to zero. The overhead is
     the cost of the block calls that every rank runs once. ``paces``: for each virtual stage, the costs of all calls.
     ``ranks``: the rank of each virtual stage."""
-    without = {id(pace): replace(pace, overhead=CallCost()) for pace in paces}
+    without = {SameObject(pace): replace(pace, overhead=CallCost()) for pace in paces}
     first = {rank: k for k, rank in reversed([*enumerate(ranks)])}
     every = enumerate(zip(paces, ranks, strict=True))
-    return tuple(pace if first[rank] == k else without[id(pace)] for k, (pace, rank) in every)
+    return tuple(pace if first[rank] == k else without[SameObject(pace)] for k, (pace, rank) in every)
 
 
 def _sum_call_costs(costs: Sequence[CallCost]) -> CallCost:

@@ -70,7 +70,10 @@ class Estimate(Data):
     mfu: float = Field(
         description="Model FLOPs utilisation: FLOPs of the model per second over the peak of the devices, 0 to 1.",
     )
-    bubble: float = Field(description="Share of the step in which pipeline ranks wait, 0 to 1.")
+    bubble: float = Field(
+        description="Share of the step in which the slowest rank waits for other pipeline stages, 0 to 1; other ranks "
+        "wait longer.",
+    )
     memory: tuple[int, ...] = Field(description="Peak bytes, one per rank.")
     breakdown: dict[str, float] = Field(description="Seconds of the step by kind; they add up to the step time.")
     stages: tuple[StageEstimate, ...] = Field(default=(), description="What is expected of each pipeline stage.")

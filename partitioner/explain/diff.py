@@ -20,7 +20,7 @@ from partitioner.explain.tables import (
     microbatches_text,
 )
 from partitioner.plan import Plan
-from partitioner.plans.figures import COLLECTIVE_NAMES, list_rank_capacities, mesh_text
+from partitioner.plans.figures import COLLECTIVE_NAMES, bubble_text, list_rank_capacities, mesh_text
 from partitioner.plans.outline import outline_program
 from partitioner.runtime.program.program import StateData
 from partitioner.units import bytes_text, format_digits, format_percent, format_plain_text, format_plural, seconds_text
@@ -144,7 +144,7 @@ def _describe_plan(plan: Plan) -> list[tuple[str, str]]:
         ("on disk", "optimizer states" if "disk" in plan.offload else "nothing"),
         ("step time", seconds_text(estimate.step_time)),
         ("MFU", format_percent(estimate.mfu)),
-        ("bubble", format_percent(estimate.bubble)),
+        ("bubble", bubble_text(plan) or "none"),
         ("memory", memory if estimate.memory else "unknown"),
         ("gap of the certificate", format_percent(plan.certificate.gap)),
     ]

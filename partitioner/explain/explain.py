@@ -37,7 +37,7 @@ from partitioner.explain.tables import (
     types_text,
 )
 from partitioner.plan import NEAR, WITHOUT, Baseline, Plan
-from partitioner.plans.figures import AXIS_NAMES, COLLECTIVE_NAMES, candidate_text, list_rank_capacities
+from partitioner.plans.figures import AXIS_NAMES, COLLECTIVE_NAMES, bubble_text, candidate_text, list_rank_capacities
 from partitioner.plans.mesh_axes import axis_text
 from partitioner.plans.outline import CallGroup, Outline, group_notes, outline_program
 from partitioner.runtime.program.program import updated_states
@@ -311,7 +311,13 @@ def _explain_breakdown(plan: Plan) -> list[RenderableType]:
         return []
     taken, mfu = seconds_text(plan.estimate.step_time), format_percent(plan.estimate.mfu)
     words = f"One step takes {taken} on the slowest rank, at {mfu} of the devices' peak (MFU):"
-    return [format_text_line(words), build_bar_chart([(KINDS.get(k, k), s / total, seconds_text(s)) for k, s in kinds])]
+    chart = build_bar_chart([(KINDS.get(k, k), s / total, seconds_text(s)) for k, s in kinds])
+    waits = bubble_text(plan)
+    return [
+        format_text_line(words),
+        chart,
+        *([format_text_line(f"Ranks wait for other ranks {waits}.")] if waits else []),
+    ]
 
 
 def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[RenderableType]:

@@ -23,6 +23,7 @@ from partitioner.passes.products import is_product_name
 from partitioner.plan import OPEN, WITHOUT, Baseline, Candidate, Certificate, Plan, StageEstimate
 from partitioner.plans.figures import (
     COLLECTIVE_NAMES,
+    bubble_text,
     candidate_text,
     list_rank_capacities,
     memory_text,
@@ -274,7 +275,7 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
         ("fewer devices", fewer_text(plan)),
         ("another batch", other_batch_text(plan)),
         ("MFU", format_percent(estimate.mfu)),
-        ("bubble", format_percent(estimate.bubble)),
+        ("bubble", waiting_text(plan)),
         ("memory", memory_text(plan) + (f", rank {fullest} is the fullest" if plan.world_size > 1 else "")),
         ("free memory", margin_text(plan)),
         ("host memory", host_text(plan)),
@@ -287,6 +288,12 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
         ("search", cut_off(certificate)),
     ]
     return build_pair_grid([(name, value) for name, value in rows if value])
+
+
+def waiting_text(plan: Plan) -> str:
+    """Return a text that says what share of the step ranks wait for others; empty if they do not."""
+    shares = bubble_text(plan)
+    return f"{shares}: the share of the step in which a rank waits for other ranks" if shares else ""
 
 
 def throughput_text(plan: Plan) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from partitioner.plan import Candidate, Plan
 from partitioner.runtime.program.mesh import MESH_AXES
 from partitioner.topology.groups import num_communicators
@@ -66,19 +68,59 @@ def schedule_text(plan: Plan) -> str:
     return plan.schedule + (f", {chunks} virtual stages on each rank" if chunks > 1 else "")
 
 
-def key_figures(plan: Plan) -> list[tuple[str, str]]:
-    """(name, value) pairs: mesh, microbatches, schedule, step time, MFU, bubble, memory."""
+@dataclass(frozen=True)
+class WaitingShares:
+    """Fractions of the step in which ranks wait for other ranks of the pipeline, 0 to 1. Sends that nothing hides are
+    communication, not waiting.
+
+    ``slowest``: of the rank that works longest. ``mean``: over all ranks; ``None`` if the work of the stages is
+    unknown.
+    """
+
+    slowest: float
+    mean: float | None
+
+
+def waiting_shares(plan: Plan) -> WaitingShares:
+    """Return the pipeline bubble of ``plan``, for the slowest rank and for the mean rank.
+
+    All ranks share one step. A rank waits as long as the slowest rank does, and for the difference between the work of
+    the slowest rank and its own work. The work of a rank is the forward and backward of its stage, in proportion to its
+    microbatches if replicas have different numbers of them.
+    """
     estimate = plan.estimate
-    return [
+    works = [stage.forward_s + stage.backward_s for stage in estimate.stages]
+    if not works or not estimate.step_time:
+        return WaitingShares(estimate.bubble, None)
+    shares = plan.data_shares or (1,)
+    worked = sum(shares) / (len(shares) * max(shares))  # mean over the replicas
+    idle = max(works) - worked * sum(works) / len(works)
+    return WaitingShares(estimate.bubble, min(1.0, estimate.bubble + idle / estimate.step_time))
+
+
+def bubble_text(plan: Plan) -> str:
+    """Return the bubble of the slowest and of the mean rank as text; empty if no rank waits for another one."""
+    shares = waiting_shares(plan)
+    if plan.num_stages == 1 and not plan.data_shares and not shares.slowest:
+        return ""
+    text = f"{format_percent(shares.slowest)} on the slowest rank"
+    return text if shares.mean is None else f"{text}, {format_percent(shares.mean)} on the mean rank"
+
+
+def key_figures(plan: Plan) -> list[tuple[str, str]]:
+    """(name, value) pairs: mesh, microbatches, schedule, step time, MFU, bubble, memory. Empty ones are left out."""
+    estimate = plan.estimate
+    figures = [
         ("mesh", mesh_text(plan.mesh)),
         ("ranks", f"{plan.world_size:,}"),
         ("microbatches", _format_microbatches(plan)),
         ("schedule", schedule_text(plan)),
         ("step time", seconds_text(estimate.step_time)),
         ("MFU", format_percent(estimate.mfu)),
-        ("bubble", format_percent(estimate.bubble)),
+        ("bubble", bubble_text(plan)),
         ("memory, fullest rank", memory_text(plan)),
     ]
+    return [(name, value) for name, value in figures if value]
 
 
 def simulated_seconds(plan: Plan, gradients_s: float) -> tuple[float, float]:

@@ -47,7 +47,10 @@ class StageEstimate(Data):
         "no program.",
     )
     selective: bool = Field(
-        default=False, description="Whether the calls that do not run again recompute what is quick."
+        default=False, description="Whether calls that do not run again recompute what is quick, all or some of them."
+    )
+    in_part: int = Field(
+        default=0, description="How many calls that do not run again recompute what is quick; 0 where it is unknown."
     )
     host: int = Field(default=0, description="Bytes of a rank in host memory.")
     disk: int = Field(default=0, description="Bytes of a rank on disk.")
@@ -56,8 +59,8 @@ class StageEstimate(Data):
     def again(self) -> str:
         """What backward makes again of its calls, in words; empty: nothing."""
         if not self.recomputed:
-            return "recomputed in part" if self.selective else ""
-        return f"{self.recomputed} recomputed" + (", the others in part" if self.selective else "")
+            return f"{self.in_part or ''} recomputed in part".strip() if self.selective else ""
+        return f"{self.recomputed} recomputed" + (f", {self.in_part or 'others'} in part" if self.selective else "")
 
 
 class Estimate(Data):

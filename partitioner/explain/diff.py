@@ -14,13 +14,12 @@ from partitioner.explain.tables import (
     build_empty_table,
     format_heading,
     fullest_bytes,
-    fullest_rank,
     host_kinds,
     indent_part,
     microbatches_text,
 )
 from partitioner.plan import Plan
-from partitioner.plans.figures import COLLECTIVE_NAMES, bubble_text, list_rank_capacities, mesh_text
+from partitioner.plans.figures import COLLECTIVE_NAMES, bubble_text, fullest_rank, memory_text, mesh_text
 from partitioner.plans.outline import outline_program
 from partitioner.runtime.program.program import StateData
 from partitioner.units import bytes_text, format_digits, format_percent, format_plain_text, format_plural, seconds_text
@@ -123,9 +122,8 @@ def _compare_figures(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _describe_plan(plan: Plan) -> list[tuple[str, str]]:
-    chosen, estimate, fullest = plan.chosen, plan.estimate, fullest_rank(plan)
+    chosen, estimate = plan.chosen, plan.estimate
     given = plan.constraints.given
-    memory = f"{bytes_text(estimate.memory[fullest])} of {bytes_text(list_rank_capacities(plan)[fullest])}"
     return [
         ("model", plan.model),
         ("cluster", plan.topology.name),
@@ -145,7 +143,7 @@ def _describe_plan(plan: Plan) -> list[tuple[str, str]]:
         ("step time", seconds_text(estimate.step_time)),
         ("MFU", format_percent(estimate.mfu)),
         ("bubble", bubble_text(plan) or "none"),
-        ("memory", memory if estimate.memory else "unknown"),
+        ("memory", memory_text(plan)),
         ("gap of the certificate", format_percent(plan.certificate.gap)),
     ]
 

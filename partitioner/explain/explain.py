@@ -22,11 +22,9 @@ from partitioner.explain.tables import (
     format_heading,
     format_offload,
     format_text_line,
-    fullest_rank,
     host_kinds,
     indent_part,
     list_uncovered_choices,
-    memory_left,
     microbatches_text,
     other_batch_text,
     precision_notes,
@@ -35,9 +33,20 @@ from partitioner.explain.tables import (
     sharing_text,
     stage_table,
     types_text,
+    usable_memory_text,
 )
 from partitioner.plan import NEAR, WITHOUT, Baseline, Plan
-from partitioner.plans.figures import AXIS_NAMES, COLLECTIVE_NAMES, bubble_text, candidate_text, list_rank_capacities
+from partitioner.plans.figures import (
+    AXIS_NAMES,
+    COLLECTIVE_NAMES,
+    bubble_text,
+    candidate_text,
+    device_memory,
+    fullest_rank,
+    list_usable_bytes,
+    memory_text,
+    share_of_usable,
+)
 from partitioner.plans.mesh_axes import axis_text
 from partitioner.plans.outline import CallGroup, Outline, group_notes, outline_program
 from partitioner.runtime.program.program import updated_states
@@ -195,30 +204,23 @@ def _explain_fit(plan: Plan) -> Iterator[RenderableType]:
     if plan.lacking and plan.offload:
         yield format_text_line(f"Only {format_offload(plan)}. Without it: {plan.lacking}.")
     rank = fullest_rank(plan)
-    peak, room = plan.estimate.memory[rank], list_rank_capacities(plan)[rank]
+    peak, room = plan.estimate.memory[rank], list_usable_bytes(plan)[rank]
+    needs = f"needs {memory_text(plan)}"
     stage = rank // (plan.world_size // plan.num_stages)
     where = f"the fullest rank ({rank}, on stage {stage})" if plan.world_size > 1 else "the one rank"
     if peak <= room:
-        left, margin = memory_left(plan), plan.constraints.memory_margin
-        yield format_text_line(
-            f"Yes: {where} needs {bytes_text(peak)} of {bytes_text(room)}; {bytes_text(room - peak)} are left "
-            f"({format_percent(left)})."
-        )
-        if left < margin:
-            yield format_text_line(
-                f"That is less than the margin of {100 * margin:g}%; no plan that leaves as much was found."
-            )
-        elif margin:
-            yield format_text_line(
-                f"Plans leave {100 * margin:g}% free, for what the estimate does not know (memory_margin)."
-            )
+        yield format_text_line(f"Yes: {where} {needs}; {bytes_text(room - peak)} of these are left.")
     elif peak <= (1 + NEAR) * room:
-        more = f"{bytes_text(peak)}, {bytes_text(peak - room)} more than the {bytes_text(room)} that plans may use"
-        yield format_text_line(f"Hardly: {where} needs {more}; nothing that needs less was found.")
-    else:
+        margin = device_memory(plan, rank).margin
+        covered = f", which the margin of {bytes_text(margin)} covers" if peak - room <= margin else ""
         yield format_text_line(
-            f"No: {where} needs {bytes_text(peak)}, {bytes_text(peak - room)} more than its {bytes_text(room)}."
+            f"Hardly: {where} {needs}: {bytes_text(peak - room)} too much{covered}; nothing that needs less was found."
         )
+    else:
+        yield format_text_line(f"No: {where} {needs}: {bytes_text(peak - room)} too much.")
+    yield format_text_line(f"Usable are {usable_memory_text(plan)}.")
+    if device_memory(plan, rank).margin:
+        yield format_text_line("The margin is for what the estimate does not know.")
     if plan.offload:
         held = " and ".join(", ".join(host_kinds(plan)).rsplit(", ", 1))
         size = bytes_text(max((part.host for part in plan.estimate.stages), default=0))
@@ -266,9 +268,8 @@ def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
             yield from [format_text_line(f"Most of a microbatch's computation is in {kinds}.")] if kinds else []
     if estimate.memory:
         rank = fullest_rank(plan)
-        usable = list_rank_capacities(plan)[rank] * (1 - plan.constraints.memory_margin)
-        share = estimate.memory[rank] / max(1, usable)
-        used = f"the fullest rank uses {format_percent(share)} of what the margin leaves"
+        share = share_of_usable(estimate.memory[rank], list_usable_bytes(plan)[rank])
+        used = f"the fullest rank uses {format_percent(share)} of its usable memory"
         again = estimate.breakdown.get("recompute", 0.0) / (sum(estimate.breakdown.values()) or 1.0)
         if again > _NOTED:
             used += f", and {format_percent(again)} of the step is recomputation, which saves memory"

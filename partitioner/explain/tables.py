@@ -25,13 +25,17 @@ from partitioner.plans.figures import (
     COLLECTIVE_NAMES,
     bubble_text,
     candidate_text,
-    list_rank_capacities,
+    device_memory,
+    fullest_rank,
+    list_usable_bytes,
     memory_text,
     mesh_text,
     schedule_text,
+    share_of_usable,
 )
 from partitioner.plans.mesh_axes import axis_text, level_rates
 from partitioner.plans.outline import Outline
+from partitioner.runtime.program.mesh import hybrid_mesh
 from partitioner.runtime.program.program import Program, StateData
 from partitioner.simulate.weight_precision import common_precision
 from partitioner.topology import Topology
@@ -277,7 +281,7 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
         ("MFU", format_percent(estimate.mfu)),
         ("bubble", waiting_text(plan)),
         ("memory", memory_text(plan) + (f", rank {fullest} is the fullest" if plan.world_size > 1 else "")),
-        ("free memory", margin_text(plan)),
+        ("usable memory", usable_memory_text(plan)),
         ("host memory", host_text(plan)),
         ("disk", disk_text(plan)),
         ("matmul work divided", format_percent(plan.shares.matmul_sharded) if divided else ""),
@@ -365,7 +369,8 @@ def sharing_text(plan: Plan) -> str:
     zero, replicas = plan.chosen.zero, plan.mesh.get("dp", 1) // (plan.chosen.dp_shard or plan.mesh.get("dp", 1))
     ranks = plan.mesh.get("dp", 1) // replicas * plan.mesh.get("cp", 1)
     if not zero or ranks == 1:
-        return f"ZeRO {zero}: every rank holds all states" + (", as no other rank shares them" if zero else "")
+        alone = "no other rank has the same states" if zero else "states are not sharded over data-parallel ranks"
+        return f"ZeRO {zero}: {alone}{_format_expert_sharding(plan, 1) if zero else ''}"
     what = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")[
         zero - 1
     ]
@@ -374,7 +379,22 @@ def sharing_text(plan: Plan) -> str:
     if replicas > 1 and min(shares.values()) > 1:
         axes = f"({' × '.join(f'{size} of {axis}' for axis, size in shares.items())})"
     more = f", in {replicas} replicas" if replicas > 1 else ""
-    return f"ZeRO {zero}: {what} over {format_plural(ranks, 'rank')} {axes}{more}"
+    return f"ZeRO {zero}: {what} over {format_plural(ranks, 'rank')} {axes}{more}{_format_expert_sharding(plan, ranks)}"
+
+
+def _format_expert_sharding(plan: Plan, ranks: int) -> str:
+    """Return the continuation of :func:`sharing_text` for the states of experts; empty if they are sharded over as many
+    ranks as the other states, which are ``ranks``. Only ranks with the same experts can share their states."""
+    chosen, ep = plan.chosen, plan.mesh.get("ep", 1)
+    parts = hybrid_mesh(plan.mesh, chosen.etp, chosen.dp_shard)
+    shared, replicas = parts["edp_shard"], parts["edp_replicate"]
+    if ep == 1 or shared == ranks:
+        return ""
+    if shared == 1:
+        why = ", as no other rank has the same experts" if replicas == 1 else ""
+        return f"; those of experts are not sharded{why}"
+    more = f", in {replicas} replicas" if replicas > 1 else ""
+    return f"; those of experts over {shared} ranks with the same experts{more}"
 
 
 def recomputed_text(plan: Plan) -> str:
@@ -385,20 +405,25 @@ def recomputed_text(plan: Plan) -> str:
         return ""
     by_text: dict[str, list[int]] = {}
     for number, stage in enumerate(stages):
-        by_text.setdefault(_format_recomputed(stage, plan.constraints.recompute), []).append(number)
-    if len(by_text) == 1:
-        return next(iter(by_text))
+        by_text.setdefault(_format_recomputed(stage), []).append(number)
     told = [f"{'stages' if len(n) > 1 else 'stage'} {format_ranges(n)}: {text}" for text, n in by_text.items()]
-    return "; ".join(told)
+    text = "; ".join(told) if len(by_text) > 1 else next(iter(by_text))
+    part = _IN_PART.get(plan.constraints.recompute or "", _IN_PART["selective"])
+    return f"{text} (in part: {part})" if any(stage.selective for stage in stages) else text
 
 
-def _format_recomputed(stage: StageEstimate, asked: str | None) -> str:
-    part = _IN_PART.get(asked or "", _IN_PART["selective"])
-    if not stage.recomputed:
-        return part if stage.selective else "nothing"
-    whole = "all" if stage.recomputed == stage.num_calls else f"{stage.recomputed} of {stage.num_calls}"
-    more = f", in the others {part}" if stage.selective and whole != "all" else ""
-    return f"{whole} calls in full{more}"
+def _format_recomputed(stage: StageEstimate) -> str:
+    """``3 of 10 calls in full, 6 in part``; without a number if it is not known how many are recomputed in part."""
+    count = f"of {format_plural(stage.num_calls, 'call')}"
+    whole = f"{stage.recomputed} {count} in full" if stage.recomputed else ""
+    if stage.recomputed == stage.num_calls:
+        whole = "all calls in full"
+    part = ""
+    if stage.selective and stage.recomputed < stage.num_calls:
+        rest = "others" if whole else "calls"
+        part = (f"{stage.in_part}" if whole else f"{stage.in_part} {count}") if stage.in_part else rest
+        part += " in part"
+    return ", ".join(filter(None, (whole, part))) or "nothing"
 
 
 def host_text(plan: Plan) -> str:
@@ -454,29 +479,22 @@ def _find_batch_size(plan: Plan) -> int:
     return next((i.shape[i.batch_dim] for i in inputs if i.batch_dim is not None and i.shape), 0)
 
 
-def fullest_rank(plan: Plan) -> int:
-    """Return the rank with the largest ratio of peak bytes to its device's capacity."""
-    rooms = list_rank_capacities(plan)
-    return max(range(len(plan.estimate.memory)), key=lambda r: plan.estimate.memory[r] / max(1, rooms[r]), default=0)
-
-
-def memory_left(plan: Plan) -> float:
-    """Return the fraction of the device's memory that the fullest rank leaves free. It is negative if the rank does not
-    fit."""
-    rank = fullest_rank(plan)
-    return 1 - plan.estimate.memory[rank] / max(1, list_rank_capacities(plan)[rank])
-
-
-def margin_text(plan: Plan) -> str:
-    """Return a text of the fraction of memory that the fullest rank leaves free, with the requested margin; empty if it
-    is unknown."""
+def usable_memory_text(plan: Plan) -> str:
+    """Return a text that derives the usable memory of the fullest rank from its device's memory, for example ``79.6 GiB
+    of the device, less 1.4 GiB reserved, 1.29 GiB for communication groups and 3.91 GiB of margin (memory_margin 5%)``;
+    empty if the peak is unknown."""
     if not plan.estimate.memory:
         return ""
-    left, margin = memory_left(plan), plan.constraints.memory_margin
-    asked = f"{100 * margin:g}% is the margin" if margin else "no margin was asked for"
-    if left < 0:
-        return f"none: {format_percent(-left)} too little ({asked})"
-    return f"{format_percent(left)} ({'less than asked for: ' if left < margin else ''}{asked})"
+    parts, margin = device_memory(plan, fullest_rank(plan)), plan.constraints.memory_margin
+    less = [
+        (parts.reserved, "reserved"),
+        (parts.groups, "for communication groups"),
+        (parts.margin, f"of margin (memory_margin {100 * margin:g}%)"),
+    ]
+    words = [f"{bytes_text(size)} {what}" for size, what in less if size]
+    told = " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    asked = "" if margin else "; no margin was asked for"
+    return f"{bytes_text(parts.device)} of the device" + (f", less {told}" if told else "") + asked
 
 
 def certificate_line(plan: Plan) -> str:
@@ -537,13 +555,13 @@ def stage_table(plan: Plan, whole: Outline) -> Padding:
     busy = busy if len(busy) == len(whole.stages) else _simulate_stage_seconds(plan)
     train = plan.program.objective == "train"
     made = build_empty_table(
-        [("stage", True), ("ranks", False), ("calls", False), ("parameters", True), ("per rank", True), ("peak", True),
-         ("forward", True)] + [("backward", True)] * train
+        [("stage", True), ("ranks", False), ("calls", False), ("parameters", True), ("per rank", True),
+         ("peak (of usable)", True), ("forward", True)] + [("backward", True)] * train
     )  # fmt: skip
-    rooms, peaks = list_rank_capacities(plan), plan.estimate.memory
+    rooms, peaks = list_usable_bytes(plan), plan.estimate.memory
     for stage in whole.stages:
         known = [r for r in stage.ranks if r < len(peaks)]
-        rank = max(known, key=lambda r: peaks[r] / max(1, rooms[r]), default=None)
+        rank = max(known, key=lambda r: share_of_usable(peaks[r], rooms[r]), default=None)
         calls = ", ".join((f"{g.count} × " if g.count > 1 else "") + " + ".join(g.blocks) for g in stage.groups)
         row = [
             str(stage.index),
@@ -551,11 +569,16 @@ def stage_table(plan: Plan, whole: Outline) -> Padding:
             calls,
             count_text(stage.num_parameters),
             bytes_text(stage.parameter_bytes),
-            "" if rank is None else f"{bytes_text(peaks[rank])} ({format_percent(peaks[rank] / max(1, rooms[rank]))})",
+            "" if rank is None else _format_peak(peaks[rank], rooms[rank]),
         ]
         row += map(seconds_text, busy[stage.index][: 1 + train])
         made.add_row(*map(Text, row))
     return indent_part(made)
+
+
+def _format_peak(peak: int, usable: int) -> str:
+    """``67.4 GiB (92%)``: a peak and its share of the usable memory."""
+    return f"{bytes_text(peak)} ({format_percent(share_of_usable(peak, usable))})"
 
 
 def _simulate_stage_seconds(plan: Plan) -> list[tuple[float, float]]:
@@ -570,17 +593,17 @@ def estimate_table(plan: Plan) -> Padding:
     """Build a table with one row per stage for a plan without a program, from the cost model's estimate."""
     train = plan.objective == "train"
     made = build_empty_table(
-        [("stage", True), ("ranks", False), ("calls", True), ("from", False), ("to", False), ("peak", True),
+        [("stage", True), ("ranks", False), ("calls", True), ("from", False), ("to", False), ("peak (of usable)", True),
          ("forward", True)] + [("backward", True)] * train
     )  # fmt: skip
     size = plan.world_size // max(1, len(plan.estimate.stages))
-    rooms = list_rank_capacities(plan)
+    rooms = list_usable_bytes(plan)
     for number, stage in enumerate(plan.estimate.stages):
         ranks = range(number * size, (number + 1) * size)
         peak, room = sum(stage.memory.values()), min(rooms[r] for r in ranks)
         calls = f"{stage.num_calls}" + (f", {stage.again}" if stage.again else "")
         row = [str(number), format_ranges(ranks), calls, stage.first, stage.last]
-        row += [f"{bytes_text(peak)} ({format_percent(peak / max(1, room))})", seconds_text(stage.forward_s)]
+        row += [_format_peak(peak, room), seconds_text(stage.forward_s)]
         made.add_row(*map(Text, row + [seconds_text(stage.backward_s)] * train))
     return indent_part(made)
 
@@ -611,7 +634,8 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
 
 
 def fullest_bytes(plan: Plan) -> int | None:
-    """Return the peak bytes of the rank that is closest to its device's capacity; ``None`` if it is unknown."""
+    """Return the peak bytes of the rank that takes the largest share of its usable memory; ``None`` if it is
+    unknown."""
     return plan.estimate.memory[fullest_rank(plan)] if plan.estimate.memory else None
 
 

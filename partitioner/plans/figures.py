@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from partitioner.plan import Candidate, Plan
 from partitioner.runtime.program.mesh import MESH_AXES
 from partitioner.topology.groups import num_communicators
+from partitioner.topology.hardware import margin_bytes
 from partitioner.units import bytes_text, format_percent, format_plural, seconds_text
 
 AXIS_NAMES = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor", "ep": "expert"}
@@ -36,22 +37,64 @@ def candidate_text(candidate: Candidate) -> str:
     return ", ".join([mesh_text(candidate.mesh), *(f"{name} {value}" for name, value, one in more if value != one)])
 
 
-def list_rank_capacities(plan: Plan) -> tuple[int, ...]:
-    """Usable bytes on the device of every rank, without the buffers of its communication groups."""
-    topology, groups = plan.topology, num_communicators(plan.mesh)
-    paces, of_device = topology.paces
-    each = [topology.types[kind].communicator for kind, _ in paces]
-    return tuple(max(0, int(topology.usable[d]) - groups * each[of_device[d]]) for d in plan.devices)
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What the memory of a rank's device is for, in bytes. All reports compare a rank's peak with :attr:`usable`.
+
+    ``device``: all of it. ``reserved``: for the driver and libraries. ``groups``: buffers of the rank's communication
+    groups. ``margin``: what plans leave free, for what the estimate does not know (``memory_margin``).
+    """
+
+    device: int
+    reserved: int
+    groups: int
+    margin: int
+
+    @property
+    def usable(self) -> int:
+        """The bytes that the search lets a rank use."""
+        return max(0, self.device - self.reserved - self.groups - self.margin)
+
+
+def device_memory(plan: Plan, rank: int) -> DeviceMemory:
+    """Return what the memory of the device of ``rank`` is for."""
+    device = plan.topology.devices[plan.devices[rank]]
+    groups = num_communicators(plan.mesh) * plan.topology.types[device.kind].communicator
+    margin = margin_bytes(device.usable, plan.constraints.memory_margin)
+    return DeviceMemory(device.memory, device.reserved, groups, margin)
+
+
+def list_usable_bytes(plan: Plan) -> tuple[int, ...]:
+    """Return :attr:`DeviceMemory.usable` of every rank."""
+    devices, known = plan.topology.devices, dict[tuple[str, int, int], int]()
+    found = []
+    for rank, number in enumerate(plan.devices):
+        device = devices[number]
+        alike = device.kind, device.memory, device.reserved
+        if alike not in known:
+            known[alike] = device_memory(plan, rank).usable
+        found.append(known[alike])
+    return tuple(found)
+
+
+def fullest_rank(plan: Plan) -> int:
+    """Return the rank with the largest share of its usable memory at the peak."""
+    rooms, peaks = list_usable_bytes(plan), plan.estimate.memory
+    return max(range(len(peaks)), key=lambda r: peaks[r] / max(1, rooms[r]), default=0)
+
+
+def share_of_usable(peak: float, usable: float) -> float:
+    """Return the share of the ``usable`` bytes that a ``peak`` takes; above 1 if it does not fit."""
+    return peak / max(1.0, usable)
 
 
 def memory_text(plan: Plan) -> str:
-    """The peak memory of the fullest rank, and the capacity of its device."""
-    peaks = plan.estimate.memory
-    if not peaks:
+    """Return the peak memory of the fullest rank, the usable memory of its device, and the share of it."""
+    if not plan.estimate.memory:
         return "unknown"
-    rooms = list_rank_capacities(plan)
-    fullest = max(range(len(peaks)), key=lambda r: peaks[r] / max(1, rooms[r]))
-    return f"{bytes_text(peaks[fullest])} of {bytes_text(rooms[fullest])}"
+    rank = fullest_rank(plan)
+    peak, usable = plan.estimate.memory[rank], list_usable_bytes(plan)[rank]
+    return f"{bytes_text(peak)} of {bytes_text(usable)} usable ({format_percent(share_of_usable(peak, usable))})"
 
 
 def _format_microbatches(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections import Counter
 from typing import Any
@@ -18,10 +19,11 @@ from partitioner import Topology, partition
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.explain.explain import format_explanation, format_summary
-from partitioner.explain.tables import build_bar_chart, candidate_counts, describe_outcome
+from partitioner.explain.tables import build_bar_chart, candidate_counts, describe_outcome, sharing_text
 from partitioner.passes.errors import InputsError
 from partitioner.plan import Candidate, Certificate, Plan
 from partitioner.plans import outline as outline_shared
+from partitioner.plans.figures import list_usable_bytes
 from partitioner.plans.outline import outline_program
 from partitioner.runtime.program.program import Program
 from partitioner.simulate.program_time import plan_timeline, stage_seconds
@@ -54,7 +56,7 @@ def test_the_summary_has_the_figures(plan: Plan):
     assert line_of(text, "mesh") == "mesh                 pp 4 × dp 2 × tp 2 (16 ranks) on 2 x dgx-h100"
     assert line_of(text, "microbatches").endswith("8 of 1 sample, global batch 16")
     assert line_of(text, "step time").endswith("1.23 s")
-    assert line_of(text, "memory").endswith("61 GiB of 76.3 GiB, rank 0 is the fullest")
+    assert line_of(text, "memory").endswith("61 GiB of 72.4 GiB usable (84%), rank 0 is the fullest")
     assert line_of(text, "matmul work divided").endswith("99%")
     assert (
         "gap 2.8% under the cost model: this plan takes 1.23 s, a plan that the proof covers takes 1.2 s or more"
@@ -71,7 +73,7 @@ def test_the_summary_has_the_figures(plan: Plan):
 def test_the_summary_has_a_row_for_every_stage(plan: Plan):
     row = line_of(format_summary(plan), "2   8–11").split()
     assert row[:4] == ["2", "8–11", "RotaryEmbedding,", "8"]
-    assert " ".join(row).find("1.21 B 1.13 GiB 55 GiB (72%)") > 0
+    assert " ".join(row).find("1.21 B 1.13 GiB 55 GiB (76%)") > 0
 
 
 def test_texts_are_plain_and_fit_their_width(plan: Plan):
@@ -82,7 +84,10 @@ def test_texts_are_plain_and_fit_their_width(plan: Plan):
 
 def test_the_explanation_answers_its_questions(plan: Plan):
     text = " ".join(format_explanation(plan).split())
-    assert "Yes: the fullest rank (0, on stage 0) needs 61 GiB of 76.3 GiB; 15.3 GiB are left (20%)." in text
+    assert (
+        "Yes: the fullest rank (0, on stage 0) needs 61 GiB of 72.4 GiB usable (84%); 11.4 GiB of these are left."
+        in text
+    )
     assert "Time: computation 71%, communication" in text
     assert "column-parallel (S0): self_attn.q_proj, mlp.up_proj" in text
     assert "row-parallel (S1): self_attn.o_proj, mlp.down_proj" in text
@@ -205,9 +210,40 @@ def test_the_explanation_says_why_the_baselines_lost(plan: Plan):
 
 def test_a_plan_that_does_not_fit_says_by_how_much(plan: Plan):
     full = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"memory": (90 * 2**30,) * 16})})
-    assert "No: the fullest rank (0, on stage 0) needs 90 GiB, 13.7 GiB more than its 76.3 GiB." in format_explanation(
-        full
-    )
+    text = " ".join(format_explanation(full).split())
+    assert "No: the fullest rank (0, on stage 0) needs 90 GiB of 72.4 GiB usable (124%): 17.6 GiB too much." in text
+
+
+def test_all_reports_compare_with_the_usable_memory(plan: Plan):
+    """Of 85,520,809,984 bytes of a device, 79.65 GiB, 1.5e9 are reserved (1.4 GiB), 3 × 690e6 are for the groups along
+    tp, dp and pp (1.93 GiB), and 5 % of the 84,020,809,984 not reserved are the margin (3.91 GiB): 77,749,769,484
+    bytes, 72.41 GiB, are usable. 61 GiB are 84 % of these, 55 GiB of stage 2 are 76 %."""
+    told = "79.6 GiB of the device, less 1.4 GiB reserved, 1.93 GiB for communication groups and 3.91 GiB of margin"
+    summary, why = (" ".join(text.split()) for text in (plan.summary(), plan.explain()))
+    told += " (memory_margin 5%)"
+    assert f"usable memory {told}" in summary
+    assert f"Usable are {told}. The margin is for what the estimate does not know." in why
+    assert "the fullest rank uses 84% of its usable memory" in why
+    assert "55 GiB (76%)" in summary
+    assert list_usable_bytes(plan) == (77_749_769_484,) * 16
+    whole = plan.model_copy(update={"constraints": Constraints(memory_margin=0)})
+    told = "less 1.4 GiB reserved and 1.93 GiB for communication groups; no margin was asked for"
+    assert told in " ".join(whole.summary().split())
+
+
+def test_what_takes_a_part_of_the_margin_says_so(plan: Plan):
+    """73 GiB are 604 MiB more than the usable 77,749,769,484 bytes (72.41 GiB), and the margin is 3.91 GiB. Without a
+    margin 76.32 GiB are usable, 77 GiB are 694 MiB more."""
+    estimate = plan.estimate.model_copy(update={"memory": (73 * 2**30,) * 16})
+    text = " ".join(format_explanation(plan.model_copy(update={"estimate": estimate})).split())
+    assert "Hardly: the fullest rank (0, on stage 0) needs 73 GiB of 72.4 GiB usable (101%): 604 MiB too much, " in text
+    assert "which the margin of 3.91 GiB covers; nothing that needs less was found." in text
+    update = {
+        "estimate": plan.estimate.model_copy(update={"memory": (77 * 2**30,) * 16}),
+        "constraints": Constraints(memory_margin=0),
+    }
+    text = " ".join(format_explanation(plan.model_copy(update=update)).split())
+    assert "needs 77 GiB of 76.3 GiB usable (101%): 694 MiB too much; nothing that needs less was found." in text
 
 
 @pytest.mark.parametrize(("cut_off", "ended"), [("time limit", "its time limit"), ("interruption", "an interruption")])
@@ -378,6 +414,40 @@ def test_nothing_is_compared_where_experts_are_spread_as_asked_or_not_at_all():
     assert "Each rank holds 2 of 4 experts of a layer" in text
     assert "Without expert parallelism" not in text
     assert "How are the experts spread?" not in explained(ep=1)
+
+
+@pytest.mark.parametrize(
+    ("pins", "said", "ranks"),  # of those that share the states of experts
+    [
+        ({"ep": 2}, "over 8 ranks of dp; those of experts over 4 ranks with the same experts", 4),
+        ({"ep": 4}, "over 8 ranks of dp; those of experts over 2 ranks with the same experts", 2),
+        (
+            {"ep": 2, "dp_shard": 4},
+            "over 4 ranks of dp, in 2 replicas; those of experts over 2 ranks with the same experts, in 2 replicas",
+            2,
+        ),
+        ({"ep": 4, "dp_shard": 2}, "over 2 ranks of dp, in 4 replicas; those of experts are not sharded", 1),
+        ({"ep": 1}, "over 8 ranks of dp", 8),
+    ],
+)
+def test_the_states_of_experts_are_shared_by_fewer_ranks(pins: dict[str, int], said: str, ranks: int):
+    """Of 8 ranks that are spread over ep, 8 / ep have the same experts, and only these can share their states. Of
+    dp_shard neighbouring ranks dp_shard / ep have the same ones. The program shards over as many ranks."""
+    with torch.device("meta"):
+        model, x = Mixture(), torch.empty(8, 16, 64)
+    plan = partition(model, Topology.preset("dgx-h100"), (x,), constraints=Constraints(dp=8, zero=1, **pins))
+    assert sharing_text(plan) == f"ZeRO 1: optimizer states {said}"
+    program = plan.program
+    assert math.prod(program.size(axis) for axis in program.states["up"].zero_axes) == ranks
+
+
+def test_experts_that_no_other_rank_has_are_not_sharded():
+    """With as many ranks as experts, 4, each rank has one expert of its own."""
+    with torch.device("meta"):
+        model, x = Mixture(), torch.empty(8, 16, 64)
+    plan = partition(model, Topology.local(4), (x,), constraints=Constraints(dp=4, ep=4, zero=1))
+    words = "over 4 ranks of dp; those of experts are not sharded, as no other rank has the same experts"
+    assert sharing_text(plan) == f"ZeRO 1: optimizer states {words}"
 
 
 def test_an_interruption_leaves_the_plan_that_was_found(monkeypatch: pytest.MonkeyPatch):

@@ -135,7 +135,7 @@ def test_ranks_that_share_states_are_the_product_of_their_axes() -> None:
 
 
 def test_a_rank_has_the_room_that_the_summary_tells(plan: Plan) -> None:
-    (room,) = re.findall(r"memory +[\d.]+ .iB of ([\d.]+ .iB), rank 0", plan.summary())
+    (room,) = re.findall(r"memory +[\d.]+ .iB of ([\d.]+ .iB usable) .*, rank 0", plan.summary())
     assert f"of {room}" in format_plain_text(rank_parts(plan, 0))
 
 

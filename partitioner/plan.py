@@ -156,6 +156,11 @@ class Certificate(Data):
         default=None, description="What ended the search before it was done. None: nothing did."
     )
     limits: Limits | None = Field(default=None, description="What limited the candidates.")
+    covered_bound: float | None = Field(
+        default=None,
+        description="Seconds below which no plan under a schedule that the bound covers can be, where the plan's own "
+        "schedule is not covered: then the bound also holds for the plan's own layout. None: its schedule is covered.",
+    )
     beyond: dict[str, str] = Field(
         default_factory=dict,
         description="Constraint to what of it the bound does not cover: plans with that fixed may be "

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from partitioner.explain.explain import KINDS, MEMORY_KINDS, memory_words, without_residue
+from partitioner.explain.explain import MEMORY_KINDS, memory_words
 from partitioner.explain.tables import (
     build_empty_table,
     format_heading,
@@ -18,6 +18,7 @@ from partitioner.explain.tables import (
     indent_part,
     microbatches_text,
 )
+from partitioner.explain.time_parts import KINDS, time_changes, without_residue
 from partitioner.plan import Plan
 from partitioner.plans.figures import COLLECTIVE_NAMES, bubble_text, fullest_rank, memory_text, mesh_text
 from partitioner.plans.outline import outline_program
@@ -86,19 +87,6 @@ def format_relative(old: float, new: float, text: Callable[[float], str] = secon
     if ratio >= 2:
         return f"{format_digits(ratio, 2)} times"
     return f"{format_percent(abs(ratio - 1))} {'more' if ratio > 1 else 'less'} than"
-
-
-def time_changes(old: Mapping[str, float], new: Mapping[str, float], most: int = 4) -> Iterator[str]:
-    """Yield one line for each kind of time that changed between two breakdowns (seconds by kind), the largest change
-    first. ``most``: largest number of lines."""
-    total = sum(old.values())
-    old, new = without_residue(old), without_residue(new)
-    changes = {kind: new.get(kind, 0.0) - old.get(kind, 0.0) for kind in {**old, **new}}
-    for kind, change in sorted(changes.items(), key=lambda item: -abs(item[1]))[:most]:
-        if abs(change) > _SAME * total:
-            sign = "+" if change > 0 else "−"
-            was, now = seconds_text(old.get(kind, 0.0)), seconds_text(new.get(kind, 0.0))
-            yield f"{KINDS.get(kind, kind)}: {sign}{seconds_text(abs(change))} ({was} → {now})"
 
 
 def _format_item(text: str) -> RenderableType:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from partitioner.explain.proof import explain_proof, list_uncovered_choices
 from partitioner.explain.tables import (
     build_bar_chart,
     build_figure_grid,
@@ -24,7 +25,6 @@ from partitioner.explain.tables import (
     format_text_line,
     host_kinds,
     indent_part,
-    list_uncovered_choices,
     microbatches_text,
     other_batch_text,
     precision_notes,
@@ -35,6 +35,7 @@ from partitioner.explain.tables import (
     types_text,
     usable_memory_text,
 )
+from partitioner.explain.time_parts import KINDS, format_time_changes, time_shares, without_residue
 from partitioner.plan import NEAR, WITHOUT, Baseline, Plan
 from partitioner.plans.figures import (
     AXIS_NAMES,
@@ -64,24 +65,6 @@ from partitioner.units import (
 
 _SHOWN = 3  # buffers that are named
 
-KINDS = {
-    "compute": "computation",
-    "recompute": "recomputation",
-    "tp_communication": "communication inside layers",
-    "pp_communication": "sends between pipeline stages",
-    "bubble": "pipeline bubble",
-    "contention": "contention for a machine's cores",
-    "reduction": "gradient reduction that is not hidden",
-    "optimizer": "optimizer update",
-    "offload": "transfers to and from host memory",
-}
-_GROUPS = {  # what limits a step -> its kinds of time
-    "computation": ("compute", "optimizer"),
-    "communication": ("tp_communication", "pp_communication", "reduction", "offload"),
-    "recomputation": ("recompute",),
-    "pipeline bubble": ("bubble",),
-    "contention for a machine's cores": ("contention",),
-}
 MEMORY_KINDS = {
     "parameters": "parameters and buffers",
     "gradients": "gradients of parameters",
@@ -106,7 +89,6 @@ _AXIS_WORDS = {  # axes of groups that are not of the plan's mesh
     "edp_shard": "ranks with the same experts that share states",
     "edp_replicate": "ranks with the same experts and the same part of the states",
 }
-_RESIDUE = 1e-9  # of a step: differences of sums, no time
 _LOW = 0.3  # MFU: below it the kinds of operators are named that take longest
 _NOTED = 0.01  # of a step: recomputation that is worth a word
 _TIGHT = 0.9  # of the memory: from here on memory is said to bind
@@ -238,16 +220,6 @@ def _explain_fit(plan: Plan) -> Iterator[RenderableType]:
         yield build_bar_chart([(words.get(kind, kind), size / total, bytes_text(size)) for kind, size in parts])
 
 
-def time_shares(plan: Plan) -> list[tuple[str, float]]:
-    """Return pairs of activity and fraction of the step time, the largest first."""
-    breakdown = plan.estimate.breakdown
-    total = sum(breakdown.values())
-    known = {kind for kinds in _GROUPS.values() for kind in kinds}
-    groups = _GROUPS | {KINDS.get(kind, kind): (kind,) for kind in breakdown if kind not in known}
-    shares = {name: sum(breakdown.get(kind, 0.0) for kind in kinds) / total for name, kinds in groups.items() if total}
-    return sorted(((n, share) for n, share in shares.items() if share > _RESIDUE), key=lambda item: -item[1])
-
-
 def _shares_text(plan: Plan) -> str:
     """Return the fractions of the step time as text, for example ``computation 86%, communication 11%, pipeline bubble
     2.2%``."""
@@ -257,7 +229,7 @@ def _shares_text(plan: Plan) -> str:
 def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
     estimate = plan.estimate
     if time_shares(plan):
-        yield format_text_line(f"Time: {_shares_text(plan)}.")
+        yield format_text_line(f"Time of the slowest rank: {_shares_text(plan)}.")
         computing = estimate.breakdown.get("compute", 0.0) / sum(estimate.breakdown.values())
         if computing > 0.5 and estimate.mfu < _LOW and plan.written is not None:
             from partitioner.explain.kernel_costs import (
@@ -297,12 +269,6 @@ def _disk_binds(plan: Plan) -> Iterator[RenderableType]:
     moved = f"reading and writing its states on disk takes {seconds_text(seconds)} or more"
     binds = "Disk" if seconds >= _TIGHT * update else "The disk does not limit the plan"
     yield format_text_line(f"{binds}: the optimizer's update takes {seconds_text(update)}; {moved}.")
-
-
-def without_residue(breakdown: Mapping[str, float]) -> dict[str, float]:
-    """Return ``breakdown`` (seconds by kind) without entries so small that they are only rounding residue."""
-    total = sum(breakdown.values())
-    return {kind: seconds for kind, seconds in breakdown.items() if seconds > _RESIDUE * total}
 
 
 def _explain_breakdown(plan: Plan) -> list[RenderableType]:
@@ -423,12 +389,7 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
     if not candidates:
         return
     yield format_text_line(candidate_counts(plan.certificate) + ".")
-    chosen = plan.certificate.objective
-    yield from (
-        format_text_line(_format_baseline(b, chosen, describe_tried_offload(plan)))
-        for b in plan.certificate.baselines
-        if not b.global_batch
-    )
+    yield from (format_text_line(_format_baseline(b, plan)) for b in plan.certificate.baselines if not b.global_batch)
     if other := other_batch_text(plan):
         yield format_text_line(f"A global batch {other}.")
     if any(b.name.startswith(WITHOUT) for b in plan.certificate.baselines):
@@ -438,30 +399,28 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
     yield candidate_table(plan)
     yield format_text_line(
         "zero: ZeRO's stage; dp_shard: ranks that share states; v: virtual stages of a rank; at least: a lower bound "
-        "on the step time; memory: of the fullest rank"
+        "on the step time; memory: of the fullest rank. why_not(...) says in which parts of the step time one differs"
     )
 
 
-def _format_baseline(baseline: Baseline, chosen: float, unhosted: str) -> str:
+def _format_baseline(baseline: Baseline, plan: Plan) -> str:
+    """Return the outcome of a baseline, and by which parts of the step time it differs from the plan's."""
     if baseline.candidate is None:
         return f"{baseline.name}: {baseline.excluded}"
     excluded = f"; {baseline.excluded}" if baseline.excluded else ""
-    became = describe_outcome(baseline.candidate, chosen, "" if baseline.offload else unhosted)
+    unhosted = "" if baseline.offload else describe_tried_offload(plan)
+    became = describe_outcome(baseline.candidate, plan.certificate.objective, unhosted)
     layout = ", ".join(filter(None, (candidate_text(baseline.candidate), format_offload(baseline))))
-    return f"{baseline.name} ({layout}): {became}{excluded}"
+    differences = ""
+    if baseline.candidate.status != "chosen" and baseline.candidate.breakdown:
+        differences = format_time_changes(plan.estimate.breakdown, baseline.candidate.breakdown)
+    return f"{baseline.name} ({layout}): {became}{f' ({differences})' if differences else ''}{excluded}"
 
 
 def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
-    c, outside = plan.certificate, list_uncovered_choices(plan)
-    covered = "that the proof covers " if outside else ""
+    c = plan.certificate
     yield format_text_line(f"The cost model estimates {seconds_text(c.objective)} for a step of this plan.")
-    if c.gap <= 1e-6:
-        yield format_text_line(f"It is proven optimal under the cost model: no plan {covered}takes less.")
-    else:
-        least = f"a plan {covered}takes {seconds_text(c.bound)} or more"
-        yield format_text_line(
-            f"It is not proven optimal: {least}, which is {format_percent(c.gap)} less than this plan takes."
-        )
+    yield from map(format_text_line, explain_proof(plan))
     if c.cut_off is not None:
         yield format_text_line(f"The search was {cut_off(c)}: with more time it may find a better plan.")
     elif c.num_open:
@@ -469,7 +428,9 @@ def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
         nearest = min((row.bound for row in c.candidates if c.is_open(row)), default=c.bound)
         most = format_percent((c.objective - nearest) / c.objective)
         yield format_text_line(f"{c.num_open} {were} not worked out and may be faster, by {most} at most.")
-    yield from map(format_text_line, outside)
+    if outside := list_uncovered_choices(plan):
+        yield format_text_line("The proof does not cover these choices; plans with them may be faster:")
+        yield from _format_items(outside)
     if plan.estimate.simulated is not None:
         simulated, step = plan.estimate.simulated, plan.estimate.step_time
         difference = abs(simulated / step - 1)

@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from partitioner.explain.proof import certificate_text, list_main_uncovered_choices
 from partitioner.optimizers import OPTIMIZERS
 from partitioner.passes.dtypes import get_dtype_itemsize, sum_type
 from partitioner.passes.ir.layouts import Layout
@@ -183,8 +184,6 @@ _IN_PART = {  # what is recomputed where it is not whole calls, by ``Constraints
 }
 AS_FAST, _ROUNDING = "as fast as the chosen one", 1e-9
 _SAME = 1e-3  # of a step: less is no difference
-_MAIN_GAPS = ("schedule", "virtual_stages", "offload")  # constraints outside of a proof that change step times most
-_TOLD_GAPS = 2  # sentences on what a proof leaves out that the summary has
 
 
 def is_barred(candidate: Candidate) -> bool:
@@ -285,9 +284,9 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
         ("host memory", host_text(plan)),
         ("disk", disk_text(plan)),
         ("matmul work divided", format_percent(plan.shares.matmul_sharded) if divided else ""),
-        ("certificate", certificate_line(plan)),
+        ("certificate", certificate_text(plan)),
         ("constraints", constraint_cost_text(plan)),
-        ("not covered", " ".join(_shortly_uncovered(plan))),
+        ("not covered", " ".join(list_main_uncovered_choices(plan))),
         ("alternatives", candidate_counts(certificate)),
         ("search", cut_off(certificate)),
     ]
@@ -495,35 +494,6 @@ def usable_memory_text(plan: Plan) -> str:
     told = " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
     asked = "" if margin else "; no margin was asked for"
     return f"{bytes_text(parts.device)} of the device" + (f", less {told}" if told else "") + asked
-
-
-def certificate_line(plan: Plan) -> str:
-    """Return a sentence that states that the plan is proven optimal, or by how much a faster plan could beat it."""
-    c, covered = plan.certificate, "that the proof covers " if list_uncovered_choices(plan) else ""
-    if c.gap <= 1e-6:
-        return f"proven optimal under the cost model: no plan {covered}takes less than {seconds_text(c.bound)}"
-    least = f"a plan {covered}takes {seconds_text(c.bound)} or more"
-    return f"gap {format_percent(c.gap)} under the cost model: this plan takes {seconds_text(c.objective)}, {least}"
-
-
-def list_uncovered_choices(plan: Plan) -> list[str]:
-    """Return a sentence for each choice that the certificate's lower bound does not cover, the most important first.
-    These are the choices in :attr:`Certificate.beyond` and each faster attention algorithm over ``cp``."""
-    found = []
-    for way in plan.context:
-        if not way.calls and way.step_time is not None and way.step_time < plan.certificate.objective * (1 - _ROUNDING):
-            found.append(
-                f"The proof does not cover attention by {way.algorithm}, estimated at {seconds_text(way.step_time)}."
-            )
-    beyond = plan.certificate.beyond
-    names = [name for name in _MAIN_GAPS if name in beyond] + [name for name in beyond if name not in _MAIN_GAPS]
-    return list(dict.fromkeys([*found, *(beyond[name] for name in names)]))
-
-
-def _shortly_uncovered(plan: Plan) -> list[str]:
-    told = list_uncovered_choices(plan)
-    more = len(told) - _TOLD_GAPS
-    return [*told[:_TOLD_GAPS], *([f"explain() names {more} more."] if more > 0 else [])]
 
 
 def cut_off(certificate: Certificate) -> str:

@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[str, str]] = {
     )
 }  # fmt: skip  # from the ground up: kind -> (colour, meaning)
 
-_MARGIN, _RIGHT, _WIDTH, _COLUMN, _HIT = 20.0, 128.0, 900.0, 2.0, 15.0
+_MARGIN, _RIGHT, _WIDTH, _COLUMN, _HIT = 20.0, 168.0, 900.0, 2.0, 15.0
 
 _TALL, _LOW, _MANY = (
     (118.0, 30.0),

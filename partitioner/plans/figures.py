@@ -150,6 +150,16 @@ def bubble_text(plan: Plan) -> str:
     return text if shares.mean is None else f"{text}, {format_percent(shares.mean)} on the mean rank"
 
 
+def _bubble_figure(plan: Plan) -> tuple[str, str]:
+    """Return name and value of the bubble, as short as pictures need them."""
+    shares = waiting_shares(plan)
+    if not bubble_text(plan):
+        return "bubble", ""
+    if shares.mean is None:
+        return "bubble, slowest rank", format_percent(shares.slowest)
+    return "bubble, slowest and mean rank", f"{format_percent(shares.slowest)}, {format_percent(shares.mean)}"
+
+
 def key_figures(plan: Plan) -> list[tuple[str, str]]:
     """(name, value) pairs: mesh, microbatches, schedule, step time, MFU, bubble, memory. Empty ones are left out."""
     estimate = plan.estimate
@@ -160,7 +170,7 @@ def key_figures(plan: Plan) -> list[tuple[str, str]]:
         ("schedule", schedule_text(plan)),
         ("step time", seconds_text(estimate.step_time)),
         ("MFU", format_percent(estimate.mfu)),
-        ("bubble", bubble_text(plan)),
+        _bubble_figure(plan),
         ("memory, fullest rank", memory_text(plan)),
     ]
     return [(name, value) for name, value in figures if value]

@@ -158,7 +158,7 @@ def test_the_bubble_is_told_of_the_slowest_and_of_the_mean_rank() -> None:
     assert (shares.slowest, shares.mean) == (0.05, pytest.approx(0.25))
     text = "5.0% on the slowest rank, 25% on the mean rank"
     assert bubble_text(plan) == text
-    assert dict(key_figures(plan))["bubble"] == text
+    assert dict(key_figures(plan))["bubble, slowest and mean rank"] == "5.0%, 25%"
     said = " ".join(plan.summary().split())
     assert f"bubble {text}: the share of the step in which a rank waits for other ranks" in said
     assert f"Ranks wait for other ranks {text}." in " ".join(plan.explain().split())

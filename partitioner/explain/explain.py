@@ -34,18 +34,19 @@ from partitioner.explain.tables import (
     stage_table,
     types_text,
     usable_memory_text,
+    waiting_text,
 )
 from partitioner.explain.time_parts import KINDS, format_time_changes, time_shares, without_residue
 from partitioner.plan import NEAR, WITHOUT, Baseline, Plan
 from partitioner.plans.figures import (
     AXIS_NAMES,
     COLLECTIVE_NAMES,
-    bubble_text,
     candidate_text,
     device_memory,
     fullest_rank,
     list_usable_bytes,
     memory_text,
+    schedule_text,
     share_of_usable,
 )
 from partitioner.plans.mesh_axes import axis_text
@@ -279,12 +280,8 @@ def _explain_breakdown(plan: Plan) -> list[RenderableType]:
     taken, mfu = seconds_text(plan.estimate.step_time), format_percent(plan.estimate.mfu)
     words = f"One step takes {taken} on the slowest rank, at {mfu} of the devices' peak (MFU):"
     chart = build_bar_chart([(KINDS.get(k, k), s / total, seconds_text(s)) for k, s in kinds])
-    waits = bubble_text(plan)
-    return [
-        format_text_line(words),
-        chart,
-        *([format_text_line(f"Ranks wait for other ranks {waits}.")] if waits else []),
-    ]
+    waits = waiting_text(plan)
+    return [format_text_line(words), chart, *([format_text_line(f"Bubble: {waits}.")] if waits else [])]
 
 
 def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[RenderableType]:
@@ -296,7 +293,7 @@ def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[Renderable
     if links := axis_text(plan):
         yield format_text_line(f"links: {links}")
     microbatches = format_plural(plan.num_microbatches, "microbatch", "microbatches")
-    schedule = f" under the {plan.schedule} schedule" if plan.num_stages > 1 else ""
+    schedule = f" under the schedule {schedule_text(plan)}" if plan.num_stages > 1 else ""
     if plan.data_shares:
         microbatches = f"{sum(plan.data_shares)} microbatches, {microbatches_text(plan)},"
     yield format_text_line(f"{microbatches} per step{schedule}")
@@ -309,7 +306,7 @@ def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[Renderable
     for number, part in enumerate(plan.estimate.stages if whole is None else ()):
         again = f", {part.again} in backward" if part.again else ""
         yield format_text_line(
-            f"stage {number}: {format_plural(part.num_calls, 'call')}, {part.first} to {part.last}{again}"
+            f"stage {number}: {format_plural(part.num_calls, 'call')}, first {part.first}, last {part.last}{again}"
         )
     for stage in whole.stages if whole is not None else ():
         calls = ", ".join(_calls_text(g) for g in stage.groups)

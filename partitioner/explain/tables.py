@@ -563,16 +563,15 @@ def estimate_table(plan: Plan) -> Padding:
     """Build a table with one row per stage for a plan without a program, from the cost model's estimate."""
     train = plan.objective == "train"
     made = build_empty_table(
-        [("stage", True), ("ranks", False), ("calls", True), ("from", False), ("to", False), ("peak (of usable)", True),
-         ("forward", True)] + [("backward", True)] * train
+        [("stage", True), ("ranks", False), ("calls", True), ("first call", False), ("last call", False),
+         ("peak (of usable)", True), ("forward", True)] + [("backward", True)] * train
     )  # fmt: skip
     size = plan.world_size // max(1, len(plan.estimate.stages))
     rooms = list_usable_bytes(plan)
     for number, stage in enumerate(plan.estimate.stages):
         ranks = range(number * size, (number + 1) * size)
         peak, room = sum(stage.memory.values()), min(rooms[r] for r in ranks)
-        calls = f"{stage.num_calls}" + (f", {stage.again}" if stage.again else "")
-        row = [str(number), format_ranges(ranks), calls, stage.first, stage.last]
+        row = [str(number), format_ranges(ranks), str(stage.num_calls), stage.first, stage.last]
         row += [_format_peak(peak, room), seconds_text(stage.forward_s)]
         made.add_row(*map(Text, row + [seconds_text(stage.backward_s)] * train))
     return indent_part(made)

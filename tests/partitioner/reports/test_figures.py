@@ -161,7 +161,8 @@ def test_the_bubble_is_told_of_the_slowest_and_of_the_mean_rank() -> None:
     assert dict(key_figures(plan))["bubble, slowest and mean rank"] == "5.0%, 25%"
     said = " ".join(plan.summary().split())
     assert f"bubble {text}: the share of the step in which a rank waits for other ranks" in said
-    assert f"Ranks wait for other ranks {text}." in " ".join(plan.explain().split())
+    why = " ".join(plan.explain().split())
+    assert f"Bubble: {text}: the share of the step in which a rank waits for other ranks." in why
 
 
 def test_replicas_with_fewer_microbatches_wait_for_the_others() -> None:

@@ -47,7 +47,10 @@ class StageEstimate(Data):
         "no program.",
     )
     selective: bool = Field(
-        default=False, description="Whether the calls that do not run again recompute what is quick."
+        default=False, description="Whether calls that do not run again recompute what is quick, all or some of them."
+    )
+    in_part: int = Field(
+        default=0, description="How many calls that do not run again recompute what is quick; 0 where it is unknown."
     )
     host: int = Field(default=0, description="Bytes of a rank in host memory.")
     disk: int = Field(default=0, description="Bytes of a rank on disk.")
@@ -56,8 +59,8 @@ class StageEstimate(Data):
     def again(self) -> str:
         """A text on the recomputation of the stage, such as ``3 recomputed``; ``""`` if nothing is recomputed."""
         if not self.recomputed:
-            return "recomputed in part" if self.selective else ""
-        return f"{self.recomputed} recomputed" + (", the others in part" if self.selective else "")
+            return f"{self.in_part or ''} recomputed in part".strip() if self.selective else ""
+        return f"{self.recomputed} recomputed" + (f", {self.in_part or 'others'} in part" if self.selective else "")
 
 
 class Estimate(Data):
@@ -70,7 +73,10 @@ class Estimate(Data):
     mfu: float = Field(
         description="Model FLOPs utilisation: FLOPs of the model per second over the peak of the devices, 0 to 1.",
     )
-    bubble: float = Field(description="Share of the step in which pipeline ranks wait, 0 to 1.")
+    bubble: float = Field(
+        description="Share of the step in which the slowest rank waits for other pipeline stages, 0 to 1; other ranks "
+        "wait longer.",
+    )
     memory: tuple[int, ...] = Field(description="Peak bytes, one per rank.")
     breakdown: dict[str, float] = Field(description="Seconds of the step by kind; they add up to the step time.")
     stages: tuple[StageEstimate, ...] = Field(default=(), description="What is expected of each pipeline stage.")
@@ -152,6 +158,11 @@ class Certificate(Data):
         default=None, description="What ended the search before it was done. None: nothing did."
     )
     limits: Limits | None = Field(default=None, description="What limited the candidates.")
+    covered_bound: float | None = Field(
+        default=None,
+        description="Seconds below which no plan under a schedule that the bound covers can be, where the plan's own "
+        "schedule is not covered: then the bound also holds for the plan's own layout. None: its schedule is covered.",
+    )
     beyond: dict[str, str] = Field(
         default_factory=dict,
         description="Constraint to what of it the bound does not cover: plans with that fixed may be "

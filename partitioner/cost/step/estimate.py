@@ -68,6 +68,12 @@ def stage_estimates(
                 num_calls=len(calls),
                 recomputed=stage.recompute,
                 selective=stage.selective,
+                in_part=sum(
+                    bool(call.cost.selective_bytes)
+                    for run in stage.runs
+                    if run.selective
+                    for call in problem.calls[run.start + run.recompute : run.stop]
+                ),
                 host=round(_host_bytes(stage, calls, held[number])),
                 disk=round(sum(cost.on_disk for cost in held[number])),
                 forward_s=m * stage.forward_s,

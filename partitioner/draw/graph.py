@@ -460,8 +460,8 @@ class _GraphScene:
         return Card(tuple(rows))
 
     def build_memory_rows(self, ranks: Sequence[int]) -> list[CardRow]:
-        """Return a row with the peak memory and the usable memory of that one of ``ranks`` which uses the largest share of
-        its device. Empty if the plan has no memory estimate for them.
+        """Return a row with the peak memory and the usable memory of that one of ``ranks`` which uses the largest share
+        of its device. Empty if the plan has no memory estimate for them.
         """
         peaks, rooms = self.plan.estimate.memory, list_usable_bytes(self.plan)
         known = [r for r in ranks if r < len(peaks)]

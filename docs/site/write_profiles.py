@@ -1,4 +1,4 @@
-"""Write the tables of ``docs/execution_profiles.md`` from the profiles themselves: ``python docs/site/write_profiles.py``."""
+"""Write the tables of ``docs/execution_profiles.md`` from the profiles: ``python docs/site/write_profiles.py``."""
 
 from __future__ import annotations
 

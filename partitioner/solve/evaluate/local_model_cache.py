@@ -143,9 +143,9 @@ class LocalModels:
         return self._seats[tp, cp]
 
     def _build_local_model(self, key: LocalKey, num_microbatches: int) -> LocalModel:
-        start = time.perf_counter()
+        start = time.process_time()
         model, context, solution = self._solve_local_sharding(key, num_microbatches, self._done_ahead(key))
-        self._spent_s += time.perf_counter() - start
+        self._spent_s += time.process_time() - start
         return build_local_model(model, solution, context, self._blocks)
 
     def _done_ahead(self, key: LocalKey) -> Solutions | None:

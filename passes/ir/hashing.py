@@ -1,4 +1,4 @@
-"""Cached hashes for frozen dataclasses that are used often as keys."""
+"""Cache the hashes of frozen dataclasses that are often used as keys."""
 
 from __future__ import annotations
 

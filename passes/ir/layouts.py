@@ -57,7 +57,7 @@ class Layout:
 
     @staticmethod
     def parse(text: str) -> Layout:
-        """Return the layout for ``text``, in the form that ``str(layout)`` returns. Raise ``ValueError`` for any other
+        """Return the layout for ``text``, which has the form of ``str(layout)``. Raises ``ValueError`` for any other
         text.
         """
         match = re.fullmatch(r"(R'|R|P)|S(\d+)(?:\[(\d+(?:,\d+)+)\])?(z?)", text)
@@ -94,9 +94,7 @@ def make_shard_layout(dim: int, sections: tuple[int, ...] = (), zigzag: bool = F
 
 
 def sections_of(layout: Layout, size: int) -> tuple[int, ...]:
-    """Return the sizes of the sections of the sharded dim, which has ``size`` elements; ``(size,)`` if there is one
-    section.
-    """
+    """Return the sizes of the sections of the sharded dim, which has ``size`` elements; ``(size,)`` for one section."""
     return layout.sections or (size,)
 
 

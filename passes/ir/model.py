@@ -1,7 +1,8 @@
 """The folded model: block types, and the calls of them that make up the model.
 
-A block is a piece of the model, such as a layer, with one graph. Each call runs a block with its own parameters and
-inputs. Every pass keeps these invariants (``passes/ir/verify.py`` tests them):
+A block is a piece of the model, such as a decoder layer, with one graph. Each call runs a block with its own parameters
+and inputs, so that equal layers are one block with many calls. Every pass keeps these invariants
+(``passes/ir/verify.py`` checks them):
 
 * The graph of a block is functional. It has placeholders (states, that is, parameters, buffers and constants, then
   inputs, in the order of ``states`` and ``inputs``), ``call_function`` nodes on ``OpOverload``s, ``operator.getitem``
@@ -97,7 +98,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class CallSignature:
-    """The arguments of a model, and the values of arguments that a plan assumes.
+    """The arguments of a model's ``forward``, and the values of arguments that a plan assumes.
 
     ``arguments``: the arguments of ``forward``, in order; ``None`` if unknown (an exported program). ``fixed``: the
     value of every leaf of the planned batch that is not a tensor, by path; the plan is valid for these values only.
@@ -112,8 +113,8 @@ class CallSignature:
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """One leaf of the model's result: the name of a value, or a constant (``None``, a number) if
-    ``value`` is ``None``.
+    """One leaf of the model's result: the name of a value, or a constant (``None``, a number) if ``value`` is
+    ``None``.
     """
 
     path: str
@@ -174,7 +175,11 @@ class Call:
 
 @dataclass
 class FoldedModel:
-    """A whole model as calls of block types. ``values`` has the shape and type of every model input and call output."""
+    """A whole model as calls of block types.
+
+    ``values`` has the shape and dtype of every model input and call output by name. ``loss`` is the name of the loss
+    value.
+    """
 
     blocks: dict[str, Block]
     calls: list[Call]
@@ -201,7 +206,7 @@ class FoldedModel:
 
 @dataclass
 class Captured:
-    """A whole model as one graph, before it is folded into blocks.
+    """A whole model as one graph, before equal layers are folded into blocks.
 
     ``outputs``, ``loss`` and ``updates`` refer to nodes of the graph by name.
     """

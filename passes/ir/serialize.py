@@ -49,9 +49,9 @@ def block_to_data(block: Block) -> tuple[dict[str, Any], ...]:
 def block_from_data(
     name: str, nodes: tuple[dict[str, Any], ...], states: tuple[str, ...], inputs: tuple[str, ...]
 ) -> Block:
-    """Return the block that :func:`block_to_data` converted to ``nodes``.
+    """Return the block whose graph :func:`block_to_data` converted to ``nodes``.
 
-    Raise :class:`GraphFormatError` with the name of the node that cannot be read.
+    Raises :class:`GraphFormatError` with the name of the node that cannot be read.
     """
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}

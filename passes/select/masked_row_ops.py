@@ -1,6 +1,7 @@
-"""Rewrite operators that select rows by index or write rows back, so that they keep all rows next to a mask.
+"""Rewrite operators that select rows by index or write rows back, so that they keep all rows together with a mask.
 
-For what the rewrite requires and provides see ``passes/select/masked_rows.py``.
+Functions get the rewriter ``build`` (:class:`SelectedRows` of ``passes/select/masked_rows.py``) and append operators to
+its graph. Requires: nodes of an exported program. Provides: operators with static shapes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ INSTEAD: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class MaskedRows:
-    """A value with all rows in dim ``dim``; the model selects the rows where ``mask`` (bool, one per row) is true."""
+    """Describes a value that keeps all rows in dim ``dim``, although the model selects some of them.
+
+    ``mask`` is boolean, with one element for each row; the model selects the rows where it is true.
+    """
 
     mask: fx.Node
     dim: int
@@ -56,7 +60,10 @@ class MaskedRows:
 
 @dataclass(frozen=True)
 class MaskCoordinate:
-    """Coordinate ``dim`` of the true elements of ``condition``, of shape ``shape``. ``mask``: ``condition``, flat."""
+    """Describes a node that holds coordinate ``dim`` of the true elements of ``condition``, whose shape is ``shape``.
+
+    ``mask`` is the flattened ``condition``.
+    """
 
     mask: fx.Node
     dim: int
@@ -66,7 +73,9 @@ class MaskCoordinate:
 
 @dataclass(frozen=True)
 class MaskedRowCount:
-    """The number of rows that ``mask`` selects, where the model asks for a size."""
+    """Stands for the number of rows that ``mask`` selects, if the model asks for a size. ``int()`` gives the number of
+    all rows.
+    """
 
     mask: fx.Node
 
@@ -75,7 +84,7 @@ class MaskedRowCount:
 
 
 class Unselectable(Exception):
-    """An operator cannot work on all rows with a mask. The text, if any, says why and what to do instead."""
+    """Raised if an operator cannot keep all rows with a mask. The text, if any, says why and what to write instead."""
 
 
 def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) -> Any:
@@ -94,7 +103,11 @@ def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) ->
 
 
 def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.Node) -> list[fx.Node]:
-    """One node per dim: that coordinate of every element of ``condition``. ``mask``: the flat ``condition``."""
+    """Return one node for each dim of ``condition``, with that coordinate of every element.
+
+    Args:
+        mask: the flattened ``condition``.
+    """
     shape = tuple(condition.meta["val"].shape)
     inner = number = int(mask.meta["val"].shape[0])
     every = build.insert_call(aten.arange.default, number, dtype=torch.int64, device=META)
@@ -110,12 +123,14 @@ def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.No
 
 
 def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[fx.Node]:
-    """Coordinates of the true elements of ``condition``, in the memory order of the chosen numbers that it tests.
+    """Return nodes with the coordinates of the true elements of ``condition``, in the memory order of the chosen
+    experts.
 
-    In that order the choices of a token are adjacent even if ``condition`` is transposed, so that the rows can be
-    sharded by tokens. If ``condition`` tells whether any of a token's k choices is a number, there is a row for each of
-    the k choices; these are distinct, so every token is selected once at most, and in the same order. Empty if
-    ``condition`` tests no chosen numbers, or is in this order already.
+    ``condition`` tests which expert numbers a router chose. In this order the choices of a token are adjacent even if
+    ``condition`` is transposed, so that the rows can be sharded by tokens. If ``condition`` tests whether any of a
+    token's k choices is a number, there is a row for each of the k choices. The choices are distinct, so every token is
+    selected at most once, in the same order. Returns an empty list if ``condition`` does not test a router's choices,
+    or is in this order already.
     """
     found, along = chosen_by_any(condition), list[int]()
     if found is not None:
@@ -177,7 +192,9 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
 
 
 def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Node]]) -> fx.Node:
-    """Index the selected rows ``x`` by a further mask, or take one element of dim 1 from each row."""
+    """Index the selected rows ``x`` by a further mask, or take one element of dim 1 from each row. Return the new
+    node.
+    """
     rows = build.rows[x]
     dim, index = given[0]
     if any(i not in build.rows or build.rows[i] != MaskedRows(rows.mask, 0) for _, i in given) or rows.dim != dim:
@@ -199,7 +216,7 @@ def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Nod
 
 
 def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
-    """``x[mask, numbers[mask]]``: index ``x`` by a mask and by rows that the same mask selects."""
+    """Rewrite ``x[mask, numbers[mask]]``, which indexes ``x`` by a mask and by rows that the same mask selects."""
     spread: list[Any] = []
     for i in indices:
         if i is not None and i.meta["val"].dtype == torch.bool and i not in build.rows:
@@ -213,7 +230,7 @@ def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
 
 
 def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
-    """``masked_select``: broadcast ``x`` and ``mask``, and select elements into one dim."""
+    """Rewrite ``masked_select``: broadcast ``x`` and ``mask``, and select elements into one dim."""
     if x in build.rows or mask in build.rows:
         if x.meta["val"].shape != mask.meta["val"].shape or x.meta["val"].dim() != 1:
             raise Unselectable
@@ -232,7 +249,7 @@ def take_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any
 
 
 def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values: Any) -> Any:
-    """``index_copy``, or ``index_fill`` with one number."""
+    """Rewrite ``index_copy``, or ``index_fill`` with one number. Returns ``None`` if the operands have another form."""
     if index.meta["val"].dim() != 1 or not x.meta["val"].dim():
         return None
     dim %= x.meta["val"].dim()
@@ -250,17 +267,17 @@ def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values:
 
 
 def _guard_indices(build: SelectedRows, indices: Any) -> list[Any]:
-    """Replace the indices of unselected rows by 0, so that every index is valid."""
+    """Return the indices with those of unselected rows set to 0, so that every index is valid."""
     return [build.fill_with_harmless(i, 0) if i in build.rows else i for i in indices]
 
 
 def _match_mask_coordinates(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]
 ) -> tuple[tuple[int, ...], list[int]]:
-    """The shape of the mask that ``indices`` are coordinates of, and which of its coordinates they are.
+    """Return the shape of the mask that ``indices`` are coordinates of, and the dims of the mask that they index.
 
-    Both are empty unless these coordinates match the sizes of ``x`` from dim ``first`` on. If they match, each row has
-    a fixed position, and no index is needed.
+    Both are empty unless the mask's dims have the sizes of ``x`` from dim ``first`` on. If they do, each row has a
+    fixed position, and no index operator is needed.
     """
     places = [build.places.get(i) for i in indices]
     known = [place for place in places if place is not None]
@@ -272,8 +289,10 @@ def _match_mask_coordinates(
 
 
 def _broadcast_to_mask(build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]) -> fx.Node | None:
-    """Broadcast ``x`` to one row per element of the mask that ``indices`` are coordinates of; ``None`` if there is no
-    such mask."""
+    """Broadcast ``x`` to one row for each element of the mask that ``indices`` are coordinates of.
+
+    Returns ``None`` if there is no such mask.
+    """
     covered, along = _match_mask_coordinates(build, x, first, indices)
     if not along:
         return None
@@ -351,9 +370,10 @@ def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: 
 def _at_places(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node], source: fx.Node, *, chosen: bool = False
 ) -> fx.Node | None:
-    """Sum the rows of ``source`` at each position of ``x``; ``None`` if that needs an index operator.
+    """Return the sums of the rows of ``source`` at each position of ``x``; ``None`` if this needs an index operator.
 
-    ``chosen``: the caller reads only positions that some selected row has.
+    Args:
+        chosen: whether the caller reads only positions that a selected row has.
     """
     covered, along = _match_mask_coordinates(build, x, first, indices)
     sizes = list(source.meta["val"].shape)
@@ -373,7 +393,8 @@ def _permute_coordinates(
 ) -> fx.Node:
     """Permute the dims of ``value`` from ``first`` on from sorted coordinates into the order ``along``.
 
-    ``back``: permute from the order ``along`` into sorted coordinates instead.
+    Args:
+        back: permute from the order ``along`` into sorted coordinates instead.
     """
     if along == sorted(along):
         return value
@@ -388,7 +409,9 @@ def _permute_coordinates(
 
 
 def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
-    """``x[indices] = values`` without an index operator; ``None`` unless each position is selected once at most."""
+    """Rewrite ``x[indices] = values`` without an index operator; ``None`` unless each position is selected at most
+    once.
+    """
     covered, along = _match_mask_coordinates(build, x, 0, indices)
     if not along:
         return None
@@ -425,7 +448,10 @@ def _at_most_one(condition: fx.Node, dim: int) -> bool:
 
 
 def _find_other_addend(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
-    """The other addend if ``values`` is ``x[indices]`` plus something: it can be added to ``x``. Else ``None``."""
+    """Return the other addend if ``values`` is ``x[indices]`` plus another value, which can then be added to ``x``.
+
+    Returns ``None`` if ``values`` has another form.
+    """
     args: Any = values.args
     if values.target is not aten.add.Tensor or len(args) != 2 or values.kwargs:
         return None

@@ -1,11 +1,13 @@
 """Rewrite loops over experts that pick each expert's rows as products by expert.
 
-Such a loop arrives with every row in every expert, and with all rows but the expert's own left out of the sum
-(``passes/select/masked_rows.py``). If an expert's own rows are those that chose its number, no row belongs to two
-experts. One pass over all experts at once then computes each row with its own expert. Products become
-``partition::expert_mm``, other parameters are looked up, and the masks that left rows out are removed.
+In the captured graph of such a loop, every expert computes all rows, and all rows but the expert's own are left out of
+the sum (``passes/select/masked_rows.py``). If an expert's own rows are those whose chosen number is the expert's, no
+row belongs to two experts. One pass over all experts at once then computes each row with its own expert. Matrix
+products become ``partition::expert_mm`` (each row times its expert's matrix), other parameters are looked up by expert,
+and the masks that left rows out are removed.
 
-Requires and keeps values on every node. Requires normal form: products without bias, sums of two.
+Requires and keeps meta tensors (``node.meta["val"]``) on every node. Requires normal form: products without bias, sums
+of two operands.
 """
 
 from __future__ import annotations
@@ -59,8 +61,9 @@ _ROUTED = "loops over experts are computed as products of each row with its expe
 
 
 def route_loops(captured: Captured) -> Captured:
-    """Return ``captured`` with its loops over experts rewritten as products by expert. Its graph is changed in
-    place."""
+    """Return ``captured`` with its loops over experts rewritten as products by expert. The graph is changed in
+    place.
+    """
     graph = captured.graph
     if not any(n.target is aten.masked_fill.Scalar for n in graph.nodes):  # by which rows are left out
         return captured
@@ -96,8 +99,7 @@ class _Merging:
         self.covers = loop.first == 0 and covers == len(loop.parts)  # whether every row is an expert's
 
     def merge_loop(self) -> bool:
-        """Rewrite the loop and return ``True``. Return ``False`` and leave the graph unchanged if the loop does not fit
-        the pattern."""
+        """Rewrite the loop. Return ``False``, with an unchanged graph, if the loop does not fit the pattern."""
         graph = self.build.graph
         with graph.inserting_before(self.head):
             try:
@@ -131,15 +133,18 @@ class _Merging:
         return self.build(aten.where.self, chosen, made.node, *self.loop.others)
 
     def _is_apart(self) -> bool:
-        """Whether the loop reads parameters of the experts, and nothing outside the loop reads these or the experts'
-        intermediate values."""
+        """Whether the loop reads parameters of the experts, and nothing outside reads these or the experts'
+        intermediate values.
+        """
         read = self.inner | {n for nodes in self.packing.packed for n in nodes}
         users = self.inner | self.loop.chain
         return self.weights.read and all(u in users for n in read for u in n.users)
 
     def merge_nodes(self, nodes: tuple[fx.Node, ...]) -> Any:
-        """Return the merged form of ``nodes``, one node of each expert. Raises :class:`Different` if they do not
-        correspond."""
+        """Return the merged form of corresponding ``nodes``, one of each expert.
+
+        Raises :class:`Different` if they do not correspond.
+        """
         if nodes not in self.known:
             alike = len({self.numbers(n) for n in nodes}) == 1
             self.known[nodes] = nodes[0] if alike else self._merge_nodes(nodes)
@@ -211,8 +216,7 @@ class _Merging:
     # -- masks ------------------------------------------------------------------------------------------------------
 
     def _merge_choices(self, nodes: tuple[fx.Node, ...]) -> ExpertMask | None:
-        """Return the merged mask if ``nodes`` are the masks of the loop's experts, each of its own expert; otherwise
-        ``None``."""
+        """Return the merged mask if ``nodes`` are the masks of the loop's experts, in order; otherwise ``None``."""
         loop, of = self.loop, self.numbers(self.loop.of)
         for number, node in enumerate(nodes, loop.first):
             choice = choice_of(node)
@@ -223,8 +227,10 @@ class _Merging:
         )
 
     def _transform_mask(self, node: fx.Node, mask: ExpertMask) -> ExpertMask:
-        """Return the merged mask after the negation or reshape that ``node`` applies. Raises :class:`Different` for
-        another operator."""
+        """Return the merged mask after the negation or reshape that ``node`` applies.
+
+        Raises :class:`Different` for another operator.
+        """
         if node.target is aten.logical_not.default:
             return ExpertMask(mask.dim, not mask.negated)
         sizes = list_node_sizes(node)
@@ -238,8 +244,9 @@ class _Merging:
         return ExpertMask(along[0], mask.negated)
 
     def _fill_other_rows(self, node: fx.Node, value: Any, mask: ExpertMask) -> ExpertRows:
-        """Return merged rows for a ``masked_fill`` that keeps each expert's own rows and fills all other rows with a
-        number."""
+        """Return merged rows for a ``masked_fill`` that keeps each expert's own rows and sets all others to a
+        number.
+        """
         held = value.node if isinstance(value, ExpertRows | ExpertColumn) else value
         if not mask.negated or mask.dim is None or not isinstance(held, fx.Node):
             raise Different
@@ -266,8 +273,10 @@ class _Merging:
         return self.build(aten.logical_and.default, above, below)
 
     def _chosen_numbers(self) -> fx.Node:
-        """Return the index of each row's expert within the loop, ``[rows]``. It is out of range for a row that chose
-        none of these experts."""
+        """Return the index of each row's expert within the loop, of shape ``[rows]``.
+
+        It is out of range for a row that chose none of the loop's experts.
+        """
         loop, numbers = self.loop, self.loop.of
         if get_node_tensor(numbers).dtype not in (torch.int32, torch.int64):  # by which others can be looked up
             numbers = self.build(aten.to.dtype, numbers, torch.int64)
@@ -278,8 +287,9 @@ class _Merging:
         return self.build(aten.sub.Tensor, numbers, loop.first) if loop.first else numbers
 
     def _find_row_experts(self) -> fx.Node:
-        """Return the expert index of each row, ``[rows]``. A row that chose no expert of the loop gets an arbitrary
-        valid index."""
+        """Return the expert index of each row, of shape ``[rows]``; an arbitrary valid index for a row without an
+        expert.
+        """
         if self.keys is None:
             keys = self._chosen_numbers()
             self.keys = keys if self.covers else self.build(aten.clamp.default, keys, 0, len(self.loop.parts) - 1)
@@ -315,7 +325,10 @@ class _Merging:
     def _merge_row_operator(
         self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> ExpertRows | MultiResultRows | ExpertSum | PlacedRows:
-        """Apply an operator that works on each row by itself to merged rows, and return the result."""
+        """Apply an operator that works on each row by itself to merged rows. Return the merged result.
+
+        Raises :class:`Different` if the operator does not fit.
+        """
         rows = [a for a in args if isinstance(a, ExpertRows)]
         if not rows:
             raise Different
@@ -345,8 +358,9 @@ class _Merging:
         raise Different
 
     def _row_dims(self, made: fx.Node, rows: Mapping[fx.Node, int]) -> tuple[int, ...] | None:
-        """Return the dim of the rows in each result; ``None`` unless each row of a result depends on the same row of
-        the operands only."""
+        """Return the dim of the rows in each result; ``None`` unless each row of a result depends only on that row of
+        operands.
+        """
         try:
             rule = factors_of(made)
         except PartitionError:
@@ -382,8 +396,11 @@ def _keep_only_dim(node: fx.Node, dim: int) -> tuple[int, ...]:
 
 
 def _taken_apart(rows: ExpertRows, made: fx.Node) -> tuple[int, ...]:
-    """Return the shape of ``made`` with 1 in every dim, except the dims into which a reshape splits the row dim of
-    ``rows``."""
+    """Return the shape of ``made``, with 1 in every dim except those into which a reshape splits the row dim of
+    ``rows``.
+
+    Raises :class:`Different` if the reshape changes other dims.
+    """
     sizes, end = list_node_sizes(made), len(list_node_sizes(made)) - (len(list_node_sizes(rows.node)) - 1 - rows.dim)
     before, after = list_node_sizes(rows.node)[: rows.dim], list_node_sizes(rows.node)[rows.dim + 1 :]
     if sizes[: len(before)] != before or sizes[end:] != after or end < len(before):
@@ -392,7 +409,9 @@ def _taken_apart(rows: ExpertRows, made: fx.Node) -> tuple[int, ...]:
 
 
 def _is_like(made: fx.Node, node: fx.Node) -> bool:
-    """Whether ``made`` has the same shapes and types of results as ``node``, so that it can replace ``node``."""
+    """Whether the results of ``made`` have the shapes and dtypes of those of ``node``, so that it can replace
+    ``node``.
+    """
     forms = [
         [(v.shape, v.dtype) for v in (held if isinstance(held, tuple | list) else (held,))]
         for held in (made.meta["val"], node.meta["val"])

@@ -546,7 +546,7 @@ def _settle_written_value(graph: fx.Graph, value: fx.Node, state: ModelState) ->
 
 
 def _may_be_held(node: fx.Node) -> bool:
-    """Whether a value may share its memory with a state or an input."""
+    """Whether a node's value may share its memory with a parameter, a buffer or an input of the graph."""
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node.op == "placeholder"

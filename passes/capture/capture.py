@@ -228,7 +228,9 @@ def _without_numbers(tensor: Tensor) -> bool:
 
 
 def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return, by name, the values of small non-persistent buffers, which no checkpoint holds."""
+    """Return the values of small non-persistent buffers by name, cast to ``dtype``; no checkpoint contains these
+    buffers.
+    """
     saved = set(model.state_dict(keep_vars=True))
     return {
         name: buffer.detach().to("cpu", cast_floating_dtype(buffer.dtype, dtype))

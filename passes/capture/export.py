@@ -169,7 +169,7 @@ def cast_floating_dtype(dtype: torch.dtype, to: torch.dtype | None) -> torch.dty
 def export_parameterless_copy(
     twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool = True, diagnose: bool = True
 ) -> ExportedProgram:
-    """Trace the twin with ``torch.export`` and return the exported program.
+    """Trace a twin (a copy of the model with fake tensors) with ``torch.export``, and return the exported program.
 
     Raises :class:`InputsError` if forward fails on these inputs even without a trace, and :class:`CaptureError` with
     the model's source line and torch.export's reason if it cannot be traced.
@@ -283,9 +283,10 @@ def _in_containers(model: nn.Module, bare: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _numbers_lifted(twin: ParameterlessCopy) -> Iterator[None]:
-    """Context in which the twin's forward computes with :class:`LiftedNumber` objects in place of Python numbers.
+    """Context in which the forward of a twin computes with :class:`LiftedNumber` objects in place of Python numbers.
 
-    This holds for the inputs in ``twin.numbers`` and the attributes in ``twin.counters``. The final value of each
+    A twin is a copy of the model with fake tensors; a lifted number computes with a 0-dimensional tensor of the graph.
+    This holds for the inputs in ``twin.numbers`` and the attributes in ``twin.counters``. At the end, the value of each
     counter is written to its buffer.
     """
     if not twin.numbers and not twin.counters:
@@ -374,7 +375,9 @@ _ENTRIES = ("forward", "with_loss")  # functions that a trace enters a model by;
 def try_forward(
     twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any], *, constants: bool = False
 ) -> Any:
-    """Run the twin's forward on fake tensors without a trace. Return its output, or the exception that it raises.
+    """Run the forward of a twin (a copy of the model with fake tensors) without a trace.
+
+    Returns the output, or the exception that forward raises.
 
     Args:
         constants: give values to tensors that depend on neither inputs nor weights.
@@ -473,7 +476,7 @@ def place_of(error: Exception, *, but: str = "") -> str:
     Returns an empty text if there is none.
 
     Args:
-        but: a file whose frames are skipped.
+        but: name of a file whose frames are skipped.
     """
     frames = traceback.extract_tb(error.__traceback__)
     user = [f for f in frames if is_users(f.filename) and f.filename != but]

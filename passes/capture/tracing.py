@@ -53,7 +53,10 @@ from partitioner.passes.trace.layer_reuse import Repeats
 
 @dataclass(frozen=True)
 class Trace:
-    """Result of one trace of ``twin``. ``left`` has the twin's attributes after its forward had run."""
+    """Result of one trace of ``twin``, a copy of the model with fake tensors.
+
+    ``left`` has the twin's attributes after its forward had run.
+    """
 
     captured: Captured
     twin: ParameterlessCopy
@@ -104,7 +107,11 @@ class Tracer:
         return trace
 
     def trace(self, twin: ParameterlessCopy, arguments: Bound, uses: Mapping[str, str]) -> Trace:
-        """Trace ``twin``, and trace it again with empty masks for loops over the experts that have rows.
+        """Trace ``twin``, a copy of the model with fake tensors, and return the captured graph with facts about the
+        trace.
+
+        If forward loops over the experts that have rows, variants with empty masks are traced as well, to prove that
+        the loop over all experts is exact.
 
         Args:
             uses: for each fixed number of the inputs, by path, what forward uses it for.
@@ -120,7 +127,7 @@ class Tracer:
         return Trace(captured.with_(turns=tuple(pairs), signature=signature), traced, left, arguments, uses)
 
     def renew(self, twin: ParameterlessCopy, **changes: Any) -> ParameterlessCopy:
-        """Return a new twin, as if forward had not run yet.
+        """Return a new twin (a copy of the model with fake tensors) in the state before forward runs.
 
         Args:
             changes: new values of fields of the twin; ``flipped`` has conditions on lifted numbers whose outcome is
@@ -176,10 +183,11 @@ class Tracer:
     def _trace_module(
         self, twin: ParameterlessCopy, arguments: Bound, left: Attributes
     ) -> tuple[Captured, ParameterlessCopy]:
-        """Trace the twin once. Return the captured graph, and the twin that was traced in the end.
+        """Trace a twin (a copy of the model with fake tensors) once.
 
-        Of equal layers only one is traced; if that fails, the twin is traced in full. ``left`` receives the attributes
-        after forward, because torch.export resets them.
+        Returns the captured graph, and the twin that was traced in the end. Of equal layers only one is traced; if that
+        fails, the twin is traced in full. ``left`` receives the attributes after forward, because torch.export resets
+        them.
         """
         args, kwargs = arguments
         canonical = {**self.canonical, **{c.buffer: c.full_name for c in twin.counters}}
@@ -241,14 +249,15 @@ class Tracer:
         return made(twin, flatten_program(program, own), lambda captured: captured)
 
     def _prepare_retry_copy(self, twin: ParameterlessCopy, hits: TracedLoops, left: Attributes) -> ParameterlessCopy:
-        """Return a new twin for another attempt at the same trace."""
+        """Return a new twin (a copy of the model with fake tensors) for another attempt at the same trace."""
         made = replace(self.renew(twin, hits=hits), scope=twin.scope)
         self.prepare(made, left)
         return made
 
     def prepare(self, twin: ParameterlessCopy, left: Attributes) -> None:
-        """Make the twin's forward return (output, loss) if there is a loss, and store its attributes in ``left`` at its
-        end.
+        """Replace the forward of ``twin`` by one that returns (output, loss) if there is a loss.
+
+        The new forward also stores the attributes of the twin's modules in ``left`` at its end.
         """
         loss, forward = self.loss, twin.module.forward
 
@@ -270,10 +279,10 @@ def make_hookless_twin(
     casts: str | None = None,
     keep_caches: bool = False,
 ) -> ParameterlessCopy:
-    """Return a twin of the model (see :func:`partitioner.passes.capture.export.make_twin`) without hooks that only
-    observe.
+    """Return a twin of the model, a copy with fake tensors, without the hooks that only observe.
 
-    Forward hooks of the outermost module become part of its forward.
+    Forward hooks of the outermost module become part of its forward. The arguments are those of
+    :func:`partitioner.passes.capture.export.make_twin`.
     """
     twin = make_twin(model, dtype, mode, casts, keep_caches)
     drop_looking_hooks(twin.module)
@@ -295,7 +304,11 @@ def notes_on_fixed(signature: CallSignature, uses: Mapping[str, str]) -> Iterato
 
 
 def _with_counters(captured: Captured, counters: Sequence[Counter]) -> Captured:
-    """Give the states of counters their own names only, and the values that they start from."""
+    """Return ``captured`` with the states of counters, Python numbers that forward changes, under the numbers' own
+    names.
+
+    Their initial values are added as constants.
+    """
     states, constants = dict(captured.states), dict(captured.constants)
     for counter in counters:
         if counter.full_name in states:
@@ -450,9 +463,10 @@ class _Settling:
         return second, [c for c in changed if not c.generator]
 
     def _run_once(self, arguments: Bound, twin: ParameterlessCopy) -> None:
-        """Run the forward of ``twin`` from the state before the first call.
+        """Run the forward of ``twin`` (a copy of the model with fake tensors) from the state before the first call.
 
-        Tensors that forward stores have values if these depend on neither inputs nor weights.
+        Tensors that forward stores have values if these depend on neither inputs nor weights. Raises :class:`_NotRun`
+        if forward fails.
         """
         self.before.restore()
         own = vars(twin.module).get("forward")
@@ -544,12 +558,18 @@ def _copy_container(value: Any) -> Any:
 def _restore_shared_layers(
     states: Mapping[int, Sequence[ModelState | None]], canonical: Mapping[str, str], captured: Captured
 ) -> Captured:
-    """Put copies of equal layers into ``captured``, and add the states that were removed during the trace."""
+    """Put copies of the operators of equal layers into ``captured``, in place of the single operators of their calls.
+
+    States that were removed during the trace are added.
+    """
     return in_order(expand_layer_operators(captured, states), canonical.values())
 
 
 def _states_of(away: ParkedParameters, canonical: Mapping[str, str]) -> dict[int, list[ModelState | None]]:
-    """Return the states of each module whose parameters were removed during the trace, by number of the module."""
+    """Return the states (as :class:`ModelState`) of each module whose parameters were removed during the trace.
+
+    They are by number of the module, in order, with ``None`` for states that the trace saw.
+    """
     names: dict[str, list[str]] = {}
     for alias, name in canonical.items():
         names.setdefault(name, []).append(alias)

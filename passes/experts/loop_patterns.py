@@ -1,7 +1,7 @@
 """Recognise loops over experts in a graph, and represent the merged form of corresponding nodes of all experts.
 
-Requires and keeps meta tensors (``node.meta["val"]``) on every node, and normal form. ``passes/experts/loops.py`` uses
-these classes to rewrite a loop.
+Requires and keeps meta tensors (``node.meta["val"]``) on every node, and normal form (products without bias, sums of
+two operands). ``passes/experts/loops.py`` uses these classes to rewrite a loop.
 
 :func:`loops_at` finds the ends of loops: sums and ``where`` chains that combine one part for each expert. The part of
 an expert is zero, or not selected, in all rows except the expert's own.

@@ -83,7 +83,10 @@ def route_loops(captured: Captured) -> Captured:
 
 
 class _Merging:
-    """Merges the corresponding nodes of all experts of one loop. A value that all experts share stays a plain node."""
+    """Merges the corresponding nodes of all experts in one loop into operators that compute all experts at once.
+
+    A value that all experts share stays a plain node.
+    """
 
     def __init__(self, captured: Captured, head: fx.Node, loop: Loop, numbers: Numbers) -> None:
         self.packing = Packing(captured)
@@ -189,7 +192,9 @@ class _Merging:
         return made
 
     def _merge_arguments(self, nodes: tuple[fx.Node, ...]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the merged positional arguments and the keyword arguments of corresponding ``nodes``."""
+        """Return the merged positional arguments, and the common keyword arguments, of the corresponding ``nodes`` of
+        all experts.
+        """
         first = nodes[0]
         if any(len(n.args) != len(first.args) or n.kwargs != first.kwargs for n in nodes):
             raise Different
@@ -267,7 +272,7 @@ class _Merging:
         return ExpertRows(held, dim, zeroed=bool(number == 0))
 
     def _mask_expert_rows(self) -> fx.Node:
-        """Return a mask of the rows that chose any expert of the loop."""
+        """Return a node with a boolean mask of the rows whose chosen number is that of any expert of the loop."""
         keys = self._chosen_numbers()
         above, below = self.build(aten.ge.Scalar, keys, 0), self.build(aten.lt.Scalar, keys, len(self.loop.parts))
         return self.build(aten.logical_and.default, above, below)
@@ -312,7 +317,10 @@ class _Merging:
         return ExpertRows(made, x.dim, x.zeroed)
 
     def _apply_to_sum(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertSum:
-        """Apply a linear operator to the sum of all experts' parts. Raises :class:`Different` for another operator."""
+        """Apply an operator to the sum of all experts' parts, and return the result.
+
+        Raises :class:`Different` if the operator is not linear.
+        """
         given = [
             i for i, a in enumerate(args) if isinstance(a, ExpertRows | ExpertSum | ExpertParameter | PackedParameter)
         ]
@@ -381,7 +389,11 @@ class _Merging:
         return tuple(spots[0] for spots in dims) if alone else None
 
     def _merge_getitem(self, nodes: tuple[fx.Node, ...]) -> ExpertRows:
-        """Return the merged form of one result of an operator with several results."""
+        """Return the merged rows of one result of an operator with several results.
+
+        Args:
+            nodes: the corresponding ``getitem`` nodes of all experts.
+        """
         whole: Any = self.merge_nodes(tuple(n.args[0] for n in nodes))  # type: ignore[misc]
         if not isinstance(whole, MultiResultRows):
             raise Different

@@ -64,7 +64,9 @@ class ExpertRegion:
 
     @property
     def states(self) -> dict[str, int]:
-        """Return the experts' parameters and buffers by placeholder name, with the dim that indexes experts."""
+        """Return the experts' parameters and buffers, by name of their placeholder, each with the dim that indexes
+        experts.
+        """
         return {n.name: dim for n, dim in self.tables.items() if n.op == "placeholder"}
 
 

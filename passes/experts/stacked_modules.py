@@ -113,7 +113,7 @@ def stack_experts(captured: Captured) -> Captured:
 
 
 def is_sum(node: fx.Node) -> bool:
-    """Whether ``node`` adds two values of its own shape."""
+    """Whether ``node`` adds two nodes that have the shape of the result."""
     nodes = [a for a in node.args if isinstance(a, fx.Node)]
     return (
         node.target is aten.add.Tensor
@@ -124,7 +124,7 @@ def is_sum(node: fx.Node) -> bool:
 
 
 def is_inner(node: fx.Node) -> bool:
-    """Whether ``node`` is an addend of a longer sum."""
+    """Whether the only reader of ``node`` is a sum of two values, so that ``node`` is an addend of a longer sum."""
     return len(node.users) == 1 and is_sum(next(iter(node.users)))
 
 
@@ -200,7 +200,10 @@ class _Stacking:
         return None
 
     def _is_chosen(self, addends: Sequence[fx.Node]) -> bool:
-        """Whether the addends depend on a ``topk`` or similar over as many scores as there are addends."""
+        """Whether the addends depend on a ``topk`` or similar over as many scores as there are addends.
+
+        This shows that a router chooses among the experts whose outputs are added.
+        """
         seen: set[fx.Node] = set()
         stack = list(addends)
         while stack:

@@ -74,13 +74,23 @@ class TracedBranches:
         return self.num_listings
 
     def has_rows(self, number: int, listing: int) -> bool:
-        """Whether the trace treats expert ``number`` as having rows. Records that ``listing`` decided a branch."""
+        """Whether the trace treats expert ``number`` as having rows.
+
+        Records that a branch depended on ``listing``, the number of a place in the trace where the expert's rows were
+        listed.
+        """
         self.seen += 1
         self.decided.add(listing)
         return number % 2 != self.leaves_out
 
     def count(self, rows: Any, listing: int, number: int) -> None:
-        """Register the symbolic row count ``rows`` of expert ``number``, so that branches on it can be answered."""
+        """Register a symbolic number of rows, so that branches on whether it is zero can be answered.
+
+        Args:
+            rows: the symbolic size; other values are ignored.
+            listing: number of the place in the trace where the rows were listed.
+            number: number of the expert whose rows they are.
+        """
         if isinstance(rows, SymInt):
             self.counted[rows.node.expr] = rows, listing, number
 
@@ -157,7 +167,11 @@ class _BranchMode(TorchFunctionMode):
         return made
 
     def _list_marked_rows(self, func: Callable[..., Any], mask: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Run ``func``, which lists the rows of ``mask``, on the marked mask, and register the number of rows."""
+        """Run ``func``, which lists the rows of an expert's mask, on a marked copy of the mask, and register their
+        number.
+
+        Any other mask is passed to ``func`` unchanged. Returns the result of ``func``.
+        """
         number = _number_of(node_of(mask))
         if number is None:
             return func(mask, **kwargs)

@@ -6,9 +6,9 @@ masks that decide. An iteration of an expert without rows then runs operators th
 
 :func:`check_turns` proves that these iterations have no effect. Branches that ``passes/experts/traced_branches.py``
 traced are proven in the same way. Two more graphs are compared: the trace with empty masks for every other expert, and
-a trace without the iterations of these experts. In normal form, values that an empty mask fills, selects or adds up
-disappear, and then both graphs must be equal. Requires: meta tensors (``node.meta["val"]``) on every node, and normal
-form.
+a trace without the iterations of these experts. Both are in normal form (rewritten to a small set of operators). Values
+that an empty mask fills, selects or adds up are removed, and then both graphs must be equal. Requires: meta tensors
+(``node.meta["val"]``) on every node, and normal form.
 """
 
 from __future__ import annotations
@@ -212,7 +212,9 @@ def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | Non
 
 
 def is_turn(node: fx.Node, parity: int) -> bool:
-    """Whether ``node`` is the mask of an expert with an even (``parity`` 0) or odd (1) number in a traced loop."""
+    """Whether ``node`` is the mask of an expert with an even (``parity`` 0) or odd (1) number in a traced loop over
+    experts.
+    """
     args: Any = node.args
     if node.target is not aten.select.int or args[0].target is not HITS:
         return False

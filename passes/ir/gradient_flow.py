@@ -9,7 +9,7 @@ every block, which is true if some call of the block needs the node's gradient.
 :func:`freeze_unreached` removes ``requires_grad`` from parameters that no gradient reaches, because every path to the
 loss leads through ``detach`` or through values without gradients. Torch leaves the gradient of such a parameter
 ``None``, so no optimizer changes it; with a gradient of zeros, weight decay would. Requires: a captured graph in normal
-form.
+form (rewritten to a small set of operators).
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ def _is_trainable_parameter(model: FoldedModel, name: str) -> bool:
 
 
 class CallLike(Protocol):
-    """A call of a block: ``partitioner.passes.ir.model.Call`` or ``partitioner.runtime.program.program.CallData``."""
+    """Protocol of a call, which is one run of a block (the graph of a piece of the model, such as a layer).
+
+    Two classes have it: ``partitioner.passes.ir.model.Call`` and ``partitioner.runtime.program.program.CallData``.
+    """
 
     @property
     def block(self) -> str: ...
@@ -133,11 +136,11 @@ def gradient_paths(block: Block) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class GradientFlow:
-    """The gradients that flow between the calls of a model.
+    """The gradients that flow between the calls of a model; a call is one run of a block, such as a layer.
 
-    ``values``: the values through which a gradient flows from the loss to a trainable state. ``states`` and ``inputs``:
-    for each call, the states and the input values that receive a gradient from its backward. If both are empty for a
-    call, it has no backward.
+    ``values``: names of the values through which a gradient flows from the loss to a trainable state. ``states`` and
+    ``inputs``: for each call, the parameters and the input values that receive a gradient from its backward. If both
+    are empty for a call, it has no backward.
     """
 
     values: frozenset[str]

@@ -40,7 +40,10 @@ def remove_inplace(graph: fx.Graph) -> bool:
 
 
 def _refresh_without_gradients(graph: fx.Graph) -> None:
-    """Compute all values again without gradients, because strides depend on which attention kernel torch selects."""
+    """Compute the meta values of all operators again without gradients, and store them in ``node.meta["val"]``.
+
+    Their strides depend on which attention kernel torch selects, and gradients change this selection.
+    """
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             if any(isinstance(size, SymInt) for v in _iterate_tensors(node.meta.get("val")) for size in v.shape):
@@ -100,7 +103,12 @@ def _replace_inplace_operator(graph: fx.Graph, node: fx.Node, order: dict[fx.Nod
 
 
 def _build_written_value(graph: fx.Graph, kin: Any, node: fx.Node) -> fx.Node:
-    """Add an operator that computes the value which ``node`` writes, and return it."""
+    """Add an operator to ``graph`` that computes the value which the in-place operator ``node`` writes. Return its
+    node.
+
+    Args:
+        kin: the functional counterpart of the in-place operator.
+    """
     if kin is not aten.copy.default:
         return graph.call_function(kin, node.args, dict(node.kwargs))
     target, source = (a.meta["val"] for a in node.args[:2])  # type: ignore[union-attr]
@@ -183,7 +191,9 @@ def _iterate_tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _read_later(old: fx.Node, new: fx.Node, order: dict[fx.Node, int], place: int) -> None:
-    """Let all users of ``old`` that come after position ``place`` read ``new`` instead."""
+    """Replace ``old`` by ``new`` as an operand of all users of ``old`` whose position in ``order`` is after
+    ``place``.
+    """
     for user in list(old.users):
         if order.get(user, -1) > place:
             user.replace_input_with(old, new)

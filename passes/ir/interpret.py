@@ -1,8 +1,9 @@
-"""Run graphs and folded models: on meta tensors to infer shapes and types, and on real tensors to compute results.
+"""Run graphs on meta tensors to infer shapes and dtypes, and graphs and folded models on real tensors for results.
 
 ``node.meta["val"]`` is a tensor on ``meta`` (a tuple of them for operators with several results). Operators that create
-tensors have the argument ``device=meta``, which stands for the device of the rank that runs them. A run on real tensors
-is the reference that later forms of the model are compared with.
+tensors have the argument ``device=meta``, which stands for the device of the rank that runs them. A folded model is a
+sequence of calls of blocks, such as layers. Results on real tensors are the reference with which later forms of the
+model are compared.
 """
 
 from __future__ import annotations

@@ -46,7 +46,10 @@ class Guard:
     where: str = ""
 
     def holds(self, numbers: Mapping[str, Number]) -> bool:
-        """Whether the condition has the same outcome for ``numbers`` (by name); true if one of them is missing."""
+        """Whether the condition has the recorded outcome for other ``numbers``, keyed by input path or attribute name.
+
+        True if one of the numbers is missing, and false if the expression cannot be evaluated.
+        """
         try:
             return bool(evaluate_expression(self.expression, numbers)) == self.outcome
         except KeyError:
@@ -82,7 +85,7 @@ class LiftScope:
     problem: str = ""  # the first use that cannot be followed, and where it is
 
     def start(self) -> None:
-        """Clear the record when the forward begins."""
+        """Clear the record; called when forward begins."""
         self.guards.clear()
         self.problem = ""
 
@@ -92,7 +95,9 @@ class LiftScope:
         return NotLiftable(self.problem)
 
     def decide(self, expression: Expression, outcome: bool) -> bool:
-        """Record a condition and return its outcome, inverted if the condition is in ``flipped``."""
+        """Record a condition that forward branches on, and return its outcome, inverted if the condition is in
+        ``flipped``.
+        """
         outcome = outcome != (expression in self.flipped)
         guard = Guard(expression, outcome, self.find_line().strip(" ()"))
         if all(g.expression != expression for g in self.guards):
@@ -437,7 +442,10 @@ def _promote_tensor_dtypes(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def _replace_lifted_numbers(func: Any, args: Any, tree: Any = None) -> Any:
-    """Return ``tree`` (default: ``args``) with lifted numbers replaced by their tensors."""
+    """Return ``tree`` (default: ``args``) with lifted numbers replaced by their 0-dimensional tensors.
+
+    The tensors are cast so that ``func`` promotes dtypes as for Python numbers.
+    """
     tree = args if tree is None else tree
     others = [leaf for leaf in pytree.tree_leaves((args, tree)) if isinstance(leaf, Tensor)]
 
@@ -503,7 +511,10 @@ _MAKERS: dict[Any, Callable[..., Any]] = {
 # --- while the forward is traced --------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def numbers_followed() -> Iterator[None]:
-    """Context in which ``min``, ``max``, functions of ``math`` and constructors of torch accept lifted numbers."""
+    """Context in which ``min``, ``max``, functions of ``math`` and constructors of torch accept lifted numbers.
+
+    A lifted number replaces a Python number during a trace and computes with a 0-dimensional tensor.
+    """
     patches = [
         mock.patch.object(builtins, "min", _followed_extreme("min", builtins_min)),
         mock.patch.object(builtins, "max", _followed_extreme("max", builtins_max)),

@@ -100,7 +100,7 @@ def _rebuild_filled_tensor(
 
 
 def _cast_and_expand(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node:
-    """Return ``source`` cast to the type and expanded to the shape of ``node``."""
+    """Return ``source`` cast to the dtype of ``node`` and expanded to its shape."""
     value, given = node.meta["val"], source.meta["val"]
     if given.dtype != value.dtype:
         source = graph.call_function(aten._to_copy.default, (source,), {"dtype": value.dtype})
@@ -125,7 +125,7 @@ def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> Aff
 
 
 def _has_zero_operands(operands: tuple[Any, ...], positions: Positions, found: Mapping[fx.Node, AffinePart]) -> bool:
-    """Whether all operands at ``positions`` are zero if the inputs are zero."""
+    """Whether all operands at ``positions`` are known to be zero if the graph's inputs are zero."""
     return all(_is_zero(operands[i], found) for i in positions if i < len(operands))
 
 

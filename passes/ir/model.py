@@ -124,7 +124,11 @@ class ModelOutput:
 
 @dataclass
 class Block:
-    """A block type: a functional graph that one or more calls run."""
+    """The functional graph of a piece of the model, such as a decoder layer, which one or more calls run.
+
+    ``states`` and ``inputs`` are the names of the graph's placeholders: first those of parameters, buffers and
+    constants, then those of other values.
+    """
 
     name: str
     graph: fx.Graph
@@ -155,12 +159,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Call:
-    """One run of a block.
+    """One run of a block, the graph of a piece of the model such as a layer.
 
-    ``path``: the module that the call runs. ``states`` and ``inputs``: the names of the states and values that it
-    reads. ``outputs``: the names of the values that it produces. ``shared``: the call is a cheap function of the
-    model's inputs and constants and needs no gradient; each pipeline stage that reads its outputs computes them itself.
-    ``prologue``: the call runs on every microbatch before the pipeline starts; its outputs are summed over all
+    ``path``: the module that the call runs. ``states`` and ``inputs``: the names of the parameters, buffers and values
+    that it reads. ``outputs``: the names of the values that it produces. ``shared``: the call is a cheap function of
+    the model's inputs and constants and needs no gradient; each pipeline stage that reads its outputs computes them
+    itself. ``prologue``: the call runs on every microbatch before the pipeline starts; its outputs are summed over all
     microbatches and data-parallel ranks, and every later call reads the sums.
     """
 

@@ -155,7 +155,7 @@ def shape_of(value: Any) -> Any:
 
 
 def format_meta_value(value: Any) -> str:
-    """Return the type and shape of a meta value as text for an error message, such as ``float32[4, 8]``."""
+    """Return the dtype and shape of a meta tensor (or of each in a tuple) as text, such as ``float32[4, 8]``."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, tuple | list):
@@ -262,7 +262,9 @@ def _of_operator(node: fx.Node, known: Mapping[str, Sameness], axis: str, size: 
 
 
 def _makes_elements(node: fx.Node) -> bool:
-    """Whether the size of the result may come from a constant rather than from an operand."""
+    """Whether the size of an operator's result may come from a constant argument rather than from the size of an
+    operand.
+    """
     if node.target is operator.getitem:
         return False
     sizes = [v.numel() for n in node.all_input_nodes for v in _list_tensors(n.meta["val"])]

@@ -436,7 +436,7 @@ def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: f
 
 
 def _at_most_one(condition: fx.Node, dim: int) -> bool:
-    """Whether ``condition`` is known to have at most one true element along ``dim``."""
+    """Whether the mask ``condition`` is known to have at most one true element along ``dim``."""
     if condition.target is aten.full.default:
         return not condition.args[1]
     choice = choice_of(condition)

@@ -471,7 +471,7 @@ class SelectedRows:
         return self._made[mask, kind]
 
     def count_selected(self, mask: fx.Node) -> fx.Node:
-        """Return a node with the number of rows that ``mask`` selects."""
+        """Return a scalar node with the number of rows that ``mask`` selects."""
         return self.make_once(mask, "count", lambda: self.insert_call(aten.sum.default, mask))
 
     def number_selected(self, mask: fx.Node) -> fx.Node:
@@ -515,10 +515,10 @@ class SelectedRows:
         return mask
 
     def fill_with_harmless(self, value: fx.Node, number: float | None = None) -> fx.Node:
-        """Return ``value`` with its unselected rows set to ``number`` (default: 1 for floating-point types, 0 for
-        integers).
+        """Return ``value`` with the rows that its mask does not select set to ``number``.
 
-        Values that the model avoids by the selection, such as a zero divisor or an index of -100, then cause no error.
+        The default is 1 for floating-point types and 0 for integers. Values that the model avoids by the selection,
+        such as a zero divisor or an index of -100, then cause no error.
         """
         dtype = value.meta["val"].dtype
         number = int(dtype.is_floating_point) if number is None else number
@@ -527,13 +527,15 @@ class SelectedRows:
         return self.fill_unselected(value, number)
 
     def fill_unselected(self, value: fx.Node, number: float) -> fx.Node:
-        """Return ``value`` with its unselected rows set to ``number``."""
+        """Return ``value`` with the rows that its mask does not select set to ``number``."""
         filled = self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), number)
         self.rows[filled], self._filled[filled] = self.rows[value], number
         return filled
 
     def mask_unselected(self, value: fx.Node) -> fx.Node:
-        """Return a mask that is true for unselected rows, in a shape that broadcasts to ``value``."""
+        """Return a mask that is true for the rows that the mask of ``value`` does not select, in a shape that
+        broadcasts to ``value``.
+        """
         rows = self.rows[value]
         shape = [1] * value.meta["val"].dim()
         shape[rows.dim] = rows.mask.meta["val"].shape[0]
@@ -579,7 +581,9 @@ def _list_row_sizes(condition: fx.Node) -> list[int]:
 
 
 def _reads_in_order(node: fx.Node) -> bool:
-    """Whether the result of ``node`` depends on the order of the selected rows."""
+    """Whether an operator reads rows that a mask selects in their order, so that another order would change its
+    result.
+    """
     given = [node, *node.all_input_nodes] if node.target in _IN_ORDER else []
     return any(_is_open(n.meta.get("val")) for n in given)
 

@@ -105,7 +105,7 @@ def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
 
 
 def _take_square_root(build: SelectedRows, x: fx.Node) -> fx.Node:
-    """Return the square root of ``x``, with a gradient of zero where ``x`` is zero."""
+    """Return the square root of ``x`` with a gradient of zero at zero, where that of ``sqrt`` is infinite."""
     none = build.insert_call(aten.eq.Scalar, x, 0)
     root = build.insert_call(aten.sqrt.default, build.insert_call(aten.masked_fill.Scalar, x, none, 1))
     return build.insert_call(aten.masked_fill.Scalar, root, none, 0)

@@ -43,12 +43,13 @@ _known: dict[Any, Any] = {}
 
 @contextmanager
 def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
-    """Context in which traced code is cast by autocast as if the tensors were on the device type ``device``.
+    """Context in which autocast casts traced operators as if the tensors were on the device type ``device``.
 
     With ``device=None`` nothing is cast, which is right for a model in float64. Tensors are on the CPU during a trace,
     so a region that forward opens for the CPU is opened for ``device`` instead.
 
     Args:
+        device: ``cpu``, ``cuda`` or ``None``.
         line: returns the present line of forward, for error messages.
     """
     plain_init, plain_call = autocast_mode.autocast.__init__, proxy_tensor.proxy_call
@@ -134,9 +135,7 @@ def _exit_autocast_region(self: Any, *_: Any) -> bool:
 
 
 def _is_cast(value: Any) -> bool:
-    """Whether autocast may cast a value. It leaves float64 tensors, complex tensors and everything that is no tensor
-    alone.
-    """
+    """Whether autocast may cast a value: whether it is a floating-point tensor of a dtype other than float64."""
     return isinstance(value, Tensor) and value.dtype.is_floating_point and value.dtype != torch.float64
 
 
@@ -227,8 +226,12 @@ def _in_thread(function: Callable[[], Any]) -> Any:
 def _observe_operand_cast(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked) -> Any:
     """Find the operand dtype with which an operator computes the same without autocast as it does with autocast.
 
-    Tries no cast, the narrow dtype of the region and float32, in this order. Returns ``None`` for no cast, and
-    ``_APART`` if no single dtype reproduces what autocast does.
+    Tries no cast, the narrow dtype of the region and float32, in this order. Returns ``None`` for no cast, and the
+    constant ``_APART`` if no single dtype reproduces what autocast does.
+
+    Args:
+        shown: the flattened arguments; tensors are given by shape, stride and dtype.
+        asked: device type and narrow dtype of the autocast region.
     """
     _, narrow = asked
     with mock.patch.object(fake_tensor, "init_gpu_context"):
@@ -250,7 +253,11 @@ def _observe_operand_cast(func: Any, shown: list[Any], tree: pytree.TreeSpec, as
 def _is_left_alone(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked) -> bool:
     """Whether autocast has a rule neither for an operator nor for the operators that it decomposes into.
 
-    The operator is run on fake CPU tensors, because some operators cannot be run for a GPU without one.
+    The operator is run on fake CPU tensors, because some operators cannot be run for a GPU on a machine without one.
+
+    Args:
+        shown: the flattened arguments; tensors are given by shape, stride and dtype.
+        asked: device type and narrow dtype of the autocast region.
     """
     log, _ = _run_with_cast_operands(func, shown, tree, ("cpu", asked[1]), None, on=False)
     return not any(_is_listed(name, asked[0]) for name in (func.name(), *log.names))

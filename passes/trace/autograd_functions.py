@@ -375,8 +375,9 @@ _GLOBAL_FORWARD = {"_global_forward_hooks": (MODEL, GIVEN, GIVEN), "_global_forw
 def check_hooks(model: nn.Module, *, train: bool) -> tuple[str, ...]:
     """Check the hooks of ``model`` and return a note for the user on each hook that a plan does not call.
 
-    Hooks that only observe are noted. Raises :class:`UnsupportedError` if a hook on gradients, or a forward hook on all
-    modules, does more than observe. Forward hooks of single modules that do more are neither noted nor refused.
+    Hooks that only observe (they return ``None`` and change nothing) are noted. Raises :class:`UnsupportedError` if a
+    hook on gradients, or a forward hook on all modules, does more. Forward hooks of single modules that do more are
+    neither noted nor refused.
 
     Args:
         train: whether gradients are computed; if not, hooks on gradients are not checked.
@@ -409,7 +410,10 @@ def _of_tables(owner: Any, tables: dict[str, tuple[HookValue, ...]]) -> list[tup
 
 
 def _forward_hooks(module: nn.Module) -> dict[tuple[str, int], tuple[Any, tuple[HookValue, ...]]]:
-    """Return the forward hooks of a module by (name of the hook table, key), each with the kinds of its arguments."""
+    """Return the forward hooks of a module by (name of the hook table, key), each with the kinds of its arguments.
+
+    A kind tells the analysis of hooks what an argument is, such as a module or a value.
+    """
     found = {}
     for table, given in _FORWARD.items():
         for key, hook in getattr(module, table).items():
@@ -439,7 +443,10 @@ def _format_hook_location(hook: Any) -> str:
 
 
 def drop_looking_hooks(model: nn.Module) -> None:
-    """Remove the hooks that only observe from ``model``, which is changed in place and should be a copy."""
+    """Remove from ``model``, in place, the hooks that only observe: they return ``None`` and change nothing.
+
+    The model should be a copy of the user's.
+    """
     for module in model.modules():
         for table, given in _BACKWARD.items():
             for key, hook in list(getattr(module, table).items()):
@@ -452,7 +459,10 @@ def drop_looking_hooks(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def global_hooks_dropped() -> Iterator[None]:
-    """Context in which hooks on all modules (``register_module_*_hook``) that only observe are not called."""
+    """Context in which hooks on all modules (``register_module_*_hook``) are not called if they only observe.
+
+    A hook only observes if it returns ``None`` and changes nothing.
+    """
     with contextlib.ExitStack() as stack:
         for table, given in (*_GLOBAL_BACKWARD.items(), *_GLOBAL_FORWARD.items()):
             hooks = getattr(modules, table)
@@ -463,10 +473,12 @@ def global_hooks_dropped() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hooks_refused(notes: list[str]) -> Iterator[None]:
-    """Context in which forward cannot register hooks on gradients, except hooks that only observe.
+    """Context in which forward cannot register hooks on gradients, except hooks that return ``None`` and change
+    nothing.
 
-    A hook that only observes is not registered, and a text on it is appended to ``notes``. Any other hook raises
-    :class:`UnsupportedError`. Activation checkpointing and ``save_on_cpu`` in forward are noted in the same way.
+    Such a hook is not registered either, and a text on it is appended to ``notes``. Any other hook raises
+    :class:`UnsupportedError`. Activation checkpointing and ``save_on_cpu`` in forward have no effect and are noted,
+    too.
     """
 
     def checked(given: Sequence[HookValue], what: str) -> Callable[..., RemovableHandle]:
@@ -523,7 +535,7 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def looking_hooks_skipped() -> Iterator[None]:
-    """Context in which hooks on gradients that only observe are not called.
+    """Context in which hooks on gradients are not called if they only observe: return ``None`` and change nothing.
 
     ``Tensor.register_hook`` ignores them, and they are removed from the hooks on all modules.
     """
@@ -661,7 +673,10 @@ def collections_kept(model: nn.Module, notes: list[str]) -> Iterator[None]:
 
 
 class _HookState:
-    """Snapshot of the closure variables and containers (lists, dicts, sets, deques) that a hook function can reach."""
+    """Snapshot of the closure variables and containers (lists, dicts, sets, deques) that a hook function can reach.
+
+    It is taken before a trace, to undo what the hook stores during the trace.
+    """
 
     def __init__(self, cells: Sequence[Any], containers: Sequence[Any]) -> None:
         self.cells = [(cell, cell.cell_contents) for cell in cells]
@@ -714,8 +729,10 @@ def _is_set(cell: Any) -> bool:
 def with_terms_added(captured: Captured) -> Captured:
     """Remove the ``partition::own`` markers from a captured graph and add their terms to the loss.
 
-    Only terms of markers from which autograd reaches the loss are added. The graph is changed in place. Returns
-    ``captured`` with outputs, loss and updates under their new node names.
+    A marker is on the result of a ``torch.autograd.Function`` whose ``backward`` adds a part that does not depend on
+    the incoming gradient. Its terms have this part as gradient. They are added only if autograd reaches the marker from
+    the loss. The graph is changed in place. Returns ``captured`` with outputs, loss and updates under their new node
+    names.
     """
     graph = captured.graph
     marks = [n for n in graph.nodes if n.target is OWN]
@@ -762,8 +779,8 @@ def _insert_call_like(
 
 
 def _joined_by_gradients(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that depend on ``marks`` and from which autograd reaches ``loss``, even if the gradient is
-    zero.
+    """Return the nodes that depend on the nodes ``marks`` and that autograd reaches from ``loss``, even by a zero
+    gradient.
     """
     behind = set(marks)
     for node in graph.nodes:

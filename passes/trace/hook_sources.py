@@ -38,7 +38,10 @@ class HookValue:
     objects: tuple[Any, ...] = ()  # those that a ``known`` value may be
 
     def joined(self, other: HookValue) -> HookValue:
-        """Return an abstract value that covers both this value and ``other``."""
+        """Return the abstract value of an expression that can have either this abstract value or ``other``.
+
+        An abstract value says of which kind a value in a hook's source can be.
+        """
         if self.kind == other.kind:
             return HookValue("known", (*self.objects, *other.objects)[:_MOST_OBJECTS]) if self.kind == "known" else self
         kinds = {self.kind, other.kind}
@@ -57,14 +60,17 @@ GIVEN, MODEL, FRESH, NONE, UNKNOWN = (
 
 
 class _SideEffect(Exception):
-    """Raised if a hook may do more than observe. The message says in words what it does."""
+    """Raised if the source of a hook shows that it may change something or return a value. The message says how."""
 
 
 def what_it_does(hook: Callable[..., Any], given: Sequence[HookValue]) -> str | None:
-    """Describe in words what ``hook`` does or may do besides observing its arguments; ``None`` if it only observes.
+    """Describe in words what ``hook`` does or may do besides observing its arguments.
+
+    Returns ``None`` if it only observes: it returns ``None`` and changes nothing. The hook is not called; its source is
+    analysed.
 
     Args:
-        given: abstract values of the hook's arguments.
+        given: for each argument of the hook, what kind of value it is.
     """
     try:
         returned = _evaluate_call(hook, list(given), {}, 0)
@@ -84,7 +90,8 @@ def code_of(hook: Callable[..., Any]) -> tuple[str, types.CodeType | None]:
 def _unwrap_callable(called: Any) -> tuple[Any, list[HookValue], dict[str, HookValue]]:
     """Unwrap a partial, a bound method or a callable object.
 
-    Returns the function behind it, and the positional and keyword arguments that the wrapper passes in addition.
+    Returns the function behind it, and the positional and keyword arguments that the wrapper passes in addition, as
+    kinds of values for the analysis.
     """
     first: list[HookValue] = []
     named: dict[str, HookValue] = {}
@@ -166,10 +173,15 @@ def _in_place(name: str) -> bool:
 
 
 def _evaluate_call(called: Any, args: list[HookValue], named: dict[str, HookValue], depth: int) -> HookValue:
-    """Return the abstract value that a call returns. Raises :class:`_SideEffect` if the call may do more than observe.
+    """Analyse a call in a hook's source without running it, and return what kind of value the call returns.
+
+    Raises :class:`_SideEffect` if the call may change its arguments, the model or other state.
 
     Args:
-        depth: number of calls that enclose this one; reading stops at a limit.
+        called: the function or object that is called.
+        args: kinds of the positional arguments.
+        named: kinds of the keyword arguments.
+        depth: number of calls that enclose this one; the analysis stops at a limit.
     """
     function, first, more = _unwrap_callable(called)
     args, named = [*first, *args], {**more, **named}
@@ -239,7 +251,7 @@ def _call_torch(name: str, home: str, owner: Any, values: list[HookValue], touch
 
 
 def _join_value_elements(value: HookValue) -> HookValue:
-    """Return an abstract value that covers each element of a container."""
+    """Return the kind of value that an element of a container in a hook's source can be."""
     if value.kind != "known":
         return FRESH if value.kind == "none" else value
     return functools.reduce(HookValue.joined, map(_join_object_elements, value.objects))
@@ -482,7 +494,11 @@ class _HookReader:
             raise found_out if "(line " in str(found_out) else self.create_side_effect(str(found_out), node) from None
 
     def evaluate_method_call(self, function: ast.Attribute, base: HookValue, values: list[HookValue]) -> HookValue:
-        """Return the abstract value that a method call returns, for a method of an object that is not known itself."""
+        """Analyse a method call in a hook's source, and return what kind of value it returns.
+
+        This is for methods of objects that are not known before the hook runs. Raises :class:`_SideEffect` if the
+        method may change its object or an argument.
+        """
         name = function.attr
         if base.kind in ("unknown", "none"):
             raise _SideEffect(f"calls {ast.unparse(function)}, which cannot be read")
@@ -507,7 +523,7 @@ _DESCRIBING = {
 
 
 def _join_held_values(values: Sequence[HookValue]) -> HookValue:
-    """Return the abstract value of something that is made of ``values`` or holds them.
+    """Return the kind of a value that is made of ``values`` or holds them.
 
     Known objects that are no part of training count as fresh: holding them does no harm.
     """

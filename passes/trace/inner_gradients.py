@@ -327,8 +327,8 @@ def _check_recomputable(node: fx.Node, reached: set[fx.Node], gradients: _InnerG
 
 
 def _find_written_values(node: fx.Node) -> list[fx.Node]:
-    """Return the values that a chain of in-place operators writes to. All are one tensor; the last is the node that
-    made it.
+    """Return the values that a chain of in-place operators writes to, which all are one tensor; the last one created
+    it.
     """
     found = []
     while isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:

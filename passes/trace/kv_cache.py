@@ -4,11 +4,11 @@ A configuration's ``use_cache`` makes forward keep keys and values for a next ca
 such call, so the cache is redundant unless something else depends on it: some models mask padding only if they make no
 cache.
 
-:func:`caches_matter` runs forward once without caches and once with them, and gives every tensor a number that stands
-for the operations it was computed by. If the results have different numbers, the caches matter, and the model is traced
-with them. Inputs and weights are fake tensors. Tensors that depend on neither have real values (up to a size), so that
-forward can read them, and are numbered by their values. Of equal layers only one is run; for the others the results are
-numbered by their operands.
+:func:`caches_matter` runs forward once without caches and once with them. It gives every tensor an integer identifier
+that stands for the operations it was computed by. If the results have different identifiers, the caches matter, and the
+model is traced with them. Inputs and weights are fake tensors. Tensors that depend on neither have real values (up to a
+size), so that forward can read them, and are identified by their values. Of equal layers only one is run; the results
+of the others are identified by their operands.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ def _switched_on(configs: Sequence[Any]) -> Iterator[None]:
 def _name_output_tensors(
     model: nn.Module, groups: Sequence[ModuleGroup], named: _TensorNamingMode, run: Callable[[], Any]
 ) -> tuple[dict[Any, int] | Exception, Any]:
-    """Run forward and return the numbers of its output tensors by path in the output, and its last call of a torch
-    function.
+    """Run forward, and return the identifiers of its output tensors and its last call of a torch function.
 
-    Returns the exception in place of the numbers if forward raises one.
+    Identifiers are equal for tensors that were computed by the same operations. They are keyed by the path in the
+    output. If forward raises an exception, it is returned in their place.
     """
     for place, tensor in enumerate([*model.parameters(), *model.buffers()]):
         named.give(tensor, ("state", place))
@@ -148,10 +148,11 @@ def _run_once_per_kind(
 
 
 class _TensorNamingMode(TorchFunctionMode):
-    """Function mode that numbers every tensor by the operations that computed it; equal computations get equal numbers.
+    """Function mode that gives every tensor an integer identifier; equal computations get equal identifiers.
 
     Args:
-        names: the numbers so far, by key; shared between runs that are compared.
+        mode: fake tensor mode of the model's tensors.
+        names: the identifiers so far, by key; shared between runs that are compared.
     """
 
     def __init__(self, mode: FakeTensorMode, names: dict[Any, int]) -> None:
@@ -164,16 +165,19 @@ class _TensorNamingMode(TorchFunctionMode):
         self._instead: dict[int, Tensor] = {}  # a tensor that had numbers -> that which stands for it without
 
     def give(self, tensor: Tensor, key: Any) -> Tensor:
-        """Number a tensor that has no number yet: by its values if it is small and has values, otherwise by ``key``."""
+        """Give a tensor an identifier if it has none, and return the tensor.
+
+        The identifier depends on the tensor's values if it is small and has values, otherwise on ``key``.
+        """
         if id(tensor) not in self._by_id:
             self._held.append(tensor)
             self._by_id[id(tensor)] = self._assign_key_number(_read_small_tensor(tensor) or key)
         return tensor
 
     def of(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's present value, including in-place writes to its memory.
+        """Return the identifier of a tensor's present value, which takes in-place writes to its memory into account.
 
-        A tensor of unknown origin gets a number that no other tensor has.
+        A tensor of unknown origin gets an identifier of its own.
         """
         self.give(tensor, ("other", id(tensor)))
         name, written = self._by_id[id(tensor)], self._written.get(_identify_storage(tensor))
@@ -227,7 +231,10 @@ class _TensorNamingMode(TorchFunctionMode):
         return self.mode.from_tensor(tensor, static_shapes=True)
 
     def _without_numbers(self, tensor: Tensor, asked: Any) -> Tensor:
-        """Replace ``tensor`` by a fake copy from now on, because a tensor without values is written into it."""
+        """Create a fake copy of ``tensor`` that replaces it in all later calls, and return it.
+
+        This is done before a value of unknown content is written into ``tensor``.
+        """
         fake = self._make_fake_tensor(tensor.clone())
         self._held.append(fake)
         self._by_id[id(fake)] = self.of(tensor)
@@ -237,20 +244,20 @@ class _TensorNamingMode(TorchFunctionMode):
         return fake
 
     def _record_same_numbers(self, made: Tensor, source: Tensor) -> None:
-        """Give ``made`` the number of ``source``, because it has equal values."""
+        """Give ``made`` the identifier of ``source``, because it has equal values."""
         if id(made) not in self._by_id:
             self._held.append(made)
             self._by_id[id(made)] = self.of(source)
 
     def _build_argument_key(self, value: Any) -> Any:
-        """Return a key of an argument that is equal for equal arguments of two runs."""
+        """Return a hashable key of an argument that is equal for equal arguments in two runs of forward."""
         return build_value_key(value, lambda tensor: ("tensor", self.of(tensor)))
 
 
 def _find_value_source(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> Tensor | None:
-    """Return the operand whose values the result has unchanged (``None`` if there is none).
+    """Return the operand whose values the result has; ``None`` if there is none.
 
-    An example is a concatenation of a tensor with an empty cache.
+    An example is a clone, or a concatenation of one tensor with empty ones.
     """
     first: Any = args[0] if args else None
     if func in _SAME and isinstance(first, Tensor):

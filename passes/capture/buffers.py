@@ -238,8 +238,9 @@ def _export_unaware() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Write:
-    """A copy of ``value`` into the model's tensor ``tensor`` at the end of forward. ``how`` describes it for
-    messages.
+    """A write to be done at the end of forward: copy ``value`` into the model's tensor ``tensor``.
+
+    ``how`` says in words what forward did to the tensor, for messages.
     """
 
     tensor: Tensor
@@ -374,7 +375,7 @@ class _DataAccess(TorchFunctionMode):
         return pytree.tree_map(functools.partial(self.now, alone=False), output) if self.values else output
 
     def writes(self) -> Iterator[_Write]:
-        """Yield a write for each assignment to ``.data`` of a parameter, a buffer or an input."""
+        """Yield a write for each parameter, buffer or input to whose ``.data`` forward assigned a tensor."""
         for tensor, value in self.values.values():
             if id(tensor) in self.held.names or id(tensor) in self.inputs:
                 yield _Write(tensor, value, f"sets .data of {self._format_tensor_name(tensor)}")
@@ -385,7 +386,13 @@ class _DataAccess(TorchFunctionMode):
 
 
 def _write_all(writes: Iterable[_Write], held: _HeldStates, double: bool) -> None:
-    """Copy the assigned values into the model's own tensors at the end of forward."""
+    """Copy values that forward assigned into the model's own tensors, at the end of forward.
+
+    Raises :class:`UnsupportedError` if shapes or dtypes differ, or if states share memory afterwards.
+
+    Args:
+        double: whether floating-point dtypes may differ, because all of them are float64 in the trace.
+    """
     last = {id(w.tensor): w for w in writes}  # under one of the names of a tensor that has several
     if not last:
         return
@@ -399,7 +406,11 @@ def _write_all(writes: Iterable[_Write], held: _HeldStates, double: bool) -> Non
 
 
 def _check_apart(writes: Mapping[int, _Write], held: _HeldStates) -> None:
-    """Raise :class:`UnsupportedError` if states share memory after forward and one of them is changed in place."""
+    """Raise :class:`UnsupportedError` if parameters or buffers share memory after forward and one is changed in place.
+
+    Args:
+        writes: the values that forward assigned, by identity of the tensor.
+    """
     before = {id(t): t for t in held.states.values() if t is not None}
     after = {key: writes[key].value if key in writes else tensor for key, tensor in before.items()}
     memory = {key: _find_tensor_memory(tensor) for key, tensor in after.items()}
@@ -553,7 +564,7 @@ def _may_be_held(node: fx.Node) -> bool:
 
 
 def leading_to(graph: fx.Graph, ends: Collection[fx.Node]) -> set[fx.Node]:
-    """Return ``ends`` and all operators whose results are used only to compute them."""
+    """Return the nodes ``ends`` and all operators whose results are used only to compute them."""
     found = set(ends)
     if not found:
         return found

@@ -243,9 +243,10 @@ def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, T
 def _fit_program(
     program: ExportedProgram, inputs: Inputs, global_batch: int | None
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
-    """Return an exported program with fixed shapes for these inputs, and notes for the user.
+    """Return an exported program with fixed shapes for these inputs, and an empty tuple of notes.
 
-    A program with fixed shapes is returned unchanged; one with dynamic shapes is exported again on the inputs.
+    A program with fixed shapes is returned unchanged; one with dynamic shapes is exported again on the inputs. Raises
+    :class:`InputsError` if the inputs do not fit the program.
     """
     if inputs is None and global_batch is None and _is_static(program):
         return program, ()

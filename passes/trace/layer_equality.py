@@ -33,11 +33,11 @@ _Member = tuple[str, nn.Module, dict[tuple[str, str], Any]]  # name, module, num
 
 
 class Unlike(Exception):
-    """Raised if modules or calls that were assumed to be equal differ, or cannot be shown to be equal."""
+    """Raised if two modules of the model, or two of their calls, that should be equal differ or cannot be compared."""
 
 
 class Unread:
-    """Placeholder for an attribute that forward must not read. Every use except a test of identity raises
+    """Placeholder for an attribute's value that forward must not read. Every use except an ``is`` test raises
     :class:`Unlike`.
     """
 
@@ -66,9 +66,10 @@ class Unread:
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """Equal modules and their names in the model.
+    """Modules of the model that compute the same with different weights, such as the decoder layers, and their names.
 
-    ``own`` lists, as (path of a submodule, attribute name), the attributes in which all members differ.
+    ``own`` lists, as (path of a submodule, attribute name), the attributes in which all members differ, such as an
+    index.
     """
 
     members: tuple[nn.Module, ...]
@@ -77,8 +78,13 @@ class ModuleGroup:
 
 
 def find_equal_layers(model: nn.Module, least: int) -> list[ModuleGroup]:
-    """Return the groups of at least ``least`` equal modules in lists (``nn.ModuleList``, ``nn.Sequential``) of
-    ``model``.
+    """Return groups of equal modules that are in lists (``nn.ModuleList``, ``nn.Sequential``) of ``model``.
+
+    Modules are equal if they have the same class, submodules, attributes, and shapes of parameters and buffers. An
+    integer or text attribute, such as an index, may differ between all members.
+
+    Args:
+        least: number of members that a group must have.
     """
     counts: dict[int, int] = {}
     for name, _ in model.named_modules(remove_duplicate=False):
@@ -145,7 +151,10 @@ class Description:
 
 
 def describe_layer_module(module: nn.Module) -> Description:
-    """Describe a module for comparison. Raises :class:`Unlike` if it has hooks or a ``forward`` set on the instance."""
+    """Return a key and the integer and text attributes of a module, to find modules that compute the same.
+
+    Raises :class:`Unlike` if the module has hooks or a ``forward`` that is set on the instance.
+    """
     if has_call_hooks(module) or any("forward" in vars(m) for m in module.modules()):
         raise Unlike("hooked")
     texts: dict[tuple[str, str], Any] = {}
@@ -325,10 +334,10 @@ class _ParkedParameterDict(dict[str, Any]):
 
 @dataclass
 class ParkedParameters:
-    """Parameters of modules that are removed while the model is traced.
+    """Removes parameters of modules while the model is traced, because the time of a trace grows with their number.
 
     ``names`` has, for each such module by identity, the names of its parameters in the order of its submodules, and
-    ``None`` for each buffer. ``numbers`` numbers the modules.
+    ``None`` for each buffer. ``numbers`` gives each such module an index.
     """
 
     model: nn.Module
@@ -339,11 +348,11 @@ class ParkedParameters:
     _running: bool = False
 
     def put(self, module: nn.Module, name: str, like: nn.Module) -> None:
-        """Select the parameters of ``module`` for removal, unless another module shares one of them.
+        """Select the parameters of ``module`` to be removed during the trace, unless another module shares one of them.
 
         Args:
             name: name of ``module`` in the model.
-            like: an equal module, whose parameters :meth:`lend` uses in place of these.
+            like: a module of equal structure, whose parameters :meth:`lend` can put in their place.
         """
         inside = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         if any(self._uses[p] != count for p, count in inside.items()):
@@ -368,21 +377,22 @@ class ParkedParameters:
         return {self.numbers[module]: names for module, names in self.names.items()}
 
     def close(self) -> None:
-        """Remove the selected parameters from their modules until :meth:`open` is called."""
+        """Remove the selected parameters from their modules, until :meth:`open` puts them back."""
         for held in self._held.values():
             for part, _, own in held:
                 names = [n for n, p in own.items() if p is not None]
                 part.__dict__["_parameters"] = _ParkedParameterDict(names, lambda: self._running)
 
     def open(self) -> None:
-        """Put all parameters back into their modules."""
+        """Put all removed parameters back into their modules."""
         for held in self._held.values():
             for part, _, own in held:
                 part.__dict__["_parameters"] = own
 
     def lend(self, module: nn.Module) -> list[tuple[nn.Module, Any]]:
-        """Give ``module`` the parameters of the equal module that it was put away with. Return what :meth:`take_back`
-        needs.
+        """Give ``module``, whose parameters are removed, those of a module of equal structure.
+
+        Returns the former parameter tables of the submodules, which :meth:`take_back` needs to undo this.
         """
         lent = []
         for part, twin, _ in self._held[id(module)]:
@@ -395,7 +405,9 @@ class ParkedParameters:
             part.__dict__["_parameters"] = away
 
     def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the model's ``forward`` so that looking for removed parameters raises while it runs."""
+        """Wrap the model's ``forward`` so that an access to removed parameters raises :class:`ParkedParameterError`
+        while it runs.
+        """
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._running = True

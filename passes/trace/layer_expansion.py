@@ -20,8 +20,9 @@ from partitioner.passes.trace.layer_reuse import LAYER
 
 
 class Unrepeated(Exception):
-    """Raised if the calls that share the memo ``number`` (see ``passes/trace/layer_reuse.py``) cannot be shown to be
-    equal.
+    """Raised if calls of equal layers, of which only one was traced, cannot be shown to run the same operators.
+
+    ``number`` identifies the group of calls.
     """
 
     def __init__(self, number: int) -> None:
@@ -31,10 +32,10 @@ class Unrepeated(Exception):
 
 @dataclass(frozen=True)
 class _Body:
-    """Operators of one call of a layer.
+    """The traced operators of one call of a layer, which are copied for the calls of equal layers.
 
-    ``stack`` has the paths of the module calls around them, with the layer itself last. ``key`` is equal for equal
-    bodies.
+    ``stack`` has the paths of the module calls around them, with the layer itself last. ``key`` is equal for bodies
+    with the same operators.
     """
 
     nodes: list[fx.Node]
@@ -51,9 +52,11 @@ class _Body:
 def expand_layer_operators(
     captured: Captured, away: Mapping[int, Sequence[ModelState | None]] | None = None
 ) -> Captured:
-    """Replace the ``partition::layer`` operators of ``captured`` by copies of the layers' operators.
+    """Replace each ``partition::layer`` operator, which stands for a call of a layer, by the operators of an equal
+    layer.
 
-    The graph is changed in place. Returns ``captured`` with the node names, states and placeholders of the new graph.
+    The graph of ``captured`` is changed in place. Returns ``captured`` with the node names, states and placeholders of
+    the new graph. Raises :class:`Unrepeated` if it cannot be shown that the calls are equal.
 
     Args:
         away: for each module, by number, whose parameters were removed during the trace: its states in order, with
@@ -113,8 +116,9 @@ def expand_layer_operators(
 
 
 def in_order(captured: Captured, names: Iterable[str]) -> Captured:
-    """Sort the states of ``captured`` and their placeholders by their position in ``names``. Unknown names come
-    last.
+    """Return ``captured`` with its states and their placeholders sorted by their position in ``names``.
+
+    States whose names are not in ``names`` come last.
     """
     place = {name: i for i, name in enumerate(dict.fromkeys(names))}
     last = len(place)
@@ -129,7 +133,7 @@ def in_order(captured: Captured, names: Iterable[str]) -> Captured:
 
 
 class _Restored:
-    """Creates placeholders for states that were removed from their modules during the trace."""
+    """Creates placeholders for the parameters of modules that were removed while the model was traced."""
 
     def __init__(self, captured: Captured, away: Mapping[int, Sequence[ModelState | None]]) -> None:
         self.graph, self.away = captured.graph, away
@@ -140,7 +144,7 @@ class _Restored:
         self._first = next(iter(captured.graph.nodes))
 
     def operands(self, member: int, seen: Sequence[fx.Node]) -> list[fx.Node]:
-        """Return all operands of a call: the states of the module with number ``member``, and the operands in ``seen``.
+        """Return all operands of a layer's call: those that the trace saw, and placeholders of the removed parameters.
 
         Args:
             member: number of the module whose parameters were removed; -1 if none were.
@@ -164,7 +168,11 @@ class _Restored:
 
 
 def _parse_layer_call(call: fx.Node) -> tuple[list[fx.Node], list[fx.Node], int, int]:
-    """Return the operands, results, memo number and module number that a ``partition::layer`` node has as arguments."""
+    """Return the arguments of a ``partition::layer`` node, which stands for a call of a layer.
+
+    These are: operands; results (empty if the call was not run); number of the group of equal calls; number of the
+    module whose parameters were removed (-1 if none were).
+    """
     operands, results, number, member = cast(Any, call.args)
     return list(operands), list(results), int(number), int(member)
 
@@ -175,9 +183,9 @@ def _read_result_index(item: fx.Node) -> int:
 
 
 def _collect_layer_body(call: fx.Node) -> _Body:
-    """Collect the operators between a call's operands and its results.
+    """Collect the operators between the operands and the results of a layer's call that was traced.
 
-    Raises :class:`Unrepeated` if one of them belongs to another module than the layer.
+    Raises :class:`Unrepeated` if one of them belongs to a module outside of the layer.
     """
     operands, results, number, _ = _parse_layer_call(call)
     stack = call.meta["stack"]
@@ -203,7 +211,13 @@ def _collect_layer_body(call: fx.Node) -> _Body:
 def _build_body_key(
     nodes: Sequence[fx.Node], operands: Sequence[fx.Node], results: Sequence[fx.Node], stack: Any
 ) -> Any:
-    """Return a key that is equal for equal bodies; ``None`` if an operator belongs to a module outside of the layer."""
+    """Return a key that is equal for calls of layers that run the same operators on corresponding operands.
+
+    Returns ``None`` if an operator belongs to a module outside of the layer.
+
+    Args:
+        stack: paths of the module calls around the operators, with the layer itself last.
+    """
     place: dict[fx.Node, Any] = {}
     for i, node in enumerate(operands):
         place.setdefault(node, ("operand", i))
@@ -234,8 +248,12 @@ def _build_body_key(
 def _rename_path_and_stack(
     meta: dict[str, Any], old: tuple[str, ...], new: tuple[str, ...]
 ) -> tuple[str, tuple[str, ...]] | None:
-    """Return the ``path`` and ``stack`` of a node after its layer's module path changed from that of ``old`` to that of
-    ``new``.
+    """Return the module path and the enclosing module calls of a node for another layer.
+
+    Args:
+        meta: metadata of the node in the layer that was traced.
+        old: module calls around that layer, with the layer itself last.
+        new: the same for the other layer.
 
     Returns ``None`` if the node belongs to a module outside of the layer.
     """
@@ -257,8 +275,12 @@ def _build_value_spec(value: Any) -> Any:
 def _copy_layer_body(
     graph: fx.Graph, call: fx.Node, operands: Sequence[fx.Node], body: _Body, classes: dict[str, str]
 ) -> list[fx.Node]:
-    """Insert copies of the operators of ``body`` before ``call``, reading ``operands``. Return the nodes of the
-    results.
+    """Insert copies of a layer's operators before ``call``, reading ``operands``. Return the nodes of the results.
+
+    Args:
+        call: the node that stands for the call of another layer.
+        body: the operators.
+        classes: class names by module path; those of the other layer's submodules are added.
     """
     env: dict[fx.Node, fx.Node] = dict(zip(body.operands, operands, strict=True))
     stack = call.meta["stack"]

@@ -53,10 +53,10 @@ _SYMBOLS = (SymInt, SymFloat, SymBool)
 
 
 class Journal(TorchFunctionMode):
-    """Function mode that records every torch function that is called, in ``entries``.
+    """Function mode that records every call of a torch function with its arguments, in ``entries``.
 
-    ``needs_trace`` says whether only a real trace can tell what the call computes: if sizes depend on data, or if
-    autocast is on.
+    Tensors are named by their origin, so that two calls of equal modules can be compared. ``needs_trace`` says whether
+    only a real trace can tell what the call computes: if sizes depend on data, or if autocast is on.
     """
 
     def __init__(self, operands: Sequence[Tensor]) -> None:
@@ -79,16 +79,18 @@ class Journal(TorchFunctionMode):
         return result
 
     def mark(self) -> tuple[int, int]:
-        """Return the present position in the journal, which :meth:`sum_up` takes."""
+        """Return the present length of the record, from which :meth:`sum_up` can replace entries."""
         return len(self.entries), len(self._held)
 
     def sum_up(self, mark: tuple[int, int], number: int, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Replace all entries since ``mark`` by one entry for a nested call of an equal layer.
+        """Replace all entries since ``mark`` by one entry for a nested call of a module.
 
-        The entry is the same whether the nested call ran in full or was replaced by an operator.
+        The entry is equal whether the nested call was run in full or was replaced by one operator.
 
         Args:
-            number: number of the nested call's memo.
+            number: identifies the group of equal calls to which the nested call belongs.
+            operands: tensors that the nested call reads.
+            results: tensors that it returns.
         """
         entries, held = mark
         del self.entries[entries:]
@@ -105,7 +107,11 @@ class Journal(TorchFunctionMode):
         return self._places[id(tensor)]
 
     def _record_result_places(self, result: Any) -> Any:
-        """Return numbers for the tensors in a result, and ``None`` for every other value."""
+        """Number the tensors in a result in the order of their first appearance, and return the numbers in its
+        structure.
+
+        Values that are no tensors are represented by ``None``.
+        """
         if isinstance(result, Tensor):
             with torch._C.DisableTorchFunction():
                 self.needs_trace |= any(isinstance(size, SymInt) for size in result.shape)
@@ -179,14 +185,16 @@ _library.define("layer(Tensor[] operands, Tensor[] results, int memo, int member
 
 
 def _make_layer_results(operands: list[Tensor], results: list[Tensor], memo: int, member: int) -> list[Tensor]:
-    """Fake implementation of ``partition::layer``: return empty tensors with the shapes that the call makes.
+    """Fake implementation of ``partition::layer``, which stands for a call of a module: return tensors of the results'
+    shapes.
 
     The operator stands in a graph that is being captured, and is never run.
 
     Args:
         operands: states and tensor arguments that the call reads.
-        results: the tensors that the call made, if it was run; otherwise the shapes are those of the memo.
-        memo: number of the :class:`_CallMemo`.
+        results: the tensors that the call returned, if it was run; if empty, the shapes are those of an earlier equal
+            call.
+        memo: number of the group of equal calls.
         member: number of a module whose parameters are removed and not among the operands; -1 if none are.
     """
     specs = [(tuple(r.shape), r.stride(), r.dtype) for r in results] or _made_by[memo]
@@ -200,7 +208,7 @@ LAYER = torch.ops.partition.layer.default
 
 @dataclass
 class _CallMemo:
-    """Facts about the calls of one group of equal modules with one kind of arguments.
+    """Facts about equal calls: calls of modules of equal structure, with arguments of the same kind.
 
     ``shown`` counts the calls that were run in full. ``leaves`` describes each value of the result: ("made", index of a
     new tensor), ("operand", index of an operand that is returned unchanged) or ("plain", value).
@@ -216,9 +224,10 @@ class _CallMemo:
 
 @dataclass
 class Repeats:
-    """The groups of equal modules of a model, and what one trace found out about their calls.
+    """Groups of modules of equal structure, and what one trace found out about their calls.
 
-    ``refused`` lists the groups that cannot be traced in this way. ``away`` holds the parameters that are removed.
+    ``refused`` lists the groups of which each call must be traced. ``away`` holds the parameters that are removed
+    during the trace.
     """
 
     groups: list[ModuleGroup]
@@ -234,9 +243,9 @@ class Repeats:
         return cls(find_equal_layers(model, _LEAST))
 
     def put_away(self, model: nn.Module) -> Repeats:
-        """Prepare the removal of the parameters of all members that will not be traced. Return self.
+        """Select the parameters of modules whose calls will not be traced, to be removed during the trace. Return self.
 
-        The first members of a group in the order of names keep their parameters, because their calls are run in full.
+        The first members of each group, in the order of names, keep their parameters, because their calls are run.
         """
         self.away = ParkedParameters(model)
         outer = {name for group in self.groups for name in group.names}
@@ -248,20 +257,22 @@ class Repeats:
         return self
 
     def without(self, refused: Sequence[ModuleGroup]) -> Repeats:
-        """Return a fresh object for another trace, with these groups except the ``refused`` ones."""
+        """Return an object for another trace that has all these groups of equal modules except the ``refused`` ones."""
         names = {group.names for group in refused}
         return Repeats([g for g in self.groups if g.names not in names])
 
     def refuse(self, number: int) -> None:
-        """Add the group of the memo ``number`` to the refused groups."""
+        """Mark the group of modules of the memo ``number`` as one of which each call must be traced."""
         for (group, _), memo in self.memos.items():
             if memo.number == number:
                 self.refused.append(self.groups[group])
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Context in which the first calls of equal modules are run, and later ones are replaced by
-        ``partition::layer``.
+        """Context in which the first call in a group of equal modules is traced, and later ones become one operator
+        each.
+
+        The second call is run as well, to compare it with the first. The operator is ``partition::layer``.
         """
         root = self.away.model if self.away is not None else None
         before = root.__dict__.get("forward") if root is not None else None
@@ -330,11 +341,11 @@ class Repeats:
         own: tuple[tuple[str, str], ...],
         forward: Callable[[], Any],
     ) -> tuple[Any, list[Tensor] | None]:
-        """Run one of the calls that stand for all others. Return its output, and the result tensors that are in the
-        graph.
+        """Run one of the two calls in a group of equal modules that stand for all others.
 
-        Returns ``None`` in place of the tensors if the first call cannot stand for others. Raises :class:`Unlike` if
-        the second call differs from the first.
+        Returns the call's output and the list of its result tensors that are in the graph (empty if the call was not
+        traced). The list is ``None`` if the first call cannot stand for others. Raises :class:`Unlike` if the second
+        call differs from the first.
         """
         with _hide_own_attributes(module, own if memo.shown else ()):
             before, buffers = _read_module_state(module), _list_module_buffers(module)
@@ -355,10 +366,11 @@ class Repeats:
         return output, results if traced else []
 
     def _run_once(self, memo: _CallMemo, call: _RepeatedCall, forward: Callable[[], Any]) -> tuple[Any, bool]:
-        """Run a call, and return its output and whether its operators are in the graph.
+        """Run one of the two calls in a group of equal modules. Return its output and whether its operators are in the
+        graph.
 
-        The first call is traced. The second is traced only if the journal needs a trace; otherwise it runs outside of
-        the graph, and :class:`Unlike` is raised if its journal differs from the first one.
+        The first is traced. The second is traced only if nothing else tells what it computes; otherwise it runs outside
+        of the graph, and :class:`Unlike` is raised if it calls other torch functions than the first.
         """
         journal = Journal(call.operands)
         if memo.shown == 0:
@@ -389,9 +401,9 @@ class Repeats:
             self._journals.pop()
 
     def _stand_in(self, away: ParkedParameters, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Replace the call of a module without its parameters by ``partition::layer``.
+        """Append an operator ``partition::layer`` in place of a call of a module whose parameters are removed.
 
-        Raises :class:`ParkedParameterError` if no equal call was shown before.
+        Returns the call's output. Raises :class:`ParkedParameterError` if no equal call was run before.
         """
         again = id(module) in self._called
         self._called.add(id(module))
@@ -414,7 +426,11 @@ class Repeats:
 
 @contextlib.contextmanager
 def _hide_own_attributes(module: nn.Module, own: tuple[tuple[str, str], ...]) -> Iterator[None]:
-    """Context in which reading one of the attributes ``own`` raises :class:`Unlike`."""
+    """Context in which reading an attribute that differs between equal modules raises :class:`Unlike`.
+
+    Args:
+        own: these attributes as (path of a submodule, attribute name).
+    """
     kept = [(vars(module.get_submodule(path)), name) for path, name in own]
     values = [held[name] for held, name in kept]
     for held, name in kept:
@@ -428,7 +444,7 @@ def _hide_own_attributes(module: nn.Module, own: tuple[tuple[str, str], ...]) ->
 
 @dataclass(frozen=True)
 class _RepeatedCall:
-    """The tensors that a call of a module reads, and a key that is equal for equal calls."""
+    """The tensors that a call of a module reads, and a key that is equal for calls that run the same operators."""
 
     operands: list[Tensor]
     key: Any
@@ -438,8 +454,12 @@ class _RepeatedCall:
 
     @classmethod
     def of(cls, module: nn.Module, own: tuple[tuple[str, str], ...], args: Any, kwargs: Any) -> _RepeatedCall | None:
-        """Describe a call. Returns ``None`` if the call may depend on more than the key contains, such as hooks or
-        objects.
+        """Describe a call of ``module`` by the tensors that it reads and a key for comparison.
+
+        Returns ``None`` if the call may depend on more than the key contains, such as hooks or objects.
+
+        Args:
+            own: attributes that are left out of the key, as (path of a submodule, attribute name).
         """
         if not torch.is_grad_enabled() or has_call_hooks(module):
             return None
@@ -475,7 +495,7 @@ class _RepeatedCall:
         return cls(operands, key, [t._version for t in operands], leaves, (args, kwargs))
 
     def unchanged(self) -> bool:
-        """Whether the call left its tensors, and the lists and dictionaries among its arguments, unchanged."""
+        """Whether the call wrote to none of its tensors, lists and dictionaries; to be asked after the call."""
         leaves = pytree.tree_leaves(self.given)
         same = len(leaves) == len(self.leaves) and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
         return same and self.versions == [t._version for t in self.operands]
@@ -495,9 +515,10 @@ def _identify_storage(tensor: Tensor) -> int:
 
 
 def _record_call_results(memo: _CallMemo, call: _RepeatedCall, output: Any) -> list[Tensor]:
-    """Store in ``memo`` what a call returns, and return the tensors that it made.
+    """Store in ``memo`` the structure of a call's output, and return the list of tensors that the call made.
 
-    Raises :class:`Unlike` if a result is a view of an operand or not a plain value, or differs from the first call's.
+    Raises :class:`Unlike` if the output contains a view of an operand or an object that is no plain value, or differs
+    from that of the first equal call.
     """
     values, tree = pytree.tree_flatten(output)
     results: list[Tensor] = []

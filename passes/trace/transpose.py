@@ -1,7 +1,7 @@
 """Transpose a traced ``backward`` function.
 
 ``backward`` maps gradients of results to gradients of inputs: ``g -> B g + c``. The transpose maps changes of the
-inputs to changes of the results by the transposed matrix ``B``, and also computes ``c``. It is derived from the graph
+inputs to changes of the results by the matrix ``B`` transposed, and also computes ``c``. It is derived from the graph
 of ``backward`` alone, without values of the gradients.
 """
 
@@ -40,11 +40,11 @@ ASKS_NUMBERS = (GuardOnDataDependentSymNode, DataDependentOutputException, Dynam
 
 @dataclass(frozen=True)
 class Transposed:
-    """Transpose of a ``backward`` function, as a graph.
+    """Transpose of a function ``backward(g) = B g + c``, as a graph.
 
     The graph takes changes of the inputs and the tensors ``held`` that backward reads. It returns ``num_results``
-    changes of the results, and then the constant parts ``c`` for the inputs at the indices ``constant``. ``complete``
-    is whether every result depends on every input and there are no constant parts.
+    changes of the results (by ``B`` transposed), and then the parts ``c`` for the inputs at the indices ``constant``.
+    ``complete`` is whether every result depends on every input and there is no ``c``.
     """
 
     graph: fx.GraphModule
@@ -54,7 +54,10 @@ class Transposed:
     complete: bool
 
     def __call__(self, changes: Sequence[Tensor]) -> tuple[Sequence[Tensor], dict[int, Tensor]]:
-        """Return the changes of the results, and the constant parts of the gradients by index of the input."""
+        """Apply the transpose of ``backward(g) = B g + c`` to changes of the inputs.
+
+        Returns the changes of the results, and the non-zero parts ``c`` by index of the input.
+        """
         found: Any = self.graph(*changes, *self.held)
         return found[: self.num_results], dict(zip(self.constant, found[self.num_results :], strict=True))
 
@@ -62,13 +65,12 @@ class Transposed:
 def transpose_backward(
     backward: Backward, results: Sequence[Tensor], inputs: Sequence[Tensor], *, some: bool = False
 ) -> Transposed:
-    """Trace ``backward`` and return its transpose.
+    """Trace ``backward``, which maps gradients of ``results`` to gradients of ``inputs``, and return its transpose.
 
     Raises :class:`NotAffine` if ``backward`` is not a linear function plus a part that does not depend on the
     gradients.
 
     Args:
-        backward: takes gradients of ``results`` and returns gradients of ``inputs``.
         some: whether ``backward`` receives ``None`` instead of gradients of zero.
     """
     seeds = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in results]
@@ -88,7 +90,9 @@ def transpose_backward(
 
 @dataclass(frozen=True)
 class _Traced:
-    """Functional graph of a ``backward`` function. ``held`` has the tensors that it reads besides gradients, by
+    """Functional graph of a ``backward`` function.
+
+    ``seeds`` are the placeholders of the incoming gradients, ``held`` has the other tensors that it reads by
     placeholder.
     """
 
@@ -143,7 +147,13 @@ class _Traced:
 
 
 def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Traced) -> None:
-    """Raise :class:`NotAffine` if ``backward`` may compute something else for ``None`` than for a gradient of zero."""
+    """Raise :class:`NotAffine` if ``backward`` computes something else for a gradient ``None`` than for a gradient of
+    zero.
+
+    Args:
+        seeds: tensors like the incoming gradients.
+        whole: the graph of ``backward`` with all gradients given.
+    """
     numbers = range(len(seeds))
     if len(seeds) > _MOST_RESULTS:
         raise NotAffine("takes None for some of many gradients", _MATERIALIZE)
@@ -166,13 +176,13 @@ def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Tra
 
 
 class _Expressions:
-    """Number the expressions of graphs, so that expressions of the same form have equal numbers."""
+    """Gives expressions in graphs integer identifiers, which are equal for expressions of the same form."""
 
     def __init__(self) -> None:
         self.numbers: dict[Any, int] = {}
 
     def of(self, traced: _Traced, names: Sequence[int], zeros: Sequence[fx.Node]) -> list[Any]:
-        """Return the numbers of a graph's results.
+        """Return the identifiers of a graph's results; ``None`` for results that are zero.
 
         Args:
             names: names for the graph's gradient inputs, in order.
@@ -199,7 +209,7 @@ class _Expressions:
 
 
 class _AtZero:
-    """Evaluate the nodes of a graph for input gradients of zero.
+    """Evaluates the nodes of a graph for incoming gradients of zero.
 
     Args:
         env: values of the nodes for other gradients; those that do not depend on the gradients are used.
@@ -299,7 +309,7 @@ def _trace_functional_graph(
 
 @cache
 def _spelled_out() -> dict[Any, Callable[..., Any]]:
-    """Return decompositions of backward operators that have no sharding rule of their own, by operator."""
+    """Return decompositions by operator, for backward operators that have no sharding rule of their own."""
     known = [op for op in decomposition_table if isinstance(op, torch._ops.OpOverload)]
     table = {op: decomposition_table[op] for op in known if "_backward" in op._schema.name and not has_rule(op)}
     return table | {aten.convolution_backward.default: _convolution_input_gradient}
@@ -379,7 +389,10 @@ _SHAPE_ALONE = frozenset(
 
 
 def _drop_seeds(made: fx.GraphModule, num_seeds: int) -> None:
-    """Remove the gradient inputs from a transposed graph. Raises :class:`NotAffine` if their values are read."""
+    """Remove the placeholders of gradients from a transposed graph, which a linear ``backward`` does not need.
+
+    Raises :class:`NotAffine` if their values are read.
+    """
     graph = made.graph
     for node in list(graph.nodes):
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _SHAPE_ALONE:

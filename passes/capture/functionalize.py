@@ -110,7 +110,9 @@ class StorageTracker:
         self._grad.setdefault(self._memory.get(node, node), set()).add(self._history.get(node, node))
 
     def stands_for(self, detached: fx.Node, node: fx.Node) -> None:
-        """Record that ``detached`` replaces ``node`` as an operand in regions where gradients are off."""
+        """Record that the ``detach`` node ``detached`` replaces ``node`` as an operand in regions where gradients are
+        off.
+        """
         self._without[detached] = node
         self.follows(detached)
 
@@ -500,9 +502,13 @@ def _line_of(node: fx.Node, args: list[Any]) -> str:
 
 
 def _own_function(args: list[Any]) -> Callable[..., Any] | None:
-    """Return the function that calls a ``torch.autograd.Function`` if ``args`` are those of such an untraced call.
+    """Return the function behind a call that torch.export did not trace into, if it calls a
+    ``torch.autograd.Function``.
 
-    Returns ``None`` for any other call.
+    Returns ``None`` for any other function.
+
+    Args:
+        args: the arguments of the call's node.
     """
     function = getattr(pytree.tree_unflatten([], args[0]), "func", None) if isinstance(args[0], TreeSpec) else None
     return function if getattr(function, "__name__", "") == _CALLS_FUNCTION else None

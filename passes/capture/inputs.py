@@ -68,7 +68,13 @@ def plain_numbers(arguments: Bound) -> dict[str, int | float]:
 
 
 def lift_leaves(arguments: Bound, twin: ParameterlessCopy) -> Bound:
-    """Return the arguments with a 0-dimensional fake tensor in place of each Python number in ``twin.numbers``."""
+    """Return the arguments with a 0-dimensional fake tensor in place of each Python number whose path is in
+    ``twin.numbers``.
+
+    Args:
+        arguments: positional and keyword arguments.
+        twin: copy of the model with fake tensors.
+    """
 
     def lift(path: str, leaf: Any) -> Any:
         if path not in twin.numbers:

@@ -49,10 +49,11 @@ Attributes = dict[tuple[str, str], tuple[Any, Any]]  # (module, name) -> how it 
 
 @dataclass(frozen=True)
 class StateChange:
-    """A piece of Python state that forward changes.
+    """A change of Python state (anything except tensors) by forward, such as an attribute or a global variable.
 
-    ``what`` describes it for messages. ``module`` and ``name`` are set for an attribute of a module. ``before`` and
-    ``after`` are the values if they are Python numbers. ``generator`` is whether it is the state of a random generator.
+    ``what`` describes the state for messages. ``module`` and ``name`` are set for an attribute of a module. ``before``
+    and ``after`` are the values if they are Python numbers. ``generator`` is whether it is the state of a random
+    generator.
     """
 
     what: str
@@ -64,7 +65,7 @@ class StateChange:
 
     @property
     def is_number(self) -> bool:
-        """Whether it is an attribute of a module that is a Python number before and after forward."""
+        """Whether the change is that of a module's attribute that is a Python number before and after forward."""
         return self.module is not None and self.before is not None and self.after is not None
 
 
@@ -110,8 +111,10 @@ class PythonState:
 
     @classmethod
     def of(cls, module: nn.Module, *functions: Any) -> PythonState:
-        """Record the state of ``module``, a copy that will be traced, and of the variables its code and ``functions``
-        can reach.
+        """Record the attributes of ``module``, a copy of the model, and the variables that its code and ``functions``
+        can change.
+
+        Returns the snapshot, with which later values can be compared.
         """
         generators: dict[int, tuple[str, Any, Any]] = {}
         for name, generator in (("Python's random", random), ("NumPy's random", np.random)):
@@ -123,10 +126,10 @@ class PythonState:
         return cls(attributes_of(module), places, list(generators.values()))
 
     def changes(self, after: Attributes) -> list[StateChange]:
-        """Return the changes since the snapshot.
+        """Return the differences between the snapshot and the present state, as one object for each variable.
 
         Args:
-            after: attributes of the traced copy after its forward had run.
+            after: attributes of the traced copy of the model after its forward had run.
         """
         found = list[StateChange]()
         for (path, name), (told, value) in after.items():
@@ -145,16 +148,17 @@ class PythonState:
         return found
 
     def restore(self) -> None:
-        """Restore the caller's variables and random generators to the snapshot."""
+        """Set the variables and random generators outside of the traced copy back to their values in the snapshot."""
         for place in self.places:
             place.restore()
         for _, generator, state in self.generators:
             _set_generator_state(generator, state)
 
     def draw_first(self, module: nn.Module, below: bool) -> None:
-        """Seed all random generators, including attributes of ``module``, so that their first draws are extreme.
+        """Seed all random generators of Python and NumPy, including attributes of ``module``, for extreme first draws.
 
-        The first uniform draw of each is near 0 if ``below`` is true, otherwise near 1.
+        The first uniform draw of each is near 0 if ``below`` is true, otherwise near 1. This shows whether draws have
+        an effect.
         """
         own = [value for part in module.modules() for value in vars(part).values()]
         for generator in (*(g for _, g, _ in self.generators), *(v for v in own if _generator_state(v) is not None)):
@@ -268,7 +272,9 @@ def _cell_has_data(cell: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether a variable may be state, as opposed to a class, a function, a module or a tensor."""
+    """Whether a variable of Python may be state that forward changes; classes, functions, modules and tensors are
+    not.
+    """
     if isinstance(value, type | types.ModuleType | nn.Module | Tensor | enum.Enum) or _is_function(value):
         return False
     told = isinstance(value, (*_PLAIN, *_CONTAINERS, itertools.count)) or _generator_state(value) is not None

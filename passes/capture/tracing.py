@@ -81,7 +81,12 @@ class Tracer:
     functions: tuple[Any, ...] = ()
 
     def state_of(self, module: nn.Module) -> PythonState:
-        """Record the Python state from which the forward of ``module``, a copy of the model, starts."""
+        """Return a snapshot of the Python state (attributes, globals, random generators) before the forward of
+        ``module``.
+
+        Args:
+            module: a copy of the model.
+        """
         return PythonState.of(module, self.model.forward, self.loss, *self.functions)
 
     def capture(self, twin: ParameterlessCopy, arguments: Bound, lift_numbers: bool, before: PythonState) -> Trace:
@@ -324,8 +329,10 @@ class _NotRun(Exception):
 
 @dataclass
 class _Settling:
-    """Decides what happens to the Python state that the first trace changed: refuse it, ignore it, or make it a
-    buffer.
+    """Decides what happens to Python state (attributes, globals, random generators) that forward changed during a
+    trace.
+
+    A change without effect is ignored with a note, a number can become a buffer, and anything else is refused.
     """
 
     tracer: Tracer
@@ -425,8 +432,9 @@ class _Settling:
         return replace(counted, captured=captured), notes
 
     def _trace_with_counters(self, numbers: Sequence[StateChange]) -> Trace | None:
-        """Trace with a buffer for each of ``numbers``. Returns ``None`` if there are no numbers or they cannot be
-        buffers.
+        """Trace forward with a buffer in place of each changed Python number in ``numbers``, and return the result.
+
+        Returns ``None`` if there are no numbers, or if forward uses them in a way that a tensor cannot represent.
         """
         counters = tuple(
             Counter(c.module or "", c.name, f"counter_{k}", c.before)
@@ -447,8 +455,9 @@ class _Settling:
         return self._trace_if_possible(self.tracer.renew(counted.twin, flipped=(expression,)), counted.arguments)
 
     def _trace_after(self, trace: Trace) -> tuple[Trace | None, list[StateChange]]:
-        """Trace a second call of forward. Return that trace (``None`` if it fails), and the state that the second call
-        changes.
+        """Trace a second call of forward, from the Python state that the first call ``trace`` left.
+
+        Returns that trace (``None`` if it fails), and the state that the second call changes.
         """
         try:
             twin = self.tracer.renew(trace.twin, warm_up=functools.partial(self._run_once, trace.arguments))

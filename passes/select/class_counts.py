@@ -97,9 +97,13 @@ def _count_occurrences(
 
 
 def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, least: int) -> fx.Node:
-    """Return a mask, of length ``bound``, of the classes that the model has.
+    """Append a mask, of length ``bound``, of the classes that ``bincount`` or ``one_hot`` returns in the model. Return
+    it.
 
     These are the classes up to the largest one in ``numbers``, and at least the first ``least``.
+
+    Args:
+        build: the rewriter, to whose graph operators are appended.
     """
     every = build.insert_call(aten.arange.default, bound, dtype=torch.int64, device=META)
     largest = build.apply_operator(aten.max.default, numbers)
@@ -116,7 +120,7 @@ def _as_many(build: SelectedRows, made: fx.Node, mask: fx.Node) -> fx.Node:
 
 
 def _known_size(node: fx.Node) -> int | None:
-    """Return the size of the last dim if the rest of the model determines it; otherwise ``None``."""
+    """Return the size of the last dim of the result of ``node`` if it is fixed; ``None`` if it depends on the data."""
     size = node.meta["val"].shape[-1]
     if isinstance(size, int):
         return size
@@ -125,7 +129,9 @@ def _known_size(node: fx.Node) -> int | None:
 
 
 def _takes_first(user: fx.Node, most: int) -> bool:
-    """Whether ``user`` reads at most the first ``most`` entries, or only asserts their number."""
+    """Whether the operator ``user`` reads at most the first ``most`` entries of its operand, or only asserts their
+    number.
+    """
     if user.target is not aten.slice.Tensor:
         return _is_asserted(user)
     end = get_node_argument(user, "end")
@@ -283,8 +289,10 @@ def _find_number_source(node: fx.Node) -> fx.Node:
 
 
 def _read_as_places(reader: fx.Node) -> list[tuple[Any, Any]]:
-    """Return the nodes that an operator reads as indices, each with the size of the dim that it indexes (or
+    """Return the operands that an operator reads as indices, each with the size of the dim that it indexes (or
     ``None``).
+
+    Class labels of a classification loss count as indices of its scores.
     """
     args: Any = reader.args
     if reader.target in _CLASSIFYING:

@@ -103,7 +103,10 @@ def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) ->
 
 
 def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.Node) -> list[fx.Node]:
-    """Return one node for each dim of ``condition``, with that coordinate of every element.
+    """Append one node for each dim of ``condition`` with that coordinate of every element, in row-major order. Return
+    them.
+
+    The nodes are marked as rows that ``mask`` selects, so that they stand for the result of ``torch.where(condition)``.
 
     Args:
         mask: the flattened ``condition``.
@@ -192,8 +195,9 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
 
 
 def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Node]]) -> fx.Node:
-    """Index the selected rows ``x`` by a further mask, or take one element of dim 1 from each row. Return the new
-    node.
+    """Rewrite an index into rows ``x`` that a mask selects: by a further mask, or by one element of dim 1 for each row.
+
+    Returns the new node, which keeps all rows. Raises :class:`Unselectable` for other indices.
     """
     rows = build.rows[x]
     dim, index = given[0]
@@ -216,7 +220,10 @@ def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Nod
 
 
 def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
-    """Rewrite ``x[mask, numbers[mask]]``, which indexes ``x`` by a mask and by rows that the same mask selects."""
+    """Rewrite ``x[mask, numbers[mask]]``, which indexes ``x`` by a mask and by values that the same mask selects.
+
+    Returns the new node, which keeps all rows. Raises :class:`Unselectable` for other indices.
+    """
     spread: list[Any] = []
     for i in indices:
         if i is not None and i.meta["val"].dtype == torch.bool and i not in build.rows:
@@ -230,7 +237,10 @@ def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
 
 
 def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
-    """Rewrite ``masked_select``: broadcast ``x`` and ``mask``, and select elements into one dim."""
+    """Rewrite ``masked_select``: broadcast ``x`` and ``mask``, and select elements into one dim.
+
+    Returns the new node, which keeps all elements; the rewriter ``build`` remembers the mask.
+    """
     if x in build.rows or mask in build.rows:
         if x.meta["val"].shape != mask.meta["val"].shape or x.meta["val"].dim() != 1:
             raise Unselectable
@@ -249,7 +259,10 @@ def take_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any
 
 
 def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values: Any) -> Any:
-    """Rewrite ``index_copy``, or ``index_fill`` with one number. Returns ``None`` if the operands have another form."""
+    """Rewrite ``index_copy``, or ``index_fill`` with one number, at rows that a mask selects. Return the new node.
+
+    Returns ``None`` if the operands have another form, and raises :class:`Unselectable` if there is no static form.
+    """
     if index.meta["val"].dim() != 1 or not x.meta["val"].dim():
         return None
     dim %= x.meta["val"].dim()
@@ -267,7 +280,9 @@ def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values:
 
 
 def _guard_indices(build: SelectedRows, indices: Any) -> list[Any]:
-    """Return the indices with those of unselected rows set to 0, so that every index is valid."""
+    """Return the indices with 0 in place of those of rows that the mask does not select, so that every index is
+    valid.
+    """
     return [build.fill_with_harmless(i, 0) if i in build.rows else i for i in indices]
 
 
@@ -289,9 +304,13 @@ def _match_mask_coordinates(
 
 
 def _broadcast_to_mask(build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]) -> fx.Node | None:
-    """Broadcast ``x`` to one row for each element of the mask that ``indices`` are coordinates of.
+    """Append operators that give ``x[indices]`` by broadcasting ``x`` to one row for each element of a mask. Return the
+    node.
 
-    Returns ``None`` if there is no such mask.
+    Returns ``None`` if ``indices`` are not coordinates of the true elements of one mask that has the dims of ``x``.
+
+    Args:
+        first: the dim of ``x`` at which the indexed dims begin.
     """
     covered, along = _match_mask_coordinates(build, x, first, indices)
     if not along:
@@ -370,10 +389,14 @@ def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: 
 def _at_places(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node], source: fx.Node, *, chosen: bool = False
 ) -> fx.Node | None:
-    """Return the sums of the rows of ``source`` at each position of ``x``; ``None`` if this needs an index operator.
+    """Append operators that sum the rows of ``source`` at each position of ``x`` to which ``indices`` point. Return the
+    sums.
+
+    Rows that the mask does not select count as zero. Returns ``None`` if this needs an index operator.
 
     Args:
-        chosen: whether the caller reads only positions that a selected row has.
+        first: the dim of ``x`` at which the indexed dims begin.
+        chosen: whether the caller reads only positions to which a selected row points.
     """
     covered, along = _match_mask_coordinates(build, x, first, indices)
     sizes = list(source.meta["val"].shape)
@@ -391,7 +414,10 @@ def _at_places(
 def _permute_coordinates(
     build: SelectedRows, value: fx.Node, first: int, along: list[int], *, back: bool = False
 ) -> fx.Node:
-    """Permute the dims of ``value`` from ``first`` on from sorted coordinates into the order ``along``.
+    """Append a permutation of the dims of ``value`` from ``first`` on, from sorted coordinates into the order
+    ``along``.
+
+    Returns ``value`` itself if the order is sorted.
 
     Args:
         back: permute from the order ``along`` into sorted coordinates instead.
@@ -409,7 +435,9 @@ def _permute_coordinates(
 
 
 def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
-    """Rewrite ``x[indices] = values`` without an index operator; ``None`` unless each position is selected at most
+    """Rewrite ``x[indices] = values`` without an index operator, and return the new node.
+
+    Returns ``None`` unless the indices are coordinates of a mask's true elements and point to each position at most
     once.
     """
     covered, along = _match_mask_coordinates(build, x, 0, indices)

@@ -57,8 +57,10 @@ def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, sour
 
 
 def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.Node) -> Any:
-    """Rewrite ``masked_scatter``, which reads rows of the source in order: sort the source's selected rows to the
-    front.
+    """Rewrite ``masked_scatter`` of rows that a mask selects: sort these rows to the front of the source.
+
+    This operator reads the rows of its source in order. Returns the new node. Raises :class:`Unselectable` if the
+    operands have another form.
     """
     rows = build.find_common_rows(source)
     if x in build.rows or mask in build.rows or rows.dim != 0:
@@ -72,9 +74,9 @@ def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.N
 
 
 def _split_by_counts(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
-    """Split ``x`` into pieces of data-dependent sizes.
+    """Split ``x`` into pieces of data-dependent sizes, and return the pieces.
 
-    Each piece keeps all rows, with a mask that is computed from the running sum of the sizes.
+    Each piece keeps all rows of ``x``, with a mask that is computed from the running sum of the sizes.
     """
     counts = [size.args[0] for size in sizes if isinstance(size, fx.Node) and size.target in ITEMS]
     if x in build.rows or len(counts) != len(sizes):
@@ -109,7 +111,11 @@ def _concatenate_parts(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
 
 
 def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None]) -> fx.Node | None:
-    """Return the concatenation of all pieces of one split in order; ``None`` if ``parts`` are something else."""
+    """Return the concatenation of all pieces of one data-dependent split, in order.
+
+    Each piece has all rows and a mask, so that one ``where`` for each piece suffices. Returns ``None`` if ``parts`` are
+    something else.
+    """
     cut = [build.pieces.get(r.mask) for r in rows if r is not None]
     if not cut or len(cut) != len(parts) or cut[0] is None:
         return None
@@ -122,7 +128,8 @@ def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None])
 
 
 def _cat_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
-    """Concatenate selected rows, or values with all rows.
+    """Concatenate values whose rows a mask selects, or values with all rows, and concatenate their masks. Return the
+    node.
 
     If all parts have the same size, their rows are interleaved, so that the rows of one sample of the batch stay
     together.
@@ -159,7 +166,11 @@ def _mask_or_all(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
 
 
 def _make_reshape_rule(target: Any) -> Callable[..., Any]:
-    """Return the rewrite rule of a reshape that merges the dim of the rows with other dims, or splits them again."""
+    """Return the rewrite rule of a reshape that merges the dim of rows that a mask selects with other dims, or splits
+    it.
+
+    The rule also reshapes the mask.
+    """
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any) -> Any:
         try:
@@ -327,7 +338,10 @@ class SelectedRows:
         return self._copy_parts(graph, [env[n] for n in operands], where)
 
     def apply_operator(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """Append an operator and return its result. If it reads selected rows, its special rule, if any, is used."""
+        """Append an operator and return its result.
+
+        If it reads rows that a mask selects, and has a special rewrite rule for them, the rule is used.
+        """
         special = SPECIAL.get(target)
         if special is not None and (target in _SOURCES or any(n in self.rows for n in _collect_nodes((args, kwargs)))):
             made = special(self, *args, **kwargs)
@@ -463,7 +477,7 @@ class SelectedRows:
         return self._masks[key]
 
     def make_once(self, mask: fx.Node, kind: Any, make: Callable[[], fx.Node]) -> fx.Node:
-        """Return the node that ``make`` builds for ``mask``; repeated calls with the same ``kind`` return the same
+        """Return the node that ``make`` builds; repeated calls with the same ``mask`` and ``kind`` return the same
         node.
         """
         if (mask, kind) not in self._made:
@@ -475,8 +489,8 @@ class SelectedRows:
         return self.make_once(mask, "count", lambda: self.insert_call(aten.sum.default, mask))
 
     def number_selected(self, mask: fx.Node) -> fx.Node:
-        """Return a node with the running count of selected rows, of shape ``[rows]``; it is 1 at the first selected
-        row.
+        """Return a node with the running count of the rows that ``mask`` selects, ``[rows]``; it is 1 at the first of
+        them.
 
         Raises :class:`Unselectable` if the rows are in another order than in the model.
         """
@@ -546,9 +560,9 @@ class SelectedRows:
         return self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), 0)
 
     def find_common_rows(self, *values: Any) -> MaskedRows:
-        """Return the mask and the dim of the rows that all values share.
+        """Return the mask and the dim of the rows that all ``values`` have in common.
 
-        Raises :class:`Unselectable` if they differ or a value has no selected rows.
+        Raises :class:`Unselectable` if they differ, or if no mask selects the rows of a value.
         """
         found = {self.rows[v] for v in values if v in self.rows}
         if len(found) != 1 or any(v not in self.rows for v in values):
@@ -600,7 +614,9 @@ def _collect_nodes(args: Any) -> list[fx.Node]:
 
 
 def _of_all_rows(argument: Any) -> Any:
-    """Replace a data-dependent size by the size with all rows kept; return other arguments unchanged."""
+    """Return the size with all rows kept for an argument that is a data-dependent size; other arguments are
+    unchanged.
+    """
     if isinstance(argument, ComputedSize):
         if not isinstance(argument.all_rows, int):
             raise Unselectable

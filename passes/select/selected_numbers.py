@@ -101,9 +101,13 @@ def is_number(given: Any) -> bool:
 
 
 def compute_number(build: SelectedRows, target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Apply the Python operator ``target`` to numbers.
+    """Apply the Python operator ``target`` to numbers, some of which may depend on the data.
 
-    Returns a Python number, or a :class:`ComputedSize` if an operand depends on the data.
+    Returns a Python number, or a :class:`ComputedSize` (a 0-dimensional tensor of the graph) if an operand depends on
+    the data.
+
+    Args:
+        build: the rewriter, to whose graph operators are appended.
     """
     numbers = [number_of(build, a) if is_number(a) else a for a in args]
     if not any(isinstance(n, ComputedSize) for n in numbers):
@@ -170,8 +174,9 @@ def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> 
 
 
 def number_selected_rows(build: SelectedRows, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Return a node with the index 0, 1, .. of each row among the selected rows. Unselected rows have arbitrary
-    values.
+    """Append and return a node with the index 0, 1, .. of each row that ``mask`` selects among these rows.
+
+    Other rows have arbitrary values.
     """
     made = build.insert_call(aten.sub.Tensor, build.number_selected(mask), 1)
     made = made if dtype == _WHOLE else build.insert_call(aten.to.dtype, made, dtype)

@@ -44,8 +44,9 @@ def _mean_over(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False
 
 
 def _find_reduced_dims(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] | None:
-    """Return the dims that a reduction removes (all if ``dims`` is empty); ``None`` if the dim of the rows is not among
-    them.
+    """Return the dims that a reduction of ``x`` removes (all if ``dims`` is empty).
+
+    Returns ``None`` if the dim of the rows, which a mask selects, is not among them.
     """
     rank = x.meta["val"].dim()
     dims = [dims] if isinstance(dims, int) else dims
@@ -54,7 +55,10 @@ def _find_reduced_dims(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] 
 
 
 def _count_selected_elements(build: SelectedRows, x: fx.Node, over: list[int]) -> fx.Node:
-    """Return a node with the number of elements in selected rows of ``x`` that a reduction over ``over`` combines."""
+    """Append and return a node with the number of elements that a reduction of ``x`` over the dims ``over`` combines.
+
+    Only elements in rows that the mask of ``x`` selects are counted.
+    """
     rows, sizes = build.rows[x], x.meta["val"].shape
     others = math.prod(sizes[d] for d in over if d != rows.dim)
     count = build.count_selected(rows.mask)
@@ -62,7 +66,7 @@ def _count_selected_elements(build: SelectedRows, x: fx.Node, over: list[int]) -
 
 
 def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
-    """Return the rewrite rule of ``var`` or ``std`` over selected rows.
+    """Return the rewrite rule of ``var`` or ``std`` over rows that a mask selects; other rows are left out.
 
     Args:
         root: whether the rule is for ``std``.
@@ -123,9 +127,10 @@ def _get_highest_value(value: Tensor) -> float:
 def _make_filled_reduction(
     target: Any, number: Callable[[Tensor], float], dim_at: int | None = None
 ) -> Callable[..., Any]:
-    """Return the rewrite rule of a reduction that first sets unselected rows to its neutral element ``number``.
+    """Return the rewrite rule of a reduction over rows that a mask selects: set other rows to ``number``, then reduce.
 
     Args:
+        number: returns the neutral element of the reduction for a dtype, given a tensor.
         dim_at: position of the argument with the dims; ``None`` if there is none.
     """
 
@@ -141,7 +146,10 @@ def _make_filled_reduction(
 
 
 def _make_extreme_rule(target: Any, number: Callable[[Tensor], float]) -> Callable[..., Any]:
-    """Return the rewrite rule of ``max`` or ``min`` along a dim. The index in its result counts only selected rows."""
+    """Return the rewrite rule of ``max`` or ``min`` along a dim of rows that a mask selects.
+
+    Other rows are set to ``number``, and the index in the result counts only selected rows.
+    """
 
     def rule(build: SelectedRows, x: fx.Node, dim: int, keepdim: bool = False) -> Any:
         if _find_reduced_dims(build, x, dim) is None:
@@ -167,7 +175,7 @@ def _extreme_place(target: Any, number: Callable[[Tensor], float]) -> Callable[.
 
 
 def _nth_place(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
-    """Return, for each row index in ``place``, the index of this row among the selected rows."""
+    """Append a node that converts row indices in ``place`` to indices among the rows that the mask of ``x`` selects."""
     nth = build.insert_call(aten.sub.Tensor, build.number_selected(build.rows[x].mask), 1)
     flat = build.insert_call(aten.reshape.default, place, [place.meta["val"].numel()])
     found = build.insert_call(aten.index_select.default, nth, 0, flat)
@@ -175,7 +183,10 @@ def _nth_place(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
 
 
 def _make_norm_rule(target: Any, order_at: int, dim_at: int) -> Callable[..., Any]:
-    """Return the rewrite rule of a norm that sets unselected rows to zero. It refuses a norm of negative order."""
+    """Return the rewrite rule of a norm over rows that a mask selects: set other rows to zero.
+
+    The rule raises :class:`Unselectable` for a norm of negative order.
+    """
     zeroed = _make_filled_reduction(target, lambda value: 0, dim_at)
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
@@ -213,7 +224,8 @@ def _compute_cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) ->
 
 # -- losses ------------------------------------------------------------------------------------------------------------
 def _reduced_terms(target: Any, position: int) -> Callable[..., Any]:
-    """Return the rewrite rule of a loss that computes the loss unreduced and then reduces the terms of selected rows.
+    """Return the rewrite rule of a loss over rows that a mask selects: compute it unreduced, then reduce the selected
+    terms.
 
     Args:
         position: index of the argument ``reduction``.
@@ -243,7 +255,10 @@ def _apply_reduction(build: SelectedRows, terms: fx.Node, reduction: int) -> Any
 
 
 def _make_classification_rule(target: Any) -> Callable[..., Any]:
-    """Return the rewrite rule of cross entropy and similar losses that gives unselected rows the ignored class."""
+    """Return the rewrite rule of cross entropy and similar losses over rows that a mask selects.
+
+    The rule gives other rows the class that the loss ignores.
+    """
 
     def rule(
         build: SelectedRows,

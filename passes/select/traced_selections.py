@@ -131,7 +131,7 @@ class _Selections(TorchFunctionMode):
         return made
 
     def _key_of(self, node: fx.Node) -> int:
-        """Return a key of ``node`` that is equal for nodes that compute the same value."""
+        """Return a key of ``node`` that is equal for nodes of the present trace that compute the same value."""
         if node.graph is not self.graph:
             self.graph, self.key, self.counts = node.graph, Numbers(), {}
         return self.key(node)

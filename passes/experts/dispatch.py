@@ -68,9 +68,10 @@ def spread_experts(
 
 
 class _Spreader:
-    """Builds the graph with distributed experts.
+    """Builds a block's graph in which each rank of a mesh axis has some of the experts.
 
-    ``env`` maps nodes outside of the expert regions to their copies, ``inside`` maps nodes within them.
+    ``env`` maps nodes outside of the expert regions (the parts that compute by expert) to their copies, ``inside`` maps
+    nodes within them.
     """
 
     def __init__(self, axis: str, size: int, merged: str | None, apart: Collection[str]) -> None:
@@ -102,8 +103,13 @@ class _Spreader:
             self.env[node] = self.graph.node_copy(node, self.env.__getitem__)
 
     def _shard_table_node(self, node: fx.Node, dim: int) -> None:
-        """Copy a node that is computed only from the experts' parameters, as the part of its value that one rank
-        has.
+        """Copy a node that is computed only from the experts' parameters, so that it computes the part of one rank's
+        experts.
+
+        Raises :class:`UnsupportedError` if the operator cannot be sharded by expert.
+
+        Args:
+            dim: the dim of the node's value that indexes experts.
         """
         if node.op == "placeholder":
             local = self.graph.create_node("placeholder", node.name, name=node.name)
@@ -146,9 +152,10 @@ class _Spreader:
             self.env[node] = self._return_from_experts(made, node, region)
 
     def _find_region_operand(self, node: fx.Node, region: ExpertRegion) -> fx.Node:
-        """Return the node that an operator of the region reads in place of ``node``.
+        """Return the node that the new graph reads in place of ``node``, an operand in a part that computes by expert.
 
-        This is a copy of it, or the rows of it that were sent to this rank.
+        If ``node`` comes from outside of this part, the result is its rows that were sent to this rank, otherwise its
+        copy.
         """
         if node in region.nodes:
             return self.inside[node]
@@ -204,7 +211,8 @@ class _Spreader:
     def _check_rows(
         self, node: fx.Node, region: ExpertRegion, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Raise :class:`UnsupportedError` if the arguments of an operator fix the number of rows.
+        """Raise :class:`UnsupportedError` if the arguments of an operator fix the number of rows, which differs between
+        ranks.
 
         To find out, the operator is run on meta tensors with more rows.
         """
@@ -235,7 +243,7 @@ class _Spreader:
 
 
 def _local_sizes(node: fx.Node, region: ExpertRegion, size: int) -> list[int]:
-    """Return the shape argument of a reshape or expand within a region, adapted to the rows and experts of one rank."""
+    """Return the shape argument of a reshape or expand that computes by expert, adapted to the experts of one rank."""
     value: Tensor = node.meta["val"]
     sizes, (place,) = list(value.shape), region.nodes[node]
     if place.experts is not None:

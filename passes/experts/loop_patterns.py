@@ -60,7 +60,12 @@ class Loop:
 
 
 def loops_at(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
-    """Yield the loops whose last addition or ``where`` is the node ``head``."""
+    """Yield the loops over experts whose last addition or ``where`` is the node ``head``. Yields nothing for other
+    nodes.
+
+    Args:
+        numbers: assigns equal numbers to nodes that compute the same value.
+    """
     if is_sum(head) and not is_inner(head):
         yield from _find_sum_loops(head, numbers)
     elif _is_choice(head) and not any(_is_choice(u) and u.args[2] is head for u in head.users):
@@ -68,14 +73,16 @@ def loops_at(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
 
 
 def _find_sum_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
-    """Yield the loops whose parts ``head`` sums: each addend is zero in all rows except its expert's own."""
+    """Yield the loops over experts whose outputs the sum ``head`` adds up: each is zero in all rows except its expert's
+    own.
+    """
     addends, chain = addends_of(head)
     found = {n: choice for n in addends if addends.count(n) == 1 and (choice := _own_rows(n)) is not None}
     yield from _group_into_loops(found, lambda parts: [n for n in addends if n not in parts], chain, numbers, adds=True)
 
 
 def _own_rows(addend: fx.Node) -> RoutingChoice | None:
-    """Return the expert mask outside of which ``addend`` is zero; ``None`` if there is none."""
+    """Return the mask of an expert's rows outside of which ``addend`` is zero; ``None`` if there is no such mask."""
     node: Any = addend
     while isinstance(node, fx.Node) and node.target in LINEAR and len(node.users) == 1:
         node = node.args[0]
@@ -86,9 +93,9 @@ def _own_rows(addend: fx.Node) -> RoutingChoice | None:
 
 
 def _find_choice_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
-    """Yield the loops of a ``where`` chain that ends in ``head``.
+    """Yield the loops over experts whose outputs a chain of ``where`` operators that ends in ``head`` combines.
 
-    Each ``where`` selects its expert's part in the expert's own rows, and the rest of the chain in the others.
+    Each ``where`` selects its expert's output in the expert's own rows, and the rest of the chain in the others.
     """
     found: dict[fx.Node, RoutingChoice] = {}
     chain: set[fx.Node] = set()
@@ -133,11 +140,14 @@ def _group_into_loops(
     *,
     adds: bool,
 ) -> Iterator[Loop]:
-    """Yield one loop for each group of parts whose masks test the same chosen numbers for consecutive experts.
+    """Group the outputs of experts into loops, and yield the loops.
+
+    The masks of a loop's experts test the same tensor of chosen expert numbers, and the numbers are consecutive.
 
     Args:
-        found: the mask of each part.
-        others: returns the chain's remaining operands for the parts of a loop.
+        found: the output of each expert, with the mask of the expert's rows.
+        others: returns the chain's remaining operands for the outputs of a loop.
+        chain: the nodes that combine the outputs.
         adds: whether the chain is a sum.
     """
     by_source: dict[Any, dict[int, list[fx.Node]]] = {}
@@ -157,9 +167,10 @@ def _group_into_loops(
 
 
 def _find_mask_choice(node: Any) -> tuple[RoutingChoice | None, bool]:
-    """Return the routing choice that the mask ``node`` tests for, through reshapes, and whether the mask is negated.
+    """Return the tensor and the number that the mask ``node`` compares, through reshapes, and whether the mask is
+    negated.
 
-    The choice is ``None`` if ``node`` is no such mask.
+    The first result is ``None`` if ``node`` is no such mask.
     """
     negated = False
     while isinstance(node, fx.Node):
@@ -175,7 +186,7 @@ def _find_mask_choice(node: Any) -> tuple[RoutingChoice | None, bool]:
 
 
 def is_opposite(node: Any) -> bool:
-    """Whether ``node`` is the ``logical_not`` of another mask, apart from reshapes."""
+    """Whether ``node``, apart from reshapes, is the result of a ``logical_not``."""
     while isinstance(node, fx.Node) and node.target in RESHAPES:
         node = node.args[0]
     return isinstance(node, fx.Node) and node.target is aten.logical_not.default
@@ -188,20 +199,22 @@ _OVER = (aten.sum.dim_IntList, aten.any.dim)
 
 @dataclass(frozen=True)
 class ExpertColumn:
-    """The values of one kind for all experts, stored in ``node`` with the experts as its last dim."""
+    """The corresponding values of all experts in a loop, stored in ``node`` with the experts as its last dim."""
 
     node: fx.Node
 
 
 class ExpertColumns:
-    """Appends operators on :class:`ExpertColumn` values of one loop to a graph."""
+    """Appends operators on :class:`ExpertColumn` values, which hold a value of each expert in a loop, to a graph."""
 
     def __init__(self, build: Builder, loop: Loop, numbers: Numbers) -> None:
         self.build, self.loop, self.numbers = build, loop, numbers
 
     def picked(self, nodes: tuple[fx.Node, ...]) -> ExpertColumn | None:
-        """Return one column value for slices of one tensor, one slice for each expert in order; ``None`` for other
-        ``nodes``.
+        """Return one value with all experts as last dim, for ``nodes`` that are slices of one tensor, one for each
+        expert.
+
+        The slices must be in the order of the experts. Returns ``None`` for other nodes.
         """
         first, wanted = nodes[0], range(self.loop.first, self.loop.first + len(nodes))
         if any(n.target is not aten.select.int or n.args[1] != first.args[1] for n in nodes):
@@ -218,7 +231,9 @@ class ExpertColumns:
         return ExpertColumn(whole)
 
     def of_choice(self) -> ExpertColumn:
-        """Return a boolean column that is true, for each expert, where the chosen number is that of the expert."""
+        """Return the boolean value, with the experts of the loop as last dim, that is true for the expert that was
+        chosen.
+        """
         numbers = self.loop.of
         every = self.build(aten.arange.default, len(self.loop.parts), dtype=get_node_tensor(numbers).dtype, device=META)
         if self.loop.first:
@@ -227,9 +242,13 @@ class ExpertColumns:
         return ExpertColumn(self.build(aten.eq.Tensor, apart, every))
 
     def made(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertColumn:
-        """Apply the operator of ``node`` to columns and to values that all experts share. Return the resulting column.
+        """Apply the operator of ``node``, which each expert of a loop has, to values with the experts as last dim.
 
-        Raises :class:`Different` if the operator cannot work on columns.
+        Returns the result with the experts as last dim. Raises :class:`Different` if the operator cannot work in this
+        way.
+
+        Args:
+            args: values of all experts as :class:`ExpertColumn`, and arguments that all experts share.
         """
         assert isinstance(node.target, torch._ops.OpOverload)
         value, rest, many = args[0], list(args[1:]), len(self.loop.parts)
@@ -251,7 +270,7 @@ class ExpertColumns:
         return ExpertColumn(self.build(node.target, *operands, **kwargs))
 
     def at(self, column: ExpertColumn, keys: fx.Node, dim: int) -> fx.Node:
-        """Return, for each row, the entry of ``column`` for the row's own expert.
+        """Return, for each row, the row's own expert's entry of ``column``, a value with the experts as last dim.
 
         Raises :class:`Different` if a dim other than ``dim`` and the last does not have size 1.
 
@@ -276,10 +295,10 @@ class ExpertColumns:
 
 @dataclass(frozen=True)
 class ExpertMask:
-    """The merged masks of all experts: each is true in the expert's own rows, or in all other rows if ``negated``.
+    """The masks of all experts in a loop: each is true in the expert's own rows, or in all other rows if ``negated``.
 
     ``dim`` is the dim of the rows; ``None`` if the rows are not in one dim yet. ``plain``: whether the mask has the
-    dims of the chosen numbers.
+    dims of the tensor with the chosen expert numbers.
     """
 
     dim: int | None
@@ -289,7 +308,7 @@ class ExpertMask:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """A merged value: each row, along ``dim`` of ``node``, has the value that the row's own expert computes.
+    """One value that replaces a value of each expert in a loop: each row, along ``dim``, is computed by its own expert.
 
     ``zeroed``: whether each expert's separate value was zero in the rows of other experts.
     """
@@ -301,7 +320,9 @@ class ExpertRows:
 
 @dataclass(frozen=True)
 class MultiResultRows:
-    """Merged rows of an operator with several results. ``dims[k]`` is the dim of the rows in result ``k``."""
+    """The results of an operator in which each row is computed by its own expert. ``dims[k]`` is the row dim of result
+    ``k``.
+    """
 
     node: fx.Node
     dims: tuple[int, ...]
@@ -316,7 +337,8 @@ class ExpertSum:
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """Merged rows in their original order, whose row dim was split into several dims by a reshape.
+    """A value in which each row is computed by its own expert, after a reshape that split the row dim into several
+    dims.
 
     ``where`` is the shape of the value with the size 1 in every dim except those of the rows.
     """
@@ -327,7 +349,7 @@ class PlacedRows:
 
 @dataclass(frozen=True)
 class ExpertParameter:
-    """The corresponding parameters of all experts, as one node for each expert."""
+    """The corresponding parameters of all experts in a loop, as one node for each expert."""
 
     nodes: tuple[fx.Node, ...]
 
@@ -352,7 +374,7 @@ Merged = (
 
 
 class LoopWeights:
-    """Reads the experts' parameters in one loop; appends the operators that this needs to the graph."""
+    """Reads the parameters of all experts in a loop, and appends the operators that this needs to the graph."""
 
     def __init__(self, packing: Packing, build: Builder, loop: Loop) -> None:
         self.packing, self.build, self.loop = packing, build, loop
@@ -379,8 +401,8 @@ class LoopWeights:
         return stack.node if isinstance(stack, PackedParameter) else self.packing.pack_parameters(stack.nodes)
 
     def turned(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedParameter:
-        """Return a packed parameter in which the transpose, permutation or cast of ``node`` is applied to every
-        expert's part.
+        """Apply the transpose, permutation or cast of ``node`` to the parameters of all experts at once. Return the
+        result.
 
         Raises :class:`Different` for another operator.
         """

@@ -61,8 +61,10 @@ _ROUTED = "loops over experts are computed as products of each row with its expe
 
 
 def route_loops(captured: Captured) -> Captured:
-    """Return ``captured`` with its loops over experts rewritten as products by expert. The graph is changed in
-    place.
+    """Return ``captured`` with its loops over experts rewritten to matrix products of each row with its own expert's
+    matrix.
+
+    The graph is changed in place. Returns ``captured`` itself if there is no loop that fits.
     """
     graph = captured.graph
     if not any(n.target is aten.masked_fill.Scalar for n in graph.nodes):  # by which rows are left out
@@ -102,7 +104,10 @@ class _Merging:
         self.covers = loop.first == 0 and covers == len(loop.parts)  # whether every row is an expert's
 
     def merge_loop(self) -> bool:
-        """Rewrite the loop. Return ``False``, with an unchanged graph, if the loop does not fit the pattern."""
+        """Rewrite the loop so that one operator computes the rows of all experts, and return ``True``.
+
+        Returns ``False``, with an unchanged graph, if the loop does not fit the pattern.
+        """
         graph = self.build.graph
         with graph.inserting_before(self.head):
             try:
@@ -144,9 +149,9 @@ class _Merging:
         return self.weights.read and all(u in users for n in read for u in n.users)
 
     def merge_nodes(self, nodes: tuple[fx.Node, ...]) -> Any:
-        """Return the merged form of corresponding ``nodes``, one of each expert.
+        """Return one value that replaces ``nodes``, the corresponding nodes of all experts in the loop.
 
-        Raises :class:`Different` if they do not correspond.
+        A node that all experts share is returned itself. Raises :class:`Different` if the nodes do not correspond.
         """
         if nodes not in self.known:
             alike = len({self.numbers(n) for n in nodes}) == 1
@@ -192,8 +197,11 @@ class _Merging:
         return made
 
     def _merge_arguments(self, nodes: tuple[fx.Node, ...]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the merged positional arguments, and the common keyword arguments, of the corresponding ``nodes`` of
-        all experts.
+        """Return the positional arguments that replace those of ``nodes``, the corresponding nodes of all experts in a
+        loop.
+
+        The second result are the keyword arguments, which must be equal. Raises :class:`Different` if the nodes do not
+        correspond.
         """
         first = nodes[0]
         if any(len(n.args) != len(first.args) or n.kwargs != first.kwargs for n in nodes):
@@ -221,7 +229,10 @@ class _Merging:
     # -- masks ------------------------------------------------------------------------------------------------------
 
     def _merge_choices(self, nodes: tuple[fx.Node, ...]) -> ExpertMask | None:
-        """Return the merged mask if ``nodes`` are the masks of the loop's experts, in order; otherwise ``None``."""
+        """Return one object for the masks of all experts, if ``nodes`` are the masks of the loop's experts in order.
+
+        Returns ``None`` for other nodes.
+        """
         loop, of = self.loop, self.numbers(self.loop.of)
         for number, node in enumerate(nodes, loop.first):
             choice = choice_of(node)
@@ -232,7 +243,7 @@ class _Merging:
         )
 
     def _transform_mask(self, node: fx.Node, mask: ExpertMask) -> ExpertMask:
-        """Return the merged mask after the negation or reshape that ``node`` applies.
+        """Return the object for the masks of all experts after the negation or reshape that ``node`` applies to each.
 
         Raises :class:`Different` for another operator.
         """
@@ -249,8 +260,9 @@ class _Merging:
         return ExpertMask(along[0], mask.negated)
 
     def _fill_other_rows(self, node: fx.Node, value: Any, mask: ExpertMask) -> ExpertRows:
-        """Return merged rows for a ``masked_fill`` that keeps each expert's own rows and sets all others to a
-        number.
+        """Merge a ``masked_fill`` that keeps each expert's own rows and sets all other rows to a number.
+
+        Returns the merged rows, each computed by its own expert. Raises :class:`Different` if the operands do not fit.
         """
         held = value.node if isinstance(value, ExpertRows | ExpertColumn) else value
         if not mask.negated or mask.dim is None or not isinstance(held, fx.Node):
@@ -333,9 +345,9 @@ class _Merging:
     def _merge_row_operator(
         self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> ExpertRows | MultiResultRows | ExpertSum | PlacedRows:
-        """Apply an operator that works on each row by itself to merged rows. Return the merged result.
+        """Apply an operator that works on each row by itself to rows that are each computed by their own expert.
 
-        Raises :class:`Different` if the operator does not fit.
+        Returns the merged result. Raises :class:`Different` if the operator combines rows or its operands do not fit.
         """
         rows = [a for a in args if isinstance(a, ExpertRows)]
         if not rows:
@@ -389,7 +401,7 @@ class _Merging:
         return tuple(spots[0] for spots in dims) if alone else None
 
     def _merge_getitem(self, nodes: tuple[fx.Node, ...]) -> ExpertRows:
-        """Return the merged rows of one result of an operator with several results.
+        """Return one result of an operator with several results whose rows are each computed by their own expert.
 
         Args:
             nodes: the corresponding ``getitem`` nodes of all experts.

@@ -38,7 +38,10 @@ _LOOKUPS: dict[Any, tuple[int, int]] = {
 
 @dataclass(frozen=True)
 class RowExpertDims:
-    """The dims of a value that index its rows and its experts. ``experts`` is ``None`` in the routed form."""
+    """The dims of a value that index its rows and its experts.
+
+    ``experts`` is ``None`` if each row has one expert, so that no dim indexes experts.
+    """
 
     rows: int
     experts: int | None = None
@@ -71,7 +74,10 @@ class ExpertRegion:
 
 
 def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion]:
-    """Return the expert regions of ``block`` in order. Operators that do not fit one of the two forms are left out.
+    """Return the parts of ``block`` that compute by expert (expert regions), in order.
+
+    A region consists of matrix products in which each row has one expert (or all experts compute all rows), and
+    operators on single rows around them. Operators that do not fit are left out.
 
     Args:
         apart: mesh axes whose ranks will have different experts. An operator that communicates over such an axis ends a
@@ -98,7 +104,7 @@ def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion
 
 
 class _RegionFinder:
-    """Finds a region, starting from its matrix products.
+    """Finds one expert region, the part of a block that computes by expert, starting from its matrix products.
 
     ``tables`` maps nodes that are computed only from the experts' parameters to the dim that indexes experts.
     ``places`` has the operators of the region with the dims of their results.
@@ -170,18 +176,18 @@ class _RegionFinder:
         return {u for t in self.tables for u in t.users if u not in self.tables and u.op == "call_function"}
 
     def _is_chosen(self, products: Iterable[fx.Node]) -> bool:
-        """Whether a ``topk`` or similar, over as many scores as there are experts, selects among the results of the
-        products.
+        """Whether an operator such as ``topk`` over as many scores as there are experts decides which of their results
+        count.
 
-        More exactly, it must be an ancestor of the products or of a value that is computed from them.
+        Such an operator must be an ancestor of the products, or of a value that is computed from them.
         """
         behind = _collect_descendants(self.block, set(products))
         around = _collect_ancestors(self.block, behind | set(products)) - behind
         return any(n.target in CHOICES and get_meta_shape(n.args[0])[-1:] == (self.num_experts,) for n in around)  # type: ignore[arg-type]
 
     def _is_table(self, node: Any, dim: int) -> bool:
-        """Whether ``node`` is computed only from states, such that a shard of it along ``dim`` follows from a shard of
-        each state.
+        """Whether ``node`` is computed only from parameters and buffers, and can be sharded along ``dim`` by sharding
+        these.
         """
         return isinstance(node, fx.Node) and _trace_to_states(node, dim, self.states) is not None
 
@@ -191,9 +197,12 @@ class _RegionFinder:
         self.tables |= found
 
     def _add_region_node(self, node: fx.Node, seed: bool) -> bool:
-        """Record the dims of a node's results and its operands from outside the region.
+        """Add an operator to the region: record the dims of its results, and its operands from outside of the region.
 
-        Returns ``False`` if the node does not work row by row.
+        Returns ``False``, without a result for the node, if the operator does not work row by row.
+
+        Args:
+            seed: whether the operator combines rows with a parameter of the experts.
         """
         if seed and self.keys is not None:
             if any(node is p for p in self.products):
@@ -232,9 +241,10 @@ class _RegionFinder:
         return True
 
     def _find_row_factors(self, node: fx.Node, rule: OpFactors) -> tuple[str | None, str | None]:
-        """Return the names of the loop dimensions of rows and experts in an operator's factor rule.
+        """Return the names of the loop dimensions that index rows and experts in the rule of an operator.
 
-        A name is ``None`` if the operator does not let this dimension pass through.
+        A rule names the loop dimensions of an operator as in an einsum. A name is ``None`` if the operator does not
+        work on each row by itself.
         """
         rows: set[str] = set()
         experts: set[str] = set()
@@ -259,7 +269,7 @@ class _RegionFinder:
             self.entries[node] = place
 
     def _extend_region(self) -> None:
-        """Add operators after the region that work row by row and read no other rows, such as a bias or an
+        """Add operators that follow the region, work row by row and read no other rows, such as a bias or an
         activation.
         """
         for node in self.block.graph.nodes:
@@ -325,10 +335,12 @@ def _find_factor_rule(node: fx.Node) -> OpFactors | None:
 
 
 def _find_row_dims(rows: str | None, experts: str | None, dims: tuple[tuple[str, ...], ...]) -> RowExpertDims | None:
-    """Return the dims that hold the factors ``rows`` and ``experts``; ``None`` unless each is alone in exactly one dim.
+    """Return the dims of a value that hold the loop dimensions ``rows`` and ``experts`` of an operator.
+
+    Returns ``None`` unless each of the two is alone in exactly one dim.
 
     Args:
-        dims: names of the factors (loop dimensions) of each dim of a value.
+        dims: names of the loop dimensions in each dim of the value.
     """
     at = [d for d, held in enumerate(dims) if rows in held]
     by = [d for d, held in enumerate(dims) if experts is not None and experts in held]

@@ -67,7 +67,10 @@ class _Classes:
 
 
 def choice_of(node: Any) -> RoutingChoice | None:
-    """Return the tensor and the number that the mask ``node`` compares; ``None`` if ``node`` is no such mask."""
+    """Return the tensor and the number that the mask ``node`` compares, such as ``chosen == 3``.
+
+    Returns ``None`` if ``node`` is no mask that tests for one number.
+    """
     node = skip_inverse_squeezes(node)
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
@@ -110,7 +113,9 @@ def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
 
 
 def skip_inverse_squeezes(node: Any) -> Any:
-    """Return the node before pairs of ``unsqueeze`` and ``squeeze`` that cancel each other at the end of ``node``."""
+    """Follow ``node`` back through pairs of ``unsqueeze`` and ``squeeze`` that cancel, and return the node before
+    them.
+    """
     while isinstance(node, fx.Node) and node.target is aten.squeeze.dim and _is_widened(node.args[0], node.args[1]):
         node = node.args[0].args[0]  # type: ignore[union-attr]
     return node
@@ -128,7 +133,9 @@ def skip_operators(node: Any, targets: tuple[Any, ...]) -> Any:
 
 
 def is_count(node: Any) -> bool:
-    """Whether every element of ``node`` is known to be at least zero."""
+    """Whether every element of ``node`` is known to be at least zero, so that a sum is zero only if all elements
+    are.
+    """
     if node.meta["val"].dtype == torch.bool or node.target is aten.one_hot.default:
         return True
     if node.target in _MOVED:
@@ -137,8 +144,8 @@ def is_count(node: Any) -> bool:
 
 
 def numbers_of(node: fx.Node) -> fx.Node:
-    """Return the integer tensor from which ``node`` is computed by markers, reshapes and casts to other integer
-    types.
+    """Follow ``node`` back through markers, reshapes and casts to other integer types, and return the first integer
+    tensor.
     """
     while True:
         before = node
@@ -252,9 +259,8 @@ def _is_nonzero(node: fx.Node) -> bool:
 
 
 def skip_integer_casts(node: fx.Node) -> fx.Node:
-    """Return the node before casts and markers at the end of ``node`` whose results are int32 or int64.
-
-    These do not change the numbers.
+    """Follow ``node`` back through casts and markers whose results are int32 or int64, and return the node before
+    them.
     """
     while node.target in CASTS and node.meta["val"].dtype in _WIDE:
         node = node.args[0]  # type: ignore[assignment]

@@ -42,9 +42,10 @@ _LOOKUPS = (aten.index.Tensor, aten.index_select.default)
 
 
 def remove_row_sorts(graph: fx.Graph) -> None:
-    """Remove sorts of rows by expert from ``graph``, in place, as far as its results do not depend on the order.
+    """Rewrite ``graph`` in place so that rows keep their order where the model sorts them, such as by expert.
 
-    Requires and keeps meta tensors (``node.meta["val"]``) on every node.
+    A sort is removed as far as the results do not depend on the order. Requires and keeps meta tensors
+    (``node.meta["val"]``) on every node.
     """
     for node in list(graph.nodes):
         if node.target in (*_SORTS, *_ARGSORTS) and len(list_node_sizes(operands_of(node)[0])) == 1:
@@ -65,10 +66,10 @@ class _UnsortedValue:
 
 
 class _Unsorter:
-    """Removes one sort from a graph.
+    """Rewrites the readers of one sort so that they do not need it.
 
-    ``twins`` maps nodes that depend on the sort to their unsorted values. ``inverse`` has the nodes that hold the
-    inverse permutation.
+    ``twins`` maps each node that depends on the sort to the value that it would have on unsorted rows. ``inverse`` has
+    the nodes that hold the inverse permutation.
     """
 
     def __init__(self, graph: fx.Graph, sort: fx.Node) -> None:
@@ -131,7 +132,7 @@ class _Unsorter:
             node.replace_all_uses_with(twin.node)
 
     def _unsort_getitem(self, node: fx.Node, build: Builder) -> None:
-        """Record the unsorted value of one result of an operator with several results."""
+        """Record the value on unsorted rows for one result of an operator with several results."""
         source, index = node.args
         if source in self.twins:
             twin = self.twins[source]  # type: ignore[index]
@@ -141,7 +142,7 @@ class _Unsorter:
     def _is_inverse_order(self, node: fx.Node) -> bool:
         """Whether ``node`` is the inverse permutation of the sort.
 
-        It is computed by writing an ``arange`` at the places of the order, or by an ``argsort`` of the order.
+        This is an ``arange`` written to the positions of the sort order, or an ``argsort`` of the order.
         """
         if self.order is None:
             return False
@@ -160,8 +161,10 @@ class _Unsorter:
         return False
 
     def _put_back(self, node: fx.Node) -> _UnsortedValue | None:
-        """Return the unsorted value of sorted rows that are indexed by the inverse permutation; ``None`` for other
-        nodes.
+        """Return the rows without the sort, if ``node`` brings sorted rows back into the original order by an index
+        operator.
+
+        Returns ``None`` for other nodes.
         """
         found = _parse_row_lookup(node)
         if found is None or found[1] not in self.inverse or found[0] not in self.twins:
@@ -170,8 +173,8 @@ class _Unsorter:
         return _UnsortedValue(twin.node, (None,)) if twin.dims == (0,) else None
 
     def _unsort_row_write(self, node: fx.Node) -> _UnsortedValue | None:
-        """Return the unsorted value of sorted rows that are written back to their original places; ``None`` for other
-        nodes.
+        """Return the rows without the sort, if ``node`` writes sorted rows to their original positions. ``None`` for
+        other nodes.
         """
         args: Any = node.args
         if node.target is aten.index_copy.default and args[1] == 0:
@@ -197,8 +200,10 @@ class _Unsorter:
         return plain and _is_full_arange(rows, self.num_rows) and self._are_ends(ends, list_node_sizes(ends)[0])  # type: ignore[arg-type]
 
     def _unsort_grouped_product(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
-        """Return the unsorted value of a grouped matrix product whose groups are the experts; ``None`` for other
-        nodes.
+        """Append a matrix product of unsorted rows with their experts' matrices, if ``node`` is such a product of
+        sorted rows.
+
+        Returns ``None`` for other nodes.
         """
         how = experts.find_grouped_product(node.target)
         if how is None:
@@ -244,7 +249,11 @@ class _Unsorter:
         return _is_same_value(_skip_casts(node), _skip_casts(self.keys))
 
     def _unsort_index_add(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
-        """Return the unsorted value of an ``index_add`` of sorted rows; ``None`` for other nodes."""
+        """Append an ``index_add`` of unsorted rows if ``node`` is one of sorted rows, and return its value.
+
+        If each position occurs equally often and in order, a sum takes the place of the ``index_add``. Returns ``None``
+        for other nodes.
+        """
         if node.target is not aten.index_add.default:
             return None
         base, dim, places, rows = node.args[:4]
@@ -263,7 +272,8 @@ class _Unsorter:
         return _UnsortedValue(build(aten.add.Tensor, base, summed), (None,))
 
     def _commute_with_sort(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
-        """Return the operator of ``node`` on unsorted rows, if its factor rule lets rows pass through or sums them.
+        """Append the operator of ``node`` on unsorted rows, if it works on each row by itself or sums rows. Return its
+        value.
 
         Returns ``None`` for any other operator.
         """
@@ -292,8 +302,13 @@ class _Unsorter:
         return _UnsortedValue(made, tuple(dims))
 
     def _sorted_factor(self, node: fx.Node, dims: tuple[tuple[str, ...], ...]) -> set[str]:
-        """Return the name of the factor (loop dimension) of an operand's sorted dim; ``""`` if the dim has not exactly
-        one.
+        """Return, as a set of one name, the loop dimension of an operator that the sorted dim of the operand ``node``
+        holds.
+
+        The name is ``""`` if the dim does not hold exactly one loop dimension.
+
+        Args:
+            dims: names of the loop dimensions in each dim of the operand.
         """
         dim = self.twins[node].dims[0]
         assert dim is not None
@@ -371,11 +386,12 @@ def _is_full_arange(node: Any, num: int) -> bool:
 
 
 def _dim_of(name: str, dims: tuple[tuple[str, ...], ...]) -> int | None:
-    """Return the dim that has the factor ``name`` alone; ``None`` if no dim has it, -1 if it is with others or in
-    several dims.
+    """Return the dim that holds only the loop dimension ``name`` of an operator.
+
+    Returns ``None`` if no dim holds it, and -1 if it shares a dim or is in several dims.
 
     Args:
-        dims: names of the factors (loop dimensions) of each dim.
+        dims: names of the loop dimensions in each dim of a value.
     """
     held = [d for d, factors in enumerate(dims) if name in factors]
     if not held:
@@ -391,7 +407,8 @@ _PRODUCT = ops.expert_mm.default
 def kept_sorted(block: Block) -> Block:
     """Return an equivalent block in which rows stay sorted by expert between products with the same experts.
 
-    Returns ``block`` itself if no two products have the same experts.
+    A product with experts otherwise sorts its rows and restores their order. Returns ``block`` itself if no two
+    products have the same experts.
     """
     products = Counter(n.args[2] for n in block.graph.nodes if n.target is _PRODUCT)
     if max(products.values(), default=0) < 2:
@@ -438,9 +455,9 @@ class _Sorter:
             node.args, node.kwargs = with_operands(node, [self._sort_operand(o) for o in operands_of(node)])
 
     def _sort_operand(self, node: fx.Node) -> fx.Node:
-        """Return the node that an operator of the region reads in place of ``node``.
+        """Return the node that replaces the operand ``node`` of an operator between products with the same experts.
 
-        If ``node`` comes from outside of the region, these are its rows, sorted by expert.
+        If ``node`` comes from before the first product, the result has its rows sorted by expert.
         """
         if node is not self.keys and node not in self.region.entries:
             return node

@@ -31,11 +31,14 @@ aten = torch.ops.aten
 
 
 class Different(Exception):
-    """Raised if the modules in a list do not compute the same, or compute something that has no stacked form."""
+    """Raised if corresponding nodes of several experts do not compute the same, or something that cannot be merged."""
 
 
 class Packing:
-    """Stacks parameters of several modules in a captured graph. ``captured`` is the model with the stacks so far."""
+    """Stacks the corresponding parameters of several experts in a captured graph into one parameter each.
+
+    ``captured`` is the model with the stacks so far.
+    """
 
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
@@ -102,7 +105,11 @@ _ON_DIM = {aten.split_with_sizes.default: 2, aten.slice.Tensor: 1, aten.softmax.
 
 
 def stack_experts(captured: Captured) -> Captured:
-    """Return ``captured`` with the experts of each list of modules stacked. The graph is changed in place."""
+    """Return ``captured`` with sums over experts, each a module of a list, rewritten to batched products with stacked
+    weights.
+
+    The graph is changed in place.
+    """
     named = {o.value for o in captured.outputs} | {captured.loss, *captured.updates.values()}
     for head in reversed(list(captured.graph.nodes)):
         if head.target is aten.add.Tensor and head.name not in named and not is_inner(head):
@@ -142,7 +149,8 @@ def addends_of(node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
 
 
 class _Stacking:
-    """Rewrites one sum over experts into stacked form.
+    """Rewrites one sum over experts, which are separate modules, to operators with the experts as an additional first
+    dim.
 
     The corresponding nodes of all experts are visited together, from the outputs to the parameters.
     """
@@ -261,7 +269,7 @@ class _Stacking:
         return self.build(aten.sum.dim_IntList, self.build(aten.mul.Tensor, made, weights), [0])
 
     def _stack_nodes(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, bool]:
-        """Return the stacked form of corresponding ``nodes`` and ``True``.
+        """Return one node that has the values of ``nodes``, one of each expert, along a new first dim, and ``True``.
 
         If all experts share one node, return this node and ``False``.
         """
@@ -339,7 +347,11 @@ _PLACES = (aten.argmax.default, aten.argmin.default, aten.argsort.default)
 
 
 def replace_gathered_products(graph: fx.Graph) -> None:
-    """Rewrite products with one gathered matrix for each row as products by expert. ``graph`` is changed in place."""
+    """Rewrite batched products that read a copy of an expert's matrix for every row, such as ``bmm(weight[expert],
+    x)``.
+
+    They become ``partition::expert_mm``, which reads each matrix once. ``graph`` is changed in place.
+    """
     for node in list(graph.nodes):
         if node.target in _BATCHED_PRODUCTS and len(node.args) == 2:
             with graph.inserting_before(node):

@@ -95,10 +95,9 @@ class TracedBranches:
             self.counted[rows.node.expr] = rows, listing, number
 
     def decides(self, question: Any) -> bool:
-        """Fix the outcome of the symbolic condition ``question`` if it only asks whether a registered row count is
-        zero.
+        """Fix the outcome of the symbolic condition ``question`` if it only asks whether an expert has rows.
 
-        Returns whether the condition was of that kind.
+        Returns whether the condition was of that kind, with a row count that :meth:`count` registered.
         """
         symbols = [s for s in question.free_symbols if s in self.counted]
         if len(symbols) != 1 or len(question.free_symbols) != 1:
@@ -111,14 +110,18 @@ class TracedBranches:
         return True
 
     def look_back(self) -> None:
-        """Set ``changed`` if a marked node was written in place, and forget the marks. Called at the end of a trace."""
+        """Find out at the end of a trace whether a mask that decided a branch was written in place afterwards
+        (``changed``).
+
+        The record of these masks is cleared.
+        """
         self.changed |= any(is_written(mark, {memory_of(of), mark}) for of, mark in self.marked)
         self.marked = []
 
 
 @contextmanager
 def guards_traced(guards: TracedBranches) -> Iterator[None]:
-    """Context in which branches on whether an expert has rows can be traced; ``guards`` records them."""
+    """Context in which branches on whether an expert has rows can be traced, as if it had; ``guards`` records them."""
     plain: Callable[[SymBool], bool] = SymBool.__bool__
 
     def decided(self: SymBool) -> bool:
@@ -181,9 +184,11 @@ class _BranchMode(TorchFunctionMode):
         return made
 
     def _mark_queried_rows(self, asked: _ExpertRowsQuery) -> int:
-        """Replace the mask and the chosen numbers of a query by marker nodes in the rest of the trace.
+        """Make the rest of the trace read a mask and chosen expert numbers through marker nodes, and return a new
+        number for them.
 
-        Returns the number of the new listing.
+        Args:
+            asked: the question about an expert's rows that the mask or the numbers decide.
         """
         mode = get_proxy_mode()
         assert mode is not None
@@ -233,7 +238,10 @@ def _count_with_fixed_size(numbers: Tensor, weights: Tensor | None = None, minle
 
 
 def _find_rows_query(node: Any) -> _ExpertRowsQuery | None:
-    """Return the question about an expert's rows that ``node`` answers; ``None`` if it answers none."""
+    """Return the question whether an expert has rows, or how many, that the value of ``node`` answers.
+
+    Returns ``None`` if it answers no such question.
+    """
     some = True
     while isinstance(node, fx.Node):
         args: Any = node.args
@@ -260,9 +268,12 @@ def _find_rows_query(node: Any) -> _ExpertRowsQuery | None:
 
 
 def _of_table(node: Any, dim: int, index: Any, some: bool) -> _ExpertRowsQuery | None:
-    """Return the question that element ``index`` of ``node`` answers if ``node`` has the row counts of all experts.
+    """Return the question about an expert's rows that element ``index`` of ``node`` answers.
 
-    Returns ``None`` if ``node`` is no such table.
+    Returns ``None`` unless ``node`` is a table of the row counts of all experts.
+
+    Args:
+        some: whether a non-zero element means that the expert has rows.
     """
     node = skip_operators(node, CASTS)
     if (
@@ -307,13 +318,14 @@ def _is_chosen(node: fx.Node, of: fx.Node) -> bool:
 
 
 def find_empty_expert_masks(nodes: Sequence[fx.Node], parity: int, decided: Collection[int]) -> frozenset[fx.Node]:
-    """Return the masks of the experts that are treated as having no rows, among the ``nodes`` of an exported graph.
+    """Return the masks, among ``nodes`` of an exported graph, of the experts that the trace treats as having no rows.
 
     A mask that only derives from another such mask is left out.
 
     Args:
         parity: the experts without rows have even (0) or odd (1) numbers.
-        decided: numbers of the listings that some branch depended on; masks of other experts do not count.
+        decided: numbers of the places in the trace whose row lists decided a branch; masks of other experts do not
+            count.
     """
     marks: list[Any] = [n for n in nodes if n.target is HIT and n.args[2] in decided]
     if not marks:

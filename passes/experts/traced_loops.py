@@ -57,7 +57,9 @@ class TracedLoops:
 
     @property
     def found(self) -> bool:
-        """Whether the trace contains such a loop or branch, so that the graph must be proven equal to the model."""
+        """Whether the trace has a loop or branch over experts with rows, so that the graph must be proven equal to the
+        model.
+        """
         return self.seen > 0 or (self.guards is not None and self.guards.seen > 0)
 
     def guarded(self) -> TracedLoops:
@@ -72,7 +74,8 @@ class TracedLoops:
         return TracedLoops(parity, guards=self.guards and TracedBranches(parity))
 
     def turn(self, number: int, *, listed: bool = False) -> Tensor:
-        """Return the tensor that forward gets as loop index in the iteration of expert ``number``.
+        """Return the tensor that forward gets as loop index, in the iteration of a loop over experts for expert
+        ``number``.
 
         Args:
             listed: whether the tensor has a dim of size 1 instead of no dim.
@@ -136,7 +139,7 @@ def _iterate_marked_experts(
 
 
 class _LoopIndexMode(TorchFunctionMode):
-    """Function mode that replaces indexing by a loop index tensor by indexing by the expert's number."""
+    """Function mode that indexes by an expert's number where forward indexes by the loop's index tensor."""
 
     def __init__(self, hits: TracedLoops) -> None:
         super().__init__()
@@ -170,16 +173,18 @@ class _LoopIndexMode(TorchFunctionMode):
 
 
 def _is_turns(mask: Any) -> bool:
-    """Whether ``mask`` is the mask of one expert in an iteration of a traced loop."""
+    """Whether ``mask`` is the mask of one expert, in an iteration of a loop over experts that is being traced."""
     node = node_of(mask)
     node = None if node is None else skip_operators(node, (*ALIKE, *SHAPED))
     return node is not None and node.target is aten.select.int and node.args[0].target is HITS
 
 
 def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | None:
-    """Return the masks whose non-empty entries ``value`` lists, their expert dim, and the first node that reduces them.
+    """Return the masks that decide which experts ``value`` lists, their expert dim, and the first node that reduces
+    them.
 
-    There is one mask tensor for each dtype that the mask has. Returns ``None`` if ``value`` is no such list.
+    There is one mask tensor for each dtype that the mask has. Returns ``None`` if ``value`` does not list experts with
+    rows.
     """
     mode, node = get_proxy_mode(), node_of(value)
     if mode is None or node is None:
@@ -264,7 +269,9 @@ def check_turns(empty: fx.Graph, left_out: fx.Graph) -> None:
 
 
 def _without_nothing(graph: fx.Graph) -> None:
-    """Simplify a graph in place: remove values that empty masks fill, select or add up."""
+    """Simplify a graph in place: remove additions, selections and fills that have no effect because a mask is all
+    false.
+    """
     false, true, zero = set[Any](), set[Any](), set[Any]()
     for node in list(graph.nodes):
         args: Any = node.args

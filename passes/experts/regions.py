@@ -199,7 +199,7 @@ class _RegionFinder:
     def _add_region_node(self, node: fx.Node, seed: bool) -> bool:
         """Add an operator to the region: record the dims of its results, and its operands from outside of the region.
 
-        Returns ``False``, without a result for the node, if the operator does not work row by row.
+        Returns ``False`` if the operator does not work row by row and was not added.
 
         Args:
             seed: whether the operator combines rows with a parameter of the experts.

@@ -144,8 +144,9 @@ def is_count(node: Any) -> bool:
 
 
 def numbers_of(node: fx.Node) -> fx.Node:
-    """Follow ``node`` back through markers, reshapes and casts to other integer types, and return the first integer
-    tensor.
+    """Follow ``node`` back through markers, reshapes and casts to int32 or int64, and return the node before them.
+
+    This node has the same integers, such as the expert numbers that a router chose.
     """
     while True:
         before = node

@@ -1,9 +1,8 @@
-"""Run graphs on meta tensors to infer shapes and dtypes, and graphs and folded models on real tensors for results.
+"""Run graphs: on meta tensors to infer shapes and dtypes, and on real tensors to compute results.
 
 ``node.meta["val"]`` is a tensor on ``meta`` (a tuple of them for operators with several results). Operators that create
-tensors have the argument ``device=meta``, which stands for the device of the rank that runs them. A folded model is a
-sequence of calls of blocks, such as layers. Results on real tensors are the reference with which later forms of the
-model are compared.
+tensors have the argument ``device=meta``, which stands for the device of the rank that runs them. Results on real
+tensors are the reference with which later forms of the model are compared.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def _run_on_meta(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any
 
 
 def value_of(argument: Any) -> Any:
-    """Return ``argument`` with every graph node in it replaced by its meta value."""
+    """Return ``argument`` with every graph node in it replaced by the node's meta tensor, ``node.meta["val"]``."""
     return fx.node.map_arg(argument, lambda node: node.meta["val"])
 
 

@@ -66,10 +66,10 @@ class ModelState:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """One tensor of the global batch.
+    """One input tensor of the model, for the global batch.
 
-    ``value``: its name in the graph. ``path``: its position in the arguments of the model: ``input_ids``, ``0``,
-    ``past.0.key``. ``number``: the Python type of the input if it is a number; the graph reads it as a 0-dimensional
+    ``value``: its name in the graph. ``path``: its position in the arguments of the model, such as ``input_ids``, ``0``
+    or ``past.0.key``. ``number``: the Python type of the input if it is a number; the graph reads it as a 0-dimensional
     tensor.
     """
 
@@ -212,7 +212,8 @@ class FoldedModel:
 class Captured:
     """A whole model as one graph, before equal layers are folded into blocks.
 
-    ``outputs``, ``loss`` and ``updates`` refer to nodes of the graph by name.
+    ``outputs``, ``loss`` and ``updates`` (new values of buffers that forward changes) refer to nodes of the graph by
+    name.
     """
 
     graph: fx.Graph

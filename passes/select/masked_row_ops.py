@@ -126,10 +126,10 @@ def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.No
 
 
 def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[fx.Node]:
-    """Return nodes with the coordinates of the true elements of ``condition``, in the memory order of the chosen
-    experts.
+    """Return nodes with the coordinates of the true elements of ``condition``, in the memory order of a router's
+    choices.
 
-    ``condition`` tests which expert numbers a router chose. In this order the choices of a token are adjacent even if
+    ``condition`` tests which expert numbers the router chose. In this order the choices of a token are adjacent even if
     ``condition`` is transposed, so that the rows can be sharded by tokens. If ``condition`` tests whether any of a
     token's k choices is a number, there is a row for each of the k choices. The choices are distinct, so every token is
     selected at most once, in the same order. Returns an empty list if ``condition`` does not test a router's choices,

@@ -477,8 +477,7 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
     nothing.
 
     Such a hook is not registered either, and a text on it is appended to ``notes``. Any other hook raises
-    :class:`UnsupportedError`. Activation checkpointing and ``save_on_cpu`` in forward have no effect and are noted,
-    too.
+    :class:`UnsupportedError`. Activation checkpointing and ``save_on_cpu`` in forward are noted as well.
     """
 
     def checked(given: Sequence[HookValue], what: str) -> Callable[..., RemovableHandle]:
@@ -579,10 +578,9 @@ class LeftToPlan:
 
 @contextlib.contextmanager
 def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
-    """Context in which ``save_on_cpu`` has no effect, and checkpointed calls and ``save_on_cpu`` are noted in
-    ``notes``.
+    """Context in which activation checkpointing and ``save_on_cpu`` in forward are noted in ``notes``.
 
-    Other hooks on tensors that are saved for backward raise :class:`UnsupportedError`.
+    ``save_on_cpu`` has no effect. Other hooks on tensors that are saved for backward raise :class:`UnsupportedError`.
     """
     left = LeftToPlan()
     enter, leave = graph.saved_tensors_hooks.__enter__, graph.saved_tensors_hooks.__exit__

@@ -41,8 +41,8 @@ _LEAST = 2  # experts in a loop
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop over experts, seen as a ``chain`` of nodes that sums one part for each expert or selects between the parts
-    by row.
+    """A loop over experts, given by the nodes (``chain``) that sum the outputs of all experts or select between them by
+    row.
 
     ``parts[i]`` is the output of expert ``first + i``. Its rows are those where the tensor ``of``, with the chosen
     expert numbers, equals ``first + i``. Dim ``j`` of the masks is dim ``dims[j]`` of ``of``. ``others``: further

@@ -49,7 +49,8 @@ class RowExpertDims:
 
 @dataclass(frozen=True)
 class ExpertRegion:
-    """A part of a block that computes by expert.
+    """A part of a block that computes by expert: each row by its own expert (routed), or every row by all experts
+    (dense).
 
     ``keys``: the node with the expert number of each row; ``None`` in the dense form. ``tables``: nodes that are
     computed only from the experts' parameters, with the dim that indexes experts. ``nodes``: operators that work row by
@@ -145,7 +146,10 @@ class _RegionFinder:
 
     @property
     def _sent_row_dims(self) -> RowExpertDims:
-        """Return the dims of rows and experts in a value that is sent to the ranks of the experts."""
+        """Return the dims that index rows and experts in values that are sent between the ranks of experts.
+
+        The rows are in dim 0 if each row has one expert; otherwise the experts are in dim 0 and the rows in dim 1.
+        """
         return RowExpertDims(0) if self.keys is not None else RowExpertDims(1, 0)
 
     def _find_seed_nodes(self) -> set[fx.Node]:

@@ -409,8 +409,9 @@ def _find_picked_matrices(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _in_range(node: Any, size: int) -> bool:
-    """Whether the indices in ``node`` are less than ``size``, because they are from a ``topk`` or similar over so few
-    scores.
+    """Whether the indices in ``node`` are known to be less than ``size``.
+
+    This is known if they are positions that ``topk`` or a similar operator chose among at most ``size`` scores.
     """
     while isinstance(node, fx.Node):
         if node.target in _MOVES:

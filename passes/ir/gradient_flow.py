@@ -48,10 +48,13 @@ def accumulated_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def mark_block(block: Block, sources: set[str]) -> tuple[bool, ...]:
-    """Set ``node.meta["grad"]`` on the nodes of ``block``: whether a node depends on a placeholder named in
+    """Set ``node.meta["grad"]`` on the nodes of ``block``: whether a gradient flows from the node to one of
     ``sources``.
 
     Returns the mark of each output of the block, in order.
+
+    Args:
+        sources: names of the placeholders that need a gradient.
     """
     for node in block.graph.nodes:
         if node.op == "placeholder":

@@ -40,7 +40,7 @@ def remove_inplace(graph: fx.Graph) -> bool:
 
 
 def _refresh_without_gradients(graph: fx.Graph) -> None:
-    """Compute the meta values of all operators again without gradients, and store them in ``node.meta["val"]``.
+    """Compute the fake values of all operators again with gradients off, and store them in ``node.meta["val"]``.
 
     Their strides depend on which attention kernel torch selects, and gradients change this selection.
     """

@@ -179,7 +179,7 @@ class Call:
 
 @dataclass
 class FoldedModel:
-    """A whole model as calls of block types.
+    """A whole model as a sequence of calls of blocks; a block is the graph of a piece of the model, such as a layer.
 
     ``values`` has the shape and dtype of every model input and call output by name. ``loss`` is the name of the loss
     value.

@@ -230,7 +230,9 @@ def _find_home_module(function: Any) -> str:
 
 
 def _is_own(function: types.FunctionType) -> bool:
-    """Whether a function belongs to the user's code, which is read, and not to an installed package or to Python."""
+    """Whether a function is user code, whose source can be analysed, and not from an installed package or from
+    Python.
+    """
     file = function.__code__.co_filename
     return "site-packages" not in file and not file.startswith(_PYTHON)
 
@@ -272,9 +274,9 @@ def _join_object_elements(owner: Any) -> HookValue:
 
 # --- one function -----------------------------------------------------------------------------------------------------
 class _HookReader:
-    """Abstract interpreter of the source of one function.
+    """Analyses the source of one function without running it.
 
-    A local name has one abstract value in the whole function, and the statements are read until no value changes. The
+    A local name has one kind of value in the whole function, and the statements are read until no kind changes. The
     order of statements and the number of loop iterations therefore do not matter.
     """
 
@@ -523,9 +525,9 @@ _DESCRIBING = {
 
 
 def _join_held_values(values: Sequence[HookValue]) -> HookValue:
-    """Return the kind of a value that is made of ``values`` or holds them.
+    """Return the kind of a value that is made of ``values`` or holds them, such as a list.
 
-    Known objects that are no part of training count as fresh: holding them does no harm.
+    Known objects that are no part of training (modules, tensors, optimizers) count as harmless, newly created values.
     """
     plain = [
         FRESH if v.kind == "none" or (v.kind == "known" and not any(map(_is_state, v.objects))) else v for v in values

@@ -106,7 +106,10 @@ def _name_output_tensors(
 def _standing_in(groups: Sequence[ModuleGroup], named: _TensorNamingMode) -> Iterator[None]:
     """Context in which only the first member of each group of equal modules runs for each kind of arguments.
 
-    Calls of the others return fresh tensors of the same shapes.
+    A call of another member returns new tensors of the same shapes, identified by the call's operands.
+
+    Args:
+        named: the mode that gives tensors identifiers.
     """
     try:
         for group in groups:
@@ -213,8 +216,9 @@ class _TensorNamingMode(TorchFunctionMode):
         return result
 
     def _with_numbers(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function on tensors with real values. If a result is too large, return it as a fake tensor without
-        values.
+        """Call ``func`` on tensors with real values and return the result.
+
+        If a result would be too large, the function runs on fake tensors, and the results have no values.
         """
         if getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)

@@ -187,7 +187,7 @@ class StateAlias:
     name: str
 
     def follow(self) -> None:
-        """Store the tensor that the module holds now in the other place."""
+        """Store the parameter or buffer that the module has now in the other place that holds it."""
         self.holder[self.key] = self.states[self.name]
 
 
@@ -250,7 +250,7 @@ class _Write:
 
 @dataclass
 class _HeldStates:
-    """The model's parameters and buffers at the start of forward.
+    """The model's parameters and buffers at the start of forward, to find out what forward assigns to.
 
     ``plain`` has tensors that are ordinary attributes, by module and name.
     """
@@ -277,6 +277,9 @@ class _HeldStates:
     def set_anew(self, data: _DataAccess) -> Iterator[_Write]:
         """Yield a write for each buffer or parameter to which forward assigned a new tensor, and put the old tensor
         back.
+
+        The writes are to be done at the end of forward. Raises :class:`UnsupportedError` for assignments that a plan
+        cannot keep, such as another shape or a parameter that is trained.
         """
         for (module, key), plain in self.plain.items():
             if id(plain) in data.read and vars(module).get(key) is not plain:

@@ -378,8 +378,12 @@ class _Merging:
         raise Different
 
     def _row_dims(self, made: fx.Node, rows: Mapping[fx.Node, int]) -> tuple[int, ...] | None:
-        """Return the dim of the rows in each result; ``None`` unless each row of a result depends only on that row of
-        operands.
+        """Return the dim of the rows in each result of ``made``.
+
+        Returns ``None`` unless each row of a result depends only on the same row of the operands.
+
+        Args:
+            rows: the dim of the rows of each operand that has rows.
         """
         try:
             rule = factors_of(made)

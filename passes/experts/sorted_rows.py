@@ -173,8 +173,9 @@ class _Unsorter:
         return _UnsortedValue(twin.node, (None,)) if twin.dims == (0,) else None
 
     def _unsort_row_write(self, node: fx.Node) -> _UnsortedValue | None:
-        """Return the rows without the sort, if ``node`` writes sorted rows to their original positions. ``None`` for
-        other nodes.
+        """Return the rows without the sort, if ``node`` writes sorted rows to their original positions.
+
+        Returns ``None`` for other nodes.
         """
         args: Any = node.args
         if node.target is aten.index_copy.default and args[1] == 0:
@@ -315,8 +316,13 @@ class _Unsorter:
         return {dims[dim][0]} if dim < len(dims) and len(dims[dim]) == 1 else {""}
 
     def _looked_up(self, node: fx.Node, args: tuple[Any, ...], build: Builder) -> fx.Node | None:
-        """Return ``rows[places]`` without an index operator; ``None`` unless the places are 0, 1, .., each repeated
-        equally often.
+        """Append operators that compute the row look-up of ``node`` on unsorted rows without an index operator. Return
+        the result.
+
+        Returns ``None`` unless the looked-up positions are 0, 1, .. in order, each repeated equally often.
+
+        Args:
+            args: the arguments of ``node`` on unsorted rows.
         """
         found = _parse_row_lookup(node)
         if found is None:

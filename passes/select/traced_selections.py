@@ -79,9 +79,10 @@ class _Selections(TorchFunctionMode):
         self.classes: set[Any] = set()  # symbols of numbers of classes
 
     def needs(self, expr: Any) -> bool:
-        """Whether ``expr`` asks if the number of classes equals an integer, and a function of torch asks.
+        """Whether ``expr`` asks if a data-dependent number of classes equals an integer, on behalf of a function of
+        torch.
 
-        A comparison by the user's forward does not count.
+        A comparison by the user's own code does not count.
         """
         sides = expr.args if isinstance(expr, sympy.Eq) else ()
         if not any(s in self.classes for s in sides) or not any(s.is_Integer for s in sides):

@@ -131,6 +131,9 @@ class _InnerGradients:
     ) -> tuple[Any, ...]:
         """Replace the autograd engine: return the gradients of ``outputs`` with respect to ``inputs``, computed by
         traced operators.
+
+        The arguments are those of the engine. Raises :class:`UnsupportedError` for ``backward()``, which stores
+        gradients on tensors.
         """
         tracer = _find_active_tracer()
         if tracer is None:
@@ -513,8 +516,12 @@ def _unroll_vmap_rows(func: Callable[..., Any], in_dims: Any = 0, out_dims: int 
 
 
 def _separate_arguments(args: tuple[Any, ...], argnums: Any) -> tuple[tuple[Any, ...], Any]:
-    """Return all arguments, with the differentiated ones as separate tensors that require gradients, and the latter
-    alone.
+    """Replace the arguments that are differentiated by separate tensors that require gradients.
+
+    Returns all arguments, and the replaced ones alone (a single one if ``argnums`` is an integer).
+
+    Args:
+        argnums: indices of the arguments that are differentiated; ``None`` means all.
     """
     numbers = range(len(args)) if argnums is None else (argnums,) if isinstance(argnums, int) else argnums
     numbers = [number % len(args) for number in numbers]

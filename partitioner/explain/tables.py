@@ -113,8 +113,8 @@ def _product_types(program: Program) -> str:
     found: Counter[str] = Counter()
     for node in (node for block in program.blocks.values() for node in block.nodes):
         _, _, name = str(node.get("target", "")).partition(".")
-        value: Any = node.get("val") or ()  # of one tensor, its shape and type
-        if node["op"] == "call_function" and is_product_name(name) and len(value) == 2 and isinstance(value[1], str):
+        value: Any = node.get("val") or ()  # of one tensor, its shape, type and, if transposed, strides
+        if node["op"] == "call_function" and is_product_name(name) and len(value) >= 2 and isinstance(value[1], str):
             found["fp8" if "fp8" in name else _shorten_dtype(value[1])] += 1
     if program.tf32:
         found["tf32 on GPUs"] += found.pop("fp32", 0)

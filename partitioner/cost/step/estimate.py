@@ -305,7 +305,8 @@ def estimate_step(
     ``Estimate.breakdown`` has the seconds of the step by kind, which add up to the step time:
 
     - ``compute``, ``recompute``, ``tp_communication``, ``pp_communication``: what the slowest stage does. Only the part
-      of ``pp_communication`` that computation does not hide is counted.
+      of ``pp_communication`` that computation does not hide is counted; none with several virtual stages on a rank,
+      which computes for another one while values are on the way.
     - ``bubble``: the time in which the slowest stage waits for other stages.
     - ``contention``: additional time because more devices of a node compute at the same time than its cores allow.
     - ``reduction``: the part of the gradient reduction that computation does not hide.
@@ -338,7 +339,7 @@ def estimate_step(
     communicated = m * _sum_collective_seconds(problem, stage)
     # time in which the stage waits for others; sends may overlap with computation
     waited = split.pipeline_s - m * (stage.time_s - stage.transfer_s)
-    sent = min(m * stage.transfer_s, max(0.0, waited))
+    sent = 0.0 if hidden else min(m * stage.transfer_s, max(0.0, waited))
     again = m * stage.recompute_s  # negative if recomputation replaces waiting for the host, which forward_s contains
     breakdown = {
         "compute": m * (stage.forward_s + stage.backward_s) - communicated + min(0.0, waited) + min(0.0, again),

@@ -13,9 +13,11 @@ from partitioner.advise.suggest import attach_advice
 from partitioner.advise.variants import RelaxationRequest
 from partitioner.constraints import Constraints
 from partitioner.execution_profile import ExecutionProfile
-from partitioner.explain.tables import notes_on_precision
 from partitioner.passes.faults import typed_errors
-from partitioner.plan import Plan, operator_share
+from partitioner.plan import Plan
+from partitioner.programs.assemble import assemble_plan
+from partitioner.programs.further import FirstProgram
+from partitioner.programs.requests import NO_PROGRAMS, Evaluate, check_programs
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.evaluate.prepared_model import PreparedModel, modes_of_a_new_process, prepare, rare_collections
 from partitioner.solve.search.best_first import SearchProgress
@@ -36,6 +38,7 @@ def partition(
     global_batch: int | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     objective: Literal["train", "infer"] = "train",
+    programs: Mapping[str, Evaluate] = NO_PROGRAMS,
     constraints: Constraints | None = None,
     profile: ExecutionProfile | str | None = None,
     precision: str | None = None,
@@ -51,6 +54,7 @@ def partition(
         inputs: one global batch, as a tuple or dict of arguments; ``None``: an exported program's own, or dummy inputs.
         global_batch: samples per step, if the inputs are only a sample of them.
         loss: makes the scalar loss of the output; ``None``: the output is, or has, the loss.
+        programs: name to a further program on the same weights, for ``engine.run(name, batch)``.
         constraints: what is given is fixed; the search chooses the rest.
         profile: another framework, as ``"megatron-core"``, for which the plan is predicted: figures, and no program.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: as the parameters are. ``tf32``: fp32, but for
@@ -61,13 +65,14 @@ def partition(
     Raises :class:`partitioner.passes.errors.PartitionError`, before anything is launched, if there is no such plan.
     """
     check_options(time_limit_s, progress)
+    check_programs(programs)
     constraints, how = constraints or Constraints(), ExecutionProfile.resolve(profile)
     prepared = prepare(model, inputs, loss=loss, objective=objective, precision=precision)
     train = prepared.objective == "train"
 
-    def job_of(topology: Topology, pins: Constraints, global_batch: int | None) -> Job:
-        work = prepared.at(global_batch, pins, torch_device(topology))
-        kind = precision_of(work[0], prepared.precision)
+    def job_of(topology: Topology, pins: Constraints, global_batch: int | None, of: PreparedModel = prepared) -> Job:
+        work = of.at(global_batch, pins, torch_device(topology))
+        kind, train = precision_of(work[0], of.precision), of.objective == "train"
         return Job(*work, rate_cluster(topology, kind, pins.memory_margin), pins, train, optimizer, kind, how)
 
     with attach_advice(RelaxationRequest(topology, constraints, global_batch, job_of)):
@@ -76,25 +81,4 @@ def partition(
         other = partial(job_of, topology, constraints)
         find = partial(search_for_plan, progress=progress, compare=not estimate_only, other_batch=other)
         found = plan_to_fit(job, find, estimate_only=estimate_only, time_limit_s=time_limit_s)
-    chosen = found.chosen
-    return Plan(
-        program=found.program,
-        topology=topology,
-        devices=chosen.devices,
-        constraints=constraints,
-        profile=how,
-        estimate=found.estimate,
-        certificate=found.certificate,
-        shares=operator_share(job.batch_of(chosen.candidate.ep), chosen.local.sharding, chosen.local.context),
-        model=type(prepared.model).__name__,
-        precision=prepared.precision,
-        optimizer=optimizer,
-        notes=(*job.model.notes, *notes_on_precision(topology, job.precision, chosen.local.model)),
-        context=found.context,
-        objective=prepared.objective,
-        global_batch=job.global_batch,
-        planned_only=found.beyond,
-        in_host=chosen.offload,
-        of_replicas=chosen.data_shares,
-        lacking=found.lacking,
-    )
+    return assemble_plan(FirstProgram(prepared, job, found, partial(job_of, topology, constraints)), topology, programs)

@@ -11,6 +11,7 @@ from partitioner.constraints import Constraints
 from partitioner.errors import PlanError
 from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.passes.faults import typed_errors
+from partitioner.runtime.family.data import BatchPadding, FurtherProgram
 from partitioner.runtime.files import write_text
 from partitioner.runtime.program.instructions import Data
 from partitioner.runtime.program.program import Program, RankProgram
@@ -227,6 +228,13 @@ class Plan(Data):
         description="What did not fit on the devices alone, where offload was chosen without being asked for.",
     )
 
+    further: dict[str, FurtherProgram] = Field(
+        default_factory=dict, description="Name to a further program over the layout of the state of program."
+    )
+    padding: BatchPadding | None = Field(
+        default=None, description="The shape of the batches of program. None: batches are as they were planned."
+    )
+
     @property
     def program(self) -> Program:
         """The programs of all ranks. Raises :class:`PlanError` for a plan that this version does not execute."""
@@ -347,12 +355,17 @@ class Plan(Data):
 
     @typed_errors("Plan.prove()")
     def prove(self) -> Proof:
-        """Prove the programs of all ranks.
+        """Prove the programs of all ranks, and that further programs have the layout of the first one.
 
-        Raises :class:`partitioner.runtime.prove.errors.ProofError` with rank, instruction and graph node.
+        Raises :class:`partitioner.runtime.prove.errors.ProofError` with rank, instruction and graph node, or
+        :class:`partitioner.runtime.prove.layouts.LayoutError`.
         """
+        from partitioner.runtime.prove.layouts import prove_same_layout
         from partitioner.runtime.prove.prove import prove
 
+        for name, further in self.further.items():
+            prove_same_layout(self.program, name, further.program)
+            prove(further.program)
         return prove(self.program)
 
     @typed_errors("Plan.verify()")

@@ -15,6 +15,7 @@ from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.errors import CapacityError
 from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.passes.ir.model import FoldedModel
+from partitioner.solve.evaluate.pinned_layout import PinnedLayout
 from partitioner.solve.sharding.expert_parallel import common_experts, expert_states, regions_of, spread_batch
 from partitioner.solve.sharding.sharding import ShardingSolution
 from partitioner.topology import Topology
@@ -27,7 +28,8 @@ class Job:
     ``model``: the folded model of the whole batch, or of one group if samples interact within groups, marked with its
     gradients. ``profile``: how the plan is executed. ``reserve``: bytes of every rank that stay free. ``reserves``:
     further reserved bytes of single candidates. ``refused``: candidates whose programs are known not to fit.
-    ``simulated``: seconds of a step of candidates whose programs take longer than their estimates.
+    ``simulated``: seconds of a step of candidates whose programs take longer than their estimates. ``layout``: the
+    layout of the state, if the program is a further one over the state of another.
     """
 
     model: FoldedModel
@@ -43,6 +45,7 @@ class Job:
     reserves: Mapping[MeshCandidate, int] = field(default_factory=dict[MeshCandidate, int])
     refused: Mapping[MeshCandidate, CapacityError] = field(default_factory=dict[MeshCandidate, CapacityError])
     simulated: Mapping[MeshCandidate, float] = field(default_factory=dict[MeshCandidate, float])
+    layout: PinnedLayout | None = None
 
     def dressed(self, machine: PlacedMesh, candidate: MeshCandidate) -> PlacedMesh:
         """``machine``, on which the candidate's mesh is placed, with the other settings of the candidate and the

@@ -123,9 +123,11 @@ def solve_sharding(
     return ShardingProblem(model, axis, num_ranks, costs, rules).solve(allowed, time_limit_s)
 
 
-def sharding_problem(model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts) -> ShardingProblem:
-    """The problem of :func:`solve_sharding` over at least two ranks, with nothing fixed from outside."""
-    return ShardingProblem(model, axis, num_ranks, costs, _complete_layout_rules(model, axis, FREE_LAYOUTS))
+def sharding_problem(
+    model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts, rules: LayoutRules = FREE_LAYOUTS
+) -> ShardingProblem:
+    """The problem of :func:`solve_sharding` over at least two ranks; ``rules``: what is fixed from outside."""
+    return ShardingProblem(model, axis, num_ranks, costs, _complete_layout_rules(model, axis, rules))
 
 
 def _complete_layout_rules(model: FoldedModel, axis: str, rules: LayoutRules) -> LayoutRules:

@@ -165,7 +165,8 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
 
     states = _build_state_data(model, routes, layouts, sizes_of_axes, shared)
     if spec.layout_of is not None:
-        states = _with_layout_of(states, spec.layout_of)
+        read = {s for call in model.calls for s in call.states} | model.updates.keys()
+        states = _with_layout_of(states, read, spec.layout_of)
     tied: dict[tuple[int, ...], list[str]] = {}
     for name, state in states.items():
         if name in with_gradient and len(state.stages) > 1:
@@ -399,8 +400,9 @@ def _build_state_data(
     return result
 
 
-def _with_layout_of(states: Mapping[str, StateData], base: Program) -> dict[str, StateData]:
-    """Return ``states`` on the stages of ``base``, and with them the parameters and buffers that ``base`` has besides.
+def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base: Program) -> dict[str, StateData]:
+    """Return ``states``, of which calls or updates ``read`` some, on the stages of ``base``, and with them the
+    parameters and buffers that ``base`` has besides.
 
     A state of which ``base`` has another layout stays as it is, for the prover to refuse.
     """
@@ -410,7 +412,7 @@ def _with_layout_of(states: Mapping[str, StateData], base: Program) -> dict[str,
             continue
         if name not in states:
             found[name] = held.model_copy(update={"update": None, "keeps": None, "grad_axes": ()})
-        elif set(states[name].stages) <= set(held.stages):
+        elif name not in read:
             found[name] = states[name].model_copy(update={"stages": held.stages})
     return found
 

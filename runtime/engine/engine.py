@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.passes.faults import typed_errors
-from partitioner.passes.ops.random import SEED
 from partitioner.runtime.checkpoint import load as loading
 from partitioner.runtime.checkpoint.atomic_folder import restore_replaced_checkpoint
 from partitioner.runtime.checkpoint.run_state import content_of, load_run_state
@@ -35,13 +34,14 @@ from partitioner.runtime.engine import export
 from partitioner.runtime.engine.batches import own_values, share_of
 from partitioner.runtime.engine.consistency import Agreement
 from partitioner.runtime.engine.defaults import default_communicator, disk_for
+from partitioner.runtime.engine.further import EngineState, FurtherExecutors, prepare_programs
 from partitioner.runtime.engine.optimizer_checks import OptimizerCheck
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.execute.bind import Library
 from partitioner.runtime.execute.executor import Executor
 from partitioner.runtime.execute.flight_recorder import Phase
-from partitioner.runtime.program.load import placement_of, program_of
-from partitioner.runtime.program.membership import gathers_of, groups_of, links_of
+from partitioner.runtime.family.load import family_of
+from partitioner.runtime.program.load import placement_of
 from partitioner.runtime.program.precision import check_fp8, products_of
 from partitioner.runtime.program.program import Program, RankProgram
 from partitioner.runtime.state import loss as norms
@@ -112,7 +112,8 @@ class Engine:
         communicator: Communicator | None = None,
         library: Library | None = None,
     ) -> None:
-        program = program_of(plan)
+        family = family_of(plan)
+        program = family.first
         device = None if device is None else torch.device(device)
         if communicator is None:
             communicator = default_communicator(program, device, placement_of(plan))
@@ -134,7 +135,7 @@ class Engine:
         if isinstance(source, FileWeights) and source is not weights:  # the caller's own stays open: others may read it
             source.close()
         mine = self.rank_program
-        communicator.prepare(groups_of(mine), links_of(mine), gathers_of(mine))
+        prepare_programs(family, communicator)
         sharded = ShardedParameters(self.rank_program, self._shards, communicator)
         self._masters.take(sharded.pieces)
         self._views: Views | None = None
@@ -161,6 +162,9 @@ class Engine:
             keep_outputs,
             TransientParameters(sharded, hosted),
         )
+        state = EngineState(self._shards, self._gradients, sharded, hosted)
+        self._further = FurtherExecutors(family, communicator, state, compile, keep_outputs)
+        self._latest = self._executor
 
     @property
     def program(self) -> Program:
@@ -168,8 +172,8 @@ class Engine:
 
     @property
     def outputs(self) -> dict[str, dict[int, Tensor]]:
-        """This rank's part of the model's results in the last step: value -> microbatch -> tensor."""
-        return self._executor.outputs
+        """This rank's part of the model's results in the last step or run: value -> microbatch -> tensor."""
+        return self._latest.outputs
 
     @property
     def loss(self) -> Tensor | None:
@@ -197,16 +201,10 @@ class Engine:
         fails, :class:`AgreementError` if ranks have diverged since the last step (checked now and then), and
         :class:`LaunchError` inside a region of ``torch.autocast``.
         """
-        if torch.is_autocast_enabled(self.device.type):
-            raise LaunchError(
-                "step() is called inside torch.autocast, which would change what the plan's programs compute; expected "
-                "outside: the precision is the plan's, by partition(precision=...) or by regions in the model's forward"
-            )
+        self._check_autocast("step()")
         inputs = own_values(self.program, self.share, batch, local)
         self._agreement.before_step(batch, local)
-        if SEED in self._shards:
-            self._shards[SEED].fill_(self.seed + self.steps)
-        self._masters.refresh()
+        self._begin_run()
         owned = self._gradients.owned
         grads = {name: self._parameters[name].grad for name in owned} if accumulate else {}
         before = {name: grad.clone() for name, grad in grads.items() if grad is not None}
@@ -217,6 +215,7 @@ class Engine:
             self._executor.scale_loss(self._scale.value)
         for name in self._gradients.passing:
             self._parameters[name].grad = None
+        self._latest = self._executor
         try:
             with products_of(self.program, self.device):
                 self._executor.run(inputs, self.steps)
@@ -248,6 +247,41 @@ class Engine:
         if self._disk is not None:
             self._disk.forget()
         return self.loss
+
+    @typed_errors("Engine.run()", passing=is_of_ranks)
+    def run(self, name: str, batch: Any, *, local: bool = False) -> Tensor | None:
+        """Run the plan's further program ``name``, as an evaluation, on a global batch. All ranks call it.
+
+        It reads the weights that :meth:`step` trains, as they are now, and changes no parameter, gradient, optimizer
+        state or buffer, no number of :attr:`steps` and no random numbers of later steps. ``batch`` and ``local`` are as
+        for :meth:`step`.
+        Returns the loss of the whole batch, the same on all ranks; ``None`` if the program has no loss. The results are
+        in :attr:`outputs`.
+        Raises :class:`LaunchError` if the plan has no such program, and otherwise as :meth:`step` does.
+        """
+        self._check_autocast("run()")
+        further = self._further.find(name, "evaluate")
+        executor = self._further.executor(name)
+        inputs = own_values(further.program, share_of(executor.rank), batch, local)
+        self._begin_run()
+        self._latest = executor
+        with self.doing("in a further program"), products_of(further.program, self.device):
+            executor.run(inputs, self.steps)
+        return executor.loss
+
+    def _check_autocast(self, method: str) -> None:
+        if torch.is_autocast_enabled(self.device.type):
+            raise LaunchError(
+                f"{method} is called inside torch.autocast, which would change what the plan's programs compute; "
+                "expected outside: the precision is the plan's, by partition(precision=...) or by regions in the "
+                "model's forward"
+            )
+
+    def _begin_run(self) -> None:
+        """Set what programs read at their start: the seed, and parameters as the optimizer left them."""
+        with torch.no_grad():
+            self._further.seed.fill_(self.seed + self.steps)
+        self._masters.refresh()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards by the model's names; a tied parameter occurs once. See :meth:`parameters`."""

@@ -187,6 +187,12 @@ def load_states(
     }
 
 
+def load_constants(rank: RankProgram, device: torch.device) -> dict[str, Tensor]:
+    """The shards of the constants of ``rank`` on ``device``."""
+    states = rank.program.states
+    return {n: _initialize_shard(rank, n, None, device, None) for n in rank.states if states[n].kind == "constant"}
+
+
 def own_piece(rank: RankProgram, name: str, shard: Tensor) -> Tensor:
     """What ``rank`` keeps of ``shard``, its part of a state by ``ep`` and ``tp``: all, or its piece, flat."""
     if not rank.program.states[name].zero_axes:

@@ -17,7 +17,8 @@ from partitioner.passes.faults import typed_errors
 from partitioner.plan import Plan
 from partitioner.programs.assemble import assemble_plan
 from partitioner.programs.further import FirstProgram
-from partitioner.programs.requests import NO_PROGRAMS, Evaluate, check_programs
+from partitioner.programs.requests import NO_PROGRAMS, Evaluate, Shapes, check_programs
+from partitioner.programs.shapes import ShapeFamily
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.evaluate.prepared_model import PreparedModel, modes_of_a_new_process, prepare, rare_collections
 from partitioner.solve.search.best_first import SearchProgress
@@ -39,6 +40,7 @@ def partition(
     loss: Callable[[Any], Tensor] | None = None,
     objective: Literal["train", "infer"] = "train",
     programs: Mapping[str, Evaluate] = NO_PROGRAMS,
+    shapes: Shapes | None = None,
     constraints: Constraints | None = None,
     profile: ExecutionProfile | str | None = None,
     precision: str | None = None,
@@ -55,6 +57,7 @@ def partition(
         global_batch: samples per step, if the inputs are only a sample of them.
         loss: makes the scalar loss of the output; ``None``: the output is, or has, the loss.
         programs: name to a further program on the same weights, for ``engine.run(name, batch)``.
+        shapes: of batches, where they have several; ``inputs`` are a sample. A batch is padded to the next larger one.
         constraints: what is given is fixed; the search chooses the rest.
         profile: another framework, as ``"megatron-core"``, for which the plan is predicted: figures, and no program.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: as the parameters are. ``tf32``: fp32, but for
@@ -68,6 +71,9 @@ def partition(
     check_programs(programs)
     constraints, how = constraints or Constraints(), ExecutionProfile.resolve(profile)
     prepared = prepare(model, inputs, loss=loss, objective=objective, precision=precision)
+    family = None if shapes is None else ShapeFamily.of(prepared, shapes, global_batch, topology)
+    if family is not None:
+        prepared, global_batch = family.largest, None
     train = prepared.objective == "train"
 
     def job_of(topology: Topology, pins: Constraints, global_batch: int | None, of: PreparedModel = prepared) -> Job:
@@ -81,4 +87,6 @@ def partition(
         other = partial(job_of, topology, constraints)
         find = partial(search_for_plan, progress=progress, compare=not estimate_only, other_batch=other)
         found = plan_to_fit(job, find, estimate_only=estimate_only, time_limit_s=time_limit_s)
-    return assemble_plan(FirstProgram(prepared, job, found, partial(job_of, topology, constraints)), topology, programs)
+    return assemble_plan(
+        FirstProgram(prepared, job, found, partial(job_of, topology, constraints), family), topology, programs
+    )

@@ -36,4 +36,5 @@ def assemble_plan(first: FirstProgram, topology: Topology, programs: Mapping[str
         of_replicas=chosen.data_shares,
         lacking=found.lacking,
         further=plan_further_programs(first, programs),
+        padding=None if first.family is None else first.family.padding_at(first.family.shapes[0]),
     )

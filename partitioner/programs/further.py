@@ -1,8 +1,7 @@
 """Plan further programs over the layout of the state that a plan's first program has.
 
-The first program decides the layout. :class:`PinnedLayout` makes the solver keep it, ``ProgramSpec.layout_of`` makes the
-emitter keep its ZeRO pieces and buckets, and ``prove_same_layout`` refuses a program that has another layout all the
-same. A further program has its own microbatches and strategies of operators.
+The first program decides the layout. :class:`PinnedLayout` makes the solver keep it, ``ProgramSpec.layout_of`` makes
+the emitter keep its ZeRO pieces and buckets, and ``prove_same_layout`` refuses a program that has another layout. A further program has its own microbatches and strategies of operators.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from partitioner.candidate import MeshCandidate
 from partitioner.errors import ConstraintError, PlanError
 from partitioner.passes.errors import InputsError, PartitionError
 from partitioner.plan import Estimate
-from partitioner.programs.requests import Evaluate
+from partitioner.programs.requests import Evaluate, Shapes
+from partitioner.programs.shapes import Shape, ShapeFamily
 from partitioner.runtime.family.data import BatchPadding, FurtherProgram
 from partitioner.runtime.prove.layouts import prove_same_layout
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
@@ -37,13 +37,15 @@ Purpose = Literal["evaluate", "step"]
 class FirstProgram:
     """What further programs follow: the job of the first program, its plan, and the model.
 
-    ``job_of``: makes the job of a number of samples (``None``: that of the inputs) and a prepared model.
+    ``job_of``: makes the job of a number of samples (``None``: that of the inputs) and a prepared model. ``family``:
+    the shapes of the batches; ``None``: the one of the inputs.
     """
 
     prepared: PreparedModel
     job: Job
     found: PlannedProgram
     job_of: Callable[[int | None, PreparedModel], Job]
+    family: ShapeFamily | None = None
 
     def plan_evaluation(self, name: str, asked: Evaluate) -> FurtherProgram:
         """The program ``name`` that evaluates as ``asked``. Raises :class:`PlanError` if there is none."""
@@ -59,7 +61,7 @@ class FirstProgram:
         batch = self.job.global_batch if asked.inputs is None else None
         with in_evaluation_mode(model):
             job = self.job_of(batch, prepared)
-            return self.plan_program(name, job, "evaluate")
+            return self.plan_program(name, job, "evaluate", _find_padding(prepared, job))
 
     def plan_program(
         self, name: str, job: Job, purpose: Purpose, padding: BatchPadding | None = None
@@ -80,13 +82,11 @@ class FirstProgram:
                 continue
             memory = self._check_memory(name, estimate, purpose)
             seconds = estimate.simulated if estimate.simulated is not None else estimate.step_time
-            return FurtherProgram(
-                program=program, purpose=purpose, seconds=seconds, memory=memory, padding=padding
-            )
+            return FurtherProgram(program=program, purpose=purpose, seconds=seconds, memory=memory, padding=padding)
         why = str(errors[0]) if errors else f"its {job.global_batch} samples do not split over dp={chosen.candidate.dp}"
         raise PlanError(
-            f"program {name!r} has no plan in the layout of the training program ({chosen.candidate}): {why}; change its "
-            "inputs, or fix another layout by constraints="
+            f"program {name!r} has no plan in the layout of the training program ({chosen.candidate}): {why}; change "
+            "its inputs, or fix another layout by constraints="
         )
 
     def _check_memory(self, name: str, estimate: Estimate, purpose: Purpose) -> int:
@@ -125,28 +125,48 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def _find_padding(prepared: PreparedModel, job: Job) -> BatchPadding | None:
+    """How batches of an evaluation are padded; ``None`` if its inputs say nothing of it."""
+    if prepared.inputs is None:
+        return None
+    family = ShapeFamily.of(prepared, Shapes(), job.global_batch, job.topology)
+    return family.padding_at(family.shapes[0])
+
+
 def plan_further_programs(first: FirstProgram, programs: Mapping[str, Evaluate]) -> dict[str, FurtherProgram]:
-    """The further programs of a plan by name.
+    """The further programs of a plan by name: those for other shapes of a batch, and ``programs``.
 
     Raises :class:`ConstraintError` if the plan of the first program cannot have further ones.
     """
-    if not programs:
+    shapes = () if first.family is None else first.family.shapes[1:]
+    if not programs and not shapes:
         return {}
     check_first_program(first.found)
-    return {name: first.plan_evaluation(name, asked) for name, asked in programs.items()}
+    found: dict[str, FurtherProgram] = {}
+    for shape in shapes:
+        assert first.family is not None
+        name, prepared = name_shape(shape), first.family.prepared_at(shape)
+        job = first.job_of(None, prepared)
+        found[name] = first.plan_program(name, job, "step", first.family.padding_at(shape))
+    return found | {name: first.plan_evaluation(name, asked) for name, asked in programs.items()}
+
+
+def name_shape(shape: Shape) -> str:
+    """The name of the program for batches of ``shape``."""
+    return f"step {shape[0]}x{shape[1]}" if shape[1] else f"step {shape[0]}"
 
 
 def check_first_program(found: PlannedProgram) -> None:
     """Raise :class:`ConstraintError` if no other program can run on the state of the plan ``found``."""
     if found.program is None:
         raise ConstraintError(
-            f"programs= and shapes= need a plan with programs, and {', '.join(found.beyond)} has none; leave it out, or "
-            "plan each program by itself"
+            f"programs= and shapes= need a plan with programs, and {', '.join(found.beyond)} has none; leave it out, "
+            "or plan each program by itself"
         )
     if found.program.offload:
         raise ConstraintError(
-            f"programs= and shapes= with offload={'+'.join(found.program.offload)}: further programs read parameters on "
-            "the device alone; expected offload=(): add devices, or plan each program by itself"
+            f"programs= and shapes= with offload={'+'.join(found.program.offload)}: further programs read parameters "
+            "on the device alone; expected offload=(): add devices, or plan each program by itself"
         )
     if found.program.data_shares:
         raise ConstraintError(

@@ -34,7 +34,7 @@ def pair_nodes(main: Captured, other: Captured) -> dict[fx.Node, fx.Node] | None
         return None
     pairs = dict(zip(ours, theirs, strict=True))
     for a, b in pairs.items():
-        if a.op != b.op or a.target != b.target and a.op == "call_function":
+        if a.op != b.op or (a.target != b.target and a.op == "call_function"):
             return None
         if [pairs[n] for n in a.all_input_nodes] != b.all_input_nodes:
             return None

@@ -43,7 +43,9 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
     """
     pairs = pair_nodes(main, other)
     if pairs is None:
-        return AxisPadding(fault="the model computes other operators for another size, so one cannot stand for the other")
+        return AxisPadding(
+            fault="the model computes other operators for another size, so one cannot stand for the other"
+        )
     faults: list[str] = []
     for fills in itertools.islice(_list_fills(main, dims), _MOST):
         values = _follow_graph(main, other, pairs, _Axis(dims, fills, sizes))
@@ -61,13 +63,17 @@ class _Axis:
     sizes: Sizes
 
 
-def _follow_graph(main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _Axis) -> dict[fx.Node, Values]:
+def _follow_graph(
+    main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _Axis
+) -> dict[fx.Node, Values]:
     values: dict[fx.Node, Values] = {}
     paths = {i.value: i.path for i in main.inputs}
     for node, partner in pairs.items():
         if node.op == "placeholder":
             name = main.placeholders[node.name]
-            own = _describe_input(node, paths[name], axis) if name in paths else _describe_state(main, other, name, axis)
+            own = (
+                _describe_input(node, paths[name], axis) if name in paths else _describe_state(main, other, name, axis)
+            )
             values[node] = (own,)
         elif node.op == "call_function":
             values[node] = _follow_node(node, partner, values, axis.sizes)
@@ -84,8 +90,8 @@ def _follow_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Value
     if not has_own_number(node, partner):
         return found
     why = (
-        f"{operator_name(node)} at {format_node_location(node)} reads a number that follows from the size of the batch, as "
-        "a mean over all places does"
+        f"{operator_name(node)} at {format_node_location(node)} reads a number that follows from the size of the batch, "
+        "as a mean over all places does"
     )
     return tuple(v.with_fault(why) for v in found)
 
@@ -133,7 +139,7 @@ def _find_output_dims(main: Captured, values: Mapping[fx.Node, Values]) -> dict[
 
 
 def _list_fills(main: Captured, dims: Mapping[str, int]) -> Iterator[Fills]:
-    """The numbers that new places may have, the likeliest first: the ignored target, the last place again, zero."""
+    """The numbers that new places may have, the safest first: the last place again, an ignored target, zero."""
     inputs = {i.value: i for i in main.inputs if i.path in dims}
     options: list[list[float | None]] = []
     for node in main.graph.nodes:
@@ -141,8 +147,12 @@ def _list_fills(main: Captured, dims: Mapping[str, int]) -> Iterator[Fills]:
         if name not in inputs:
             continue
         ignored = sorted({*_find_ignored(node)}) if not inputs[name].spec.dtype.is_floating_point else []
-        options.append([*ignored, None, *([] if ignored else [0.0])])
-    order = [inputs[main.placeholders[n.name]].path for n in main.graph.nodes if n.op == "placeholder" and main.placeholders[n.name] in inputs]
+        options.append([None, *ignored, *([] if ignored else [0.0])])
+    order = [
+        inputs[main.placeholders[n.name]].path
+        for n in main.graph.nodes
+        if n.op == "placeholder" and main.placeholders[n.name] in inputs
+    ]
     for chosen in itertools.product(*options):
         yield dict(zip(order, chosen, strict=True))
 

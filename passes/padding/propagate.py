@@ -19,7 +19,15 @@ from torch import fx
 from partitioner.passes.ir.rewrite import format_node_location
 from partitioner.passes.padding.compare import operator_name, shapes_of
 from partitioner.passes.padding.fills import CASTS, NEGATIVE, VIEWS, apply_to_numbers, is_pointwise
-from partitioner.passes.padding.values import Causal, PaddedValue, Part, Parts, assign_parts, find_created_part, plain_value
+from partitioner.passes.padding.values import (
+    Causal,
+    PaddedValue,
+    Part,
+    Parts,
+    assign_parts,
+    find_created_part,
+    plain_value,
+)
 from partitioner.passes.rules import factors_of
 from partitioner.passes.rules.attention import find_attention_band
 from partitioner.passes.rules.factors import OpFactors, as_dim, as_dims, get_node_argument, operands_of
@@ -117,7 +125,9 @@ def _by_factors(
     )
 
 
-def _map_factors(value: PaddedValue, dims: Sequence[tuple[str, ...]], sizes: Mapping[str, int]) -> dict[str, Parts] | None:
+def _map_factors(
+    value: PaddedValue, dims: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
+) -> dict[str, Parts] | None:
     """The parts of each factor that an operand has; ``None`` where they do not fit."""
     found: dict[str, Parts] = {}
     for parts, factors in zip(value.dims, dims, strict=True):
@@ -180,14 +190,19 @@ def _build_result(
                 left, left_other = left // part.size, left_other // max(1, part.at(sizes))
         for factor in factors or ("",):
             if factor in known:
-                fills = [_find_fill(node, factor, i, held, operands) if p.grows else None for i, p in enumerate(known[factor])]
+                fills = [
+                    _find_fill(node, factor, i, held, operands) if p.grows else None
+                    for i, p in enumerate(known[factor])
+                ]
                 parts += [replace(p, fill=fill) for p, fill in zip(known[factor], fills, strict=True)]
                 continue
             created = find_created_part(left, left_other, sizes)
             if created is not None and (created.size > 1 or created.grows):
                 parts.append(replace(created, fill=_find_uniform(node, operands) if created.grows else None))
             left = left_other = 1
-        dims.append(tuple(parts) if any(p.grows for p in parts) else (_find_first_places(node, shape[dim], other[dim], sizes),))
+        dims.append(
+            tuple(parts) if any(p.grows for p in parts) else (_find_first_places(node, shape[dim], other[dim], sizes),)
+        )
     value = PaddedValue(tuple(dims), uniform=_find_uniform(node, operands))
     if index == 0 and len(rule.results) == 1:
         return _with_coordinates(node, value, rule, operands)
@@ -257,7 +272,9 @@ def _combine_causal(
     moved = [_move_pair(o.causal, home) for o, home in zip(operands, homes, strict=True)]
     for pair in moved:
         if pair is not None:
-            known = [m[2] if m is not None and m[:2] == pair[:2] else o.uniform for m, o in zip(moved, operands, strict=True)]
+            known = [
+                m[2] if m is not None and m[:2] == pair[:2] else o.uniform for m, o in zip(moved, operands, strict=True)
+            ]
             number = apply_to_numbers(node, known)
             return None if number is None else (*pair[:2], number)
     return None
@@ -289,7 +306,7 @@ def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
     return to[pair[0]], to[pair[1]], pair[2]
 
 
-# --- operators with a function of their own; ``None``: the factor rule holds -------------------------------------------
+# --- operators with a function of their own; ``None``: the factor rule holds ------------------------------------------
 
 
 def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
@@ -321,7 +338,13 @@ def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
         if part is None:
             if any(p.grows for p in x.dims[dim]):
                 return x.with_fault(_explain(node, "pads what is padded"))
-            value = replace(value, dims=tuple(((Part(sum(p.size for p in ps) + before + after),) if d == dim else ps) for d, ps in enumerate(value.dims)))
+            value = replace(
+                value,
+                dims=tuple(
+                    ((Part(sum(p.size for p in ps) + before + after),) if d == dim else ps)
+                    for d, ps in enumerate(value.dims)
+                ),
+            )
             continue
         fits = after == 0 or (part.fill is not None and number is not None and part.fill == float(number))
         value = value.with_dim(dim, Part(part.size + before + after, True, part.offset + before + after, part.fill))
@@ -384,7 +407,7 @@ def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
     if not any(p.grows for p in x.dims[dim]):
         return None
     part, fault = x.growing_part(dim), next((o.fault for o in operands if o.fault), "")
-    if part is None or operator_name(node) == "diff" and (len(operands) != 2 or get_node_argument(node, "n", 1) != 1):
+    if part is None or (operator_name(node) == "diff" and (len(operands) != 2 or get_node_argument(node, "n", 1) != 1)):
         return x.with_fault(fault or _explain(node, "combines places of what is padded"))
     return replace(x.with_dim(dim, replace(part, fill=None)), uniform=None).with_fault(fault)
 
@@ -452,9 +475,14 @@ def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
     if keys is not None or values is not None:
         band = find_attention_band(node)
         ordered = own is not None and keys is not None and own.kind == keys.kind
-        causal = bool(get_node_argument(node, "is_causal")) or (band is not None and band.after is not None and band.after <= 0)
-        hidden = keys is not None and values is not None and keys.kind == values.kind and (
-            (ordered and causal) or any(_hides_keys(node, mask, ordered) for mask in masks)
+        causal = bool(get_node_argument(node, "is_causal")) or (
+            band is not None and band.after is not None and band.after <= 0
+        )
+        hidden = (
+            keys is not None
+            and values is not None
+            and keys.kind == values.kind
+            and ((ordered and causal) or any(_hides_keys(node, mask, ordered) for mask in masks))
         )
         fault = fault or ("" if hidden else _explain(node, "gives weight to padded positions"))
     dims = (*made, query.dims[rank - 2], value.dims[-1])
@@ -505,7 +533,9 @@ def _reduce_truth(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue
     keep = get_node_argument(node, "keepdim", False)
     left = [((Part(1),) if d in dims else parts) for d, parts in enumerate(x.dims) if keep or d not in dims]
     left = [tuple(replace(p, fill=None) for p in parts) for parts in left]
-    return PaddedValue(tuple(left), x.fault).with_fault("" if fits else _explain(node, "combines real places with padded ones"))
+    return PaddedValue(tuple(left), x.fault).with_fault(
+        "" if fits else _explain(node, "combines real places with padded ones")
+    )
 
 
 SINGLE_RULES: dict[str, Rule] = {

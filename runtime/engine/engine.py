@@ -36,6 +36,7 @@ from partitioner.runtime.engine.consistency import Agreement
 from partitioner.runtime.engine.defaults import default_communicator, disk_for
 from partitioner.runtime.engine.further import EngineState, FurtherExecutors, prepare_programs
 from partitioner.runtime.engine.optimizer_checks import OptimizerCheck
+from partitioner.runtime.engine.padding import ChosenProgram, choose_program, fit_batch
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.execute.bind import Library
 from partitioner.runtime.execute.executor import Executor
@@ -190,11 +191,12 @@ class Engine:
     def step(self, batch: Any, *, local: bool = False, accumulate: bool = False) -> Tensor | None:
         """Run forward and backward on a global batch; afterwards gradients are reduced over all ranks.
 
-        ``batch`` is the whole global batch, the same on all ranks. With ``local``, each rank passes only its
-        :attr:`share` of it (as :class:`partitioner.Loader` does): ``[batch / dp, ...]`` for an input ``[batch, ...]``,
-        or ``{}`` if it reads no inputs. The gradients of this batch replace those of the last step. With ``accumulate``
-        they are added to them, unless ``zero_grad`` has cleared them; a sum with an overflowed addend is lost
-        (:attr:`overflowed`).
+        ``batch`` is the whole global batch, the same on all ranks. If the plan has several shapes (``shapes=``), the
+        fastest program that fits runs, and a smaller batch is padded exactly. With ``local``, each rank passes only its
+        :attr:`share` of the batch (as :class:`partitioner.Loader` does): ``[batch / dp, ...]`` for an input ``[batch,
+        ...]``, or ``{}`` if it reads no inputs; the batch then has the largest shape. The gradients of this batch
+        replace those of the last step. With ``accumulate`` they are added to them, unless ``zero_grad`` has cleared
+        them; a sum with an overflowed addend is lost (:attr:`overflowed`).
         Returns the loss of the whole batch, a 0-d tensor without a graph (see :attr:`loss`), the same on all ranks;
         ``None`` if the program has no loss.
         Raises :class:`BatchError` if the batch does not match the plan, :class:`InstructionError` if an instruction
@@ -202,8 +204,11 @@ class Engine:
         :class:`LaunchError` inside a region of ``torch.autocast``.
         """
         self._check_autocast("step()")
-        inputs = own_values(self.program, self.share, batch, local)
-        self._agreement.before_step(batch, local)
+        chosen = ChosenProgram("", batch, None) if local else choose_program(self._further.family, batch)
+        executor = self._further.executor(chosen.name) if chosen.name else self._executor
+        rank = executor.rank
+        inputs = own_values(rank.program, share_of(rank) if chosen.name else self.share, chosen.batch, local)
+        self._agreement.before_step(chosen.batch, local, rank)
         self._begin_run()
         owned = self._gradients.owned
         grads = {name: self._parameters[name].grad for name in owned} if accumulate else {}
@@ -212,17 +217,18 @@ class Engine:
             self._saver.check_between(self.steps, before.values())
         lost = accumulate and self.overflowed
         if self._scale is not None:
-            self._executor.scale_loss(self._scale.value)
+            executor.scale_loss(self._scale.value)
         for name in self._gradients.passing:
             self._parameters[name].grad = None
-        self._latest = self._executor
+        self._latest = executor
         try:
-            with products_of(self.program, self.device):
-                self._executor.run(inputs, self.steps)
+            with self._doing_further(chosen.name), products_of(rank.program, self.device):
+                executor.run(inputs, self.steps)
         except BaseException:
             self._gradients.restore()
             raise
-        loss = self._executor.loss
+        loss = executor.loss
+        self._further.trim(chosen.name, executor, chosen.real)
         self._loss = None if loss is None else loss.as_subclass(StepLoss)
         self.steps += 1
         self.steps_run += 1
@@ -262,12 +268,17 @@ class Engine:
         self._check_autocast("run()")
         further = self._further.find(name, "evaluate")
         executor = self._further.executor(name)
+        batch, real = (batch, None) if local else fit_batch(further.program, further.padding, batch)
         inputs = own_values(further.program, share_of(executor.rank), batch, local)
         self._begin_run()
         self._latest = executor
-        with self.doing("in a further program"), products_of(further.program, self.device):
+        with self._doing_further(name), products_of(further.program, self.device):
             executor.run(inputs, self.steps)
+        self._further.trim(name, executor, real)
         return executor.loss
+
+    def _doing_further(self, name: str) -> AbstractContextManager[None]:
+        return self.doing("in a further program") if name else nullcontext()
 
     def _check_autocast(self, method: str) -> None:
         if torch.is_autocast_enabled(self.device.type):

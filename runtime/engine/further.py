@@ -15,6 +15,7 @@ from torch import Tensor
 
 from partitioner.passes.ops.random import SEED
 from partitioner.runtime.comm.group import Communicator
+from partitioner.runtime.engine.padding import BatchShape, trim_outputs
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.execute.bind import Library
 from partitioner.runtime.execute.executor import Executor
@@ -70,6 +71,13 @@ class FurtherExecutors:
         if name not in self._made:
             self._made[name] = self._build_executor(self.family.further[name].program)
         return self._made[name]
+
+    def trim(self, name: str, executor: Executor, real: BatchShape | None) -> None:
+        """Take padded places out of the outputs of the program ``name`` (empty: the first) after a batch that had the
+        shape ``real`` before it was padded."""
+        padding = self.family.further[name].padding if name else self.family.padding
+        if real is not None and padding is not None:
+            executor.outputs = trim_outputs(executor.rank, padding, real, executor.outputs)
 
     def _build_executor(self, program: Program) -> Executor:
         rank, state, device = program.rank(self.communicator.rank), self.state, self.communicator.device

@@ -32,7 +32,10 @@ def _is_nested(value: list[Any]) -> bool:
 
 
 def apply_delta(base: Any, delta: Delta) -> Any:
-    """``base`` with a difference added. Raises ``KeyError``, ``IndexError`` or ``TypeError`` for one of another base."""
+    """``base`` with a difference added.
+
+    Raises ``KeyError``, ``IndexError`` or ``TypeError`` for a difference from another base.
+    """
     if "=" in delta:
         return delta["="]
     if "keys" in delta:

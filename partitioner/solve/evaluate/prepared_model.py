@@ -82,7 +82,7 @@ class PreparedModel:
         key = global_batch, size, device
         if key not in self._known:
             if constraints is None or size is None:
-                folded = self._fold_normal_graph(self._normalize_capture(global_batch, device))
+                folded = self._fold_normal_graph(self.normalize_capture(global_batch, device))
                 batch = batch_size(folded, global_batch)
                 self._known[key] = folded, shard_batch(folded, batch), batch
             else:
@@ -103,7 +103,7 @@ class PreparedModel:
         batch = given if global_batch is None else global_batch
         constraints.check_groups(batch)
         with _explaining_groups(size):
-            group = self._normalize_capture(size, device)
+            group = self.normalize_capture(size, device)
         found = mean_over_groups(group, dims, batch // size, partial(self._capture_group, 2 * size, device))
         return *of_groups(self._fold_normal_graph(found.captured), found, batch // size), batch
 
@@ -111,7 +111,7 @@ class PreparedModel:
         with _explaining_groups(size):
             return self._capture_model(size, device)
 
-    def _normalize_capture(self, global_batch: int | None, device: str) -> Captured:
+    def normalize_capture(self, global_batch: int | None, device: str) -> Captured:
         """The model's graph in normal form. Numbers of the inputs are tensors in it where that can be planned."""
         captured = self._capture_model(global_batch, device)
         try:

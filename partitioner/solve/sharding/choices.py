@@ -38,9 +38,10 @@ class LayoutRules:
 
     ``inputs``: the layouts that a model input may have (``R`` where it is not named). ``outputs``: those that a model
     output may have (``S`` or ``R`` where it is not named). ``pins``: the one layout of a value, input or state.
-    ``states``: the one layout of a state, with the kind of its gradient. ``whole_states``: no state is sharded, and one that is trained has a partial-sum gradient. ``partial_values``:
-    values between calls may be partial sums. ``lengths``: of sequences that the axis shards: dims of
-    these sizes may be sharded zigzag, operators in further forms.
+    ``states``: the one layout of a state, with the kind of its gradient. ``whole_states``: no state is sharded, and one
+    that is trained has a partial-sum gradient. ``partial_values``: values between calls may be partial sums.
+    ``lengths``: of sequences that the axis shards: dims of these sizes may be sharded zigzag, operators in further
+    forms.
     """
 
     inputs: Mapping[str, Collection[Layout]] = field(default_factory=dict)

@@ -15,8 +15,7 @@ from partitioner.constraints import Constraints
 from partitioner.execution_profile import ExecutionProfile
 from partitioner.passes.faults import typed_errors
 from partitioner.plan import Plan
-from partitioner.programs.assemble import assemble_plan
-from partitioner.programs.further import FirstProgram
+from partitioner.programs.further import FirstProgram, assemble_plan
 from partitioner.programs.requests import NO_PROGRAMS, Evaluate, Shapes, check_programs
 from partitioner.programs.shapes import ShapeFamily
 from partitioner.solve.evaluate.job import Job

@@ -1,7 +1,8 @@
-"""Plan further programs over the layout of the state that a plan's first program has.
+"""Put a plan together: its first program, and further ones over the layout of the state that the first one has.
 
 The first program decides the layout. :class:`PinnedLayout` makes the solver keep it, ``ProgramSpec.layout_of`` makes
-the emitter keep its ZeRO pieces and buckets, and ``prove_same_layout`` refuses a program that has another layout. A further program has its own microbatches and strategies of operators.
+the emitter keep its ZeRO pieces and buckets, and ``prove_same_layout`` refuses a program that has another layout. A
+further program has its own microbatches and strategies of operators.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 from partitioner.candidate import MeshCandidate
 from partitioner.errors import ConstraintError, PlanError
+from partitioner.explain.tables import notes_on_precision
 from partitioner.passes.errors import InputsError, PartitionError
-from partitioner.plan import Estimate
+from partitioner.plan import Estimate, Plan, operator_share
 from partitioner.programs.requests import Evaluate, Shapes
 from partitioner.programs.shapes import Shape, ShapeFamily
 from partitioner.runtime.family.data import BatchPadding, FurtherProgram
@@ -27,6 +29,7 @@ from partitioner.solve.evaluate.pinned_layout import PinnedLayout
 from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
 from partitioner.solve.search.fit_memory import PlannedProgram, emit_program
 from partitioner.solve.stages.split import check_room
+from partitioner.topology import Topology
 from partitioner.topology.groups import stage_capacity, stage_ranks
 from partitioner.units import bytes_text, list_divisors
 
@@ -173,3 +176,32 @@ def check_first_program(found: PlannedProgram) -> None:
             f"programs= and shapes= with data_shares={found.program.data_shares}: further programs split their batches "
             "evenly; expected equal shares: fix data_shares, or a batch that dp divides"
         )
+
+
+def assemble_plan(first: FirstProgram, topology: Topology, programs: Mapping[str, Evaluate]) -> Plan:
+    """The plan of ``first`` on ``topology``, with the further ``programs``."""
+    job, found, prepared = first.job, first.found, first.prepared
+    chosen = found.chosen
+    return Plan(
+        program=found.program,
+        topology=topology,
+        devices=chosen.devices,
+        constraints=job.constraints,
+        profile=job.profile,
+        estimate=found.estimate,
+        certificate=found.certificate,
+        shares=operator_share(job.batch_of(chosen.candidate.ep), chosen.local.sharding, chosen.local.context),
+        model=type(prepared.model).__name__,
+        precision=prepared.precision,
+        optimizer=job.optimizer,
+        notes=(*job.model.notes, *notes_on_precision(topology, job.precision, chosen.local.model)),
+        context=found.context,
+        objective=prepared.objective,
+        global_batch=job.global_batch,
+        planned_only=found.beyond,
+        in_host=chosen.offload,
+        of_replicas=chosen.data_shares,
+        lacking=found.lacking,
+        further=plan_further_programs(first, programs),
+        padding=None if first.family is None else first.family.padding_at(first.family.shapes[0]),
+    )

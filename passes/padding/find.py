@@ -90,8 +90,8 @@ def _follow_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Value
     if not has_own_number(node, partner):
         return found
     why = (
-        f"{operator_name(node)} at {format_node_location(node)} reads a number that follows from the size of the batch, "
-        "as a mean over all places does"
+        f"{operator_name(node)} at {format_node_location(node)} reads a number that follows from the batch size, as a "
+        "mean over all places does"
     )
     return tuple(v.with_fault(why) for v in found)
 

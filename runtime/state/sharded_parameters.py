@@ -181,7 +181,7 @@ class ShardedParameters:
         self.leaving = {s for b in self.buckets.values() if not b.keep for s in b.whole}
 
     def for_buckets(self, numbers: Mapping[int, int]) -> ShardedParameters:
-        """The same parameters for a program with other numbers of buckets. ``numbers``: its number of a bucket -> the
+        """Parameters for a program with other numbers of buckets. ``numbers``: its number of a bucket -> the
         number here."""
         other = copy.copy(self)
         other.buckets = {own: self.buckets[number] for own, number in numbers.items() if number in self.buckets}

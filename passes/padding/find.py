@@ -53,7 +53,7 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
         if not fault:
             return AxisPadding(dict(fills), _find_output_dims(main, values))
         faults.append(fault)
-    return AxisPadding(fault=faults[0])
+    return AxisPadding(fault=faults[-1])  # that of the most numbers that are left out
 
 
 @dataclass(frozen=True)

@@ -250,8 +250,16 @@ def _with_coordinates(
             value,
             lowest=first.lowest if keeps else None,
             counts=to.get(first.counts) if keeps and first.counts is not None else None,
+            distance=_move_pair(first.distance, to) if keeps else None,
             causal=_move_pair(first.causal, to) if name in VIEWS else _combine_causal(node, operands, homes),
         )
+    if name == "sub" and len(operands) == 2 and get_node_argument(node, "alpha", 1) == 1:
+        a, b = (_moved(o.counts, home) for o, home in zip(operands, homes, strict=True))
+        if a is not None and b is not None and a != b:
+            return replace(value, distance=(min(a, b), max(a, b), 1.0 if a > b else -1.0))
+    if name in ORDERS and len(operands) == 1 and first.distance is not None and len(node.args) > 1:
+        pair, known = _move_pair(first.distance, to), _compare_distance(name, first.distance[2], node.args[1])
+        return value if pair is None or known is None else replace(value, causal=(*pair[:2], known))
     if name in ORDERS and len(operands) == 2:
         a, b = (_moved(o.counts, home) for o, home in zip(operands, homes, strict=True))
         if a is None or b is None or a == b:
@@ -260,6 +268,18 @@ def _with_coordinates(
         query, key = min(a, b), max(a, b)
         return replace(value, causal=(query, key, float(ORDERS[name](1, 0) if a == key else ORDERS[name](0, 1))))
     return replace(value, causal=_combine_causal(node, operands, homes)) if is_pointwise(node) else value
+
+
+def _compare_distance(name: str, sign: float, number: Any) -> float | None:
+    """Whether a comparison with ``number`` holds (1) or fails (0) for every distance of a key behind the query, which
+    is at least 1, or at most -1 for a ``sign`` of -1; ``None`` where it depends on the distance."""
+    if not isinstance(number, int | float):
+        return None
+    if sign < 0:  # as of the distance with its sign turned
+        name, number = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}[name], -number
+    if name in ("gt", "le") and number < 1:
+        return float(name == "gt")
+    return float(name == "ge") if name in ("ge", "lt") and number <= 1 else None
 
 
 ORDERS: dict[str, Callable[[int, int], bool]] = {"le": op.le, "lt": op.lt, "ge": op.ge, "gt": op.gt}

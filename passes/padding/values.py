@@ -41,7 +41,8 @@ class PaddedValue:
 
     ``uniform``: the number that every element has. ``lowest``: a number that no element is below. ``counts``: the dim
     whose coordinate each element is (as ``arange`` makes it). ``causal``: two dims, and the number of every
-    element whose coordinate on the second dim (key) exceeds that on the first (query).
+    element whose coordinate on the second dim (key) exceeds that on the first (query). ``distance``: two such dims; an
+    element is the coordinate of the key minus that of the query, times the number (1 or -1).
     """
 
     dims: tuple[Parts, ...]
@@ -50,6 +51,7 @@ class PaddedValue:
     lowest: float | None = None
     counts: int | None = None
     causal: Causal | None = None
+    distance: Causal | None = None
 
     @property
     def grows(self) -> bool:

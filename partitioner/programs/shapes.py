@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from partitioner.passes.capture.export import leaf_paths, map_leaves
 from partitioner.passes.capture.inputs import split_inputs
 from partitioner.passes.ir.model import Captured
 from partitioner.passes.padding.find import AxisPadding, find_axis_padding
+from partitioner.passes.padding.resize import copy_captured, resize_captured
 from partitioner.programs.requests import ShapeError, Shapes
 from partitioner.runtime.family.data import BatchPadding, InputPadding
 from partitioner.solve.evaluate.prepared_model import PreparedModel
@@ -38,6 +39,7 @@ class ShapeFamily:
     batch_dims: Mapping[str, int]
     length_dims: Mapping[str, int]
     topology: Topology
+    _normals: dict[Shape, Captured] = field(default_factory=dict[Shape, Captured], repr=False, compare=False)
 
     @staticmethod
     def of(sample: PreparedModel, asked: Shapes, global_batch: int | None, topology: Topology) -> ShapeFamily:
@@ -76,7 +78,29 @@ class ShapeFamily:
 
         args, kwargs = split_inputs(self.sample.model, self.sample.inputs)
         args, kwargs = map_leaves(resize, args), map_leaves(resize, kwargs)
-        return replace(self.sample, inputs=kwargs or args, _known={})
+        return replace(
+            self.sample, inputs=kwargs or args, given=lambda: copy_captured(self._normal_at(shape)), _known={}
+        )
+
+    def _normal_at(self, shape: Shape) -> Captured:
+        """The normal graph of ``shape``. It is captured for the largest and smallest sizes, and follows for others."""
+        if shape not in self._normals:
+            self._normals[shape] = self._derive(shape) or self._capture(shape)
+        return self._normals[shape]
+
+    def _derive(self, shape: Shape) -> Captured | None:
+        """The graph of ``shape`` from those of the largest and smallest sizes along one axis; ``None`` if it does not
+        follow."""
+        for axis in (1, 0):
+            sizes = [each[axis] for each in self.shapes]
+            low, high = min(sizes), max(sizes)
+            if low < shape[axis] < high:
+                ends = [self._normal_at((shape[0], s) if axis else (s, shape[1])) for s in (high, low)]
+                return resize_captured(*ends, (high, low, shape[axis]))
+        return None
+
+    def _capture(self, shape: Shape) -> Captured:
+        return replace(self.prepared_at(shape), given=None).normalize_capture(None, torch_device(self.topology))
 
     def padding_at(self, shape: Shape) -> BatchPadding:
         """How smaller batches are padded to ``shape``."""
@@ -106,22 +130,19 @@ class ShapeFamily:
     def _axes(self) -> tuple[AxisPadding, AxisPadding]:
         """How inputs are padded to more samples, and to more positions."""
         batch, length = self.shapes[0]
-        whole = self._normalize((batch, length))
+        whole = self._normal_at((batch, length))
         fewer = shorter = AxisPadding(fault="the plan's batches have one sample")
         if batch >= _LEAST:
             other = min((b for b, _ in self.shapes if _LEAST <= b < batch), default=2 * batch)
-            found = self._normalize((other, length))
+            found = self._normal_at((other, length))
             fewer = find_axis_padding(whole, found, self.batch_dims, (batch, other))
         if length >= _LEAST:
             other = min((s for _, s in self.shapes if _LEAST <= s < length), default=max(1, length // 2))
-            found = self._normalize((batch, other))
+            found = self._normal_at((batch, other))
             shorter = find_axis_padding(whole, found, self.length_dims, (length, other))
         else:
             shorter = AxisPadding(fault="the inputs have no dim of positions")
         return fewer, shorter
-
-    def _normalize(self, shape: Shape) -> Captured:
-        return self.prepared_at(shape).normalize_capture(None, torch_device(self.topology))
 
 
 def _list_leaves(model: nn.Module, inputs: Any) -> Iterator[tuple[str, Tensor]]:

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from partitioner import Shapes, Topology, prepare
+from partitioner.passes.ir.model import Captured
+from partitioner.passes.rules.factors import results_of
 from partitioner.programs.shapes import ShapeFamily
 from partitioner.runtime.engine.padding import fit_batch
 from partitioner.runtime.family.data import BatchPadding
@@ -302,3 +304,50 @@ def test_new_places_repeat_real_ones_and_targets_are_ignored():
     assert (padded["labels"][4:] == IGNORED).all()
     assert not padded["mask"][:, 7:].any()
     assert torch.equal(padded["tokens"][4:, :7], padded["tokens"][3:4, :7].expand(2, 7))
+
+
+# --- graphs for sizes in between --------------------------------------------------------------------------------------
+
+
+def list_nodes(captured: Captured) -> list[tuple[Any, ...]]:
+    """Every operator with its arguments and shapes."""
+    return [
+        (n.name, n.op, str(n.target), str(n.args), str(n.kwargs), [tuple(v.shape) for v in results_of(n)])
+        for n in captured.graph.nodes
+        if n.op != "output"
+    ]
+
+
+@pytest.mark.parametrize("name", ["causal", "alibi", "eager additive mask", "running sums"])
+def test_graphs_in_between_are_those_that_are_captured(name: str):
+    build, inputs = EXACT[name]
+    family = ShapeFamily.of(
+        prepare(make(build), inputs(SAMPLES, POSITIONS)),
+        Shapes(batch=(2, 4, 6), length=(10, 15, 24)),
+        None,
+        Topology.local(1),
+    )
+    for shape in ((6, 15), (4, 24), (4, 15)):
+        found, captured = family._derive(shape), family._capture(shape)
+        assert found is not None
+        assert list_nodes(found) == list_nodes(captured)
+        assert [i.spec for i in found.inputs] == [i.spec for i in captured.inputs]
+        assert {n: s.spec for n, s in found.states.items()} == {n: s.spec for n, s in captured.states.items()}
+        for constant, value in captured.constants.items():
+            assert torch.equal(found.constants[constant], value)
+
+
+def test_graphs_that_do_not_grow_evenly_are_captured():
+    """A mean, whose factor is no line, and a forward with other operators for short inputs."""
+
+    def decides(x: Tensor) -> Tensor:
+        return x + x.cumsum(1) if x.shape[1] > 12 else x
+
+    for model, inputs in (
+        (make(lambda: Scored(whole_mean)), {"tokens": tokens_and_labels(6, 24)["tokens"]}),
+        (make(lambda: Reader(MASKS["causal"], decides)), tokens_and_labels(6, 24)),
+    ):
+        family = ShapeFamily.of(prepare(model, inputs), Shapes(length=(10, 15, 24)), None, Topology.local(1))
+        assert family._derive((6, 15)) is None
+        assert family._normal_at((6, 15)).inputs[0].spec.shape == (6, 15)
+        assert family.padding_at((6, 24)).shorter

@@ -52,7 +52,8 @@ class PreparedModel:
     """A model to be planned many times, made by :func:`prepare`. :func:`partitioner.partition` takes it as its model.
 
     It is captured when it is first planned, once for each global batch, size of groups of samples, and type of device.
-    ``notes`` name parts of the given module that are left out.
+    ``notes`` name parts of the given module that are left out. ``given``: makes the normal graph of the inputs, where
+    it follows from others; ``None``: it is captured.
     """
 
     model: nn.Module | ExportedProgram
@@ -61,6 +62,7 @@ class PreparedModel:
     objective: Objective = "train"
     precision: str | None = None
     notes: tuple[str, ...] = ()
+    given: Callable[[], Captured] | None = None
     _known: dict[tuple[int | None, int | None, str], Work] = field(default_factory=dict, repr=False)
 
     def at(self, global_batch: int | None, constraints: Constraints | None = None, device: str = "cpu") -> Work:
@@ -113,6 +115,8 @@ class PreparedModel:
 
     def normalize_capture(self, global_batch: int | None, device: str) -> Captured:
         """The model's graph in normal form. Numbers of the inputs are tensors in it where that can be planned."""
+        if self.given is not None and global_batch is None:
+            return self.given()
         captured = self._capture_model(global_batch, device)
         try:
             return normalize(captured)

@@ -15,7 +15,7 @@ from partitioner.constraints import Constraints
 from partitioner.execution_profile import ExecutionProfile
 from partitioner.passes.faults import typed_errors
 from partitioner.plan import Plan
-from partitioner.programs.further import FirstProgram, assemble_plan
+from partitioner.programs.further import FirstProgram, assemble_plan, choose_expected_layout
 from partitioner.programs.requests import NO_PROGRAMS, Evaluate, Shapes, check_programs
 from partitioner.programs.shapes import ShapeFamily
 from partitioner.solve.evaluate.job import Job
@@ -86,6 +86,6 @@ def partition(
         other = partial(job_of, topology, constraints)
         find = partial(search_for_plan, progress=progress, compare=not estimate_only, other_batch=other)
         found = plan_to_fit(job, find, estimate_only=estimate_only, time_limit_s=time_limit_s)
-    return assemble_plan(
-        FirstProgram(prepared, job, found, partial(job_of, topology, constraints), family), topology, programs
-    )
+        first = FirstProgram(prepared, job, found, partial(job_of, topology, constraints), family)
+        first = choose_expected_layout(first, constraints, partial(plan_to_fit, find=find, estimate_only=False))
+    return assemble_plan(first, topology, programs)

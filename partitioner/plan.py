@@ -247,6 +247,14 @@ class Plan(Data):
         return self.written
 
     @property
+    def expected_step_time(self) -> float:
+        """Seconds of a step on average over the shapes of batches, by how often batches have each."""
+        steps = [(f.padding, f.seconds) for f in self.further.values() if f.purpose == "step"]
+        every = [(self.padding, self.estimate.step_time), *steps]
+        weights = [1.0 if padding is None else padding.weight for padding, _ in every]
+        return sum(w * s for w, (_, s) in zip(weights, every, strict=True)) / (sum(weights) or 1.0)
+
+    @property
     def chosen(self) -> Candidate:
         """The candidate that this plan is."""
         return next(c for c in self.certificate.candidates if c.status == "chosen")

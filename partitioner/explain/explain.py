@@ -159,6 +159,8 @@ def _describe_programs(plan: Plan) -> Iterator[str]:
         yield f"{name}: {_describe_shape(further.padding)}{what}" + (
             ", forward alone in evaluation mode" if further.purpose == "evaluate" else ""
         )
+    if any(f.purpose == "step" for f in plan.further.values()):
+        yield f"expected step time over the shapes: {seconds_text(plan.expected_step_time)}"
     if plan.padding is not None:
         for what, why in (("samples", plan.padding.fewer), ("positions", plan.padding.shorter)):
             if why:

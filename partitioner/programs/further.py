@@ -7,33 +7,41 @@ further program has its own microbatches and strategies of operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from partitioner.candidate import MeshCandidate
+from partitioner.constraints import Constraints
 from partitioner.errors import ConstraintError, PlanError
 from partitioner.explain.tables import notes_on_precision
 from partitioner.passes.errors import InputsError, PartitionError
-from partitioner.plan import Estimate, Plan, operator_share
+from partitioner.plan import Candidate, Estimate, Plan, operator_share
 from partitioner.programs.requests import Evaluate, Shapes
 from partitioner.programs.shapes import Shape, ShapeFamily
 from partitioner.runtime.family.data import BatchPadding, FurtherProgram
 from partitioner.runtime.prove.layouts import prove_same_layout
-from partitioner.solve.evaluate.evaluator import CandidateEvaluator
+from partitioner.schedules.csv_table import ScheduleTable
+from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.evaluate.pinned_layout import PinnedLayout
 from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
 from partitioner.solve.search.fit_memory import PlannedProgram, emit_program
+from partitioner.solve.search.outcomes import bound_and_gap
 from partitioner.solve.stages.split import check_room
 from partitioner.topology import Topology
 from partitioner.topology.groups import stage_capacity, stage_ranks
 from partitioner.units import bytes_text, list_divisors
 
 Purpose = Literal["evaluate", "step"]
+
+_SIZES = 3  # of microbatches that are tried for a further program
+_LAYOUTS = 6  # that are compared by their expected time
+_GAIN = 0.01  # of the expected time, for which another layout is taken
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,34 @@ class FirstProgram:
     found: PlannedProgram
     job_of: Callable[[int | None, PreparedModel], Job]
     family: ShapeFamily | None = None
+    _jobs: dict[Shape, Job] = field(default_factory=dict[Shape, Job], repr=False, compare=False)
+
+    def job_at(self, shape: Shape) -> Job:
+        """The job of the shape ``shape`` of the family."""
+        assert self.family is not None
+        if shape not in self._jobs:
+            self._jobs[shape] = self.job_of(None, self.family.prepared_at(shape))
+        return self._jobs[shape]
+
+    def with_layout(self, found: PlannedProgram) -> FirstProgram:
+        """With the layout of ``found`` instead, which is slower for the largest shape and faster on average."""
+        row = next(c for c in found.certificate.candidates if c.status == "chosen")
+        before = self.found.certificate
+        rows = [
+            c.model_copy(update={"status": "solved"}) if c.status == "chosen" else c
+            for c in before.candidates
+            if _candidate_of(c) != _candidate_of(row)
+        ]
+        bound, gap = bound_and_gap(row.step_time or found.estimate.step_time, (before.bound,))
+        certificate = before.model_copy(
+            update={
+                "candidates": (row, *rows),
+                "objective": row.step_time or found.estimate.step_time,
+                "bound": bound,
+                "gap": gap,
+            }
+        )
+        return replace(self, found=replace(found, certificate=certificate))
 
     def plan_evaluation(self, name: str, asked: Evaluate) -> FurtherProgram:
         """The program ``name`` that evaluates as ``asked``. Raises :class:`PlanError` if there is none."""
@@ -74,11 +110,10 @@ class FirstProgram:
         assert first is not None
         pinned = PinnedLayout.of(chosen.local, chosen.stage_of_call, first)
         job = replace(job, layout=pinned, constraints=job.constraints.model_copy(update={"offload": chosen.offload}))
-        errors = []
-        for candidate in list_microbatchings(chosen.candidate, job.global_batch):
+        solved, errors = solve_microbatchings(job, chosen.candidate, chosen.devices)
+        for fastest in solved:
             try:
-                solved = CandidateEvaluator(job).solve(candidate, chosen.devices)
-                program, estimate = emit_program(job, replace(solved, reducing=chosen.reducing))
+                program, estimate = emit_program(job, replace(fastest, reducing=chosen.reducing))
                 prove_same_layout(first, name, program)
             except PartitionError as error:
                 errors.append(error)
@@ -109,11 +144,79 @@ class FirstProgram:
         return most
 
 
-def list_microbatchings(candidate: MeshCandidate, global_batch: int) -> Iterator[MeshCandidate]:
-    """The ways to split ``global_batch`` samples on the mesh of ``candidate``, with its microbatch or smaller ones."""
-    for size in sorted(list_divisors(global_batch), reverse=True):
-        if size <= candidate.microbatch_size and global_batch // size % candidate.dp == 0:
-            yield replace(candidate, microbatch_size=size)
+def solve_microbatchings(
+    job: Job, candidate: MeshCandidate, devices: Sequence[int] | None = None
+) -> tuple[list[SolvedCandidate], list[PartitionError]]:
+    """The ways to split the batch of ``job`` on the mesh of ``candidate``, the fastest first, and why others fail.
+
+    Microbatches have as many samples as the candidate's, or fewer; a few sizes are tried.
+    """
+    evaluator, solved, errors = CandidateEvaluator(job), list[SolvedCandidate](), list[PartitionError]()
+    sizes = [s for s in list_divisors(job.global_batch) if s <= candidate.microbatch_size]
+    for size in sorted(sizes, reverse=True)[:_SIZES]:
+        if job.global_batch // size % candidate.dp == 0:
+            try:
+                solved.append(evaluator.solve(replace(candidate, microbatch_size=size), devices))
+            except PartitionError as error:
+                errors.append(error)
+    return sorted(solved, key=lambda each: each.estimate.step_time), errors
+
+
+def choose_expected_layout(
+    first: FirstProgram, constraints: Constraints, plan: Callable[[Job], PlannedProgram]
+) -> FirstProgram:
+    """``first``, or the program of another layout if that has a smaller expected step time over all shapes.
+
+    The fastest layouts that the search has solved for the largest shape are compared. ``constraints``: those of the
+    user, which the layout meets. ``plan``: plans a job.
+    """
+    family, found = first.family, first.found
+    if family is None or len(family.shapes) == 1 or found.program is None:
+        return first
+    if isinstance(constraints.schedule, ScheduleTable):
+        return first
+    rows = [c for c in found.certificate.candidates if c.status == "solved" and c.step_time]
+    own = next(c for c in found.certificate.candidates if c.status == "chosen")
+    best, least = own, _expect_step_time(first, own) * (1 - _GAIN)
+    for row in sorted(rows, key=lambda c: c.step_time or 0.0)[: _LAYOUTS - 1]:
+        expected = _expect_step_time(first, row)
+        if expected < least:
+            best, least = row, expected
+    if best is own:
+        return first
+    try:
+        return first.with_layout(plan(replace(first.job, constraints=_pin_candidate(constraints, best))))
+    except PlanError:  # its program does not fit after all
+        return first
+
+
+def _expect_step_time(first: FirstProgram, row: Candidate) -> float:
+    """Seconds of a step of a candidate, on average over the shapes."""
+    family, candidate = first.family, _candidate_of(row)
+    assert family is not None
+    total = family.weight_of(family.shapes[0]) * (row.step_time or 0.0)
+    for shape in family.shapes[1:]:
+        if family.weight_of(shape):
+            solved, _ = solve_microbatchings(first.job_at(shape), candidate)
+            total += family.weight_of(shape) * (solved[0].estimate.step_time if solved else math.inf)
+    return total
+
+
+def _candidate_of(row: Candidate) -> MeshCandidate:
+    mesh = row.mesh
+    axes = mesh["pp"], mesh["dp"], mesh["tp"], row.microbatch_size, row.schedule, mesh["cp"], mesh["ep"]
+    return MeshCandidate(*axes, row.etp if mesh["ep"] > 1 else 0, row.zero, row.virtual_stages, row.dp_shard)
+
+
+def _pin_candidate(constraints: Constraints, row: Candidate) -> Constraints:
+    pins: dict[str, Any] = {**row.mesh, "microbatch_size": row.microbatch_size, "zero": row.zero}
+    if row.mesh["pp"] > 1:
+        pins["schedule"] = row.schedule
+        pins |= {"virtual_stages": row.virtual_stages} if row.virtual_stages > 1 else {}
+    if row.zero and 0 < row.dp_shard < row.mesh["dp"]:
+        pins["dp_shard"] = row.dp_shard
+    free = {name: pin for name, pin in pins.items() if getattr(constraints, name) is None}
+    return constraints.model_copy(update=free)
 
 
 @contextmanager
@@ -148,9 +251,8 @@ def plan_further_programs(first: FirstProgram, programs: Mapping[str, Evaluate])
     found: dict[str, FurtherProgram] = {}
     for shape in shapes:
         assert first.family is not None
-        name, prepared = name_shape(shape), first.family.prepared_at(shape)
-        job = first.job_of(None, prepared)
-        found[name] = first.plan_program(name, job, "step", first.family.padding_at(shape))
+        name, padding = name_shape(shape), first.family.padding_at(shape)
+        found[name] = first.plan_program(name, first.job_at(shape), "step", padding)
     return found | {name: first.plan_evaluation(name, asked) for name, asked in programs.items()}
 
 

@@ -31,7 +31,8 @@ class ShapeFamily:
     """A model with inputs of several shapes.
 
     ``sample``: with the inputs that were given. ``shapes``: every shape, the largest first. ``batch_dims``,
-    ``length_dims``: path of an input to its dim of samples and of positions. ``topology``: the cluster.
+    ``length_dims``: path of an input to its dim of samples and of positions. ``topology``: the cluster. ``weights``:
+    length to how often batches have it; empty: all equally often.
     """
 
     sample: PreparedModel
@@ -39,6 +40,7 @@ class ShapeFamily:
     batch_dims: Mapping[str, int]
     length_dims: Mapping[str, int]
     topology: Topology
+    weights: Mapping[int, float]
     _normals: dict[Shape, Captured] = field(default_factory=dict[Shape, Captured], repr=False, compare=False)
 
     @staticmethod
@@ -57,7 +59,15 @@ class ShapeFamily:
             )
         batches, lengths = asked.batch or (global_batch or batch,), asked.length or (length,)
         shapes = [(b, s) for b in batches for s in lengths]
-        return ShapeFamily(sample, tuple(sorted(shapes, reverse=True)), batch_dims, length_dims, topology)
+        shapes.sort(reverse=True)
+        return ShapeFamily(sample, tuple(shapes), batch_dims, length_dims, topology, dict(asked.weights))
+
+    def weight_of(self, shape: Shape) -> float:
+        """The share of batches that have ``shape``; all numbers of samples are equally frequent."""
+        batches = len({b for b, _ in self.shapes})
+        lengths = {s for _, s in self.shapes}
+        given = self.weights or dict.fromkeys(lengths, 1.0)
+        return given.get(shape[1], 0.0) / sum(given.values()) / batches
 
     @property
     def largest(self) -> PreparedModel:
@@ -95,8 +105,8 @@ class ShapeFamily:
             sizes = [each[axis] for each in self.shapes]
             low, high = min(sizes), max(sizes)
             if low < shape[axis] < high:
-                ends = [self._normal_at((shape[0], s) if axis else (s, shape[1])) for s in (high, low)]
-                return resize_captured(*ends, (high, low, shape[axis]))
+                first, last = (self._normal_at((shape[0], s) if axis else (s, shape[1])) for s in (high, low))
+                return resize_captured(first, last, (high, low, shape[axis]))
         return None
 
     def _capture(self, shape: Shape) -> Captured:
@@ -119,6 +129,7 @@ class ShapeFamily:
         return BatchPadding(
             batch=shape[0],
             length=shape[1],
+            weight=self.weight_of(shape),
             inputs=inputs,
             outputs=outputs,
             trimmed={path: more for path, (_, more) in shorter.outputs.items() if more},

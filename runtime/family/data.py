@@ -34,6 +34,7 @@ class BatchPadding(Data):
 
     batch: int = Field(description="Samples of the program's batch.")
     length: int = Field(default=0, description="Positions of the program's batch; 0: inputs have no such dim.")
+    weight: float = Field(default=1.0, description="Share of the batches that have this shape.")
     inputs: dict[str, InputPadding] = Field(default_factory=dict, description="Path of an input to its padding.")
     outputs: dict[str, tuple[int | None, int | None]] = Field(
         default_factory=dict, description="Output to its dims of samples and of positions."

@@ -35,7 +35,7 @@ from partitioner.solve.search.outcomes import bound_and_gap
 from partitioner.solve.stages.split import check_room
 from partitioner.topology import Topology
 from partitioner.topology.groups import stage_capacity, stage_ranks
-from partitioner.units import bytes_text, list_divisors
+from partitioner.units import bytes_text, list_divisors, seconds_text
 
 Purpose = Literal["evaluate", "step"]
 
@@ -49,7 +49,8 @@ class FirstProgram:
     """What further programs follow: the job of the first program, its plan, and the model.
 
     ``job_of``: makes the job of a number of samples (``None``: that of the inputs) and a prepared model. ``family``:
-    the shapes of the batches; ``None``: the one of the inputs.
+    the shapes of the batches; ``None``: the one of the inputs. ``note``: why the layout is another one than the largest
+    shape would have.
     """
 
     prepared: PreparedModel
@@ -57,6 +58,7 @@ class FirstProgram:
     found: PlannedProgram
     job_of: Callable[[int | None, PreparedModel], Job]
     family: ShapeFamily | None = None
+    note: str = ""
     _jobs: dict[Shape, Job] = field(default_factory=dict[Shape, Job], repr=False, compare=False)
 
     def job_at(self, shape: Shape) -> Job:
@@ -84,7 +86,11 @@ class FirstProgram:
                 "gap": gap,
             }
         )
-        return replace(self, found=replace(found, certificate=certificate))
+        note = (
+            "the layout has the least expected step time over the shapes of batches, of those that were compared; for "
+            f"the largest shape alone another one takes {seconds_text(self.found.estimate.step_time)}"
+        )
+        return replace(self, found=replace(found, certificate=certificate), note=note)
 
     def plan_evaluation(self, name: str, asked: Evaluate) -> FurtherProgram:
         """The program ``name`` that evaluates as ``asked``. Raises :class:`PlanError` if there is none."""
@@ -296,7 +302,11 @@ def assemble_plan(first: FirstProgram, topology: Topology, programs: Mapping[str
         model=type(prepared.model).__name__,
         precision=prepared.precision,
         optimizer=job.optimizer,
-        notes=(*job.model.notes, *notes_on_precision(topology, job.precision, chosen.local.model)),
+        notes=(
+            *job.model.notes,
+            *([first.note] if first.note else []),
+            *notes_on_precision(topology, job.precision, chosen.local.model),
+        ),
         context=found.context,
         objective=prepared.objective,
         global_batch=job.global_batch,

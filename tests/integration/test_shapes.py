@@ -256,6 +256,36 @@ def test_files_hold_all_programs(tmp_path: Path):
     assert each < whole / 2  # what programs have in common is there once
 
 
+def test_the_layout_minimises_the_expected_step_time():
+    """Long batches are divided by samples and positions, short ones by weights: how often they come decides."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=8192,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    inputs = {n: torch.empty(2, 8192, dtype=torch.int64, device="meta") for n in ("input_ids", "labels")}
+    topology = Topology.preset("dgx-h100", nodes=1)
+    plans = {
+        weights: partition(model, topology, inputs, shapes=Shapes(length=(256, 8192), weights={weights: 1.0}))
+        for weights in (256, 8192)
+    }
+    assert plans[256].mesh != plans[8192].mesh
+    short = {length: plan.further["step 2x256"].seconds for length, plan in plans.items()}
+    assert plans[256].expected_step_time == short[256] < short[8192]
+    assert plans[8192].expected_step_time == plans[8192].estimate.step_time < plans[256].estimate.step_time
+    assert any("least expected step time" in note for note in plans[256].notes)
+    assert plans[256].certificate.gap > 0
+    for plan in plans.values():
+        plan.prove()
+
+
 def test_the_summary_lists_the_programs():
     text = planned("tp2").summary()
     for shown in ("step 4x8", "eval", "8 samples of 16 positions"):

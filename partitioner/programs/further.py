@@ -40,7 +40,7 @@ from partitioner.units import bytes_text, list_divisors, seconds_text
 Purpose = Literal["evaluate", "step"]
 
 _SIZES = 3  # of microbatches that are tried for a further program
-_LAYOUTS = 6  # that are compared by their expected time
+_LAYOUTS = 4  # that are compared by their expected time
 _GAIN = 0.01  # of the expected time, for which another layout is taken
 
 
@@ -59,14 +59,16 @@ class FirstProgram:
     job_of: Callable[[int | None, PreparedModel], Job]
     family: ShapeFamily | None = None
     note: str = ""
-    _jobs: dict[Shape, Job] = field(default_factory=dict[Shape, Job], repr=False, compare=False)
+    _evaluators: dict[Shape, CandidateEvaluator] = field(
+        default_factory=dict[Shape, CandidateEvaluator], repr=False, compare=False
+    )
 
-    def job_at(self, shape: Shape) -> Job:
-        """The job of the shape ``shape`` of the family."""
+    def evaluator_at(self, shape: Shape) -> CandidateEvaluator:
+        """What solves layouts of the shape ``shape`` of the family."""
         assert self.family is not None
-        if shape not in self._jobs:
-            self._jobs[shape] = self.job_of(None, self.family.prepared_at(shape))
-        return self._jobs[shape]
+        if shape not in self._evaluators:
+            self._evaluators[shape] = CandidateEvaluator(self.job_of(None, self.family.prepared_at(shape)))
+        return self._evaluators[shape]
 
     def with_layout(self, found: PlannedProgram) -> FirstProgram:
         """With the layout of ``found`` instead, which is slower for the largest shape and faster on average."""
@@ -116,7 +118,7 @@ class FirstProgram:
         assert first is not None
         pinned = PinnedLayout.of(chosen.local, chosen.stage_of_call, first)
         job = replace(job, layout=pinned, constraints=job.constraints.model_copy(update={"offload": chosen.offload}))
-        solved, errors = solve_microbatchings(job, chosen.candidate, chosen.devices)
+        solved, errors = solve_microbatchings(CandidateEvaluator(job), chosen.candidate, chosen.devices)
         for fastest in solved:
             try:
                 program, estimate = emit_program(job, replace(fastest, reducing=chosen.reducing))
@@ -151,13 +153,13 @@ class FirstProgram:
 
 
 def solve_microbatchings(
-    job: Job, candidate: MeshCandidate, devices: Sequence[int] | None = None
+    evaluator: CandidateEvaluator, candidate: MeshCandidate, devices: Sequence[int] | None = None
 ) -> tuple[list[SolvedCandidate], list[PartitionError]]:
-    """The ways to split the batch of ``job`` on the mesh of ``candidate``, the fastest first, and why others fail.
+    """The ways to split a job's batch on the mesh of ``candidate``, the fastest first, and why others fail.
 
     Microbatches have as many samples as the candidate's, or fewer; a few sizes are tried.
     """
-    evaluator, solved, errors = CandidateEvaluator(job), list[SolvedCandidate](), list[PartitionError]()
+    job, solved, errors = evaluator.job, list[SolvedCandidate](), list[PartitionError]()
     sizes = [s for s in list_divisors(job.global_batch) if s <= candidate.microbatch_size]
     for size in sorted(sizes, reverse=True)[:_SIZES]:
         if job.global_batch // size % candidate.dp == 0:
@@ -185,7 +187,7 @@ def choose_expected_layout(
     own = next(c for c in found.certificate.candidates if c.status == "chosen")
     best, least = own, _expect_step_time(first, own) * (1 - _GAIN)
     for row in sorted(rows, key=lambda c: c.step_time or 0.0)[: _LAYOUTS - 1]:
-        expected = _expect_step_time(first, row)
+        expected = _expect_step_time(first, row, least)
         if expected < least:
             best, least = row, expected
     if best is own:
@@ -196,15 +198,17 @@ def choose_expected_layout(
         return first
 
 
-def _expect_step_time(first: FirstProgram, row: Candidate) -> float:
-    """Seconds of a step of a candidate, on average over the shapes."""
+def _expect_step_time(first: FirstProgram, row: Candidate, least: float = math.inf) -> float:
+    """Seconds of a step of a candidate, on average over the shapes; if that reaches ``least``, a number above it."""
     family, candidate = first.family, _candidate_of(row)
     assert family is not None
     total = family.weight_of(family.shapes[0]) * (row.step_time or 0.0)
     for shape in family.shapes[1:]:
         if family.weight_of(shape):
-            solved, _ = solve_microbatchings(first.job_at(shape), candidate)
+            solved, _ = solve_microbatchings(first.evaluator_at(shape), candidate)
             total += family.weight_of(shape) * (solved[0].estimate.step_time if solved else math.inf)
+        if total >= least:
+            break
     return total
 
 
@@ -258,7 +262,7 @@ def plan_further_programs(first: FirstProgram, programs: Mapping[str, Evaluate])
     for shape in shapes:
         assert first.family is not None
         name, padding = name_shape(shape), first.family.padding_at(shape)
-        found[name] = first.plan_program(name, first.job_at(shape), "step", padding)
+        found[name] = first.plan_program(name, first.evaluator_at(shape).job, "step", padding)
     return found | {name: first.plan_evaluation(name, asked) for name, asked in programs.items()}
 
 

@@ -79,6 +79,7 @@ class Agreement:
         self._frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
         self._gradients = gradients
         self._steps = 0
+        self._ran: set[str] = set()
         self._probes: list[_GradientProbe] = []
 
     def before_step(self, batch: Any, local: bool, rank: RankProgram | None = None) -> None:
@@ -99,6 +100,13 @@ class Agreement:
             self.check()
         if self.rank.program.world_size > 1 and (self._steps == 0 or self._is_time(self._steps)):
             self._check_batch(batch, local, rank or self.rank)
+
+    def before_run(self, name: str, batch: Any, local: bool, rank: RankProgram) -> None:
+        """Check before the first run of the further program ``name`` that ranks were given the same batch. All ranks
+        call it. ``rank``: that program. Raises :class:`BatchError` on all ranks."""
+        if name not in self._ran and rank.program.world_size > 1:
+            self._check_batch(batch, local, rank)
+        self._ran.add(name)
 
     def after_step(self) -> None:
         self._steps += 1

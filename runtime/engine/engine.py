@@ -270,6 +270,7 @@ class Engine:
         executor = self._further.executor(name)
         batch, real = (batch, None) if local else fit_batch(further.program, further.padding, batch)
         inputs = own_values(further.program, share_of(executor.rank), batch, local)
+        self._agreement.before_run(name, batch, local, executor.rank)
         self._begin_run()
         self._latest = executor
         with self._doing_further(name), products_of(further.program, self.device):

@@ -2,12 +2,15 @@
 
 A file holds once what its programs have in common: a further program is there as its difference from the one before it.
 A difference is ``{"=": value}`` (another value), ``{"keys": {...}, "gone": [...]}`` for dicts, or ``{"items": {...}}``
-for lists of one length, whose entries are differences again. ``{}`` is none.
+for lists of one length, whose entries are differences again. ``{}`` is none. Programs for two lengths differ in the
+same numbers everywhere; ``{"numbers": {"512": 256}, "rest": ...}`` replaces these first.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,9 @@ def fold_programs(content: dict[str, Any]) -> dict[str, Any]:
         return content
     before, folded = content["program"], {}
     for name, data in content["further"].items():
-        folded[name] = {**data, "program": make_delta(before, data["program"])}
+        numbers = find_numbers(before, data["program"])
+        rest = make_delta(replace_numbers(before, numbers), data["program"])
+        folded[name] = {**data, "program": {"numbers": {str(a): b for a, b in numbers.items()}, "rest": rest}}
         before = data["program"]
     return {**content, "further": folded}
 
@@ -59,11 +64,43 @@ def unfold_programs(content: dict[str, Any]) -> dict[str, Any]:
     before, whole = content["program"], {}
     try:
         for name, data in content["further"].items():
-            before = apply_delta(before, data["program"])
+            folded = data["program"]
+            numbers = {int(a): b for a, b in folded["numbers"].items()}
+            before = apply_delta(replace_numbers(before, numbers), folded["rest"])
             whole[name] = {**data, "program": before}
-    except (KeyError, IndexError, TypeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise LaunchError(f"the further programs of the plan do not follow from its first one ({error})") from None
     return {**content, "further": whole}
+
+
+def find_numbers(base: Any, other: Any) -> dict[int, int]:
+    """The whole numbers of ``base`` that mostly have another number in their places in ``other``, and that number."""
+    counts: dict[int, Counter[int]] = {}
+    _count_numbers(base, other, counts)
+    found = {number: places.most_common(1)[0][0] for number, places in counts.items()}
+    return {number: new for number, new in found.items() if new != number}
+
+
+def _count_numbers(base: Any, other: Any, counts: dict[int, Counter[int]]) -> None:
+    if isinstance(base, dict) and isinstance(other, dict):
+        for key in base.keys() & other.keys():
+            _count_numbers(base[key], other[key], counts)
+    elif isinstance(base, list) and isinstance(other, list) and len(base) == len(other):
+        for a, b in zip(base, other, strict=True):
+            _count_numbers(a, b, counts)
+    elif type(base) is int and type(other) is int:
+        counts.setdefault(base, Counter())[other] += 1
+
+
+def replace_numbers(value: Any, numbers: Mapping[int, int]) -> Any:
+    """``value`` with other whole numbers in place of ``numbers``."""
+    if not numbers:
+        return value
+    if isinstance(value, dict):
+        return {key: replace_numbers(entry, numbers) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [replace_numbers(entry, numbers) for entry in value]
+    return numbers.get(value, value) if type(value) is int else value
 
 
 def make_delta(base: Any, other: Any) -> Delta:

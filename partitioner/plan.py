@@ -11,6 +11,7 @@ from partitioner.constraints import Constraints
 from partitioner.errors import PlanError
 from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.passes.faults import typed_errors
+from partitioner.runtime.family.data import BatchPadding, FurtherProgram
 from partitioner.runtime.files import write_text
 from partitioner.runtime.program.instructions import Data
 from partitioner.runtime.program.program import Program, RankProgram
@@ -244,6 +245,13 @@ class Plan(Data):
         description="What did not fit on the devices alone, where offload was chosen without being asked for.",
     )
 
+    further: dict[str, FurtherProgram] = Field(
+        default_factory=dict, description="Name to a further program over the layout of the state of program."
+    )
+    padding: BatchPadding | None = Field(
+        default=None, description="The shape of the batches of program. None: batches are as they were planned."
+    )
+
     @property
     def program(self) -> Program:
         """The programs of all ranks. Raises :class:`PlanError` if the plan is only an estimate, which this version does
@@ -256,6 +264,14 @@ class Plan(Data):
                 "plan without it to run, prove, verify or draw programs"
             )
         return self.written
+
+    @property
+    def expected_step_time(self) -> float:
+        """Seconds of a step on average over the shapes of batches, by how often batches have each."""
+        steps = [(f.padding, f.seconds) for f in self.further.values() if f.purpose == "step"]
+        every = [(self.padding, self.estimate.step_time), *steps]
+        weights = [1.0 if padding is None else padding.weight for padding, _ in every]
+        return sum(w * s for w, (_, s) in zip(weights, every, strict=True)) / (sum(weights) or 1.0)
 
     @property
     def chosen(self) -> Candidate:
@@ -379,13 +395,18 @@ class Plan(Data):
 
     @typed_errors("Plan.prove()")
     def prove(self) -> Proof:
-        """Prove that the programs of all ranks are consistent and cannot deadlock, and return the proof.
+        """Prove that the programs of all ranks are consistent and cannot deadlock, and that further programs have the
+        state layout of the first one. Return the proof of the first one.
 
-        Raise :class:`partitioner.runtime.prove.errors.ProofError` with rank, instruction and graph node if they are
-        not.
+        Raise :class:`partitioner.runtime.prove.errors.ProofError` with rank, instruction and graph node, or
+        :class:`partitioner.runtime.prove.layouts.LayoutError`, if they are not.
         """
+        from partitioner.runtime.prove.layouts import prove_same_layout
         from partitioner.runtime.prove.prove import prove
 
+        for name, further in self.further.items():
+            prove_same_layout(self.program, name, further.program)
+            prove(further.program)
         return prove(self.program)
 
     @typed_errors("Plan.verify()")

@@ -51,6 +51,7 @@ from partitioner.plans.figures import (
 )
 from partitioner.plans.mesh_axes import axis_text
 from partitioner.plans.outline import CallGroup, Outline, group_notes, outline_program
+from partitioner.runtime.family.data import BatchPadding
 from partitioner.runtime.program.program import updated_states
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hosts import BOUNDLESS
@@ -130,12 +131,38 @@ def summary_parts(plan: Plan) -> list[RenderableType]:
             "",
             stages,
         ]
+    if plan.further:
+        parts += ["", format_heading("Programs"), *_format_items([*_describe_programs(plan)])]
     rules = rule_table(plan)
     if rules:
         parts += ["", rules]
     if notes := [*plan.notes, *precision_notes(plan)]:
         parts += ["", format_heading("Notes"), *_format_items(notes)]
     return parts
+
+
+def _describe_programs(plan: Plan) -> Iterator[str]:
+    """One line for each program over the layout of the state, the first one included."""
+    most = max(plan.estimate.memory)
+    first = f"{seconds_text(plan.estimate.step_time)}, {bytes_text(most)} on the fullest rank"
+    yield f"step: {_describe_shape(plan.padding)}{first}; the layout is that of this program"
+    for name, further in plan.further.items():
+        what = f"{seconds_text(further.seconds)}, {bytes_text(further.memory)}"
+        yield f"{name}: {_describe_shape(further.padding)}{what}" + (
+            ", forward alone in evaluation mode" if further.purpose == "evaluate" else ""
+        )
+    if any(f.purpose == "step" for f in plan.further.values()):
+        yield f"expected step time over the shapes: {seconds_text(plan.expected_step_time)}"
+    if plan.padding is not None:
+        for what, why in (("samples", plan.padding.fewer), ("positions", plan.padding.shorter)):
+            if why:
+                yield f"batches with fewer {what} than a planned shape are refused: {why}"
+
+
+def _describe_shape(padding: BatchPadding | None) -> str:
+    if padding is None:
+        return ""
+    return f"{padding.batch} samples" + (f" of {padding.length} positions" if padding.length else "") + ", "
 
 
 def _hosted_unasked(plan: Plan) -> str:

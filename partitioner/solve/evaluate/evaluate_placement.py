@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -246,6 +246,8 @@ class PlacementEvaluator:
             costs_by_stage=costs_by_stage,
             scattering=machine.scattering(candidate.num_microbatches(job.global_batch)),
         )
+        if job.layout is not None:
+            problem = replace(problem, pinned=job.layout.pinned_calls(problem.calls))
         return problem, held, shares
 
     def least(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:

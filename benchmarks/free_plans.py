@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from partitioner import Constraints, Plan, partition
-from partitioner.explain.diff import time_changes
+from partitioner.explain.time_parts import time_changes
 from partitioner.passes.errors import PartitionError
 from partitioner.plans.figures import mesh_text
 

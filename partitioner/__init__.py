@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from partitioner.plans.files import PlanFileError
     from partitioner.plans.reference import Reference, run_reference
     from partitioner.plans.verify import Verification
+    from partitioner.programs.requests import Evaluate, ShapeError, Shapes
     from partitioner.runtime import debug
     from partitioner.runtime.checkpoint.series import Checkpoints
     from partitioner.runtime.comm.rendezvous import init_process_group
@@ -81,6 +82,7 @@ __all__ = [
     "DamagedCheckpointError",
     "Engine",
     "Estimate",
+    "Evaluate",
     "ExecutionProfile",
     "InputsError",
     "InstructionError",
@@ -108,6 +110,8 @@ __all__ = [
     "Run",
     "ScheduleError",
     "ScheduleTable",
+    "ShapeError",
+    "Shapes",
     "Size",
     "SizeError",
     "Sizing",
@@ -158,6 +162,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "partitioner.plans.files": ("PlanFileError",),
     "partitioner.plans.reference": ("Reference", "run_reference"),
     "partitioner.plans.verify": ("Verification",),
+    "partitioner.programs.requests": ("Evaluate", "ShapeError", "Shapes"),
     "partitioner.runtime.debug": ("debug",),  # the module itself
     "partitioner.runtime.checkpoint.series": ("Checkpoints",),
     "partitioner.runtime.comm.rendezvous": ("init_process_group",),

@@ -13,9 +13,11 @@ from partitioner.advise.suggest import attach_advice
 from partitioner.advise.variants import RelaxationRequest
 from partitioner.constraints import Constraints
 from partitioner.execution_profile import ExecutionProfile
-from partitioner.explain.tables import notes_on_precision
 from partitioner.passes.faults import typed_errors
-from partitioner.plan import Plan, operator_share
+from partitioner.plan import Plan
+from partitioner.programs.further import FirstProgram, assemble_plan, choose_expected_layout
+from partitioner.programs.requests import NO_PROGRAMS, Evaluate, Shapes, check_programs
+from partitioner.programs.shapes import ShapeFamily
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.evaluate.prepared_model import PreparedModel, modes_of_a_new_process, prepare, rare_collections
 from partitioner.solve.search.best_first import SearchProgress
@@ -36,6 +38,8 @@ def partition(
     global_batch: int | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     objective: Literal["train", "infer"] = "train",
+    programs: Mapping[str, Evaluate] = NO_PROGRAMS,
+    shapes: Shapes | None = None,
     constraints: Constraints | None = None,
     profile: ExecutionProfile | str | None = None,
     precision: str | None = None,
@@ -54,6 +58,8 @@ def partition(
         global_batch: samples per step, if the inputs are only a sample of the batch.
         loss: computes the scalar loss from the output; ``None``: the output is, or contains, the loss.
         objective: what a step is: training (``train``) or inference (``infer``).
+        programs: name to a further program on the same weights, for ``engine.run(name, batch)``.
+        shapes: the shapes that batches have, if they differ; a batch is padded to the next larger shape.
         constraints: what is given is fixed; the search chooses the rest.
         profile: another framework, such as ``"megatron-core"``, to predict: the plan has estimates and no program.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: that of the parameters. ``tf32``: fp32, with
@@ -66,13 +72,17 @@ def partition(
     Raises :class:`partitioner.passes.errors.PartitionError` if there is no such plan.
     """
     check_options(time_limit_s, progress)
+    check_programs(programs)
     constraints, how = constraints or Constraints(), ExecutionProfile.resolve(profile)
     prepared = prepare(model, inputs, loss=loss, objective=objective, precision=precision)
+    family = None if shapes is None else ShapeFamily.of(prepared, shapes, global_batch, topology)
+    if family is not None:
+        prepared, global_batch = family.largest, None
     train = prepared.objective == "train"
 
-    def job_of(topology: Topology, pins: Constraints, global_batch: int | None) -> Job:
-        work = prepared.at(global_batch, pins, torch_device(topology))
-        kind = precision_of(work[0], prepared.precision)
+    def job_of(topology: Topology, pins: Constraints, global_batch: int | None, of: PreparedModel = prepared) -> Job:
+        work = of.at(global_batch, pins, torch_device(topology))
+        kind, train = precision_of(work[0], of.precision), of.objective == "train"
         return Job(*work, rate_cluster(topology, kind, pins.memory_margin), pins, train, optimizer, kind, how)
 
     with attach_advice(RelaxationRequest(topology, constraints, global_batch, job_of)):
@@ -81,25 +91,6 @@ def partition(
         other = partial(job_of, topology, constraints)
         find = partial(search_for_plan, progress=progress, compare=not estimate_only, other_batch=other)
         found = plan_to_fit(job, find, estimate_only=estimate_only, time_limit_s=time_limit_s)
-    chosen = found.chosen
-    return Plan(
-        program=found.program,
-        topology=topology,
-        devices=chosen.devices,
-        constraints=constraints,
-        profile=how,
-        estimate=found.estimate,
-        certificate=found.certificate,
-        shares=operator_share(job.batch_of(chosen.candidate.ep), chosen.local.sharding, chosen.local.context),
-        model=type(prepared.model).__name__,
-        precision=prepared.precision,
-        optimizer=optimizer,
-        notes=(*job.model.notes, *notes_on_precision(topology, job.precision, chosen.local.model)),
-        context=found.context,
-        objective=prepared.objective,
-        global_batch=job.global_batch,
-        planned_only=found.beyond,
-        in_host=chosen.offload,
-        of_replicas=chosen.data_shares,
-        lacking=found.lacking,
-    )
+        first = FirstProgram(prepared, job, found, partial(job_of, topology, constraints), family)
+        first = choose_expected_layout(first, constraints, partial(plan_to_fit, find=find, estimate_only=False))
+    return assemble_plan(first, topology, programs)

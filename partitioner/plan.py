@@ -12,6 +12,7 @@ from partitioner.constraints import Constraints
 from partitioner.errors import PlanError
 from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.passes.faults import typed_errors
+from partitioner.runtime.family.data import BatchPadding, FurtherProgram
 from partitioner.runtime.files import write_text
 from partitioner.runtime.program.instructions import Data
 from partitioner.runtime.program.program import Program, RankProgram
@@ -49,7 +50,10 @@ class StageEstimate(Data):
         "no program.",
     )
     selective: bool = Field(
-        default=False, description="Whether the calls that do not run again recompute what is quick."
+        default=False, description="Whether calls that do not run again recompute what is quick, all or some of them."
+    )
+    in_part: int = Field(
+        default=0, description="How many calls that do not run again recompute what is quick; 0 where it is unknown."
     )
     host: int = Field(default=0, description="Bytes of a rank in host memory.")
     disk: int = Field(default=0, description="Bytes of a rank on disk.")
@@ -58,8 +62,8 @@ class StageEstimate(Data):
     def again(self) -> str:
         """A text on the recomputation of the stage, such as ``3 recomputed``; ``""`` if nothing is recomputed."""
         if not self.recomputed:
-            return "recomputed in part" if self.selective else ""
-        return f"{self.recomputed} recomputed" + (", the others in part" if self.selective else "")
+            return f"{self.in_part or ''} recomputed in part".strip() if self.selective else ""
+        return f"{self.recomputed} recomputed" + (f", {self.in_part or 'others'} in part" if self.selective else "")
 
 
 class Estimate(Data):
@@ -72,7 +76,10 @@ class Estimate(Data):
     mfu: float = Field(
         description="Model FLOPs utilisation: FLOPs of the model per second over the peak of the devices, 0 to 1.",
     )
-    bubble: float = Field(description="Share of the step in which pipeline ranks wait, 0 to 1.")
+    bubble: float = Field(
+        description="Share of the step in which the slowest rank waits for other pipeline stages, 0 to 1; other ranks "
+        "wait longer.",
+    )
     memory: tuple[int, ...] = Field(description="Peak bytes, one per rank.")
     breakdown: dict[str, float] = Field(description="Seconds of the step by kind; they add up to the step time.")
     stages: tuple[StageEstimate, ...] = Field(default=(), description="What is expected of each pipeline stage.")
@@ -154,6 +161,11 @@ class Certificate(Data):
         default=None, description="What ended the search before it was done. None: nothing did."
     )
     limits: Limits | None = Field(default=None, description="What limited the candidates.")
+    covered_bound: float | None = Field(
+        default=None,
+        description="Seconds below which no plan under a schedule that the bound covers can be, where the plan's own "
+        "schedule is not covered: then the bound also holds for the plan's own layout. None: its schedule is covered.",
+    )
     beyond: dict[str, str] = Field(
         default_factory=dict,
         description="Constraint to what of it the bound does not cover: plans with that fixed may be "
@@ -235,6 +247,13 @@ class Plan(Data):
         description="What did not fit on the devices alone, where offload was chosen without being asked for.",
     )
 
+    further: dict[str, FurtherProgram] = Field(
+        default_factory=dict, description="Name to a further program over the layout of the state of program."
+    )
+    padding: BatchPadding | None = Field(
+        default=None, description="The shape of the batches of program. None: batches are as they were planned."
+    )
+
     @property
     def program(self) -> Program:
         """The programs of all ranks. Raises :class:`PlanError` if the plan is only an estimate, which this version does
@@ -247,6 +266,14 @@ class Plan(Data):
                 "plan without it to run, prove, verify or draw programs"
             )
         return self.written
+
+    @property
+    def expected_step_time(self) -> float:
+        """Seconds of a step on average over the shapes of batches, by how often batches have each."""
+        steps = [(f.padding, f.seconds) for f in self.further.values() if f.purpose == "step"]
+        every = [(self.padding, self.estimate.step_time), *steps]
+        weights = [1.0 if padding is None else padding.weight for padding, _ in every]
+        return sum(w * s for w, (_, s) in zip(weights, every, strict=True)) / (sum(weights) or 1.0)
 
     @property
     def chosen(self) -> Candidate:
@@ -370,13 +397,18 @@ class Plan(Data):
 
     @typed_errors("Plan.prove()")
     def prove(self) -> Proof:
-        """Prove that the programs of all ranks are consistent and cannot deadlock, and return the proof.
+        """Prove that the programs of all ranks are consistent and cannot deadlock, and that further programs have the
+        state layout of the first one. Return the proof of the first one.
 
-        Raise :class:`partitioner.runtime.prove.errors.ProofError` with rank, instruction and graph node if they are
-        not.
+        Raise :class:`partitioner.runtime.prove.errors.ProofError` with rank, instruction and graph node, or
+        :class:`partitioner.runtime.prove.layouts.LayoutError`, if they are not.
         """
+        from partitioner.runtime.prove.layouts import prove_same_layout
         from partitioner.runtime.prove.prove import prove
 
+        for name, further in self.further.items():
+            prove_same_layout(self.program, name, further.program)
+            prove(further.program)
         return prove(self.program)
 
     @typed_errors("Plan.verify()")

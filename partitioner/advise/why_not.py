@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.errors import ConstraintError, InfeasibleError
-from partitioner.explain.diff import format_relative, time_changes
+from partitioner.explain.diff import format_relative
 from partitioner.explain.tables import cut_off, describe_tried_offload, disk_text, fullest_bytes, host_text
+from partitioner.explain.time_parts import time_changes
 from partitioner.passes.errors import InputsError, PartitionError
-from partitioner.plan import OPEN, Candidate, Limits, Plan
+from partitioner.plan import OPEN, WITHOUT, Candidate, Limits, Plan
 from partitioner.plans.figures import candidate_text
 from partitioner.schedules.registry import schedule_name
 from partitioner.solve.search.space import SEARCHED, SearchSpace, list_candidates, widest_searched
@@ -31,8 +32,11 @@ if TYPE_CHECKING:
 
 
 def format_asked_constraints(asked: Mapping[str, Any]) -> str:
-    """Return constraints as text, such as ``tp=8, pp=2``."""
-    return ", ".join(f"{name}={value}" for name, value in asked.items())
+    """Return constraints as text, such as ``tp=8, offload=optimizer+disk``."""
+    return ", ".join(
+        f"{name}={'+'.join(value) or 'none' if name == 'offload' and isinstance(value, tuple) else value}"
+        for name, value in asked.items()
+    )
 
 
 def check_asked(plan: Plan, merged: Constraints) -> None:
@@ -114,6 +118,8 @@ def why_unseen(plan: Plan, asked: Mapping[str, Any]) -> str:
         searched = " and ".join(SEARCHED)
         return f"of the schedules with one stage on each rank it tries {searched}, and others where they are fixed"
     beside = {n: v for n, v in asked.items() if n not in OF_POINT}
+    if told := [plan.certificate.beyond[name] for name in beside if name in plan.certificate.beyond]:
+        return "; ".join(text[:1].lower() + text[1:].removesuffix(".") for text in told)
     if beside:
         return f"it does not vary {', '.join(beside)}: every layout has the best choice, or the one that you fixed"
     return (
@@ -205,7 +211,7 @@ def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
     """Return the answer that the rows of the certificate give; ``None`` if they have none."""
     if not set(asked) <= set(OF_POINT):
         return None
-    rows = [c for c in plan.certificate.candidates if _matches_asked(c, asked)]
+    rows = [c for c in (*plan.certificate.candidates, *_list_allowed_baselines(plan)) if _matches_asked(c, asked)]
     rows = [c for c in rows if c.status != "infeasible" or not c.reason.startswith("excluded")]
     if not rows:
         return None
@@ -218,6 +224,18 @@ def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
     if solved is not None or least is not None:
         return _explain_bounded(plan, asked, rows, solved, least or 0.0)
     return _no_plan(plan, asked, rows)
+
+
+def _list_allowed_baselines(plan: Plan) -> list[Candidate]:
+    """The baselines that were worked out for the plan's own job, and that its constraints allow."""
+    return [
+        baseline.candidate
+        for baseline in plan.certificate.baselines
+        if baseline.candidate is not None
+        and baseline.candidate.status == "solved"
+        and not (baseline.excluded or baseline.global_batch or baseline.name.startswith(WITHOUT))
+        and baseline.offload == plan.offload
+    ]
 
 
 def _matches_asked(candidate: Candidate, asked: Mapping[str, Any]) -> bool:
@@ -259,8 +277,7 @@ def _explain_slower(
     ]
     if best.breakdown:
         changes = list(time_changes(chosen.breakdown, best.breakdown))
-        where = "Where the extra time goes:" if slower else "Where it saves time:"
-        lines += [where, *(f"  {line}" for line in changes)] if changes else []
+        lines += ["The parts of the step time that differ most:", *(f"  {line}" for line in changes)] if changes else []
     its = fullest_bytes(other) if other is not None else best.memory
     the_plans = fullest_bytes(plan)
     if its is not None and the_plans is not None:
@@ -281,10 +298,12 @@ def _explain_bounded(
     chosen, certificate = plan.estimate.step_time, plan.certificate
     bound = min(b for b in (least, solved.step_time if solved else None) if b is not None)
     bounded = f"{_count_layouts_text(sum(c.status == 'bounded' for c in rows))} given a lower bound and not worked out"
+    outside = _list_uncovered_schedules(plan, asked)
     lines = [
-        f"Every plan with {format_asked_constraints(asked)} takes {seconds_text(bound)} or more, "
-        f"{format_relative(chosen, bound)} the chosen "
-        f"plan's {seconds_text(chosen)}: {bounded}."
+        f"Every plan with {format_asked_constraints(asked)}{' that the proof covers' if outside else ''} takes "
+        f"{seconds_text(bound)} or more, {format_relative(chosen, bound)} the chosen plan's {seconds_text(chosen)}: "
+        f"{bounded}.",
+        *outside,
     ]
     if solved is None:
         lines.append("That is a lower bound and not the time of a plan: the best of these plans may take longer.")
@@ -298,6 +317,13 @@ def _explain_bounded(
         lines += [f"  {line}" for line in time_changes(plan.estimate.breakdown, solved.breakdown or {})]
     more = "To work out the best of these plans, give the model"
     return WhyNot(asked, "unknown" if still_open else "bounded", tuple(lines), solved, bound, with_model=more)
+
+
+def _list_uncovered_schedules(plan: Plan, asked: Mapping[str, Any]) -> list[str]:
+    """The sentence on schedules that lower bounds do not cover, if plans that are as ``asked`` may have them."""
+    sentence = plan.certificate.beyond.get("schedule")
+    fixed = asked.get("pp") == 1 or "schedule" in asked or asked.get("virtual_stages") == 1
+    return [] if sentence is None or fixed else [sentence]
 
 
 def _count_layouts_text(count: int) -> str:

@@ -14,7 +14,7 @@ from rich.text import Text
 from partitioner.errors import PlanError
 from partitioner.explain.tables import build_pair_grid, format_heading, indent_part
 from partitioner.plan import Plan
-from partitioner.plans.figures import list_rank_capacities
+from partitioner.plans.figures import list_usable_bytes
 from partitioner.plans.mesh_axes import rate_rows
 from partitioner.runtime.program.mesh import MESH_AXES
 from partitioner.runtime.program.program import RankProgram, shard_shape
@@ -40,8 +40,8 @@ def rank_parts(plan: Plan, rank: int) -> Iterator[RenderableType]:
     rows = [("place", ", ".join(f"{a} {places[a]}" for a in axes) or "the one rank")]
     rows += [(f"{a} group", f"ranks {format_ranges(mine.group(a))}") for a in axes]
     if rank < len(plan.estimate.memory):
-        room = bytes_text(list_rank_capacities(plan)[rank])
-        rows.append(("peak memory", f"{bytes_text(plan.estimate.memory[rank])} of {room}"))
+        room = bytes_text(list_usable_bytes(plan)[rank])
+        rows.append(("peak memory", f"{bytes_text(plan.estimate.memory[rank])} of {room} usable"))
     yield build_pair_grid(rows)
     yield from ("", _build_state_table(mine), "", format_heading("Instructions"), _format_instructions(mine))
 
@@ -89,7 +89,9 @@ def topology_parts(topology: Topology) -> Iterator[RenderableType]:
     count = f"{format_plural(topology.num_devices, 'device')} on {format_plural(topology.num_nodes, 'node')}"
     price = topology.price_per_hour
     yield format_heading(f"{topology.name}: {count}" + (f", {price:,.2f} USD/h" if price is not None else ""))
-    devices = _build_plain_table("device", "count", "memory", "usable", "memory bandwidth", "peak", "USD/h", "watts")
+    devices = _build_plain_table(
+        "device", "count", "memory", "not reserved", "memory bandwidth", "peak", "USD/h", "watts"
+    )
     counts = Counter(d.kind for d in topology.devices)
     for kind, number in counts.items():
         entry = topology.types[kind]

@@ -45,7 +45,14 @@ from partitioner.draw.svg import (
 )
 from partitioner.plan import Plan
 from partitioner.plans.block_outline import Weight
-from partitioner.plans.figures import COLLECTIVE_NAMES, key_figures, list_rank_capacities, mesh_text, picture_title
+from partitioner.plans.figures import (
+    COLLECTIVE_NAMES,
+    key_figures,
+    list_usable_bytes,
+    mesh_text,
+    picture_title,
+    share_of_usable,
+)
 from partitioner.plans.outline import (
     CallGroup,
     CollectiveTotal,
@@ -453,18 +460,18 @@ class _GraphScene:
         return Card(tuple(rows))
 
     def build_memory_rows(self, ranks: Sequence[int]) -> list[CardRow]:
-        """Return a row with the peak memory and the capacity of that one of ``ranks`` which uses the largest share of
-        its device. Empty if the plan has no memory estimate for them.
+        """Return a row with the peak memory and the usable memory of that one of ``ranks`` which uses the largest share
+        of its device. Empty if the plan has no memory estimate for them.
         """
-        peaks, rooms = self.plan.estimate.memory, list_rank_capacities(self.plan)
+        peaks, rooms = self.plan.estimate.memory, list_usable_bytes(self.plan)
         known = [r for r in ranks if r < len(peaks)]
         if not known:
             return []
-        rank = max(known, key=lambda r: peaks[r] / max(1, rooms[r]))
-        share = peaks[rank] / max(1, rooms[rank])
+        rank = max(known, key=lambda r: share_of_usable(peaks[r], rooms[r]))
+        share = share_of_usable(peaks[rank], rooms[rank])
         return [
             CardRow(
-                f"{bytes_text(peaks[rank])} of {bytes_text(rooms[rank])} ({format_percent(share)})",
+                f"{bytes_text(peaks[rank])} of {bytes_text(rooms[rank])} usable ({format_percent(share)})",
                 12,
                 bar=share,
                 space=2,

@@ -1,4 +1,4 @@
-"""The ``memory`` view: memory of a rank of each stage over the step, by kind, with the capacity of its device.
+"""The ``memory`` view: memory of a rank of each stage over the step, by kind, below the usable memory of its device.
 
 The simulated program gives states, saved activations and gradients in transfer, call by call. The cost model adds
 optimizer states and the working memory of operators. All ranks of a stage use equal amounts.
@@ -29,7 +29,7 @@ from partitioner.draw.timeline import tick_step
 from partitioner.explain.explain import MEMORY_KINDS, memory_words
 from partitioner.explain.tables import disk_text, host_text
 from partitioner.plan import Plan
-from partitioner.plans.figures import key_figures, list_rank_capacities, picture_title, simulated_seconds
+from partitioner.plans.figures import key_figures, list_usable_bytes, picture_title, share_of_usable, simulated_seconds
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.memory import MemoryMoment, memory_moments
 from partitioner.runtime.program.simulate import SimulatedSpan, Timeline
@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[str, str]] = {
     )
 }  # fmt: skip  # from the ground up: kind -> (colour, meaning)
 
-_MARGIN, _RIGHT, _WIDTH, _COLUMN, _HIT = 20.0, 128.0, 900.0, 2.0, 15.0
+_MARGIN, _RIGHT, _WIDTH, _COLUMN, _HIT = 20.0, 168.0, 900.0, 2.0, 15.0
 
 _TALL, _LOW, _MANY = (
     (118.0, 30.0),
@@ -143,7 +143,7 @@ class _MemoryChart:
         self.total = simulated_seconds(plan, ended)[0] or 1.0
         self.step = plan.estimate.step_time or self.total  # where the axis ends
         self.per_stage = plan.world_size // len(stages)
-        rooms = list_rank_capacities(plan)
+        rooms = list_usable_bytes(plan)
         self.rooms = [min(rooms[r] for r in self.list_stage_ranks(s)) for s in range(len(stages))]
         self.peaks = [max(levels, key=lambda level: level.total, default=None) for levels in stages]
         peak = max((level.total for level in self.peaks if level is not None), default=1)
@@ -161,7 +161,7 @@ class _MemoryChart:
         width = self.left + _WIDTH + _RIGHT
         used = [k for k in KINDS if any(level.sizes.get(k, 0) for levels in self.stages for level in levels)]
         legend = [self.kinds[kind] for kind in used]
-        legend += [] if self.far else [("ink", "the memory of the device that a program may use")]
+        legend += [] if self.far else [("ink", "usable memory: without reserve, communication groups and margin")]
         note = "One row per stage: its ranks all hold the same." + self._far_note() + self._host_note()
         header = Header(picture_title(self.plan), note, key_figures(self.plan), legend)
         top = draw_header(create_picture(width, 0, ""), header, width) + 10
@@ -176,7 +176,7 @@ class _MemoryChart:
     def _far_note(self) -> str:
         if not self.far:
             return ""
-        return f" The devices have {bytes_text(min(self.rooms))}, far beyond the scale."
+        return f" Usable are {bytes_text(min(self.rooms))}, far beyond the scale."
 
     def _host_note(self) -> str:
         text = host_text(self.plan)
@@ -293,7 +293,7 @@ class _MemoryChart:
                 root,
                 right,
                 top + 29,
-                f"{format_percent(peak / max(1, room))} of {bytes_text(room)}",
+                f"{format_percent(share_of_usable(peak, room))} of {bytes_text(room)} usable",
                 size=10,
                 fill="muted",
             )

@@ -257,8 +257,8 @@ class _TimelineChart:
         width = self.left + self.width + right
         alike = "its ranks all do the same" if not self.program.data_shares else "the ranks that take longest"
         note = f"One row per stage: {alike}. Idle is all time without computation, that of transfers included."
-        if any(name == "bubble" for name, _ in self.figures):
-            note += " The bubble is less: what the slowest stage waits for other stages, transfers not counted."
+        if any(name.startswith("bubble") for name, _ in self.figures):
+            note += " The bubble is the part of it in which a rank waits for other stages, without transfers."
         if self.folds:
             note += " What repeats is drawn once, with how often it runs; the axis leaves the repetitions out."
         drawn = any(b.instruction.op == "STEP" for b in self.bars)

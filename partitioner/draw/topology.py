@@ -462,7 +462,7 @@ class _TopologyScene:
 
     def format_box_tooltip(self, box: DeviceBox) -> str:
         device = self.topology.devices[box.start]
-        lines = [f"{device.name}: {device.kind}, {bytes_text(device.usable)} usable"]
+        lines = [f"{device.name}: {device.kind}, {bytes_text(device.usable)} not reserved"]
         if box.stop - box.start > 1:
             lines[0] = f"{device.name} to {self.topology.devices[box.stop - 1].name}: {device.kind}"
         if device.speed != 1.0:

@@ -139,6 +139,40 @@ def plan_buckets(
     return sorted(buckets, key=lambda b: (b.ready[0], -b.ready[1]) if b.ready else end)
 
 
+def follow_buckets(
+    stage: StageCalls,
+    order: Order,
+    gradients: Sequence[Gradient],
+    adds: Mapping[str, Sequence[int]],
+    buckets: Sequence[Sequence[str]],
+    zero: int = 0,
+) -> list[PlannedBucket]:
+    """Return the buckets of another program over the same states, each with the place where its reduction starts here.
+
+    ``buckets``: the names of states by bucket. The other arguments are those of :func:`plan_buckets`. A bucket whose
+    states have no gradient here only gathers parameters.
+    """
+    here = {g.state: g for g in gradients}
+    planned = []
+    for states in buckets:
+        whole = [one for s in states for one in plan_buckets(stage, order, [here[s]], adds, lambda _: 0, zero)]
+        if not whole:
+            continue
+        ready = None if any(b.ready is None for b in whole) else max((b.ready for b in whole if b.ready), key=_last)
+        each: dict[int, int] = {}
+        for bucket in whole:
+            for chunk, position in bucket.each.items():
+                each[chunk] = min(position, each.get(chunk, position))
+        first = whole[0]
+        planned.append(replace(first, states=tuple(states), ready=ready, each=each))
+    return planned
+
+
+def _last(ready: tuple[int, int]) -> tuple[int, int]:
+    """Return a sort key of a place in the schedule: a later action comes later, in it an earlier call."""
+    return ready[0], -ready[1]
+
+
 _BACKWARD = frozenset({"B", "I", "W"})
 
 _INNER = {"dp": "dp_shard", "edp": "edp_shard"}

@@ -22,7 +22,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from partitioner.emit.buckets import AT_ONCE, Gradient, ReductionScheme, bucket_limit, plan_buckets, with_levels
+from partitioner.emit.buckets import (
+    AT_ONCE,
+    Gradient,
+    ReductionScheme,
+    bucket_limit,
+    follow_buckets,
+    plan_buckets,
+    with_levels,
+)
 from partitioner.emit.channels import plan_fetches
 from partitioner.emit.offload import select_offloads
 from partitioner.emit.routes import EmitError, Routes, StageCalls, make_routes
@@ -89,6 +97,7 @@ class ProgramSpec:
       ``selective``: indices of the calls of which only the nodes in ``again`` (names of nodes by block) are recomputed.
     - ``zero``: the ZeRO stage. ``dp_shard``: number of ``dp`` ranks that shard a parameter (0: all). ``left_whole``:
       names of the parameters that ZeRO-3 does not shard.
+    - ``layout_of``: a program whose layout of the states (ZeRO axes and buckets) this program must have.
     - ``bucket_bytes``: bytes of gradients that are reduced together. ``reducing``: the scheme of gradient reductions.
     - ``data_shares``: number of microbatches of each data-parallel rank; empty if all have ``num_microbatches``.
     - ``etp``: number of ranks that share one expert (0: ``tp``). ``fused_attention``, ``whole_scatter``, ``offload``:
@@ -114,6 +123,7 @@ class ProgramSpec:
     offload: Sequence[Offload] = ()
     reducing: ReductionScheme = AT_ONCE
     left_whole: Collection[str] = ()
+    layout_of: Program | None = None
 
 
 def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) -> Program:
@@ -144,7 +154,9 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
     def shared(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the axes over which ZeRO shards the parameter ``name``; empty if it is not sharded. Scalars are never
         sharded."""
-        state = model.states[name]
+        state, base = model.states[name], spec.layout_of
+        if base is not None:
+            return base.states[name].zero_axes if name in base.states and state.kind == "parameter" else ()
         if state.kind != "parameter" or not state.spec.shape or (zero < 3 and not train):
             return ()
         if zero == 3 and name in spec.left_whole:
@@ -155,6 +167,9 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
         return _select_split_axes(found, sizes_of_axes)
 
     states = _build_state_data(model, routes, layouts, sizes_of_axes, shared)
+    if spec.layout_of is not None:
+        read = {s for call in model.calls for s in call.states} | model.updates.keys()
+        states = _with_layout_of(states, read, spec.layout_of)
     tied: dict[tuple[int, ...], list[str]] = {}
     for name, state in states.items():
         if name in with_gradient and len(state.stages) > 1:
@@ -181,7 +196,12 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
                 for n, d in states.items()
                 if (n in with_gradient or d.zero_axes) and s in d.stages
             ]
-            planned = plan_buckets(here, orders[s], gradients, _find_gradient_additions(here, flow), limit, zero)
+            added = _find_gradient_additions(here, flow)
+            if spec.layout_of is None:
+                planned = plan_buckets(here, orders[s], gradients, added, limit, zero)
+            else:
+                kept_buckets = _buckets_to_follow(spec.layout_of, s, train)
+                planned = follow_buckets(here, orders[s], gradients, added, kept_buckets, zero)
             buckets = [with_levels(b, states[b.states[0]].zero_axes, sizes_of_axes, spec.reducing) for b in planned]
             job = StageJob(
                 stage=s,
@@ -387,6 +407,30 @@ def _build_state_data(
             keeps=model.keeps.get(name),
         )
     return result
+
+
+def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base: Program) -> dict[str, StateData]:
+    """Return ``states``, of which calls or updates ``read`` some, on the stages of ``base``, and with them the
+    parameters and buffers that ``base`` has besides.
+
+    A state of which ``base`` has another layout stays as it is, for the prover to refuse.
+    """
+    found = dict(states)
+    for name, held in base.states.items():
+        if held.kind == "constant":
+            continue
+        if name not in states:
+            found[name] = held.model_copy(update={"update": None, "keeps": None, "grad_axes": ()})
+        elif name not in read:
+            found[name] = states[name].model_copy(update={"stages": held.stages})
+    return found
+
+
+def _buckets_to_follow(base: Program, stage: int, train: bool) -> list[tuple[str, ...]]:
+    """Return the states of the buckets of ``base`` on ``stage``: of all of them, or without training of those whose
+    parameters are gathered."""
+    buckets = [b.states for b in base.stages[stage].buckets]
+    return [states for states in buckets if train or base.states[states[0]].zero_axes]
 
 
 def _build_gradient(

@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from partitioner.explain.explain import KINDS, MEMORY_KINDS, memory_words, without_residue
+from partitioner.explain.explain import MEMORY_KINDS, memory_words
 from partitioner.explain.tables import (
     build_empty_table,
     format_heading,
     fullest_bytes,
-    fullest_rank,
     host_kinds,
     indent_part,
     microbatches_text,
 )
+from partitioner.explain.time_parts import KINDS, time_changes, without_residue
 from partitioner.plan import Plan
-from partitioner.plans.figures import COLLECTIVE_NAMES, list_rank_capacities, mesh_text
+from partitioner.plans.figures import COLLECTIVE_NAMES, bubble_text, fullest_rank, memory_text, mesh_text
 from partitioner.plans.outline import outline_program
 from partitioner.runtime.program.program import StateData
 from partitioner.units import bytes_text, format_digits, format_percent, format_plain_text, format_plural, seconds_text
@@ -89,19 +89,6 @@ def format_relative(old: float, new: float, text: Callable[[float], str] = secon
     return f"{format_percent(abs(ratio - 1))} {'more' if ratio > 1 else 'less'} than"
 
 
-def time_changes(old: Mapping[str, float], new: Mapping[str, float], most: int = 4) -> Iterator[str]:
-    """Yield one line for each kind of time that changed between two breakdowns (seconds by kind), the largest change
-    first. ``most``: largest number of lines."""
-    total = sum(old.values())
-    old, new = without_residue(old), without_residue(new)
-    changes = {kind: new.get(kind, 0.0) - old.get(kind, 0.0) for kind in {**old, **new}}
-    for kind, change in sorted(changes.items(), key=lambda item: -abs(item[1]))[:most]:
-        if abs(change) > _SAME * total:
-            sign = "+" if change > 0 else "−"
-            was, now = seconds_text(old.get(kind, 0.0)), seconds_text(new.get(kind, 0.0))
-            yield f"{KINDS.get(kind, kind)}: {sign}{seconds_text(abs(change))} ({was} → {now})"
-
-
 def _format_item(text: str) -> RenderableType:
     return indent_part(Text(f"- {text}"))
 
@@ -123,9 +110,8 @@ def _compare_figures(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _describe_plan(plan: Plan) -> list[tuple[str, str]]:
-    chosen, estimate, fullest = plan.chosen, plan.estimate, fullest_rank(plan)
+    chosen, estimate = plan.chosen, plan.estimate
     given = plan.constraints.given
-    memory = f"{bytes_text(estimate.memory[fullest])} of {bytes_text(list_rank_capacities(plan)[fullest])}"
     return [
         ("model", plan.model),
         ("cluster", plan.topology.name),
@@ -144,8 +130,8 @@ def _describe_plan(plan: Plan) -> list[tuple[str, str]]:
         ("on disk", "optimizer states" if "disk" in plan.offload else "nothing"),
         ("step time", seconds_text(estimate.step_time)),
         ("MFU", format_percent(estimate.mfu)),
-        ("bubble", format_percent(estimate.bubble)),
-        ("memory", memory if estimate.memory else "unknown"),
+        ("bubble", bubble_text(plan) or "none"),
+        ("memory", memory_text(plan)),
         ("gap of the certificate", format_percent(plan.certificate.gap)),
     ]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from partitioner.explain.proof import explain_proof, list_uncovered_choices
 from partitioner.explain.tables import (
     build_bar_chart,
     build_figure_grid,
@@ -22,11 +23,8 @@ from partitioner.explain.tables import (
     format_heading,
     format_offload,
     format_text_line,
-    fullest_rank,
     host_kinds,
     indent_part,
-    list_uncovered_choices,
-    memory_left,
     microbatches_text,
     other_batch_text,
     precision_notes,
@@ -35,11 +33,25 @@ from partitioner.explain.tables import (
     sharing_text,
     stage_table,
     types_text,
+    usable_memory_text,
+    waiting_text,
 )
+from partitioner.explain.time_parts import KINDS, format_time_changes, time_shares, without_residue
 from partitioner.plan import NEAR, WITHOUT, Baseline, Plan
-from partitioner.plans.figures import AXIS_NAMES, COLLECTIVE_NAMES, candidate_text, list_rank_capacities
+from partitioner.plans.figures import (
+    AXIS_NAMES,
+    COLLECTIVE_NAMES,
+    candidate_text,
+    device_memory,
+    fullest_rank,
+    list_usable_bytes,
+    memory_text,
+    schedule_text,
+    share_of_usable,
+)
 from partitioner.plans.mesh_axes import axis_text
 from partitioner.plans.outline import CallGroup, Outline, group_notes, outline_program
+from partitioner.runtime.family.data import BatchPadding
 from partitioner.runtime.program.program import updated_states
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hosts import BOUNDLESS
@@ -55,24 +67,6 @@ from partitioner.units import (
 
 _SHOWN = 3  # buffers that are named
 
-KINDS = {
-    "compute": "computation",
-    "recompute": "recomputation",
-    "tp_communication": "communication inside layers",
-    "pp_communication": "sends between pipeline stages",
-    "bubble": "pipeline bubble",
-    "contention": "contention for a machine's cores",
-    "reduction": "gradient reduction that is not hidden",
-    "optimizer": "optimizer update",
-    "offload": "transfers to and from host memory",
-}
-_GROUPS = {  # what limits a step -> its kinds of time
-    "computation": ("compute", "optimizer"),
-    "communication": ("tp_communication", "pp_communication", "reduction", "offload"),
-    "recomputation": ("recompute",),
-    "pipeline bubble": ("bubble",),
-    "contention for a machine's cores": ("contention",),
-}
 MEMORY_KINDS = {
     "parameters": "parameters and buffers",
     "gradients": "gradients of parameters",
@@ -97,7 +91,6 @@ _AXIS_WORDS = {  # axes of groups that are not of the plan's mesh
     "edp_shard": "ranks with the same experts that share states",
     "edp_replicate": "ranks with the same experts and the same part of the states",
 }
-_RESIDUE = 1e-9  # of a step: differences of sums, no time
 _LOW = 0.3  # MFU: below it the kinds of operators are named that take longest
 _NOTED = 0.01  # of a step: recomputation that is worth a word
 _TIGHT = 0.9  # of the memory: from here on memory is said to bind
@@ -138,12 +131,38 @@ def summary_parts(plan: Plan) -> list[RenderableType]:
             "",
             stages,
         ]
+    if plan.further:
+        parts += ["", format_heading("Programs"), *_format_items([*_describe_programs(plan)])]
     rules = rule_table(plan)
     if rules:
         parts += ["", rules]
     if notes := [*plan.notes, *precision_notes(plan)]:
         parts += ["", format_heading("Notes"), *_format_items(notes)]
     return parts
+
+
+def _describe_programs(plan: Plan) -> Iterator[str]:
+    """One line for each program over the layout of the state, the first one included."""
+    most = max(plan.estimate.memory)
+    first = f"{seconds_text(plan.estimate.step_time)}, {bytes_text(most)} on the fullest rank"
+    yield f"step: {_describe_shape(plan.padding)}{first}; the layout is that of this program"
+    for name, further in plan.further.items():
+        what = f"{seconds_text(further.seconds)}, {bytes_text(further.memory)}"
+        yield f"{name}: {_describe_shape(further.padding)}{what}" + (
+            ", forward alone in evaluation mode" if further.purpose == "evaluate" else ""
+        )
+    if any(f.purpose == "step" for f in plan.further.values()):
+        yield f"expected step time over the shapes: {seconds_text(plan.expected_step_time)}"
+    if plan.padding is not None:
+        for what, why in (("samples", plan.padding.fewer), ("positions", plan.padding.shorter)):
+            if why:
+                yield f"batches with fewer {what} than a planned shape are refused: {why}"
+
+
+def _describe_shape(padding: BatchPadding | None) -> str:
+    if padding is None:
+        return ""
+    return f"{padding.batch} samples" + (f" of {padding.length} positions" if padding.length else "") + ", "
 
 
 def _hosted_unasked(plan: Plan) -> str:
@@ -195,30 +214,23 @@ def _explain_fit(plan: Plan) -> Iterator[RenderableType]:
     if plan.lacking and plan.offload:
         yield format_text_line(f"Only {format_offload(plan)}. Without it: {plan.lacking}.")
     rank = fullest_rank(plan)
-    peak, room = plan.estimate.memory[rank], list_rank_capacities(plan)[rank]
+    peak, room = plan.estimate.memory[rank], list_usable_bytes(plan)[rank]
+    needs = f"needs {memory_text(plan)}"
     stage = rank // (plan.world_size // plan.num_stages)
     where = f"the fullest rank ({rank}, on stage {stage})" if plan.world_size > 1 else "the one rank"
     if peak <= room:
-        left, margin = memory_left(plan), plan.constraints.memory_margin
-        yield format_text_line(
-            f"Yes: {where} needs {bytes_text(peak)} of {bytes_text(room)}; {bytes_text(room - peak)} are left "
-            f"({format_percent(left)})."
-        )
-        if left < margin:
-            yield format_text_line(
-                f"That is less than the margin of {100 * margin:g}%; no plan that leaves as much was found."
-            )
-        elif margin:
-            yield format_text_line(
-                f"Plans leave {100 * margin:g}% free, for what the estimate does not know (memory_margin)."
-            )
+        yield format_text_line(f"Yes: {where} {needs}; {bytes_text(room - peak)} of these are left.")
     elif peak <= (1 + NEAR) * room:
-        more = f"{bytes_text(peak)}, {bytes_text(peak - room)} more than the {bytes_text(room)} that plans may use"
-        yield format_text_line(f"Hardly: {where} needs {more}; nothing that needs less was found.")
-    else:
+        margin = device_memory(plan, rank).margin
+        covered = f", which the margin of {bytes_text(margin)} covers" if peak - room <= margin else ""
         yield format_text_line(
-            f"No: {where} needs {bytes_text(peak)}, {bytes_text(peak - room)} more than its {bytes_text(room)}."
+            f"Hardly: {where} {needs}: {bytes_text(peak - room)} too much{covered}; nothing that needs less was found."
         )
+    else:
+        yield format_text_line(f"No: {where} {needs}: {bytes_text(peak - room)} too much.")
+    yield format_text_line(f"Usable are {usable_memory_text(plan)}.")
+    if device_memory(plan, rank).margin:
+        yield format_text_line("The margin is for what the estimate does not know.")
     if plan.offload:
         held = " and ".join(", ".join(host_kinds(plan)).rsplit(", ", 1))
         size = bytes_text(max((part.host for part in plan.estimate.stages), default=0))
@@ -236,16 +248,6 @@ def _explain_fit(plan: Plan) -> Iterator[RenderableType]:
         yield build_bar_chart([(words.get(kind, kind), size / total, bytes_text(size)) for kind, size in parts])
 
 
-def time_shares(plan: Plan) -> list[tuple[str, float]]:
-    """Return pairs of activity and fraction of the step time, the largest first."""
-    breakdown = plan.estimate.breakdown
-    total = sum(breakdown.values())
-    known = {kind for kinds in _GROUPS.values() for kind in kinds}
-    groups = _GROUPS | {KINDS.get(kind, kind): (kind,) for kind in breakdown if kind not in known}
-    shares = {name: sum(breakdown.get(kind, 0.0) for kind in kinds) / total for name, kinds in groups.items() if total}
-    return sorted(((n, share) for n, share in shares.items() if share > _RESIDUE), key=lambda item: -item[1])
-
-
 def _shares_text(plan: Plan) -> str:
     """Return the fractions of the step time as text, for example ``computation 86%, communication 11%, pipeline bubble
     2.2%``."""
@@ -255,7 +257,7 @@ def _shares_text(plan: Plan) -> str:
 def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
     estimate = plan.estimate
     if time_shares(plan):
-        yield format_text_line(f"Time: {_shares_text(plan)}.")
+        yield format_text_line(f"Time of the slowest rank: {_shares_text(plan)}.")
         computing = estimate.breakdown.get("compute", 0.0) / sum(estimate.breakdown.values())
         if computing > 0.5 and estimate.mfu < _LOW and plan.written is not None:
             from partitioner.explain.kernel_costs import (
@@ -266,9 +268,8 @@ def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
             yield from [format_text_line(f"Most of a microbatch's computation is in {kinds}.")] if kinds else []
     if estimate.memory:
         rank = fullest_rank(plan)
-        usable = list_rank_capacities(plan)[rank] * (1 - plan.constraints.memory_margin)
-        share = estimate.memory[rank] / max(1, usable)
-        used = f"the fullest rank uses {format_percent(share)} of what the margin leaves"
+        share = share_of_usable(estimate.memory[rank], list_usable_bytes(plan)[rank])
+        used = f"the fullest rank uses {format_percent(share)} of its usable memory"
         again = estimate.breakdown.get("recompute", 0.0) / (sum(estimate.breakdown.values()) or 1.0)
         if again > _NOTED:
             used += f", and {format_percent(again)} of the step is recomputation, which saves memory"
@@ -298,12 +299,6 @@ def _disk_binds(plan: Plan) -> Iterator[RenderableType]:
     yield format_text_line(f"{binds}: the optimizer's update takes {seconds_text(update)}; {moved}.")
 
 
-def without_residue(breakdown: Mapping[str, float]) -> dict[str, float]:
-    """Return ``breakdown`` (seconds by kind) without entries so small that they are only rounding residue."""
-    total = sum(breakdown.values())
-    return {kind: seconds for kind, seconds in breakdown.items() if seconds > _RESIDUE * total}
-
-
 def _explain_breakdown(plan: Plan) -> list[RenderableType]:
     kinds = sorted(without_residue(plan.estimate.breakdown).items(), key=lambda item: -item[1])
     total = sum(s for _, s in kinds)
@@ -311,7 +306,9 @@ def _explain_breakdown(plan: Plan) -> list[RenderableType]:
         return []
     taken, mfu = seconds_text(plan.estimate.step_time), format_percent(plan.estimate.mfu)
     words = f"One step takes {taken} on the slowest rank, at {mfu} of the devices' peak (MFU):"
-    return [format_text_line(words), build_bar_chart([(KINDS.get(k, k), s / total, seconds_text(s)) for k, s in kinds])]
+    chart = build_bar_chart([(KINDS.get(k, k), s / total, seconds_text(s)) for k, s in kinds])
+    waits = waiting_text(plan)
+    return [format_text_line(words), chart, *([format_text_line(f"Bubble: {waits}.")] if waits else [])]
 
 
 def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[RenderableType]:
@@ -323,7 +320,7 @@ def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[Renderable
     if links := axis_text(plan):
         yield format_text_line(f"links: {links}")
     microbatches = format_plural(plan.num_microbatches, "microbatch", "microbatches")
-    schedule = f" under the {plan.schedule} schedule" if plan.num_stages > 1 else ""
+    schedule = f" under the schedule {schedule_text(plan)}" if plan.num_stages > 1 else ""
     if plan.data_shares:
         microbatches = f"{sum(plan.data_shares)} microbatches, {microbatches_text(plan)},"
     yield format_text_line(f"{microbatches} per step{schedule}")
@@ -336,7 +333,7 @@ def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[Renderable
     for number, part in enumerate(plan.estimate.stages if whole is None else ()):
         again = f", {part.again} in backward" if part.again else ""
         yield format_text_line(
-            f"stage {number}: {format_plural(part.num_calls, 'call')}, {part.first} to {part.last}{again}"
+            f"stage {number}: {format_plural(part.num_calls, 'call')}, first {part.first}, last {part.last}{again}"
         )
     for stage in whole.stages if whole is not None else ():
         calls = ", ".join(_calls_text(g) for g in stage.groups)
@@ -416,12 +413,7 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
     if not candidates:
         return
     yield format_text_line(candidate_counts(plan.certificate) + ".")
-    chosen = plan.certificate.objective
-    yield from (
-        format_text_line(_format_baseline(b, chosen, describe_tried_offload(plan)))
-        for b in plan.certificate.baselines
-        if not b.global_batch
-    )
+    yield from (format_text_line(_format_baseline(b, plan)) for b in plan.certificate.baselines if not b.global_batch)
     if other := other_batch_text(plan):
         yield format_text_line(f"A global batch {other}.")
     if any(b.name.startswith(WITHOUT) for b in plan.certificate.baselines):
@@ -431,30 +423,28 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
     yield candidate_table(plan)
     yield format_text_line(
         "zero: ZeRO's stage; dp_shard: ranks that share states; v: virtual stages of a rank; at least: a lower bound "
-        "on the step time; memory: of the fullest rank"
+        "on the step time; memory: of the fullest rank. why_not(...) says in which parts of the step time one differs"
     )
 
 
-def _format_baseline(baseline: Baseline, chosen: float, unhosted: str) -> str:
+def _format_baseline(baseline: Baseline, plan: Plan) -> str:
+    """Return the outcome of a baseline, and by which parts of the step time it differs from the plan's."""
     if baseline.candidate is None:
         return f"{baseline.name}: {baseline.excluded}"
     excluded = f"; {baseline.excluded}" if baseline.excluded else ""
-    became = describe_outcome(baseline.candidate, chosen, "" if baseline.offload else unhosted)
+    unhosted = "" if baseline.offload else describe_tried_offload(plan)
+    became = describe_outcome(baseline.candidate, plan.certificate.objective, unhosted)
     layout = ", ".join(filter(None, (candidate_text(baseline.candidate), format_offload(baseline))))
-    return f"{baseline.name} ({layout}): {became}{excluded}"
+    differences = ""
+    if baseline.candidate.status != "chosen" and baseline.candidate.breakdown:
+        differences = format_time_changes(plan.estimate.breakdown, baseline.candidate.breakdown)
+    return f"{baseline.name} ({layout}): {became}{f' ({differences})' if differences else ''}{excluded}"
 
 
 def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
-    c, outside = plan.certificate, list_uncovered_choices(plan)
-    covered = "that the proof covers " if outside else ""
+    c = plan.certificate
     yield format_text_line(f"The cost model estimates {seconds_text(c.objective)} for a step of this plan.")
-    if c.gap <= 1e-6:
-        yield format_text_line(f"It is proven optimal under the cost model: no plan {covered}takes less.")
-    else:
-        least = f"a plan {covered}takes {seconds_text(c.bound)} or more"
-        yield format_text_line(
-            f"It is not proven optimal: {least}, which is {format_percent(c.gap)} less than this plan takes."
-        )
+    yield from map(format_text_line, explain_proof(plan))
     if c.cut_off is not None:
         yield format_text_line(f"The search was {cut_off(c)}: with more time it may find a better plan.")
     elif c.num_open:
@@ -462,7 +452,9 @@ def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
         nearest = min((row.bound for row in c.candidates if c.is_open(row)), default=c.bound)
         most = format_percent((c.objective - nearest) / c.objective)
         yield format_text_line(f"{c.num_open} {were} not worked out and may be faster, by {most} at most.")
-    yield from map(format_text_line, outside)
+    if outside := list_uncovered_choices(plan):
+        yield format_text_line("The proof does not cover these choices; plans with them may be faster:")
+        yield from _format_items(outside)
     if plan.estimate.simulated is not None:
         simulated, step = plan.estimate.simulated, plan.estimate.step_time
         difference = abs(simulated / step - 1)

@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from partitioner.explain.proof import certificate_text, list_main_uncovered_choices
 from partitioner.optimizers import OPTIMIZERS
 from partitioner.passes.dtypes import get_dtype_itemsize, sum_type
 from partitioner.passes.ir.layouts import Layout
@@ -23,14 +24,19 @@ from partitioner.passes.products import is_product_name
 from partitioner.plan import OPEN, WITHOUT, Baseline, Candidate, Certificate, Plan, StageEstimate
 from partitioner.plans.figures import (
     COLLECTIVE_NAMES,
+    bubble_text,
     candidate_text,
-    list_rank_capacities,
+    device_memory,
+    fullest_rank,
+    list_usable_bytes,
     memory_text,
     mesh_text,
     schedule_text,
+    share_of_usable,
 )
 from partitioner.plans.mesh_axes import axis_text, level_rates
 from partitioner.plans.outline import Outline
+from partitioner.runtime.program.mesh import hybrid_mesh
 from partitioner.runtime.program.program import Program, StateData
 from partitioner.simulate.weight_precision import common_precision
 from partitioner.topology import Topology
@@ -107,8 +113,8 @@ def _product_types(program: Program) -> str:
     found: Counter[str] = Counter()
     for node in (node for block in program.blocks.values() for node in block.nodes):
         _, _, name = str(node.get("target", "")).partition(".")
-        value: Any = node.get("val") or ()  # of one tensor, its shape and type
-        if node["op"] == "call_function" and is_product_name(name) and len(value) == 2 and isinstance(value[1], str):
+        value: Any = node.get("val") or ()  # of one tensor, its shape, type and, if transposed, strides
+        if node["op"] == "call_function" and is_product_name(name) and len(value) >= 2 and isinstance(value[1], str):
             found["fp8" if "fp8" in name else _shorten_dtype(value[1])] += 1
     if program.tf32:
         found["tf32 on GPUs"] += found.pop("fp32", 0)
@@ -178,8 +184,6 @@ _IN_PART = {  # what is recomputed where it is not whole calls, by ``Constraints
 }
 AS_FAST, _ROUNDING = "as fast as the chosen one", 1e-9
 _SAME = 1e-3  # of a step: less is no difference
-_MAIN_GAPS = ("schedule", "virtual_stages", "offload")  # constraints outside of a proof that change step times most
-_TOLD_GAPS = 2  # sentences on what a proof leaves out that the summary has
 
 
 def is_barred(candidate: Candidate) -> bool:
@@ -274,19 +278,25 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
         ("fewer devices", fewer_text(plan)),
         ("another batch", other_batch_text(plan)),
         ("MFU", format_percent(estimate.mfu)),
-        ("bubble", format_percent(estimate.bubble)),
+        ("bubble", waiting_text(plan)),
         ("memory", memory_text(plan) + (f", rank {fullest} is the fullest" if plan.world_size > 1 else "")),
-        ("free memory", margin_text(plan)),
+        ("usable memory", usable_memory_text(plan)),
         ("host memory", host_text(plan)),
         ("disk", disk_text(plan)),
         ("matmul work divided", format_percent(plan.shares.matmul_sharded) if divided else ""),
-        ("certificate", certificate_line(plan)),
+        ("certificate", certificate_text(plan)),
         ("constraints", constraint_cost_text(plan)),
-        ("not covered", " ".join(_shortly_uncovered(plan))),
+        ("not covered", " ".join(list_main_uncovered_choices(plan))),
         ("alternatives", candidate_counts(certificate)),
         ("search", cut_off(certificate)),
     ]
     return build_pair_grid([(name, value) for name, value in rows if value])
+
+
+def waiting_text(plan: Plan) -> str:
+    """Return a text that says what share of the step ranks wait for others; empty if they do not."""
+    shares = bubble_text(plan)
+    return f"{shares}: the share of the step in which a rank waits for other ranks" if shares else ""
 
 
 def throughput_text(plan: Plan) -> str:
@@ -358,7 +368,8 @@ def sharing_text(plan: Plan) -> str:
     zero, replicas = plan.chosen.zero, plan.mesh.get("dp", 1) // (plan.chosen.dp_shard or plan.mesh.get("dp", 1))
     ranks = plan.mesh.get("dp", 1) // replicas * plan.mesh.get("cp", 1)
     if not zero or ranks == 1:
-        return f"ZeRO {zero}: every rank holds all states" + (", as no other rank shares them" if zero else "")
+        alone = "no other rank has the same states" if zero else "states are not sharded over data-parallel ranks"
+        return f"ZeRO {zero}: {alone}{_format_expert_sharding(plan, 1) if zero else ''}"
     what = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")[
         zero - 1
     ]
@@ -367,7 +378,22 @@ def sharing_text(plan: Plan) -> str:
     if replicas > 1 and min(shares.values()) > 1:
         axes = f"({' × '.join(f'{size} of {axis}' for axis, size in shares.items())})"
     more = f", in {replicas} replicas" if replicas > 1 else ""
-    return f"ZeRO {zero}: {what} over {format_plural(ranks, 'rank')} {axes}{more}"
+    return f"ZeRO {zero}: {what} over {format_plural(ranks, 'rank')} {axes}{more}{_format_expert_sharding(plan, ranks)}"
+
+
+def _format_expert_sharding(plan: Plan, ranks: int) -> str:
+    """Return the continuation of :func:`sharing_text` for the states of experts; empty if they are sharded over as many
+    ranks as the other states, which are ``ranks``. Only ranks with the same experts can share their states."""
+    chosen, ep = plan.chosen, plan.mesh.get("ep", 1)
+    parts = hybrid_mesh(plan.mesh, chosen.etp, chosen.dp_shard)
+    shared, replicas = parts["edp_shard"], parts["edp_replicate"]
+    if ep == 1 or shared == ranks:
+        return ""
+    if shared == 1:
+        why = ", as no other rank has the same experts" if replicas == 1 else ""
+        return f"; those of experts are not sharded{why}"
+    more = f", in {replicas} replicas" if replicas > 1 else ""
+    return f"; those of experts over {shared} ranks with the same experts{more}"
 
 
 def recomputed_text(plan: Plan) -> str:
@@ -378,20 +404,25 @@ def recomputed_text(plan: Plan) -> str:
         return ""
     by_text: dict[str, list[int]] = {}
     for number, stage in enumerate(stages):
-        by_text.setdefault(_format_recomputed(stage, plan.constraints.recompute), []).append(number)
-    if len(by_text) == 1:
-        return next(iter(by_text))
+        by_text.setdefault(_format_recomputed(stage), []).append(number)
     told = [f"{'stages' if len(n) > 1 else 'stage'} {format_ranges(n)}: {text}" for text, n in by_text.items()]
-    return "; ".join(told)
+    text = "; ".join(told) if len(by_text) > 1 else next(iter(by_text))
+    part = _IN_PART.get(plan.constraints.recompute or "", _IN_PART["selective"])
+    return f"{text} (in part: {part})" if any(stage.selective for stage in stages) else text
 
 
-def _format_recomputed(stage: StageEstimate, asked: str | None) -> str:
-    part = _IN_PART.get(asked or "", _IN_PART["selective"])
-    if not stage.recomputed:
-        return part if stage.selective else "nothing"
-    whole = "all" if stage.recomputed == stage.num_calls else f"{stage.recomputed} of {stage.num_calls}"
-    more = f", in the others {part}" if stage.selective and whole != "all" else ""
-    return f"{whole} calls in full{more}"
+def _format_recomputed(stage: StageEstimate) -> str:
+    """``3 of 10 calls in full, 6 in part``; without a number if it is not known how many are recomputed in part."""
+    count = f"of {format_plural(stage.num_calls, 'call')}"
+    whole = f"{stage.recomputed} {count} in full" if stage.recomputed else ""
+    if stage.recomputed == stage.num_calls:
+        whole = "all calls in full"
+    part = ""
+    if stage.selective and stage.recomputed < stage.num_calls:
+        rest = "others" if whole else "calls"
+        part = (f"{stage.in_part}" if whole else f"{stage.in_part} {count}") if stage.in_part else rest
+        part += " in part"
+    return ", ".join(filter(None, (whole, part))) or "nothing"
 
 
 def host_text(plan: Plan) -> str:
@@ -447,58 +478,22 @@ def _find_batch_size(plan: Plan) -> int:
     return next((i.shape[i.batch_dim] for i in inputs if i.batch_dim is not None and i.shape), 0)
 
 
-def fullest_rank(plan: Plan) -> int:
-    """Return the rank with the largest ratio of peak bytes to its device's capacity."""
-    rooms = list_rank_capacities(plan)
-    return max(range(len(plan.estimate.memory)), key=lambda r: plan.estimate.memory[r] / max(1, rooms[r]), default=0)
-
-
-def memory_left(plan: Plan) -> float:
-    """Return the fraction of the device's memory that the fullest rank leaves free. It is negative if the rank does not
-    fit."""
-    rank = fullest_rank(plan)
-    return 1 - plan.estimate.memory[rank] / max(1, list_rank_capacities(plan)[rank])
-
-
-def margin_text(plan: Plan) -> str:
-    """Return a text of the fraction of memory that the fullest rank leaves free, with the requested margin; empty if it
-    is unknown."""
+def usable_memory_text(plan: Plan) -> str:
+    """Return a text that derives the usable memory of the fullest rank from its device's memory, for example ``79.6 GiB
+    of the device, less 1.4 GiB reserved, 1.29 GiB for communication groups and 3.91 GiB of margin (memory_margin 5%)``;
+    empty if the peak is unknown."""
     if not plan.estimate.memory:
         return ""
-    left, margin = memory_left(plan), plan.constraints.memory_margin
-    asked = f"{100 * margin:g}% is the margin" if margin else "no margin was asked for"
-    if left < 0:
-        return f"none: {format_percent(-left)} too little ({asked})"
-    return f"{format_percent(left)} ({'less than asked for: ' if left < margin else ''}{asked})"
-
-
-def certificate_line(plan: Plan) -> str:
-    """Return a sentence that states that the plan is proven optimal, or by how much a faster plan could beat it."""
-    c, covered = plan.certificate, "that the proof covers " if list_uncovered_choices(plan) else ""
-    if c.gap <= 1e-6:
-        return f"proven optimal under the cost model: no plan {covered}takes less than {seconds_text(c.bound)}"
-    least = f"a plan {covered}takes {seconds_text(c.bound)} or more"
-    return f"gap {format_percent(c.gap)} under the cost model: this plan takes {seconds_text(c.objective)}, {least}"
-
-
-def list_uncovered_choices(plan: Plan) -> list[str]:
-    """Return a sentence for each choice that the certificate's lower bound does not cover, the most important first.
-    These are the choices in :attr:`Certificate.beyond` and each faster attention algorithm over ``cp``."""
-    found = []
-    for way in plan.context:
-        if not way.calls and way.step_time is not None and way.step_time < plan.certificate.objective * (1 - _ROUNDING):
-            found.append(
-                f"The proof does not cover attention by {way.algorithm}, estimated at {seconds_text(way.step_time)}."
-            )
-    beyond = plan.certificate.beyond
-    names = [name for name in _MAIN_GAPS if name in beyond] + [name for name in beyond if name not in _MAIN_GAPS]
-    return list(dict.fromkeys([*found, *(beyond[name] for name in names)]))
-
-
-def _shortly_uncovered(plan: Plan) -> list[str]:
-    told = list_uncovered_choices(plan)
-    more = len(told) - _TOLD_GAPS
-    return [*told[:_TOLD_GAPS], *([f"explain() names {more} more."] if more > 0 else [])]
+    parts, margin = device_memory(plan, fullest_rank(plan)), plan.constraints.memory_margin
+    less = [
+        (parts.reserved, "reserved"),
+        (parts.groups, "for communication groups"),
+        (parts.margin, f"of margin (memory_margin {100 * margin:g}%)"),
+    ]
+    words = [f"{bytes_text(size)} {what}" for size, what in less if size]
+    told = " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    asked = "" if margin else "; no margin was asked for"
+    return f"{bytes_text(parts.device)} of the device" + (f", less {told}" if told else "") + asked
 
 
 def cut_off(certificate: Certificate) -> str:
@@ -530,13 +525,13 @@ def stage_table(plan: Plan, whole: Outline) -> Padding:
     busy = busy if len(busy) == len(whole.stages) else _simulate_stage_seconds(plan)
     train = plan.program.objective == "train"
     made = build_empty_table(
-        [("stage", True), ("ranks", False), ("calls", False), ("parameters", True), ("per rank", True), ("peak", True),
-         ("forward", True)] + [("backward", True)] * train
+        [("stage", True), ("ranks", False), ("calls", False), ("parameters", True), ("per rank", True),
+         ("peak (of usable)", True), ("forward", True)] + [("backward", True)] * train
     )  # fmt: skip
-    rooms, peaks = list_rank_capacities(plan), plan.estimate.memory
+    rooms, peaks = list_usable_bytes(plan), plan.estimate.memory
     for stage in whole.stages:
         known = [r for r in stage.ranks if r < len(peaks)]
-        rank = max(known, key=lambda r: peaks[r] / max(1, rooms[r]), default=None)
+        rank = max(known, key=lambda r: share_of_usable(peaks[r], rooms[r]), default=None)
         calls = ", ".join((f"{g.count} × " if g.count > 1 else "") + " + ".join(g.blocks) for g in stage.groups)
         row = [
             str(stage.index),
@@ -544,11 +539,16 @@ def stage_table(plan: Plan, whole: Outline) -> Padding:
             calls,
             count_text(stage.num_parameters),
             bytes_text(stage.parameter_bytes),
-            "" if rank is None else f"{bytes_text(peaks[rank])} ({format_percent(peaks[rank] / max(1, rooms[rank]))})",
+            "" if rank is None else _format_peak(peaks[rank], rooms[rank]),
         ]
         row += map(seconds_text, busy[stage.index][: 1 + train])
         made.add_row(*map(Text, row))
     return indent_part(made)
+
+
+def _format_peak(peak: int, usable: int) -> str:
+    """``67.4 GiB (92%)``: a peak and its share of the usable memory."""
+    return f"{bytes_text(peak)} ({format_percent(share_of_usable(peak, usable))})"
 
 
 def _simulate_stage_seconds(plan: Plan) -> list[tuple[float, float]]:
@@ -563,17 +563,16 @@ def estimate_table(plan: Plan) -> Padding:
     """Build a table with one row per stage for a plan without a program, from the cost model's estimate."""
     train = plan.objective == "train"
     made = build_empty_table(
-        [("stage", True), ("ranks", False), ("calls", True), ("from", False), ("to", False), ("peak", True),
-         ("forward", True)] + [("backward", True)] * train
+        [("stage", True), ("ranks", False), ("calls", True), ("first call", False), ("last call", False),
+         ("peak (of usable)", True), ("forward", True)] + [("backward", True)] * train
     )  # fmt: skip
     size = plan.world_size // max(1, len(plan.estimate.stages))
-    rooms = list_rank_capacities(plan)
+    rooms = list_usable_bytes(plan)
     for number, stage in enumerate(plan.estimate.stages):
         ranks = range(number * size, (number + 1) * size)
         peak, room = sum(stage.memory.values()), min(rooms[r] for r in ranks)
-        calls = f"{stage.num_calls}" + (f", {stage.again}" if stage.again else "")
-        row = [str(number), format_ranges(ranks), calls, stage.first, stage.last]
-        row += [f"{bytes_text(peak)} ({format_percent(peak / max(1, room))})", seconds_text(stage.forward_s)]
+        row = [str(number), format_ranges(ranks), str(stage.num_calls), stage.first, stage.last]
+        row += [_format_peak(peak, room), seconds_text(stage.forward_s)]
         made.add_row(*map(Text, row + [seconds_text(stage.backward_s)] * train))
     return indent_part(made)
 
@@ -604,7 +603,8 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
 
 
 def fullest_bytes(plan: Plan) -> int | None:
-    """Return the peak bytes of the rank that is closest to its device's capacity; ``None`` if it is unknown."""
+    """Return the peak bytes of the rank that takes the largest share of its usable memory; ``None`` if it is
+    unknown."""
     return plan.estimate.memory[fullest_rank(plan)] if plan.estimate.memory else None
 
 

@@ -189,6 +189,6 @@ def _is_floating_value(value: Any) -> bool:
 
 
 def _count_value_bytes(value: Any) -> int:
-    if isinstance(value, list) and len(value) == 2 and isinstance(value[1], str):
+    if isinstance(value, list) and len(value) >= 2 and isinstance(value[1], str):  # shape, type, strides if any
         return math.prod(value[0]) * get_dtype_itemsize(value[1])
     return 0

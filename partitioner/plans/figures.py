@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from partitioner.plan import Candidate, Plan
 from partitioner.runtime.program.mesh import MESH_AXES
 from partitioner.topology.groups import num_communicators
+from partitioner.topology.hardware import margin_bytes
 from partitioner.units import bytes_text, format_percent, format_plural, seconds_text
 
 AXIS_NAMES = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor", "ep": "expert"}
@@ -34,22 +37,64 @@ def candidate_text(candidate: Candidate) -> str:
     return ", ".join([mesh_text(candidate.mesh), *(f"{name} {value}" for name, value, one in more if value != one)])
 
 
-def list_rank_capacities(plan: Plan) -> tuple[int, ...]:
-    """Usable bytes on the device of every rank, without the buffers of its communication groups."""
-    topology, groups = plan.topology, num_communicators(plan.mesh)
-    paces, of_device = topology.paces
-    each = [topology.types[kind].communicator for kind, _ in paces]
-    return tuple(max(0, int(topology.usable[d]) - groups * each[of_device[d]]) for d in plan.devices)
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What the memory of a rank's device is for, in bytes. All reports compare a rank's peak with :attr:`usable`.
+
+    ``device``: all of it. ``reserved``: for the driver and libraries. ``groups``: buffers of the rank's communication
+    groups. ``margin``: what plans leave free, for what the estimate does not know (``memory_margin``).
+    """
+
+    device: int
+    reserved: int
+    groups: int
+    margin: int
+
+    @property
+    def usable(self) -> int:
+        """The bytes that the search lets a rank use."""
+        return max(0, self.device - self.reserved - self.groups - self.margin)
+
+
+def device_memory(plan: Plan, rank: int) -> DeviceMemory:
+    """Return what the memory of the device of ``rank`` is for."""
+    device = plan.topology.devices[plan.devices[rank]]
+    groups = num_communicators(plan.mesh) * plan.topology.types[device.kind].communicator
+    margin = margin_bytes(device.usable, plan.constraints.memory_margin)
+    return DeviceMemory(device.memory, device.reserved, groups, margin)
+
+
+def list_usable_bytes(plan: Plan) -> tuple[int, ...]:
+    """Return :attr:`DeviceMemory.usable` of every rank."""
+    devices, known = plan.topology.devices, dict[tuple[str, int, int], int]()
+    found = []
+    for rank, number in enumerate(plan.devices):
+        device = devices[number]
+        alike = device.kind, device.memory, device.reserved
+        if alike not in known:
+            known[alike] = device_memory(plan, rank).usable
+        found.append(known[alike])
+    return tuple(found)
+
+
+def fullest_rank(plan: Plan) -> int:
+    """Return the rank with the largest share of its usable memory at the peak."""
+    rooms, peaks = list_usable_bytes(plan), plan.estimate.memory
+    return max(range(len(peaks)), key=lambda r: peaks[r] / max(1, rooms[r]), default=0)
+
+
+def share_of_usable(peak: float, usable: float) -> float:
+    """Return the share of the ``usable`` bytes that a ``peak`` takes; above 1 if it does not fit."""
+    return peak / max(1.0, usable)
 
 
 def memory_text(plan: Plan) -> str:
-    """The peak memory of the fullest rank, and the capacity of its device."""
-    peaks = plan.estimate.memory
-    if not peaks:
+    """Return the peak memory of the fullest rank, the usable memory of its device, and the share of it."""
+    if not plan.estimate.memory:
         return "unknown"
-    rooms = list_rank_capacities(plan)
-    fullest = max(range(len(peaks)), key=lambda r: peaks[r] / max(1, rooms[r]))
-    return f"{bytes_text(peaks[fullest])} of {bytes_text(rooms[fullest])}"
+    rank = fullest_rank(plan)
+    peak, usable = plan.estimate.memory[rank], list_usable_bytes(plan)[rank]
+    return f"{bytes_text(peak)} of {bytes_text(usable)} usable ({format_percent(share_of_usable(peak, usable))})"
 
 
 def _format_microbatches(plan: Plan) -> str:
@@ -66,19 +111,69 @@ def schedule_text(plan: Plan) -> str:
     return plan.schedule + (f", {chunks} virtual stages on each rank" if chunks > 1 else "")
 
 
-def key_figures(plan: Plan) -> list[tuple[str, str]]:
-    """(name, value) pairs: mesh, microbatches, schedule, step time, MFU, bubble, memory."""
+@dataclass(frozen=True)
+class WaitingShares:
+    """Fractions of the step in which ranks wait for other ranks of the pipeline, 0 to 1. Sends that nothing hides are
+    communication, not waiting.
+
+    ``slowest``: of the rank that works longest. ``mean``: over all ranks; ``None`` if the work of the stages is
+    unknown.
+    """
+
+    slowest: float
+    mean: float | None
+
+
+def waiting_shares(plan: Plan) -> WaitingShares:
+    """Return the pipeline bubble of ``plan``, for the slowest rank and for the mean rank.
+
+    All ranks share one step. A rank waits as long as the slowest rank does, and for the difference between the work of
+    the slowest rank and its own work. The work of a rank is the forward and backward of its stage, in proportion to its
+    microbatches if replicas have different numbers of them.
+    """
     estimate = plan.estimate
-    return [
+    works = [stage.forward_s + stage.backward_s for stage in estimate.stages]
+    if not works or not estimate.step_time:
+        return WaitingShares(estimate.bubble, None)
+    shares = plan.data_shares or (1,)
+    worked = sum(shares) / (len(shares) * max(shares))  # mean over the replicas
+    idle = max(works) - worked * sum(works) / len(works)
+    return WaitingShares(estimate.bubble, min(1.0, estimate.bubble + idle / estimate.step_time))
+
+
+def bubble_text(plan: Plan) -> str:
+    """Return the bubble of the slowest and of the mean rank as text; empty if no rank waits for another one."""
+    shares = waiting_shares(plan)
+    if plan.num_stages == 1 and not plan.data_shares and not shares.slowest:
+        return ""
+    text = f"{format_percent(shares.slowest)} on the slowest rank"
+    return text if shares.mean is None else f"{text}, {format_percent(shares.mean)} on the mean rank"
+
+
+def _bubble_figure(plan: Plan) -> tuple[str, str]:
+    """Return name and value of the bubble, as short as pictures need them."""
+    shares = waiting_shares(plan)
+    if not bubble_text(plan):
+        return "bubble", ""
+    if shares.mean is None:
+        return "bubble, slowest rank", format_percent(shares.slowest)
+    return "bubble, slowest and mean rank", f"{format_percent(shares.slowest)}, {format_percent(shares.mean)}"
+
+
+def key_figures(plan: Plan) -> list[tuple[str, str]]:
+    """(name, value) pairs: mesh, microbatches, schedule, step time, MFU, bubble, memory. Empty ones are left out."""
+    estimate = plan.estimate
+    figures = [
         ("mesh", mesh_text(plan.mesh)),
         ("ranks", f"{plan.world_size:,}"),
         ("microbatches", _format_microbatches(plan)),
         ("schedule", schedule_text(plan)),
         ("step time", seconds_text(estimate.step_time)),
         ("MFU", format_percent(estimate.mfu)),
-        ("bubble", format_percent(estimate.bubble)),
+        _bubble_figure(plan),
         ("memory, fullest rank", memory_text(plan)),
     ]
+    return [(name, value) for name, value in figures if value]
 
 
 def simulated_seconds(plan: Plan, gradients_s: float) -> tuple[float, float]:

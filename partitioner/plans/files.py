@@ -13,6 +13,8 @@ from partitioner.execution_profile import ExecutionProfile
 from partitioner.passes.documented_model import strip_fields
 from partitioner.passes.errors import PartitionError
 from partitioner.plan import Plan
+from partitioner.runtime.errors import LaunchError
+from partitioner.runtime.family.load import fold_programs, unfold_programs
 from partitioner.runtime.files import write_text
 from partitioner.runtime.program.program import Program
 
@@ -30,16 +32,17 @@ class PlanFileError(PartitionError):
 
 def save_plan(plan: Plan, path: Path) -> Path:
     """Write ``plan`` to ``path``."""
-    return write_text(
-        path, _wrap_plan_content(FORMAT, plan.model_dump(mode="json", exclude_defaults=True, by_alias=True))
-    )
+    content = fold_programs(plan.model_dump(mode="json", exclude_defaults=True, by_alias=True))
+    return write_text(path, _wrap_plan_content(FORMAT, content))
 
 
 def load_plan(path: Path) -> Plan:
     """Read a plan. Raises :class:`PlanFileError`: unreadable, truncated, foreign, of an unknown version, or edited."""
     content = _unwrap_plan_file(path, FORMAT)
     try:
-        return Plan.model_validate(content)
+        return Plan.model_validate(unfold_programs(content))
+    except LaunchError as error:
+        raise PlanFileError(f"{path}: {error}; make the plan again") from None
     except ValidationError as error:
         raise PlanFileError(
             f"{path} does not describe a plan: {_format_first_error(error)}; make the plan again"

@@ -10,6 +10,7 @@ from typing import Any
 from partitioner.errors import PlanError
 from partitioner.passes.errors import InputsError
 from partitioner.plan import Plan
+from partitioner.plans.figures import waiting_shares
 from partitioner.units import count_text, format_digits, format_plural, seconds_text
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
@@ -123,9 +124,11 @@ def money_of(plan: Plan, price: float | None = None) -> float | None:
 
 
 def energy_of(plan: Plan) -> float | None:
-    """Joules for one step: busy power while a rank works, idle power while it waits in the pipeline."""
+    """Joules for one step: busy power while ranks work, idle power while they wait in the pipeline, by the mean
+    rank."""
     kinds = [plan.topology.types[device.kind] for device in plan.topology.devices]
-    waiting = min(1.0, plan.estimate.bubble)
+    shares = waiting_shares(plan)
+    waiting = min(1.0, shares.slowest if shares.mean is None else shares.mean)
     watts = [
         min(kind.power_busy, kind.power_limit or kind.power_busy) * (1 - waiting) + (kind.power_idle or 0.0) * waiting
         for kind in kinds

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.schedules.actions import Timetable
 
 PARTS = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}  # indices into a phase's seconds
@@ -145,28 +146,15 @@ class Waits(NamedTuple):
     rank: list[int]
 
 
-class _TimetableByIdentity:
-    """A cache key for a timetable, compared by identity because comparing its content takes long."""
-
-    def __init__(self, table: Timetable) -> None:
-        self.table = table
-
-    def __hash__(self) -> int:
-        return id(self.table)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _TimetableByIdentity) and self.table is other.table
-
-
 def waits_of(table: Timetable, train: bool = True) -> Waits:
     """Return the dependencies of all actions of ``table`` in topological order. The result is cached by the identity of
     ``table``."""
-    return _compute_waits(_TimetableByIdentity(table), train)
+    return _compute_waits(SameObject(table), train)
 
 
 @lru_cache(maxsize=32)
-def _compute_waits(same: _TimetableByIdentity, train: bool) -> Waits:
-    table, last = same.table, len(same.table.ranks) - 1
+def _compute_waits(same: SameObject[Timetable], train: bool) -> Waits:
+    table, last = same.value, len(same.value.ranks) - 1
     starts = range(len(table.orders))
     nothing = 2 * len(table.ranks)
     found = Waits([*starts], [*starts], [0 for _ in starts], [nothing for _ in starts], [*starts], [*starts])

@@ -25,7 +25,6 @@ or describes everything. Types, levels, patterns and hosts can start from an ent
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -39,7 +38,7 @@ from pydantic import ValidationError
 
 from partitioner.errors import TopologyError
 from partitioner.topology.fabric import fitting_levels
-from partitioner.topology.hardware import TopologyPart
+from partitioner.topology.hardware import TopologyPart, margin_bytes
 from partitioner.topology.topology import Topology
 from partitioner.topology.validate import MisplacedError, format_suggestion, format_validation_error
 
@@ -395,7 +394,7 @@ def with_margin(topology: Topology, margin: float) -> Topology:
         return topology
 
     def smaller(memory: int, kind: str) -> int:
-        return memory - math.ceil(margin * max(0, memory - topology.types[kind].reserved))
+        return memory - margin_bytes(memory - topology.types[kind].reserved, margin)
 
     types = {n: kind.model_copy(update={"memory": smaller(kind.memory, n)}) for n, kind in topology.types.items()}
     of_node = [group.type for group in topology.nodes for _ in range(group.count)]

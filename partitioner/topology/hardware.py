@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
@@ -425,3 +426,9 @@ class Device:
     def usable(self) -> int:
         """The bytes of the device that programs can use."""
         return self.memory - self.reserved
+
+
+def margin_bytes(usable: int, margin: float) -> int:
+    """Return the bytes that plans leave free of ``usable`` bytes of a device. ``margin``: the fraction that is left
+    free."""
+    return math.ceil(margin * max(0, usable))

@@ -1,1 +1,1 @@
-"""Capture a module or an exported program as one flat graph of pure operators."""
+"""Capture a module or an exported program as one flat graph of operators that do not write in place."""

@@ -1,4 +1,5 @@
-"""Build a captured model from a flat exported program: one graph, with its states, inputs, outputs and loss named.
+"""Build a captured model from a flat exported program: one graph, and the names of its states, inputs, outputs and
+loss.
 
 Requires: a program from ``passes/capture/functionalize.py``. Provides: a :class:`Captured`.
 """
@@ -58,14 +59,15 @@ def assemble_program_graph(
     decided: Collection[int] = (),
     numbers: Mapping[str, int | float] | None = None,
 ) -> Captured:
-    """Return the program as a captured model with one graph.
+    """Return the exported program as a captured model with one graph.
 
     Args:
         canonical: maps every name of a state (parameter, buffer or constant) to the name that is used for it.
-        with_loss: the last result of the program is the loss.
-        empty_turns: for loops over the experts that have rows, use empty masks in the even (0) or odd (1) iterations;
-            ``None`` leaves all masks as they are.
-        numbers: the inputs, by path, that are Python numbers and that the graph reads as tensors.
+        with_loss: whether the last result of the program is the loss.
+        empty_turns: in loops over the experts that have rows, replace the masks of even (0) or odd (1) iterations by
+            empty ones; ``None`` leaves all masks unchanged.
+        decided: numbers of the lists of expert rows on which a branch of forward depended.
+        numbers: inputs that are Python numbers and that the graph reads as tensors, by path.
     """
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}
@@ -189,8 +191,11 @@ def _clean_meta(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
 
 
 def _find_model_location(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
-    """Return the metadata ``path``, ``source`` and ``stack`` of a node. The classes of the modules around it are added
-    to ``classes`` by path."""
+    """Return the metadata ``path``, ``source`` and ``stack`` of a node: its module, source line and enclosing module
+    calls.
+
+    The class names of these modules are added to ``classes`` by module path.
+    """
     stack = node.meta.get("nn_module_stack") or {}
     calls = []
     for key, (path, kind) in stack.items():
@@ -231,8 +236,10 @@ def _collect_model_states(program: ExportedProgram, canonical: Mapping[str, str]
 
 
 def _collect_read_constants(program: ExportedProgram, read: set[str]) -> dict[str, Tensor]:
-    """Return, by name, the values of the constant tensors that the graph reads (their names are ``read``). Raise
-    :class:`UnsupportedError` for one without values."""
+    """Return the values of the constant tensors in ``read``, by name.
+
+    Raises :class:`UnsupportedError` for a constant without values.
+    """
     constants = {}
     for spec in program.graph_signature.input_specs:
         name = str(spec.target)
@@ -248,8 +255,9 @@ def _collect_read_constants(program: ExportedProgram, read: set[str]) -> dict[st
 
 
 def _input_paths(program: ExportedProgram) -> Iterator[str]:
-    """Yield the paths of all leaves of the arguments, in order: ``0`` for a positional one, ``input_ids`` for a
-    keyword."""
+    """Yield the paths of all leaves of the arguments, in order: ``0`` for a positional argument, ``input_ids`` for a
+    keyword.
+    """
     spec = program.call_spec.in_spec
     assert spec is not None
     args, kwargs = pytree.tree_unflatten([0] * spec.num_leaves, spec)
@@ -260,8 +268,11 @@ def _input_paths(program: ExportedProgram) -> Iterator[str]:
 def _collect_model_outputs(
     program: ExportedProgram, env: Mapping[fx.Node, fx.Node], with_loss: bool, canonical: Mapping[str, str]
 ) -> tuple[list[ModelOutput], str | None, str | None, dict[str, str]]:
-    """Return the leaves of the model's result, the name of the loss node (or ``None``), the result's pytree as text (or
-    ``None``), and the node whose value each changed buffer or parameter takes, by state name."""
+    """Return the model's outputs, loss, output structure and state updates.
+
+    These are: the leaves of the result; the name of the loss node (or ``None``); the result's pytree as text (or
+    ``None``); and for each changed buffer or parameter the name of the node with its new value.
+    """
     results: Any = next(n for n in program.graph.nodes if n.op == "output").args[0]
     leaves = []
     updates: dict[str, str] = {}

@@ -1,20 +1,20 @@
-"""Buffers and frozen parameters that forward changes: traced, turned into values of the graph, and initialised.
+"""Handle buffers and frozen parameters that forward changes: trace the writes, make them graph values, initialise them.
 
 Requires: a module before it is traced, or its captured graph. Provides, in this order:
 
-* :func:`writes_traced` follows changes that torch.export loses or cannot follow. A buffer or frozen parameter that
-  forward sets as an attribute is written to at the end of forward, in whichever module it is. ``x.data`` is
-  ``x.detach()``. A tensor assigned to ``x.data`` is read instead of ``x`` from there on, and written to ``x`` at the
-  end, so that views of the old memory keep their values. A batch norm that averages over all batches so far
-  (``momentum=None``) counts them with a tensor; torch would need the number in it.
-* :func:`aliases_traced` also follows parameters and buffers that plain objects hold.
-* :func:`spell_out` decomposes operators that write to running statistics without an entry in their schema, where
+* :func:`writes_traced` traces writes that torch.export loses or cannot trace. If forward assigns a new tensor to a
+  buffer or frozen parameter, the value is copied into the old one at the end of forward. ``x.data`` is traced as
+  ``x.detach()``. A tensor assigned to ``x.data`` is read instead of ``x`` from then on, and copied into ``x`` at the
+  end, so that views of the old memory keep their values. A batch norm with a cumulative average (``momentum=None``)
+  counts its batches by a tensor; torch would need the count as a Python number.
+* :func:`aliases_traced` traces parameters and buffers that plain objects hold too.
+* :func:`spell_out` decomposes norms that write to running statistics, although their schema does not say so, if
   torch's own functionalisation does not handle them.
-* :func:`settle_updates` takes a captured graph in normal form. For every state that forward changes it adds an operator
-  whose result the state takes at the end of a step. The result has the state's type, no gradient, and memory of its
-  own.
-* :func:`initial_values` takes a folded model, and describes the buffers' values before the first step where a few
-  numbers suffice. A run that has no weights starts from them.
+* :func:`settle_updates` takes a captured graph in normal form. For every state (parameter or buffer) that forward
+  changes, it adds an operator whose result becomes the state's value at the end of a step. The result has the state's
+  dtype, no gradient, and memory of its own.
+* :func:`initial_values` describes the buffers' values before the first step, if a few numbers suffice. A run that has
+  no weights starts from them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ _STATISTICS, _FROM_BATCH = (3, 4), 5  # the places of their operands, and of wha
 
 
 def spell_out(graph: fx.Graph) -> bool:
-    """Rewrite ``graph`` in place; whether some operator in it changes running statistics."""
+    """Decompose instance norms that change running statistics in ``graph``, in place.
+
+    Returns whether any operator of the graph changes running statistics.
+    """
     found = [n for n in graph.nodes if n.target in _NORMS and n.args[_FROM_BATCH] and _list_changed_statistics(n)]
     for node in found:
         if node.target is aten.instance_norm.default:
@@ -69,8 +72,10 @@ def _list_changed_statistics(node: fx.Node) -> list[fx.Node]:
 
 
 def _as_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
-    """Instance norm as torch defines it: batch norm with a channel for each channel of each sample. The statistics are
-    moved for each sample, and what they become is averaged."""
+    """Replace an instance norm by a batch norm with one channel for each channel of each sample, as torch defines it.
+
+    The running statistics are updated for each sample, and the results are averaged over the samples.
+    """
     x, weight, bias, *statistics, _, momentum, eps, cudnn = node.args
     assert isinstance(x, fx.Node), node
     samples, channels, *rest = x.meta["val"].shape
@@ -106,10 +111,13 @@ _MOST_OBJECTS = 100_000  # that are searched for tensors
 
 @contextmanager
 def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
-    """Inside, what forward of ``model`` leaves in buffers and parameters can be traced.
+    """Context in which assignments of forward to buffers, frozen parameters and ``.data`` can be traced.
 
-    ``double``: floating tensors of all types are float64 in the trace. Raises :class:`UnsupportedError` for what a plan
-    cannot keep: other shapes or types, states that come or go, and states that share memory from then on.
+    Raises :class:`UnsupportedError` for changes that a plan cannot keep: other shapes or dtypes, states that are added
+    or removed, and states that share memory afterwards.
+
+    Args:
+        double: all floating-point tensors are float64 in the trace, so their dtypes need not match.
     """
     averaging = [m for m in model.modules() if isinstance(m, _BatchNorm) and _has_cumulative_average(m)]
     for module in averaging:
@@ -138,10 +146,11 @@ def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
 
 @contextmanager
 def aliases_traced(model: nn.Module) -> Iterator[None]:
-    """Inside, forward of ``model`` reads and writes its parameters and buffers also where plain objects hold them.
+    """Context in which forward reads and writes the traced parameters and buffers also through plain objects that hold
+    them.
 
-    torch.export sets the tensors of a trace in modules alone: a list, a dict or another object that holds a parameter
-    or buffer of a module, as a generation cache does, would keep the one of before.
+    torch.export replaces the tensors of modules only. A list, a dict or another object that holds a parameter or
+    buffer, such as a generation cache, would keep the old tensor.
     """
     aliases = aliases_of(model)
     forward, own = model.forward, model.__dict__.get("forward")
@@ -170,7 +179,7 @@ def aliases_traced(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StateAlias:
-    """``holder[key]`` is the tensor that a module holds as ``states[name]``."""
+    """A place outside of modules that holds a parameter or buffer: ``holder[key]`` is the tensor ``states[name]``."""
 
     holder: Any
     key: Any
@@ -178,12 +187,14 @@ class StateAlias:
     name: str
 
     def follow(self) -> None:
-        """Hold what the module holds now."""
+        """Store the parameter or buffer that the module has now in the other place that holds it."""
         self.holder[self.key] = self.states[self.name]
 
 
 def aliases_of(model: nn.Module) -> list[StateAlias]:
-    """Places outside of modules' own tables that hold parameters or buffers."""
+    """Return the places in attributes of the model that hold a parameter or buffer outside of the modules' own
+    tables.
+    """
     found = []
     owners = {
         id(tensor): (states, name)
@@ -213,8 +224,10 @@ def aliases_of(model: nn.Module) -> list[StateAlias]:
 
 @contextmanager
 def _export_unaware() -> Iterator[None]:
-    """Inside, torch.export does not note which buffers of the outermost module are set: it would write to one after the
-    other, and to what another is still to be set to."""
+    """Context in which torch.export does not observe assignments to buffers of the outermost module.
+
+    It would copy them one after the other, although one may be the value of another.
+    """
     hooks = nn_module._global_buffer_registration_hooks
     others = {
         number: hook for number, hook in hooks.items() if not getattr(hook, "__module__", "").startswith("torch.")
@@ -225,7 +238,10 @@ def _export_unaware() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Write:
-    """``tensor``, which is of the model, takes ``value``, by ``how``."""
+    """A write to be done at the end of forward: copy ``value`` into the model's tensor ``tensor``.
+
+    ``how`` says in words what forward did to the tensor, for messages.
+    """
 
     tensor: Tensor
     value: Tensor
@@ -234,7 +250,10 @@ class _Write:
 
 @dataclass
 class _HeldStates:
-    """The model's buffers and parameters as forward finds them. ``plain``: tensors that are attributes and neither."""
+    """The model's parameters and buffers at the start of forward, to find out what forward assigns to.
+
+    ``plain`` has tensors that are ordinary attributes, by module and name.
+    """
 
     model: nn.Module
     states: dict[tuple[nn.Module, str, str], Tensor | None] = field(default_factory=dict)
@@ -256,7 +275,12 @@ class _HeldStates:
         return held
 
     def set_anew(self, data: _DataAccess) -> Iterator[_Write]:
-        """What forward has set as attributes, which are then as they were."""
+        """Yield a write for each buffer or parameter to which forward assigned a new tensor, and put the old tensor
+        back.
+
+        The writes are to be done at the end of forward. Raises :class:`UnsupportedError` for assignments that a plan
+        cannot keep, such as another shape or a parameter that is trained.
+        """
         for (module, key), plain in self.plain.items():
             if id(plain) in data.read and vars(module).get(key) is not plain:
                 raise UnsupportedError(
@@ -304,7 +328,9 @@ class _HeldStates:
 
 
 class _DataAccess(TorchFunctionMode):
-    """``x.data``, read and set, while forward is traced; and which plain tensors of the model are ``read``."""
+    """Function mode that replaces reads and writes of ``x.data`` during a trace. ``read`` has the ids of plain tensors
+    read.
+    """
 
     def __init__(self, held: _HeldStates, inputs: Any, double: bool) -> None:
         super().__init__()
@@ -331,7 +357,11 @@ class _DataAccess(TorchFunctionMode):
         return args[0].detach() if func == _DATA_GET else func(*args, **kwargs)
 
     def now(self, value: Any, *, alone: bool = True) -> Any:
-        """What stands for a tensor, itself where nothing does. ``alone``: its gradient is not asked for."""
+        """Return the tensor that replaces ``value`` after an assignment to ``value.data``; ``value`` if there was none.
+
+        Args:
+            alone: whether no gradient of the value is needed; if false, a tensor that requires a gradient is refused.
+        """
         if not isinstance(value, Tensor) or id(value) not in self.values:
             return value
         if value.requires_grad and not alone:
@@ -344,11 +374,11 @@ class _DataAccess(TorchFunctionMode):
         return self.values[id(value)][1]
 
     def output(self, output: Any) -> Any:
-        """What forward gives, with what stands for its tensors."""
+        """Return forward's output with tensors replaced according to the assignments to ``.data``."""
         return pytree.tree_map(functools.partial(self.now, alone=False), output) if self.values else output
 
     def writes(self) -> Iterator[_Write]:
-        """What was set of tensors that the trace is given: of the model, or its inputs."""
+        """Yield a write for each parameter, buffer or input to whose ``.data`` forward assigned a tensor."""
         for tensor, value in self.values.values():
             if id(tensor) in self.held.names or id(tensor) in self.inputs:
                 yield _Write(tensor, value, f"sets .data of {self._format_tensor_name(tensor)}")
@@ -359,7 +389,13 @@ class _DataAccess(TorchFunctionMode):
 
 
 def _write_all(writes: Iterable[_Write], held: _HeldStates, double: bool) -> None:
-    """At the end of forward: what was set goes into the memory that the model has."""
+    """Copy values that forward assigned into the model's own tensors, at the end of forward.
+
+    Raises :class:`UnsupportedError` if shapes or dtypes differ, or if states share memory afterwards.
+
+    Args:
+        double: whether floating-point dtypes may differ, because all of them are float64 in the trace.
+    """
     last = {id(w.tensor): w for w in writes}  # under one of the names of a tensor that has several
     if not last:
         return
@@ -373,7 +409,11 @@ def _write_all(writes: Iterable[_Write], held: _HeldStates, double: bool) -> Non
 
 
 def _check_apart(writes: Mapping[int, _Write], held: _HeldStates) -> None:
-    """Raise :class:`UnsupportedError` where states share memory after forward, and one of them is changed in place."""
+    """Raise :class:`UnsupportedError` if parameters or buffers share memory after forward and one is changed in place.
+
+    Args:
+        writes: the values that forward assigned, by identity of the tensor.
+    """
     before = {id(t): t for t in held.states.values() if t is not None}
     after = {key: writes[key].value if key in writes else tensor for key, tensor in before.items()}
     memory = {key: _find_tensor_memory(tensor) for key, tensor in after.items()}
@@ -390,12 +430,12 @@ def _check_apart(writes: Mapping[int, _Write], held: _HeldStates) -> None:
 
 
 def _find_graph_nodes(some: Iterable[fx.Node | None]) -> Iterable[fx.Node]:
-    """All nodes of the graph that ``some`` are in."""
+    """Return all nodes of the graph to which the nodes in ``some`` belong; empty if there are none."""
     return next((node.graph.nodes for node in some if node is not None), ())
 
 
 def _can_share_elements(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors in the same memory may have elements in common."""
+    """Whether the address ranges of two tensors in the same memory overlap."""
     (start, end), (first, last) = (
         (t.storage_offset(), t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
         for t in (one, other)
@@ -404,7 +444,7 @@ def _can_share_elements(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_given(tensor: Tensor) -> bool:
-    """Whether a tensor has the memory of a state or an input."""
+    """Whether a tensor's memory is that of a state or an input of the graph."""
     memory = _find_tensor_memory(tensor)
     return memory is not None and memory.op == "placeholder"
 
@@ -422,7 +462,7 @@ def _check_alike(what: str, tensor: Tensor, value: Tensor, double: bool) -> None
 
 
 def _node_of(tensor: Tensor) -> fx.Node | None:
-    """The node of the trace that makes a tensor."""
+    """Return the node of the trace that computes a tensor; ``None`` if the tensor is not traced."""
     mode = get_proxy_mode()
     slot = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
     return slot.proxy.node if slot is not None else None
@@ -440,7 +480,7 @@ def _format_tensor_spec(value: Tensor | None) -> str:
 
 
 def _has_cumulative_average(module: _BatchNorm) -> bool:
-    """Whether a module asks how many batches it has seen."""
+    """Whether a batch norm averages over all batches so far (``momentum=None``), so that it reads its batch counter."""
     plain = type(module).forward is _BatchNorm.forward
     return plain and module.momentum is None and module.training and module.num_batches_tracked is not None
 
@@ -462,9 +502,10 @@ _PLACE = ("path", "source", "stack")
 
 
 def settle_updates(captured: Captured) -> dict[str, fx.Node]:
-    """The operator of each state that forward changes. The graph is changed in place, and returns what these give.
+    """Add an operator for each state that forward changes, and return these nodes by state name.
 
-    Raises :class:`UnsupportedError` for a parameter that is trained.
+    The graph is changed in place: it outputs these nodes after its other results. Raises :class:`UnsupportedError` if
+    forward changes a parameter that is trained.
     """
     if not captured.updates:
         return {}
@@ -484,8 +525,10 @@ def settle_updates(captured: Captured) -> dict[str, fx.Node]:
 
 
 def with_frozen_as_buffers(states: Mapping[str, ModelState], changed: Collection[str]) -> dict[str, ModelState]:
-    """``states``, the parameters among those that forward ``changed`` as buffers, which is what they are to a plan: no
-    optimizer steps them, and each rank takes what forward leaves in them."""
+    """Return ``states`` with the kind ``buffer`` for parameters in ``changed``, the states that forward changes.
+
+    No optimizer updates such a parameter, and each rank stores the value that forward computes, as for a buffer.
+    """
     return {n: replace(s, kind="buffer") if n in changed and s.kind == "parameter" else s for n, s in states.items()}
 
 
@@ -517,14 +560,14 @@ def _settle_written_value(graph: fx.Graph, value: fx.Node, state: ModelState) ->
 
 
 def _may_be_held(node: fx.Node) -> bool:
-    """Whether a value may share its memory with a state or an input."""
+    """Whether a node's value may share its memory with a parameter, a buffer or an input of the graph."""
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node.op == "placeholder"
 
 
 def leading_to(graph: fx.Graph, ends: Collection[fx.Node]) -> set[fx.Node]:
-    """``ends``, and the operators whose results go nowhere else."""
+    """Return the nodes ``ends`` and all operators whose results are used only to compute them."""
     found = set(ends)
     if not found:
         return found
@@ -540,8 +583,11 @@ _LOOKED_AT = 1 << 20  # elements
 
 
 def initial_values(model: nn.Module | ExportedProgram, folded: FoldedModel) -> dict[str, Any]:
-    """By name of a buffer of ``folded`` that is no constant: the number that all of its elements are, or its values as
-    nested lists. Large ones, and those that have no values (on ``meta``), are left out."""
+    """Return the values of the buffers of ``folded`` (except constants) before the first step, by name.
+
+    A value is one number if all elements are equal, otherwise nested lists. Large buffers with different elements, and
+    buffers without values (on ``meta``), are left out.
+    """
     every: dict[str, Any] = (
         {} if isinstance(model, ExportedProgram) else {"remove_duplicate": False}
     )  # which that does not take

@@ -81,23 +81,24 @@ def capture(
     device: str = "cpu",
     lift_numbers: bool = True,
 ) -> Captured:
-    """Trace ``model`` on one whole global batch and return the captured graph. The model is not changed and no weight
-    is copied.
+    """Trace ``model`` on one global batch and return the captured graph. The model is not changed and no weight is
+    copied.
+
+    Raises :class:`CaptureError`, :class:`InputsError` or :class:`UnsupportedError`.
 
     Args:
         inputs: a tuple of positional or a dict of keyword arguments; ``None`` uses the sample inputs that the program
-            or model brings itself.
+            or model has itself.
         loss: computes the scalar loss from the model's output. With ``None``, the output is the loss or has the loss in
             its field ``loss``.
-        global_batch: number of samples of the global batch. The batch dim of ``inputs`` is enlarged to it.
+        global_batch: number of samples of the global batch, to which the batch dim of ``inputs`` is enlarged.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; parameters, buffers and inputs are cast to it as by
-            ``model.to``. ``fp64`` also turns casts to other floating types inside the model into casts to float64.
-        objective: ``train`` captures the model with the loss and gradients in mind; any other value only the forward.
-        device: ``cpu`` or ``cuda``, the type of device that the model will run on. It decides which regions of
-            ``torch.autocast`` in the forward take effect.
-        lift_numbers: read Python numbers of the inputs as 0-dimensional tensors if the forward allows it.
-
-    Raises :class:`CaptureError`, :class:`InputsError`, :class:`UnsupportedError`.
+            ``model.to``. ``fp64`` also turns casts to other floating-point types inside the model into casts to
+            float64.
+        objective: ``train`` captures the loss and what gradients need; any other value captures only the forward.
+        device: ``cpu`` or ``cuda``, the type of device that the model will run on. It decides which ``torch.autocast``
+            regions of forward take effect.
+        lift_numbers: read Python numbers of the inputs as 0-dimensional tensors if forward allows it.
     """
     if precision is not None and precision not in PRECISIONS:
         raise InputsError(f"precision must be one of {', '.join(PRECISIONS)} or None; got {precision!r}")
@@ -148,8 +149,8 @@ def capture(
 
 
 def given_samples(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[int, dict[str, int | None]]:
-    """Return the number of samples in the inputs of :func:`capture`, and the batch dim of each input tensor by its path
-    (``None`` if it has none).
+    """Return the number of samples in ``inputs``, and the batch dim of each input tensor by path (``None`` if it has
+    none).
 
     Raises :class:`InputsError` if no input has a batch dim.
     """
@@ -162,8 +163,10 @@ def given_samples(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[i
 def _with_caches_settled(
     model: nn.Module, twin: ParameterlessCopy, arguments: Bound, dtype: torch.dtype | None
 ) -> tuple[ParameterlessCopy, tuple[str, ...]]:
-    """Return the twin to trace, and notes for the user about generation caches. The twin makes caches only if the
-    result of the forward depends on them."""
+    """Decide whether the model is traced with its generation (key/value) caches. Return the twin to trace and notes.
+
+    The twin is a copy of the model with fake parameters. It makes caches only if the result of forward depends on them.
+    """
     if not twin.caches:
         return twin, ()
     args, kwargs = (
@@ -176,8 +179,13 @@ def _with_caches_settled(
 
 
 def _list_decision_notes(captured: Captured, asked: set[str]) -> tuple[str, ...]:
-    """Return a note that names the buffers (``asked``) whose values decided what the forward computes; empty if there
-    are none. Raise :class:`UnsupportedError` if the forward also changes such a buffer."""
+    """Return a note that names the buffers whose values decided what forward computes; empty if there are none.
+
+    Raises :class:`UnsupportedError` if forward also changes such a buffer.
+
+    Args:
+        asked: names of these buffers.
+    """
     changed = sorted(asked & set(captured.updates))
     if changed:
         raise UnsupportedError(
@@ -189,8 +197,9 @@ def _list_decision_notes(captured: Captured, asked: set[str]) -> tuple[str, ...]
 
 
 def _other_losses(captured: Captured, loss: Callable[[Any], Tensor] | None) -> tuple[str, ...]:
-    """Return a note for the user if the model returns a loss of its own that the argument ``loss`` replaces; otherwise
-    an empty tuple."""
+    """Return a note if the model returns a loss of its own that the argument ``loss`` replaces; otherwise an empty
+    tuple.
+    """
     returned = [output.value for output in captured.outputs if output.path == "loss"]
     if loss is None or not set(returned) - {None, captured.loss}:
         return ()
@@ -203,7 +212,7 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _canonical_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Map every name of a tensor to the first name under which the same tensor appears."""
+    """Return a map from every name of a tensor to the first name of the same tensor (for tied weights)."""
     first: dict[Any, str] = {}
     return {name: first.setdefault(_build_tensor_key(tensor), name) for name, tensor in named}
 
@@ -219,7 +228,9 @@ def _without_numbers(tensor: Tensor) -> bool:
 
 
 def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return, by name, the values of small non-persistent buffers, which no checkpoint holds."""
+    """Return the values of small non-persistent buffers by name, cast to ``dtype``; no checkpoint contains these
+    buffers.
+    """
     saved = set(model.state_dict(keep_vars=True))
     return {
         name: buffer.detach().to("cpu", cast_floating_dtype(buffer.dtype, dtype))
@@ -232,8 +243,11 @@ def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, T
 def _fit_program(
     program: ExportedProgram, inputs: Inputs, global_batch: int | None
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
-    """Return a program with fixed shapes for these inputs, and notes. A program whose shapes are fixed is returned
-    unchanged; one with dynamic shapes is exported again on the inputs."""
+    """Return an exported program with fixed shapes for these inputs, and an empty tuple of notes.
+
+    A program with fixed shapes is returned unchanged; one with dynamic shapes is exported again on the inputs. Raises
+    :class:`InputsError` if the inputs do not fit the program.
+    """
     if inputs is None and global_batch is None and _is_static(program):
         return program, ()
     args, kwargs = split_inputs(program, inputs)
@@ -262,8 +276,10 @@ def _is_static(program: ExportedProgram) -> bool:
 
 
 def _cast_inputs_and_states(captured: Captured, dtype: torch.dtype, kinds: tuple[str, ...]) -> Captured:
-    """Return ``captured`` with its floating inputs, and its floating states of the given ``kinds``, in ``dtype``. The
-    operators of the graph are not changed."""
+    """Return ``captured`` with its floating-point inputs, and its states of the given ``kinds``, in ``dtype``.
+
+    The operators of the graph are not changed.
+    """
 
     def recast(spec: TensorSpec) -> TensorSpec:
         return replace(spec, dtype=cast_floating_dtype(spec.dtype, dtype))

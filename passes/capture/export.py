@@ -1,8 +1,7 @@
-"""Run ``torch.export`` on a twin of the user's model that holds no numbers.
+"""Run ``torch.export`` on a twin of the user's model: a deep copy whose parameters and buffers are fake tensors.
 
-The twin is a deep copy in which every parameter and buffer is a fake tensor of the same shape and type, so that neither
-the user's model is touched nor a weight copied; tied weights stay tied. Plain tensors that a module holds as attributes
-are constants of the model and keep their values.
+A fake tensor has a shape and a dtype but no values, so neither is the user's model changed nor a weight copied. Tied
+weights stay tied. Plain tensors that a module holds as attributes are constants of the model and keep their values.
 """
 
 from __future__ import annotations
@@ -59,8 +58,11 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 @dataclass(frozen=True)
 class Counter:
-    """A Python number that the forward changes, the attribute ``name`` of the module ``path``. The traced copy of the
-    model holds it as the buffer ``buffer``, a 0-dimensional tensor; ``value``: what it is at first."""
+    """A Python number that forward changes: the attribute ``name`` of the module with path ``path``.
+
+    The twin (the copy that is traced) holds it as a 0-dimensional buffer named ``buffer``. ``value`` is the number
+    before the first call.
+    """
 
     path: str
     name: str
@@ -78,15 +80,17 @@ class Counter:
 
 @dataclass(frozen=True)
 class ParameterlessCopy:
-    """The copy without numbers, and the mode that its tensors belong to.
+    """The twin of a model: a copy whose parameters and buffers are fake tensors of the mode ``mode``, with options of a
+    trace.
 
-    ``caches``: its configurations in which generation caches were on; they are off, unless they are ``kept``.
-    ``casts``: the type of devices (``cpu``, ``cuda``) as on which ``torch.autocast`` casts; ``None``: it does not.
-    ``held``: the model's own buffers that have numbers; ``asked``: those by whose numbers forward has decided.
-    ``numbers``: by path, the planned values of inputs that are Python numbers; the forward gets a lifted number for
-    each, and ``scope`` holds what it did with them. ``counters``: Python numbers that the forward changes, as buffers.
-    ``attributes``: by module and name, attributes that are set before the forward runs; ``warm_up``: runs the forward
-    of a new twin once, before it is traced.
+    ``caches``: configurations in which generation caches were on; they are switched off unless ``kept`` is true.
+    ``casts``: device type (``cpu`` or ``cuda``) whose ``torch.autocast`` regions take effect; ``None`` if none do.
+    ``held``: the original model's buffers with values, by name. ``asked``: names of the buffers whose values decided
+    what forward does. ``hits``: loops over the experts that have rows, found in the trace. ``numbers``: values of
+    inputs that are Python numbers, by path. Forward gets a tensor-like lifted number for each, and ``scope`` records
+    how forward used them. ``counters``: Python numbers that forward changes, held as buffers. ``attributes``: values by
+    (module path, attribute name) that are set before forward runs. ``warm_up``: called on each new twin before it is
+    traced, to run forward once.
     """
 
     module: nn.Module
@@ -115,11 +119,15 @@ def make_twin(
     casts: str | None = None,
     keep_caches: bool = False,
 ) -> ParameterlessCopy:
-    """A twin of ``model``, its floating tensors in ``dtype`` (``None``: as they are), in ``mode`` or one of its own.
+    """Return a copy of ``model`` with fake parameters and buffers.
 
-    ``keep_caches``: generation caches are left on where they are on.
+    Raises :class:`CaptureError` if the model cannot be copied.
 
-    Raises :class:`CaptureError` where the model cannot be copied.
+    Args:
+        dtype: dtype of the copy's floating-point tensors; ``None`` keeps their dtypes.
+        mode: fake tensor mode of the copy; ``None`` creates one.
+        casts: device type whose ``torch.autocast`` regions take effect; ``None`` if none do.
+        keep_caches: leave generation caches on where the model's configurations have them on.
     """
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     memo: dict[int, Any] = {}
@@ -152,17 +160,23 @@ def make_twin(
 
 
 def cast_floating_dtype(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
-    """What ``module.to(to)`` makes of a tensor of ``dtype``."""
+    """Return ``to`` for a floating-point ``dtype`` if ``to`` is not ``None``, otherwise ``dtype``, as ``module.to(to)``
+    casts.
+    """
     return to if to is not None and dtype.is_floating_point else dtype
 
 
 def export_parameterless_copy(
     twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool = True, diagnose: bool = True
 ) -> ExportedProgram:
-    """Export the twin, to ``train`` it or not. Without ``diagnose``, what goes wrong is raised as it comes.
+    """Trace a twin (a copy of the model with fake tensors) with ``torch.export``, and return the exported program.
 
-    Raises :class:`InputsError` where forward itself fails on these inputs, :class:`CaptureError` with the model's line
-    and torch.export's reason where it cannot be traced.
+    Raises :class:`InputsError` if forward fails on these inputs even without a trace, and :class:`CaptureError` with
+    the model's source line and torch.export's reason if it cannot be traced.
+
+    Args:
+        train: trace the ``backward`` of user-defined ``torch.autograd.Function`` classes too.
+        diagnose: explain failures as above; if false, the original exception is raised.
     """
     drawn: list[str] = []
     try:
@@ -210,8 +224,10 @@ def export_parameterless_copy(
 
 @contextlib.contextmanager
 def _silence_torch() -> Iterator[None]:
-    """None of torch's warnings, logs and dumps; encoder layers as operators, not as one fused inference kernel; and
-    distributions do not look at the numbers that they are given."""
+    """Context without torch's warnings and logs, fused encoder kernels, and argument checks of distributions.
+
+    The fused kernels would hide the encoder's operators from the trace, and the checks would read values.
+    """
     fused, disabled = torch.backends.mha.get_fastpath_enabled(), logging.root.manager.disable
     looks = Distribution._validate_args
     torch.backends.mha.set_fastpath_enabled(False)
@@ -229,7 +245,9 @@ def _silence_torch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _inference_traced() -> Iterator[None]:
-    """``torch.inference_mode`` switches gradients, as ``torch.no_grad`` does: torch.export does not see it."""
+    """Context in which ``torch.inference_mode`` only switches gradients off, like ``torch.no_grad``, so that it can be
+    traced.
+    """
 
     def enter(self: Any) -> None:
         self._inference_mode_context = torch.is_grad_enabled()
@@ -247,7 +265,11 @@ def _inference_traced() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_containers(model: nn.Module, bare: bool) -> Iterator[None]:
-    """Forward's results are in containers that torch knows; ``bare``: without objects that it does not, as caches."""
+    """Context in which forward returns its results in containers that pytree knows, such as dicts for dataclasses.
+
+    Args:
+        bare: replace results that are neither tensors nor plain values, such as cache objects, by ``None``.
+    """
     forward = model.forward
 
     @functools.wraps(forward)
@@ -261,8 +283,12 @@ def _in_containers(model: nn.Module, bare: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _numbers_lifted(twin: ParameterlessCopy) -> Iterator[None]:
-    """Inside, the twin's forward gets a :class:`LiftedNumber` for each tensor that stands for a Python number, and has
-    one in place of each attribute that is a counter, which is written back to its buffer in the end."""
+    """Context in which the forward of a twin computes with :class:`LiftedNumber` objects in place of Python numbers.
+
+    A twin is a copy of the model with fake tensors; a lifted number computes with a 0-dimensional tensor of the graph.
+    This holds for the inputs in ``twin.numbers`` and the attributes in ``twin.counters``. At the end, the value of each
+    counter is written to its buffer.
+    """
     if not twin.numbers and not twin.counters:
         yield
         return
@@ -308,8 +334,10 @@ def _is_plain(leaf: Any) -> bool:
 
 @contextlib.contextmanager
 def _lines_noted() -> Iterator[None]:
-    """Operators keep the line of the user's function that calls them; torch.export keeps that of a ``forward``, and
-    takes the text of every frame for it."""
+    """Context in which each traced operator records only the source line of the user's function that called it.
+
+    torch.export would record the line of a ``forward`` and collect the text of every stack frame.
+    """
     known = hasattr(TracerBase, "_filter_traceback_frames") and hasattr(fx_proxy, "CapturedTraceback")
     if not known:  # another torch
         yield
@@ -320,7 +348,7 @@ def _lines_noted() -> Iterator[None]:
 
 
 class _UserLine(tuple[str, ...]):
-    """The line of the innermost frame that is the user's and inside a forward, where fx takes a whole traceback."""
+    """Replacement of fx's traceback: only the innermost stack frame of the user's code inside a forward."""
 
     @classmethod
     def extract(cls) -> _UserLine:
@@ -347,8 +375,13 @@ _ENTRIES = ("forward", "with_loss")  # functions that a trace enters a model by;
 def try_forward(
     twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any], *, constants: bool = False
 ) -> Any:
-    """The twin's output without numbers; where its forward fails, the exception. ``constants``: what depends on neither
-    inputs nor weights has numbers."""
+    """Run the forward of a twin (a copy of the model with fake tensors) without a trace.
+
+    Returns the output, or the exception that forward raises.
+
+    Args:
+        constants: give values to tensors that depend on neither inputs nor weights.
+    """
     try:
         mode = contextlib.nullcontext() if constants else twin.mode
         with _silence_torch(), mode, torch.no_grad(), grouped_traced(), _trace_conversions(twin), _numbers_lifted(twin):
@@ -362,7 +395,10 @@ def _trace_conversions(twin: ParameterlessCopy) -> contextlib.AbstractContextMan
 
 
 def _forward_failure(twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
-    """What forward raises by itself on these inputs, without being traced; not where it is for want of numbers."""
+    """Return the exception that forward raises on these inputs without a trace.
+
+    Returns ``None`` if there is none, or if it is raised only because fake tensors have no values.
+    """
     failure = try_forward(twin, args, kwargs)
     torchs = type(failure).__module__.partition(".")[0] == "torch" or isinstance(failure, RecursionError)
     wanting = torchs or any(word in str(failure).lower() for word in ("fake", "meta", "does not require grad"))
@@ -411,7 +447,11 @@ _ADVICE = {
 
 
 def _explain_trace_failure(model: nn.Module, error: Exception, drawn: list[str]) -> str:
-    """Why the model cannot be traced; ``drawn``: the operators that drew what forward asked for last."""
+    """Return an error message on why the model cannot be traced, with advice.
+
+    Args:
+        drawn: names of the random operators whose result forward tried to read as a number last.
+    """
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     where, said = place_of(error), f"{type(error).__name__}: {error}"
     by_draw = [_DRAWN.format(", ".join(dict.fromkeys(drawn)))]
@@ -431,7 +471,13 @@ def _read_first_line(error: Exception) -> str:
 
 
 def place_of(error: Exception, *, but: str = "") -> str:
-    """`` at file:line (code)`` of the innermost frame that is the user's, and not of the file ``but``."""
+    """Return `` at file:line (code)`` of the innermost frame of an exception's traceback that is in the user's code.
+
+    Returns an empty text if there is none.
+
+    Args:
+        but: name of a file whose frames are skipped.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     user = [f for f in frames if is_users(f.filename) and f.filename != but]
     if user:
@@ -441,19 +487,19 @@ def place_of(error: Exception, *, but: str = "") -> str:
 
 
 def _line_now() -> str:
-    """`` (file:line)`` of the innermost frame that is the user's."""
+    """Return `` (file:line)`` of the user's code that is running now; empty if there is none on the stack."""
     frames = [f for f in traceback.extract_stack() if is_users(f.filename)]
     return f" ({shorten_file_path(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
 
 
 def line_of(frame: FrameType) -> str:
-    """`` at file:line (code)`` of a frame."""
+    """Return `` at file:line (code)`` of a stack frame."""
     code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     return f" at {shorten_file_path(frame.f_code.co_filename)}:{frame.f_lineno}" + (f" ({code})" if code else "")
 
 
 def in_containers(tree: Any) -> Any:
-    """``tree`` with dicts for dataclasses, namespaces and mappings that torch takes for leaves."""
+    """Return ``tree`` with dicts in place of dataclasses, namespaces and mappings that pytree does not know."""
     if isinstance(tree, Mapping):
         fields: Any = tree
     elif isinstance(tree, SimpleNamespace):
@@ -468,13 +514,13 @@ def in_containers(tree: Any) -> Any:
 
 
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a pytree with their paths: ``logits``, ``0``, ``past.0.key``."""
+    """Return the leaves of a pytree, each with its path as text, such as ``logits``, ``0`` or ``past.0.key``."""
     leaves, _ = pytree.tree_flatten_with_path(tree)
     return [(".".join(str(_get_path_key(k)) for k in path), leaf) for path, leaf in leaves]
 
 
 def map_leaves(change: Callable[[str, Any], Any], tree: Any) -> Any:
-    """``tree`` with ``change(path, leaf)`` in place of each leaf; paths are those of :func:`leaf_paths`."""
+    """Return ``tree`` with each leaf replaced by ``change(path, leaf)``; paths are those of :func:`leaf_paths`."""
     leaves, spec = pytree.tree_flatten(tree)
     paths = [path for path, _ in leaf_paths(tree)]
     return pytree.tree_unflatten([change(p, leaf) for p, leaf in zip(paths, leaves, strict=True)], spec)

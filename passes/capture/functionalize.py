@@ -1,13 +1,13 @@
-"""Turn an exported program into one flat graph of pure operators.
+"""Turn an exported program into one flat graph of functional operators, which write to none of their operands.
 
-Requires: an ``ExportedProgram``. Provides: a program whose graph has no sub-graphs (a value that enters a region
-without gradients passes through an explicit ``detach``), no assertions and no in-place operators. Buffers that the
-model changes are its first outputs, as torch.export's signature lists them.
+Requires: an ``ExportedProgram``. Provides: a program whose graph has no sub-graphs, no assertions and no in-place
+operators. A value that enters a region without gradients passes through an explicit ``detach``. Buffers that the model
+changes are its first outputs, in the order of torch.export's signature.
 
 ``StorageTracker`` finds which tensors share memory, which carry gradients, and which are written to without autograd's
-knowledge. ``with torch.no_grad(): y.clamp_()`` and ``y.detach().clamp_()`` change the values of ``y`` but not its
-gradient; a graph of pure operators would differentiate the write and stop the gradient. Such a tensor may be written
-to, but a later read is refused. ``w.data.mul_()`` is refused if it changes an operand that an earlier operator saves
+knowledge. For example, ``with torch.no_grad(): y.clamp_()`` and ``y.detach().clamp_()`` change the values of ``y`` but
+not its gradient. A graph of functional operators would differentiate the write and stop the gradient. A later read of
+such a tensor is therefore refused. ``w.data.mul_()`` is refused if it changes an operand that an earlier operator saves
 for its gradient, because torch would compute that gradient from the new values.
 """
 
@@ -85,8 +85,10 @@ _KEEPS_NOTHING = frozenset(
 
 
 class StorageTracker:
-    """Tracks, for the nodes of a graph in order, which share memory, which carry gradients and which are written to.
-    Call :meth:`follows` for each appended node. The keys of all tables are nodes."""
+    """Tracks which nodes of a graph share memory, which carry gradients, and which are written to.
+
+    Call :meth:`follows` for each node that is appended to the graph, in order. The keys of all tables are nodes.
+    """
 
     def __init__(self) -> None:
         self._memory: dict[fx.Node, fx.Node] = {}  # the first node of the same memory
@@ -98,8 +100,9 @@ class StorageTracker:
         self._spoilt: list[tuple[fx.Node, fx.Node]] = []  # what writes to such memory, and that operator
 
     def needs_grad(self, node: fx.Node) -> bool:
-        """Whether ``node`` requires a gradient at this point of the graph. A write to a view of it may have made it
-        require one."""
+        """Whether ``node`` requires a gradient at this point of the graph. A write to one of its views can have caused
+        this.
+        """
         return self._history.get(node, node) in self._grad.get(self._memory.get(node, node), ())
 
     def marks(self, node: fx.Node) -> None:
@@ -107,8 +110,9 @@ class StorageTracker:
         self._grad.setdefault(self._memory.get(node, node), set()).add(self._history.get(node, node))
 
     def stands_for(self, detached: fx.Node, node: fx.Node) -> None:
-        """Record that ``detached``, a node appended to the graph, replaces ``node`` as operand where gradients are
-        off."""
+        """Record that the ``detach`` node ``detached`` replaces ``node`` as an operand in regions where gradients are
+        off.
+        """
         self._without[detached] = node
         self.follows(detached)
 
@@ -143,8 +147,11 @@ class StorageTracker:
                 self._kept.setdefault(self._memory.get(kept, kept), made)
 
     def _record_detached_write(self, made: fx.Node, written: fx.Node) -> None:
-        """Record if ``made`` writes, by ``.data`` or ``detach()``, to memory whose values an earlier operator's
-        gradient needs."""
+        """Record an error if ``made`` writes, by ``.data`` or ``detach()``, to values that an earlier operator's
+        gradient needs.
+
+        :meth:`finish` raises the error.
+        """
         memory = self._memory.get(written, written)
         apart = written not in self._without and self._history.get(written, written) is not memory
         trained = memory.op == "placeholder" and self.needs_grad(memory)  # which may not be changed at all
@@ -199,15 +206,18 @@ def _get_node_dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _written_nodes(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose memory an operator writes to. Empty for operators that change only the shape of a
-    tensor."""
+    """Return the nodes whose memory an operator writes to; empty for operators that change only a tensor's shape in
+    place.
+    """
     shapes_alone = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags
     return [] if shapes_alone else written_by(node)
 
 
 def _is_in_place(target: Any) -> bool:
-    """Whether an operator is in-place by name (a trailing ``_``). What it writes to then takes part in its gradient;
-    the running statistics that a norm updates do not."""
+    """Whether an operator's name ends in ``_``, so that its result is its first operand and takes part in gradients.
+
+    Running statistics that a norm updates are written too, but take no part in gradients.
+    """
     return isinstance(target, torch._ops.OpOverload) and target._schema.name.endswith("_")
 
 
@@ -225,8 +235,10 @@ _PURE: dict[Any, Any] = {aten.detach_.default: aten.detach.default}
 def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = None) -> ExportedProgram:
     """Return the program as one flat functional graph. The given program is not changed.
 
-    ``own``: names of the tensors of the original model by their data address. The program was exported from a copy of
-    that model. Raises :class:`UnsupportedError` for a region or operator that cannot be converted exactly.
+    Raises :class:`UnsupportedError` for a region or an operator that cannot be converted exactly.
+
+    Args:
+        own: names of the original model's tensors by data address. The program was exported from a copy of that model.
     """
     _check_followed(program, own or {})
     inliner = _RegionInliner(_find_trainable_placeholders(program))
@@ -272,9 +284,13 @@ def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = No
 
 
 def _check_followed(program: ExportedProgram, own: Mapping[int, str]) -> None:
-    """Raise :class:`UnsupportedError` for a tensor that torch.export did not trace and turned into a constant. This is
-    the case if the constant has no values, or if it is one of the original model's tensors (``own``: names by data
-    address)."""
+    """Raise :class:`UnsupportedError` if torch.export made a constant of a tensor that it should have traced.
+
+    A constant without values, or one that is a tensor of the original model, shows this.
+
+    Args:
+        own: names of the original model's tensors by data address.
+    """
     used = {n.name for n in program.graph.nodes if n.op == "placeholder" and n.users}
     for spec in program.graph_signature.input_specs:
         if spec.kind is not InputKind.CONSTANT_TENSOR or spec.arg.name not in used:
@@ -296,8 +312,10 @@ def _check_followed(program: ExportedProgram, own: Mapping[int, str]) -> None:
 
 
 def _untie_buffers(program: ExportedProgram) -> None:
-    """Make all nodes that use one buffer under several names use one placeholder, because later steps treat each
-    placeholder as a separate tensor."""
+    """Merge the placeholders of one buffer with several names into one placeholder, in place.
+
+    Later steps treat each placeholder as a separate tensor.
+    """
     by_tensor: dict[int, fx.Node] = {}
     held: dict[str, Any] = {**program.constants, **program.state_dict}
     untied: dict[str, Tensor] = {}
@@ -324,8 +342,10 @@ def _allocate_tensor_like(tensor: Tensor) -> Tensor:
 
 
 def _held_twice(program: ExportedProgram) -> dict[fx.Node, fx.Node]:
-    """Map placeholders of constants to the placeholder of the parameter or buffer that is the same tensor. Such
-    constants occur if a plain object also holds the tensor."""
+    """Return a map from placeholders of constants to placeholders of the parameter or buffer that is the same tensor.
+
+    Such constants occur if a plain object also holds the tensor.
+    """
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     held: dict[str, Any] = {**program.constants, **program.state_dict}
     specs = [(spec, held.get(str(spec.target)), nodes[spec.arg.name]) for spec in program.graph_signature.input_specs]
@@ -351,8 +371,10 @@ def _find_trainable_placeholders(program: ExportedProgram) -> set[str]:
 
 
 class _RegionInliner:
-    """Copies a graph and its sub-graphs (regions with gradients or autocast switched) into one graph, and tracks which
-    values may require a gradient."""
+    """Copies a graph and its sub-graphs into one graph, and tracks which values require a gradient.
+
+    A sub-graph is a region in which gradients or autocast are switched.
+    """
 
     def __init__(self, trainable: set[str]) -> None:
         self.graph = fx.Graph()
@@ -379,8 +401,12 @@ class _RegionInliner:
         return self.graph
 
     def inline_body(self, owner: fx.GraphModule, env: dict[fx.Node, Any], grad: bool) -> Any:
-        """Copy the operators of ``owner``'s graph and return what that graph outputs. ``grad``: whether gradients are
-        on; ``env`` maps original nodes to copies."""
+        """Copy the operators of ``owner``'s graph, and return the copies of its outputs.
+
+        Args:
+            env: maps original nodes to their copies.
+            grad: whether gradients are on in this region.
+        """
         for node in owner.graph.nodes:
             if node.op == "output":
                 return fx.node.map_arg(node.args[0], env.__getitem__)
@@ -407,7 +433,9 @@ class _RegionInliner:
         return self.copy_node(node, env, grad)
 
     def inline_region(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> Any:
-        """Inline the sub-graph of a node that switches gradients or autocast, and return what the sub-graph outputs."""
+        """Inline the sub-graph of a node that switches gradients or autocast. Return the copies of the sub-graph's
+        outputs.
+        """
         args: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
         name = node.target.name()  # type: ignore[union-attr]
         if name == "wrap_with_set_grad_enabled":
@@ -434,8 +462,10 @@ class _RegionInliner:
         return any(isinstance(a, fx.Node) and self.memory.needs_grad(a) for a in args)
 
     def insert_function_call(self, node: fx.Node, function: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
-        """Append and return a call of a ``torch.autograd.Function`` that torch.export did not trace into. A later
-        decomposition traces it. No operand requires a gradient, so only the function's forward matters."""
+        """Append and return a call of a ``torch.autograd.Function`` that torch.export did not trace into.
+
+        A later decomposition traces it. No operand requires a gradient, so only the function's forward matters.
+        """
         made = self.graph.call_function(function, args, kwargs)
         made.meta = dict(node.meta)
         self.memory.follows(made)
@@ -463,21 +493,29 @@ class _RegionInliner:
 
 
 def _line_of(node: fx.Node, args: list[Any]) -> str:
-    """Return `` (file:line)`` of a region, or of the first operator inside that has a line; empty if none has."""
+    """Return `` (file:line)`` of a region's node, or of the first operator inside that has a line; empty if none
+    has.
+    """
     inner = [n for a in args if isinstance(a, fx.GraphModule) for n in a.graph.nodes]
     lines = [source_of(n.meta.get("stack_trace")) for n in (node, *inner)]
     return next((f" ({line})" for line in lines if line), "")
 
 
 def _own_function(args: list[Any]) -> Callable[..., Any] | None:
-    """Return the function that calls a ``torch.autograd.Function`` if an untraced call is one of these; otherwise
-    ``None``."""
+    """Return the function behind a call that torch.export did not trace into, if it calls a
+    ``torch.autograd.Function``.
+
+    Returns ``None`` for any other function.
+
+    Args:
+        args: the arguments of the call's node.
+    """
     function = getattr(pytree.tree_unflatten([], args[0]), "func", None) if isinstance(args[0], TreeSpec) else None
     return function if getattr(function, "__name__", "") == _CALLS_FUNCTION else None
 
 
 def _returns_itself(node: fx.Node) -> bool:
-    """Whether a ``to`` changes neither type, device nor layout, so that it returns its operand itself."""
+    """Whether a ``to`` operator changes neither dtype, device nor layout, so that it returns its operand itself."""
     if node.target not in _TO or not isinstance(node.args[0], fx.Node):
         return False
     given = dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False)) | node.kwargs

@@ -1,5 +1,7 @@
-"""Prepare the inputs of a trace: find them, check them against ``forward``, replace tensors by fake ones of the global
-batch's size."""
+"""Prepare the inputs of a trace.
+
+Finds sample inputs, checks them against ``forward``, and replaces tensors by fake ones of the size of the global batch.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,18 @@ def bind_inputs(
     dtype: torch.dtype | None,
     with_labels: bool,
 ) -> Bound:
-    """Return the arguments for the twin's forward. Every tensor is replaced by a fake tensor whose batch dim has
-    ``global_batch`` elements.
+    """Return the arguments for the forward of the twin, with fake tensors whose batch dim has ``global_batch``
+    elements.
 
-    ``with_labels``: if the model's own dummy inputs are used, add labels if its forward then returns a loss. Raises
-    :class:`InputsError` if there are no inputs or the forward does not accept them.
+    Raises :class:`InputsError` if there are no inputs or forward does not accept them.
+
+    Args:
+        twin: copy of the model with fake parameters.
+        original: the model itself.
+        inputs: the user's inputs; ``None`` uses the model's own dummy inputs.
+        global_batch: size of the batch dim; ``None`` keeps the size of the inputs.
+        dtype: dtype of floating-point inputs; ``None`` keeps their dtypes.
+        with_labels: add labels to dummy inputs if forward then returns a loss.
     """
     args, kwargs = split_inputs(original, inputs)
     check_signature(type(original).__name__, original.forward, args, kwargs)
@@ -59,8 +68,13 @@ def plain_numbers(arguments: Bound) -> dict[str, int | float]:
 
 
 def lift_leaves(arguments: Bound, twin: ParameterlessCopy) -> Bound:
-    """Return the arguments with a 0-dimensional fake tensor in place of each Python number listed in
-    ``twin.numbers``."""
+    """Return the arguments with a 0-dimensional fake tensor in place of each Python number whose path is in
+    ``twin.numbers``.
+
+    Args:
+        arguments: positional and keyword arguments.
+        twin: copy of the model with fake tensors.
+    """
 
     def lift(path: str, leaf: Any) -> Any:
         if path not in twin.numbers:
@@ -72,8 +86,9 @@ def lift_leaves(arguments: Bound, twin: ParameterlessCopy) -> Bound:
 
 
 def arguments_of(model: nn.Module) -> tuple[Argument, ...]:
-    """Return the named parameters of the model's ``forward``, in order, with their defaults. ``*args`` and ``**kwargs``
-    are left out."""
+    """Return the named parameters of the model's ``forward``, in order, with their defaults, without ``*args`` and
+    ``**kwargs``.
+    """
     found = []
     for name, parameter in inspect.signature(model.forward).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -85,10 +100,10 @@ def arguments_of(model: nn.Module) -> tuple[Argument, ...]:
 
 
 def split_inputs(model: nn.Module | ExportedProgram, inputs: Any) -> Bound:
-    """Return ``inputs`` as positional and keyword arguments. For ``None``, return the sample inputs of the model or
-    program.
+    """Return ``inputs`` as (positional arguments, keyword arguments).
 
-    Raises :class:`InputsError` if there are none, or if ``inputs`` is neither a tensor, a tuple, a list nor a mapping.
+    ``None`` stands for the sample inputs of the model or program. Raises :class:`InputsError` if there are none, or if
+    ``inputs`` is neither a tensor, a tuple, a list nor a mapping.
     """
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
@@ -105,7 +120,7 @@ def split_inputs(model: nn.Module | ExportedProgram, inputs: Any) -> Bound:
 
 
 def _read_example_inputs(program: ExportedProgram) -> Bound:
-    """Return the arguments that a program was exported with. Raise :class:`InputsError` if it carries none."""
+    """Return the arguments that a program was exported with. Raises :class:`InputsError` if it has none."""
     if program.example_inputs is None:
         raise InputsError("the ExportedProgram carries no example inputs: pass inputs=")
     args, kwargs = program.example_inputs
@@ -113,8 +128,10 @@ def _read_example_inputs(program: ExportedProgram) -> Bound:
 
 
 def _dummy_inputs(model: nn.Module) -> dict[str, Any]:
-    """Return the sample inputs that a Hugging Face model offers itself, as keyword arguments. Raise
-    :class:`InputsError` if it has none."""
+    """Return the sample inputs that a Hugging Face model offers, as keyword arguments.
+
+    Raises :class:`InputsError` if the model has none.
+    """
     config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
     accepted = inspect.signature(model.forward).parameters
     size = getattr(config, "image_size", None)
@@ -132,8 +149,11 @@ def _dummy_inputs(model: nn.Module) -> dict[str, Any]:
 
 
 def check_signature(name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise :class:`InputsError` if ``forward`` does not accept these arguments. ``name``: the model's class, for the
-    message."""
+    """Raise :class:`InputsError` if ``forward`` does not accept these arguments.
+
+    Args:
+        name: class name of the model, for the message.
+    """
     signature = inspect.signature(forward)
     try:
         signature.bind(*args, **kwargs)
@@ -146,8 +166,10 @@ def check_signature(name: str, forward: Callable[..., Any], args: tuple[Any, ...
 
 
 def without_numbers(tree: Any, twin: ParameterlessCopy, global_batch: int | None, dtype: torch.dtype | None) -> Any:
-    """Return ``tree`` with a new fake tensor, which has no values, for each tensor leaf. The batch dim of each is
-    enlarged to ``global_batch``, and floating types are cast to ``dtype``."""
+    """Return ``tree`` with each tensor replaced by a fake tensor, which has a shape but no values.
+
+    The batch dim of each is enlarged to ``global_batch``, and floating-point tensors are cast to ``dtype``.
+    """
     leaves, spec = pytree.tree_flatten(tree)
     sample = sample_batch(leaves)
     if global_batch is not None and sample is None:
@@ -167,22 +189,25 @@ def python_number(value: Any) -> Any:
 
 
 def sample_batch(leaves: list[Any]) -> int | None:
-    """Return the size of the first dim of the first tensor that is not 0-dimensional; ``None`` if there is no such
-    tensor."""
+    """Return the size of the first dim of the first tensor that has a dim; ``None`` if there is no such tensor."""
     return next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
 
 
 def sample_dims_of(arguments: Bound) -> tuple[int | None, dict[str, int | None]]:
-    """Return the number of samples in the batch, and for each tensor, by path, its first dim of that size (``None`` if
-    it has none). This is the dim that :func:`enlarge_batch_shape` enlarges."""
+    """Return the number of samples in the batch, and each tensor's batch dim by path (``None`` if it has none).
+
+    The batch dim is the first dim with that many elements, which :func:`enlarge_batch_shape` enlarges.
+    """
     leaves = [(path, leaf) for part in arguments for path, leaf in leaf_paths(part) if isinstance(leaf, Tensor)]
     sample = sample_batch([leaf for _, leaf in leaves])
     return sample, {p: next((d for d, size in enumerate(x.shape) if size == sample), None) for p, x in leaves}
 
 
 def enlarge_batch_shape(tensor: Tensor, sample: int | None, global_batch: int | None) -> tuple[int, ...]:
-    """Return the shape of ``tensor``, with its first dim of ``sample`` elements enlarged to ``global_batch``. The shape
-    is unchanged if ``global_batch`` is ``None`` or no dim has that size."""
+    """Return the shape of ``tensor`` with its first dim of size ``sample`` enlarged to ``global_batch``.
+
+    The shape is unchanged if ``global_batch`` is ``None`` or no dim has that size.
+    """
     shape = list(tensor.shape)
     if global_batch is not None and sample in shape:
         shape[shape.index(sample)] = global_batch
@@ -190,8 +215,10 @@ def enlarge_batch_shape(tensor: Tensor, sample: int | None, global_batch: int | 
 
 
 def _add_labels(twin: ParameterlessCopy, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return ``kwargs`` with ``labels`` if the model then returns a loss, otherwise unchanged. Labels of one per token
-    are tried first, then one per sample."""
+    """Return ``kwargs`` with fake ``labels`` if the model then returns a loss, otherwise ``kwargs`` unchanged.
+
+    One label for each token is tried first, then one for each sample.
+    """
     if "labels" not in inspect.signature(twin.module.forward).parameters or "labels" in kwargs:
         return kwargs
     main = next((v for v in kwargs.values() if isinstance(v, Tensor)), None)

@@ -1,9 +1,9 @@
-"""State of the forward that is in no tensor: attributes, globals, closures, generators of Python and NumPy, the clock.
+"""Record state of forward outside of tensors: attributes, globals, closures, random generators and the clock.
 
-A trace runs the forward once. A counter that it counts, a draw of Python's generator, the time of day would stay what
-they were then. :class:`PythonState` is taken before a trace and compared after it: what has changed is state, and
-``passes/capture/capture.py`` makes it a buffer, shows that it has no effect, or refuses the model. The caller's own
-objects are given back as they were.
+A trace runs forward once. A counter, a number drawn from Python's or NumPy's generator, or the time of day would keep
+its value of that moment in the plan. :class:`PythonState` is recorded before a trace and compared after it.
+``passes/capture/tracing.py`` makes a change a buffer, shows that it has no effect, or refuses the model. The caller's
+own objects are restored afterwards.
 """
 
 from __future__ import annotations
@@ -49,8 +49,12 @@ Attributes = dict[tuple[str, str], tuple[Any, Any]]  # (module, name) -> how it 
 
 @dataclass(frozen=True)
 class StateChange:
-    """A piece of Python state that the forward changes. ``what``: for messages; ``module``, ``name``: of an attribute
-    of a module, its place; ``before``, ``after``: where both are Python numbers."""
+    """A change of Python state (anything except tensors) by forward, such as an attribute or a global variable.
+
+    ``what`` describes the state for messages. ``module`` and ``name`` are set for an attribute of a module. ``before``
+    and ``after`` are the values if they are Python numbers. ``generator`` is whether it is the state of a random
+    generator.
+    """
 
     what: str
     module: str | None = None
@@ -61,13 +65,16 @@ class StateChange:
 
     @property
     def is_number(self) -> bool:
-        """Whether it is an attribute of a module that was a number and is one."""
+        """Whether the change is that of a module's attribute that is a Python number before and after forward."""
         return self.module is not None and self.before is not None and self.after is not None
 
 
 @dataclass
 class _Variable:
-    """A variable outside of the traced copy, which the caller shares. ``content``: a copy of a container's elements."""
+    """A variable outside of the traced copy, which is shared with the caller, and its value before forward.
+
+    ``content`` is a copy of the elements if the value is a container. ``told`` is a key to compare the value with.
+    """
 
     what: str
     read: Callable[[], Any]
@@ -88,7 +95,7 @@ class _Variable:
 
 
 def _holds_same(one: Any, other: Any) -> bool:
-    """Whether two containers of one type hold the same objects, in one order."""
+    """Whether two containers of one type hold the same objects (by identity) in the same order."""
     if isinstance(one, dict):
         one, other = [*one.keys(), *one.values()], [*other.keys(), *other.values()]
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
@@ -96,7 +103,7 @@ def _holds_same(one: Any, other: Any) -> bool:
 
 @dataclass
 class PythonState:
-    """What the code of a model can change besides tensors, as it is now."""
+    """Snapshot of everything besides tensors that the code of a model can change."""
 
     attributes: Attributes
     places: list[_Variable]
@@ -104,7 +111,11 @@ class PythonState:
 
     @classmethod
     def of(cls, module: nn.Module, *functions: Any) -> PythonState:
-        """The state of ``module``, a copy that is to be traced, and of what its code and ``functions`` can reach."""
+        """Record the attributes of ``module``, a copy of the model, and the variables that its code and ``functions``
+        can change.
+
+        Returns the snapshot, with which later values can be compared.
+        """
         generators: dict[int, tuple[str, Any, Any]] = {}
         for name, generator in (("Python's random", random), ("NumPy's random", np.random)):
             generators[id(generator)] = (name, generator, _generator_state(generator))
@@ -115,7 +126,11 @@ class PythonState:
         return cls(attributes_of(module), places, list(generators.values()))
 
     def changes(self, after: Attributes) -> list[StateChange]:
-        """What has changed since; ``after``: the attributes of the traced copy when its forward had run."""
+        """Return the differences between the snapshot and the present state, as one object for each variable.
+
+        Args:
+            after: attributes of the traced copy of the model after its forward had run.
+        """
         found = list[StateChange]()
         for (path, name), (told, value) in after.items():
             before = self.attributes.get((path, name))
@@ -133,15 +148,18 @@ class PythonState:
         return found
 
     def restore(self) -> None:
-        """Give the caller's variables and generators back as they were."""
+        """Set the variables and random generators outside of the traced copy back to their values in the snapshot."""
         for place in self.places:
             place.restore()
         for _, generator, state in self.generators:
             _set_generator_state(generator, state)
 
     def draw_first(self, module: nn.Module, below: bool) -> None:
-        """Seed all generators, those of ``module`` among them, so that the first number in [0, 1) that each draws is an
-        extreme one."""
+        """Seed all random generators of Python and NumPy, including attributes of ``module``, for extreme first draws.
+
+        The first uniform draw of each is near 0 if ``below`` is true, otherwise near 1. This shows whether draws have
+        an effect.
+        """
         own = [value for part in module.modules() for value in vars(part).values()]
         for generator in (*(g for _, g, _ in self.generators), *(v for v in own if _generator_state(v) is not None)):
             _seed_generator(generator, below)
@@ -149,7 +167,7 @@ class PythonState:
 
 # --- what can be changed ----------------------------------------------------------------------------------------------
 def attributes_of(module: nn.Module) -> Attributes:
-    """The attributes of a module and its parts, as they are now."""
+    """Return the attributes of a module and its submodules by (path, name), each as a comparison key and its value."""
     known: dict[int, Any] = {}
     return {
         (path, name): (_build_value_key(value, known), value)
@@ -160,7 +178,9 @@ def attributes_of(module: nn.Module) -> Attributes:
 
 
 def _iterate_reachable_variables(module: nn.Module, functions: tuple[Any, ...]) -> Iterator[_Variable]:
-    """The variables that code can reach: of the classes of the model's modules, of their files, of closures."""
+    """Yield the variables that code can change: class attributes, closure variables, defaults and globals of the user's
+    code.
+    """
     seen: set[int] = set()
     classes = {cls for part in module.modules() for cls in type(part).__mro__ if _has_code_of_users(cls.__module__)}
     codes = [f for f in functions if f is not None]
@@ -214,7 +234,7 @@ def _copy_mutable_value(value: Any) -> Any:
 
 
 def _functions_in(codes: list[Any]) -> Iterator[types.FunctionType]:
-    """The functions written in Python among ``codes``, and those that they wrap or close over."""
+    """Yield the Python functions of the user's code among ``codes``, and those that they wrap or close over."""
     left, seen = list(codes), set[int]()
     while left:
         code = left.pop()
@@ -252,7 +272,9 @@ def _cell_has_data(cell: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether a variable may be state: not a class, a function, a module of Python or of torch."""
+    """Whether a variable of Python may be state that forward changes; classes, functions, modules and tensors are
+    not.
+    """
     if isinstance(value, type | types.ModuleType | nn.Module | Tensor | enum.Enum) or _is_function(value):
         return False
     told = isinstance(value, (*_PLAIN, *_CONTAINERS, itertools.count)) or _generator_state(value) is not None
@@ -260,14 +282,18 @@ def _is_data(value: Any) -> bool:
 
 
 def _has_attributes(value: Any) -> bool:
-    """Whether ``value`` is an object whose attributes are data: of a user's class, a dataclass or a namespace."""
+    """Whether ``value`` is an object with attributes that may be state: of a user's class, a dataclass or a
+    namespace.
+    """
     plain_object = isinstance(value, types.SimpleNamespace) or dataclasses.is_dataclass(value)
     return plain_object or (hasattr(value, "__dict__") and _has_code_of_users(type(value).__module__))
 
 
 @functools.lru_cache(maxsize=4096)
 def _has_code_of_users(module: str) -> bool:
-    """Whether a module of Python is a user's: in a notebook or script, or in a file that is not torch's or Python's."""
+    """Whether a Python module is the user's: a notebook, a script, or a file that belongs neither to torch nor to
+    Python.
+    """
     if module.split(".")[0] in ("torch", "builtins", "numpy", "functools", "collections", "typing", "pytest", "abc"):
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -275,9 +301,11 @@ def _has_code_of_users(module: str) -> bool:
 
 
 def _build_value_key(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
-    """How ``value`` is told from what it was, hashable or not; what cannot be looked into is told by its type.
+    """Return a key of ``value`` that differs after a change of the value; unknown objects are represented by their
+    type.
 
-    ``known``: of objects that were told already, by identity.
+    Args:
+        known: keys of objects that were visited already, by identity.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -324,7 +352,7 @@ def _get_plain_number(value: Any) -> int | float | None:
 
 # --- generators -------------------------------------------------------------------------------------------------------
 def _generator_state(generator: Any) -> Any:
-    """The state of a generator of Python or NumPy; ``None`` for what is none."""
+    """Return the state of a random generator of Python or NumPy; ``None`` if ``generator`` is none."""
     if generator is random or (isinstance(generator, random.Random) and type(generator) is not random.SystemRandom):
         return generator.getstate()
     if generator is np.random:
@@ -374,8 +402,10 @@ def _seed_generator(generator: Any, below: bool) -> None:
 
 
 def find_draw(run: Callable[[], Any]) -> str:
-    """`` at file:line (code)`` of the first draw from a generator of Python or NumPy while ``run`` runs; empty where it
-    cannot be told."""
+    """Run ``run`` and return `` at file:line (code)`` of its first draw from a random generator of Python or NumPy.
+
+    Returns an empty text if no draw from the user's code is seen. Exceptions of ``run`` are ignored.
+    """
     found: list[str] = []
     generators = (random.Random, np.random.RandomState, np.random.Generator)
 
@@ -403,7 +433,10 @@ def find_draw(run: Callable[[], Any]) -> str:
 # --- the clock --------------------------------------------------------------------------------------------------------
 @dataclass
 class Clock:
-    """Python's clock while a forward is traced. ``asked_at``: where the user's code asks for the time first."""
+    """Observes whether traced code reads the clock, and shifts the time that it reads by ``shift_s`` seconds.
+
+    ``asked_at`` is the first line of the user's code that reads the clock; empty if none did.
+    """
 
     shift_s: int = 0
     asked_at: str = ""
@@ -411,7 +444,9 @@ class Clock:
 
     @contextlib.contextmanager
     def watched(self, module: nn.Module) -> Iterator[None]:
-        """Inside, the clock tells the time ``shift_s`` later, and who asked."""
+        """Context in which the functions of ``time`` return the shifted time to the user's code and record that they
+        were called.
+        """
         originals = {name: getattr(time, name) for name in _CLOCKS}
         by_function = {id(f): name for name, f in originals.items()}
         watched = {name: self._wrap_clock_function(name, f) for name, f in originals.items()}
@@ -439,9 +474,10 @@ class Clock:
 
 # --- whether a change has an effect -----------------------------------------------------------------------------------
 def same_computation(one: Captured, other: Captured) -> bool:
-    """Whether two captures of a model compute the same, of the same states and inputs.
+    """Whether two captures of a model compute the same results from the same states and inputs.
 
-    What depends on constants alone is compared by its numbers: a table that one has computed the other may have kept.
+    Values that depend on constants alone are compared by value, because one capture may contain a precomputed table
+    that the other one computes.
     """
     return bool(_build_capture_key(one) == _build_capture_key(other))
 
@@ -466,7 +502,7 @@ def _build_capture_key(captured: Captured) -> Any:
 
 
 def _constant_values(captured: Captured) -> dict[fx.Node, Any]:
-    """The values of nodes that depend on constants alone, and have not too many numbers."""
+    """Return the values of nodes that depend on constants alone, without very large ones."""
     values: dict[fx.Node, Any] = {}
     for node in captured.graph.nodes:
         if node.op == "placeholder":
@@ -483,7 +519,7 @@ def _constant_values(captured: Captured) -> dict[fx.Node, Any]:
 
 
 def _is_repeatable(node: fx.Node) -> bool:
-    """Whether a node gives the same whenever it is run, and quickly."""
+    """Whether a node is a deterministic operator of torch with a small result."""
     tags, given = getattr(node.target, "tags", ()), node.meta.get("val")
     small = not isinstance(given, Tensor) or given.numel() <= _MOST_NUMBERS
     of_torch = getattr(node.target, "namespace", "aten") == "aten"

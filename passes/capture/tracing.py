@@ -1,8 +1,8 @@
-"""Trace a twin of the model, and settle what of the forward is in no tensor.
+"""Trace the twin of a model, and decide what happens to Python state that forward reads or changes.
 
-Requires: a twin from ``passes/capture/export.py`` and its arguments. Provides: a captured graph in which Python numbers
-of the inputs are 0-dimensional tensors, and Python numbers that the forward counts are buffers. State that cannot
-become part of the graph, and that has an effect, is refused.
+Requires: a twin (a copy with fake parameters, from ``passes/capture/export.py``) and its arguments. Provides: a
+captured graph in which Python numbers of the inputs are 0-dimensional tensors, and Python numbers that forward changes
+(counters) are buffers. Other Python state that forward changes is refused if it has an effect on what forward computes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ from partitioner.passes.trace.layer_reuse import Repeats
 
 @dataclass(frozen=True)
 class Trace:
-    """One trace: what was captured of ``twin``. ``left``: the twin's attributes when its forward had run."""
+    """Result of one trace of ``twin``, a copy of the model with fake tensors.
+
+    ``left`` has the twin's attributes after its forward had run.
+    """
 
     captured: Captured
     twin: ParameterlessCopy
@@ -64,8 +67,11 @@ class Trace:
 
 @dataclass(frozen=True)
 class Tracer:
-    """What every trace of one capture has in common. ``canonical``: for every name of a state the one it goes by;
-    ``functions``: code besides the modules' own that a trace runs, such as hooks."""
+    """Settings that all traces of one capture share.
+
+    ``canonical`` maps each name of a parameter or buffer to the name that is used for it. ``functions`` has code
+    outside of modules that a trace runs, such as hooks.
+    """
 
     model: nn.Module
     dtype: torch.dtype | None
@@ -75,14 +81,23 @@ class Tracer:
     functions: tuple[Any, ...] = ()
 
     def state_of(self, module: nn.Module) -> PythonState:
-        """The Python state that the forward of ``module``, a copy of the model, starts from."""
+        """Return a snapshot of the Python state (attributes, globals, random generators) before the forward of
+        ``module``.
+
+        Args:
+            module: a copy of the model.
+        """
         return PythonState.of(module, self.model.forward, self.loss, *self.functions)
 
     def capture(self, twin: ParameterlessCopy, arguments: Bound, lift_numbers: bool, before: PythonState) -> Trace:
-        """Trace the forward. ``before``: the Python state that the forward starts from, which is given back.
+        """Trace forward and return the result; Python state that forward changed is restored afterwards.
 
-        Raises :class:`UnsupportedError` where Python state that the forward changes has an effect on what it computes
-        and cannot become state of the plan.
+        Raises :class:`UnsupportedError` if forward changes Python state that has an effect on what it computes and that
+        cannot become a buffer of the plan.
+
+        Args:
+            lift_numbers: read Python numbers of the inputs as tensors if forward allows it.
+            before: the Python state from which forward starts.
         """
         clock = Clock()
         before.restore()
@@ -97,7 +112,15 @@ class Tracer:
         return trace
 
     def trace(self, twin: ParameterlessCopy, arguments: Bound, uses: Mapping[str, str]) -> Trace:
-        """Trace ``twin``, and its variants for loops over experts that are hit."""
+        """Trace ``twin``, a copy of the model with fake tensors, and return the captured graph with facts about the
+        trace.
+
+        If forward loops over the experts that have rows, variants with empty masks are traced as well, to prove that
+        the loop over all experts is exact.
+
+        Args:
+            uses: for each fixed number of the inputs, by path, what forward uses it for.
+        """
         left: Attributes = {}
         captured, traced = self._trace_module(twin, arguments, left)
         scope, hits, pairs = twin.scope, traced.hits, list[Captured]()
@@ -109,8 +132,12 @@ class Tracer:
         return Trace(captured.with_(turns=tuple(pairs), signature=signature), traced, left, arguments, uses)
 
     def renew(self, twin: ParameterlessCopy, **changes: Any) -> ParameterlessCopy:
-        """Another twin, as if the forward had not run. ``changes``: of fields of the twin; ``flipped``: decisions that
-        are to go the other way."""
+        """Return a new twin (a copy of the model with fake tensors) in the state before forward runs.
+
+        Args:
+            changes: new values of fields of the twin; ``flipped`` has conditions on lifted numbers whose outcome is
+                inverted.
+        """
         scope = LiftScope(twin.scope.find_line, changes.pop("flipped", ()))
         hits = changes.pop("hits", None) or TracedLoops()
         made = make_hookless_twin(self.model, self.dtype, twin.mode, twin.casts, twin.kept)
@@ -139,8 +166,10 @@ class Tracer:
     def _choose_numbers(
         self, twin: ParameterlessCopy, arguments: Bound
     ) -> tuple[dict[str, int | float], dict[str, str]]:
-        """By path, the numbers of the inputs for which the forward can be given tensors; and what it uses the others
-        for."""
+        """Choose the Python numbers of the inputs that forward accepts as tensors.
+
+        Returns these numbers by path, and for each other number what forward uses it for.
+        """
         numbers, uses = plain_numbers(arguments), dict[str, str]()
 
         def runs(chosen: dict[str, int | float]) -> bool:
@@ -159,8 +188,12 @@ class Tracer:
     def _trace_module(
         self, twin: ParameterlessCopy, arguments: Bound, left: Attributes
     ) -> tuple[Captured, ParameterlessCopy]:
-        """The twin's graph, and the twin that was traced in the end. Of layers that are alike one is traced, or all
-        where that fails. ``left`` takes the attributes that the forward leaves: torch.export resets them."""
+        """Trace a twin (a copy of the model with fake tensors) once.
+
+        Returns the captured graph, and the twin that was traced in the end. Of equal layers only one is traced; if that
+        fails, the twin is traced in full. ``left`` receives the attributes after forward, because torch.export resets
+        them.
+        """
         args, kwargs = arguments
         canonical = {**self.canonical, **{c.buffer: c.full_name for c in twin.counters}}
         self.prepare(twin, left)
@@ -221,13 +254,16 @@ class Tracer:
         return made(twin, flatten_program(program, own), lambda captured: captured)
 
     def _prepare_retry_copy(self, twin: ParameterlessCopy, hits: TracedLoops, left: Attributes) -> ParameterlessCopy:
-        """Another twin for another attempt at the same trace."""
+        """Return a new twin (a copy of the model with fake tensors) for another attempt at the same trace."""
         made = replace(self.renew(twin, hits=hits), scope=twin.scope)
         self.prepare(made, left)
         return made
 
     def prepare(self, twin: ParameterlessCopy, left: Attributes) -> None:
-        """Make the twin return (output, loss of output), where there is a loss, and note what attributes it leaves."""
+        """Replace the forward of ``twin`` by one that returns (output, loss) if there is a loss.
+
+        The new forward also stores the attributes of the twin's modules in ``left`` at its end.
+        """
         loss, forward = self.loss, twin.module.forward
 
         @functools.wraps(forward)
@@ -248,8 +284,11 @@ def make_hookless_twin(
     casts: str | None = None,
     keep_caches: bool = False,
 ) -> ParameterlessCopy:
-    """A twin of the model (:func:`partitioner.passes.capture.export.make_twin`), without the hooks that a plan leaves
-    out; those on the forward of the model itself are part of its forward."""
+    """Return a twin of the model, a copy with fake tensors, without the hooks that only observe.
+
+    Forward hooks of the outermost module become part of its forward. The arguments are those of
+    :func:`partitioner.passes.capture.export.make_twin`.
+    """
     twin = make_twin(model, dtype, mode, casts, keep_caches)
     drop_looking_hooks(twin.module)
     take_hooks_into_forward(twin.module)
@@ -257,7 +296,9 @@ def make_hookless_twin(
 
 
 def notes_on_fixed(signature: CallSignature, uses: Mapping[str, str]) -> Iterator[str]:
-    """What to know of inputs whose values are part of the plan."""
+    """Yield a note for the user that lists the inputs whose values are fixed in the plan. Yields nothing if there are
+    none.
+    """
     given = {path: value for path, value in signature.fixed.items() if value is not None}
     if given:
         texts = [
@@ -268,7 +309,11 @@ def notes_on_fixed(signature: CallSignature, uses: Mapping[str, str]) -> Iterato
 
 
 def _with_counters(captured: Captured, counters: Sequence[Counter]) -> Captured:
-    """The counters' states under their own names alone, with the values that they start from."""
+    """Return ``captured`` with the states of counters, Python numbers that forward changes, under the numbers' own
+    names.
+
+    Their initial values are added as constants.
+    """
     states, constants = dict(captured.states), dict(captured.constants)
     for counter in counters:
         if counter.full_name in states:
@@ -279,12 +324,16 @@ def _with_counters(captured: Captured, counters: Sequence[Counter]) -> Captured:
 
 # --- Python state that the forward changes ----------------------------------------------------------------------------
 class _NotRun(Exception):
-    """The forward cannot be run without being traced."""
+    """Raised if forward cannot be run without being traced."""
 
 
 @dataclass
 class _Settling:
-    """What becomes of the Python state that a trace was seen to change."""
+    """Decides what happens to Python state (attributes, globals, random generators) that forward changed during a
+    trace.
+
+    A change without effect is ignored with a note, a number can become a buffer, and anything else is refused.
+    """
 
     tracer: Tracer
     before: PythonState
@@ -350,7 +399,15 @@ class _Settling:
         return self.first, [_note_unused(changes)]
 
     def _settle_counted(self, counted: Trace, others: Sequence[StateChange]) -> tuple[Trace, list[str]]:
-        """The trace in which numbers that the forward changes are buffers."""
+        """Check and return the trace in which the Python numbers that forward changes are buffers, and notes for the
+        user.
+
+        If no result depends on these numbers, the first trace is returned instead.
+
+        Args:
+            counted: that trace.
+            others: the other changes, which must have no effect.
+        """
         for guard in (g for g in counted.captured.signature.guards if g.reads_state):
             flipped = self._count_flipped(counted, guard.expression)
             if flipped is None or not same_computation(counted.captured, flipped.captured):
@@ -375,7 +432,10 @@ class _Settling:
         return replace(counted, captured=captured), notes
 
     def _trace_with_counters(self, numbers: Sequence[StateChange]) -> Trace | None:
-        """A trace with a buffer for each of ``numbers``; nothing where there are none, or that cannot be."""
+        """Trace forward with a buffer in place of each changed Python number in ``numbers``, and return the result.
+
+        Returns ``None`` if there are no numbers, or if forward uses them in a way that a tensor cannot represent.
+        """
         counters = tuple(
             Counter(c.module or "", c.name, f"counter_{k}", c.before)
             for k, c in enumerate(numbers)
@@ -395,7 +455,10 @@ class _Settling:
         return self._trace_if_possible(self.tracer.renew(counted.twin, flipped=(expression,)), counted.arguments)
 
     def _trace_after(self, trace: Trace) -> tuple[Trace | None, list[StateChange]]:
-        """The trace of a second call of the forward, nothing where it fails; and what the second call changes."""
+        """Trace a second call of forward, from the Python state that the first call ``trace`` left.
+
+        Returns that trace (``None`` if it fails), and the state that the second call changes.
+        """
         try:
             twin = self.tracer.renew(trace.twin, warm_up=functools.partial(self._run_once, trace.arguments))
         except _NotRun:
@@ -409,8 +472,11 @@ class _Settling:
         return second, [c for c in changed if not c.generator]
 
     def _run_once(self, arguments: Bound, twin: ParameterlessCopy) -> None:
-        """Run the forward of ``twin`` from the state that the first call starts from. Tensors that the forward keeps
-        have numbers where these depend on neither inputs nor weights."""
+        """Run the forward of ``twin`` (a copy of the model with fake tensors) from the state before the first call.
+
+        Tensors that forward stores have values if these depend on neither inputs nor weights. Raises :class:`_NotRun`
+        if forward fails.
+        """
         self.before.restore()
         own = vars(twin.module).get("forward")
         self.tracer.prepare(twin, {})
@@ -460,7 +526,7 @@ def _format_changed_names(changes: Sequence[StateChange]) -> str:
 
 
 def _is_used(captured: Captured, name: str) -> bool:
-    """Whether anything but what the state ``name`` becomes is computed from it."""
+    """Whether an output, the loss or another state is computed from the state ``name``."""
     nodes = {n.name: n for n in captured.graph.nodes}
     placeholder = next((nodes[p] for p, state in captured.placeholders.items() if state == name and p in nodes), None)
     if placeholder is None:
@@ -475,19 +541,21 @@ def _is_used(captured: Captured, name: str) -> bool:
 
 
 def _is_alike(before: PythonState, after: Attributes, key: tuple[str, str]) -> bool:
-    """Whether an attribute is what it was."""
+    """Whether an attribute has the same value after forward as before."""
     return key in before.attributes and before.attributes[key][0] == after[key][0]
 
 
 def _own_tensors(model: nn.Module) -> dict[int, str]:
-    """The names of the model's tensors that have numbers, by the address of these."""
+    """Return the names of the model's tensors that have values, by data address."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     known = [(n, t) for n, t in named if not (t.is_meta or isinstance(t, FakeTensor))]
     return {t.data_ptr(): name for name, t in known if t.numel()}
 
 
 def _copy_container(value: Any) -> Any:
-    """A value that a forward may change in place as one of its own; tensors as they are."""
+    """Return a shallow copy of a value that forward may change in place. Tensors, modules and functions are not
+    copied.
+    """
     if isinstance(value, Tensor | nn.Module | type) or callable(value):
         return value
     with warnings.catch_warnings():
@@ -499,12 +567,18 @@ def _copy_container(value: Any) -> Any:
 def _restore_shared_layers(
     states: Mapping[int, Sequence[ModelState | None]], canonical: Mapping[str, str], captured: Captured
 ) -> Captured:
-    """``captured`` with copies for the layers that are alike, and the states that the trace did not see."""
+    """Put copies of the operators of equal layers into ``captured``, in place of the single operators of their calls.
+
+    States that were removed during the trace are added.
+    """
     return in_order(expand_layer_operators(captured, states), canonical.values())
 
 
 def _states_of(away: ParkedParameters, canonical: Mapping[str, str]) -> dict[int, list[ModelState | None]]:
-    """The states of modules whose parameters the trace did not see, by number of the module."""
+    """Return the states (as :class:`ModelState`) of each module whose parameters were removed during the trace.
+
+    They are by number of the module, in order, with ``None`` for states that the trace saw.
+    """
     names: dict[str, list[str]] = {}
     for alias, name in canonical.items():
         names.setdefault(name, []).append(alias)

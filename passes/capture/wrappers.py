@@ -1,12 +1,12 @@
-"""Checks of the user's model and tensors before tracing, and removal of wrapper modules.
+"""Check the user's model and tensors before tracing, and remove wrapper modules.
 
 Tensors that are not plain arrays (sparse, quantized, nested, distributed) have no strides or no storage, and would fail
 deep inside a trace or a rank. They are refused with a message that says what to convert them to.
 
-``torch.compile``, ``DataParallel``, ``DistributedDataParallel`` and ``checkpoint_wrapper`` put a module around another,
-and a part such as ``_orig_mod.`` into the names of its weights. They say how to run a model, not what it computes.
-:func:`unwrap_model` removes them with a note, or refuses them. Requires: a module as the user gives it. Provides: the
-module inside, with the same tensors, under the names of the model's own code.
+``torch.compile``, ``DataParallel``, ``DistributedDataParallel`` and ``checkpoint_wrapper`` put a module around another
+one, and a part such as ``_orig_mod.`` into the names of its weights. They say how to run a model, not what it computes.
+:func:`unwrap_model` removes them and returns notes for the user, or refuses them. Requires: a module as the user passes
+it. Provides: the module inside, with the same tensors, under the names of the model's own code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ _SHOWN_LEAVES = 8  # leaves that a message lists
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise :class:`InputsError` or :class:`UnsupportedError` for a module that no trace can follow."""
+    """Raise :class:`InputsError` or :class:`UnsupportedError` if a module cannot be traced.
+
+    This is the case without ``forward``, with packed quantized weights, uninitialised lazy parameters, or tensors that
+    are no plain arrays.
+    """
     if not callable(getattr(model, "forward", None)):
         raise InputsError(
             f"{type(model).__name__} has no method forward; expected one: a plan is made of what it computes"
@@ -57,7 +61,12 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_tensor(tensor: Tensor, what: str, error: type[PartitionError], *, numbers: bool = False) -> None:
-    """Raise ``error`` unless ``tensor``, called ``what``, is a plain array; ``numbers``: one that has numbers."""
+    """Raise ``error`` unless ``tensor`` is a plain array.
+
+    Args:
+        what: name of the tensor for the message.
+        numbers: also require that the tensor has values, so that it is neither fake nor on the meta device.
+    """
     kind, instead = _kind_of(tensor, numbers)
     if kind:
         raise error(f"{what} is {kind}; expected a plain tensor: {instead}")
@@ -82,7 +91,7 @@ def _kind_of(tensor: Tensor, numbers: bool) -> tuple[str, str]:
 
 
 def check_inputs(leaves: Sequence[tuple[str, Any]]) -> None:
-    """Raise :class:`InputsError` for a leaf of the arguments, by path, that no trace takes."""
+    """Raise :class:`InputsError` if a leaf of the arguments, given with its path, has a type that cannot be traced."""
     for path, leaf in leaves:
         if isinstance(leaf, Tensor):
             check_tensor(leaf, f"input {path!r}", InputsError)
@@ -104,7 +113,7 @@ def _instead_of(leaf: Any) -> str:
 
 
 def leaves_text(leaves: Sequence[tuple[str, Any]]) -> str:
-    """``x: (4, 8), scale: float`` for the leaves of arguments, a few of many."""
+    """Return a text such as ``x: (4, 8), scale: float`` on the leaves of arguments; long lists are shortened."""
     shown = [
         f"{path}: {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}" for path, x in leaves[:_SHOWN_LEAVES]
     ]
@@ -148,10 +157,10 @@ _SHOWN = 3  # places that a note lists
 
 
 def unwrap_model(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """The model without wrappers, with the same tensors, and a note on each kind that was left out; a model without
-    any is given back itself.
+    """Return the model without wrapper modules, and a note for the user on each kind of wrapper that was removed.
 
-    Raises :class:`UnsupportedError` for a wrapper that does more than its kind: that has hooks.
+    The returned model has the same tensors. A model without wrappers is returned itself. Raises
+    :class:`UnsupportedError` if a wrapper has hooks, which would be lost.
     """
     named = [(_own_name(model, path), module) for path, module in model.named_modules()]
     wrappers = [(name, module) for name, module in named if _find_wrapped_module(module) is not None]
@@ -171,8 +180,9 @@ def unwrap_model(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise :class:`UnsupportedError` for a model of which this process has a part, and :class:`CaptureError` for one
-    that has no Python code."""
+    """Raise :class:`UnsupportedError` if the model is sharded already, and :class:`CaptureError` if it is
+    TorchScript.
+    """
     for path, module in model.named_modules():
         kind = next((said for of, said in _SHARDED.items() if _is_instance_of(module, of)), None)
         if kind is None and any(_is_instance_of(p, _DTENSOR) for p in module.parameters(recurse=False)):
@@ -204,14 +214,14 @@ def _iterate_wrapper_notes(wrappers: Sequence[tuple[str, nn.Module]], compiled: 
 
 
 def _format_module_names(paths: Sequence[str]) -> str:
-    """``the whole model``, or the modules' names."""
+    """Return the names of modules as text, with ``the whole model`` for the empty name; long lists are shortened."""
     names = list(dict.fromkeys(path or "the whole model" for path in paths))
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
 
 def _own_name(model: nn.Module, path: str) -> str:
-    """The name of a module without the parts that wrappers around it put into it."""
+    """Return the path of a module without the parts that the wrappers around it added."""
     names, module = [], model
     for part in filter(None, path.split(".")):
         if _find_wrapped_module(module) is None:
@@ -221,13 +231,15 @@ def _own_name(model: nn.Module, path: str) -> str:
 
 
 def _find_wrapped_module(module: nn.Module) -> nn.Module | None:
-    """The module that ``module`` is a wrapper of; ``None`` where it is none."""
+    """Return the module inside of a wrapper module; ``None`` if ``module`` is no wrapper."""
     attribute = next((name for of, name in _INSIDE.items() if _is_instance_of(module, of)), None)
     return None if attribute is None else module._modules[attribute]
 
 
 def _is_instance_of(value: Any, of: _Class) -> bool:
-    """Whether ``value`` is of a class; not where its module was never loaded."""
+    """Whether ``value`` is an instance of a class that is given by module and name. False if the module is not
+    imported.
+    """
     kind = getattr(sys.modules.get(of[0]), of[1], None)
     return kind is not None and isinstance(value, kind)
 
@@ -239,12 +251,12 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _holds_compiled(module: nn.Module) -> bool:
-    """Whether an attribute, such as a ``forward`` of the instance, is a function that ``torch.compile`` made."""
+    """Whether an attribute of the module, such as a ``forward`` set on the instance, was made by ``torch.compile``."""
     return any(_find_uncompiled_function(value) is not None for value in vars(module).values())
 
 
 def _find_uncompiled_function(value: Any) -> Any:
-    """The function that ``torch.compile`` made ``value`` of; ``None`` where it is no such."""
+    """Return the function from which ``torch.compile`` made ``value``; ``None`` if ``value`` is not compiled."""
     return getattr(value, "_torchdynamo_orig_callable", None) if isinstance(value, FunctionType) else None
 
 
@@ -263,15 +275,16 @@ def _refuse_hooked(path: str, wrapper: nn.Module) -> None:
 
 # --- copies -----------------------------------------------------------------------------------------------------------
 def shared_tensors(model: nn.Module) -> dict[int, Any]:
-    """A memo with which ``copy.deepcopy`` copies a model and none of its tensors."""
+    """Return a memo for ``copy.deepcopy`` with which the copy of a model shares all tensors with it."""
     held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
     return {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *held)}
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy, in which functions that hold modules of ``model``, as hooks do, hold their copies.
+    """Return a deep copy of ``model`` in which functions that refer to its modules, such as hooks, refer to the copies.
 
-    ``copy.deepcopy`` keeps functions as they are: a ``forward`` put around another would run the model's own layers.
+    ``copy.deepcopy`` does not copy functions, so that a ``forward`` wrapped around another one would run the original
+    layers.
     """
     made = copy.deepcopy(model, memo)
     for module in made.modules():
@@ -288,7 +301,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _rebind_to_copies(value: Any, memo: dict[int, Any]) -> Any:
-    """``value`` with copies for the modules of which there are some; itself where it holds none."""
+    """Return ``value`` with modules replaced by their copies in ``memo``; ``value`` itself if it refers to none."""
     if isinstance(value, nn.Module):
         return memo.get(id(value), value)
     if isinstance(value, MethodType):
@@ -340,7 +353,10 @@ def _read_cell_content(cell: CellType) -> Any:
 
 # --- hooks of the outermost module ------------------------------------------------------------------------------------
 def take_hooks_into_forward(model: nn.Module) -> None:
-    """Make the forward hooks of ``model`` part of its ``forward``, of which a trace says what it returns."""
+    """Replace ``model.forward`` by a function that also runs the model's forward hooks, and clear the hook tables.
+
+    The trace then records the output that the hooks return.
+    """
     before, behind = dict(model._forward_pre_hooks), dict(model._forward_hooks)
     if not before and not behind:
         return
@@ -368,13 +384,16 @@ def take_hooks_into_forward(model: nn.Module) -> None:
 
 # --- names ------------------------------------------------------------------------------------------------------------
 def plain_name(name: str) -> str:
-    """The name of a state or module without the parts that wrappers put into it."""
+    """Return the name of a state or module without the parts that wrapper modules add, such as ``_orig_mod``."""
     return ".".join(part for part in name.split(".") if part not in _PARTS)
 
 
 def match_state_names(present: Iterable[str], wanted: Collection[str]) -> dict[str, str]:
-    """For names that are ``present`` and not ``wanted``, the wanted ones that are meant: those with or without the
-    parts of wrappers, and of a wrapper around the whole model, which all of them have, without its prefix."""
+    """Match names of a state dict to the names of a model if they differ only in parts that wrapper modules add.
+
+    Returns the wanted name for each name in ``present`` that is not in ``wanted`` itself and has a match. A common
+    prefix ``module.`` of all names is ignored.
+    """
     held = set(present)
     prefix = _ROOT_PREFIX if held and all(plain_name(name).startswith(_ROOT_PREFIX) for name in held) else ""
     meant = {plain_name(name): name for name in wanted}

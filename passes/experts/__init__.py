@@ -1,1 +1,3 @@
-"""Mixtures of experts as products by expert, and their dispatch over expert-parallel ranks."""
+"""Rewrite mixtures of experts as matrix products grouped by expert, and distribute experts over expert-parallel
+ranks.
+"""

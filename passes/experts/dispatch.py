@@ -1,13 +1,13 @@
-"""Expert parallelism: each rank holds some of the experts, and rows are sent to the ranks of their experts and back.
+"""Distribute experts over the ranks of a mesh axis: rows are sent to the ranks of their experts and back.
 
-Requires: a local block (after the last :func:`partitioner.passes.shard.shard_block.shard_block`) and its expert
-regions. Provides: the block with experts' states of ``1 / size`` per rank, where rows are sent before a region and
-returned after it. The ranks along the axis must have different rows: rows that two ranks hold alike would be computed
-twice.
+Requires: a local block (the graph of one rank after the last :func:`partitioner.passes.shard.shard_block.shard_block`)
+and its expert regions, the parts that compute by expert (``passes/experts/regions.py``). Provides: the block in which
+each rank has ``1 / size`` of the experts' states, and rows are sent before a region and returned after it. The ranks
+along the axis must have different rows; rows that two ranks both have would be computed twice.
 
-In the routed form any number of rows may arrive at a rank, from none to all, and no row is dropped or padded: operators
-of the region carry no number of rows in their arguments. In the dense form every expert works on the rows of all ranks,
-so an even all-to-all suffices.
+In the routed form, where each row has one expert, any number of rows may arrive at a rank, from none to all. No row is
+dropped or padded, so no operator of the region may have a fixed number of rows in its arguments. In the dense form
+every expert works on the rows of all ranks, so that an all-to-all of equal parts suffices.
 """
 
 from __future__ import annotations
@@ -43,14 +43,19 @@ def spread_experts(
     merged: str | None = None,
     apart: Collection[str] = (),
 ) -> tuple[Block, dict[str, Layout]]:
-    """Return ``block`` with its experts distributed over the ``size`` ranks of ``axis``, and the layouts of the
-    experts' parameters by name.
+    """Return ``block`` with its experts distributed over the ranks of a mesh axis, and the layouts of the experts'
+    parameters.
 
-    ``merged``: a mesh axis whose ranks are a subset of those of ``axis``. Gradients of the experts are not summed over
-    it, since its ranks hold different experts. ``apart``: all mesh axes whose ranks are a subset of those of ``axis``;
-    no operator of the experts may communicate over them. Raises :class:`UnsupportedError` if the number of experts is
-    not divisible by ``size``, an operator between the experts' products fixes the number of rows, or the experts are
-    sharded over an axis in ``apart``.
+    The layouts are by parameter name. Raises :class:`UnsupportedError` if the number of experts is not divisible by
+    ``size``, an operator between the experts' products fixes the number of rows, or the experts are sharded over an
+    axis in ``apart``.
+
+    Args:
+        axis: the mesh axis, which has ``size`` ranks.
+        merged: a mesh axis whose ranks are a subset of those of ``axis``. Gradients of the experts are not summed over
+            it, because its ranks have different experts.
+        apart: all mesh axes whose ranks are a subset of those of ``axis``; no operator of the experts may communicate
+            over them.
     """
     rewriter = _Spreader(axis, size, merged, apart)
     for region in regions:
@@ -63,8 +68,11 @@ def spread_experts(
 
 
 class _Spreader:
-    """Builds the new graph. ``env`` maps nodes outside the regions to their copies, ``inside`` nodes within the
-    regions."""
+    """Builds a block's graph in which each rank of a mesh axis has some of the experts.
+
+    ``env`` maps nodes outside of the expert regions (the parts that compute by expert) to their copies, ``inside`` maps
+    nodes within them.
+    """
 
     def __init__(self, axis: str, size: int, merged: str | None, apart: Collection[str]) -> None:
         self.graph = fx.Graph()
@@ -95,7 +103,14 @@ class _Spreader:
             self.env[node] = self.graph.node_copy(node, self.env.__getitem__)
 
     def _shard_table_node(self, node: fx.Node, dim: int) -> None:
-        """Copy a node that is computed from the experts' parameters only, as this rank's part of its value."""
+        """Copy a node that is computed only from the experts' parameters, so that it computes the part of one rank's
+        experts.
+
+        Raises :class:`UnsupportedError` if the operator cannot be sharded by expert.
+
+        Args:
+            dim: the dim of the node's value that indexes experts.
+        """
         if node.op == "placeholder":
             local = self.graph.create_node("placeholder", node.name, name=node.name)
             local.meta.update(node.meta)
@@ -137,8 +152,11 @@ class _Spreader:
             self.env[node] = self._return_from_experts(made, node, region)
 
     def _find_region_operand(self, node: fx.Node, region: ExpertRegion) -> fx.Node:
-        """Return the node that an operator of the region reads in place of ``node``: a copy, or the rows that were sent
-        to this rank."""
+        """Return the node that the new graph reads in place of ``node``, an operand in a part that computes by expert.
+
+        If ``node`` comes from outside of this part, the result is its rows that were sent to this rank, otherwise its
+        copy.
+        """
         if node in region.nodes:
             return self.inside[node]
         if region.keys is not None and node is region.keys:
@@ -179,8 +197,9 @@ class _Spreader:
         return made
 
     def _check_apart(self, node: fx.Node) -> None:
-        """Raise :class:`UnsupportedError` if ``node`` communicates over an axis whose ranks will hold different
-        experts."""
+        """Raise :class:`UnsupportedError` if ``node`` communicates over an axis whose ranks will have different
+        experts.
+        """
         if is_over(node, self.apart):
             raise UnsupportedError(
                 f"{_format_location(node)} is among the experts' work and runs over ranks that are to have "
@@ -192,8 +211,11 @@ class _Spreader:
     def _check_rows(
         self, node: fx.Node, region: ExpertRegion, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Raise :class:`UnsupportedError` if the arguments of an operator fix the number of rows. The operator is tried
-        on meta tensors with more rows."""
+        """Raise :class:`UnsupportedError` if the arguments of an operator fix the number of rows, which differs between
+        ranks.
+
+        To find out, the operator is run on meta tensors with more rows.
+        """
         rows = {self.inside[n] for n in region.nodes if n in self.inside} | set(self.sent.values())
         rows.add(self._route_rows(region, node)[2])
 
@@ -221,8 +243,7 @@ class _Spreader:
 
 
 def _local_sizes(node: fx.Node, region: ExpertRegion, size: int) -> list[int]:
-    """Return the shape argument of a reshape or an expansion within a region, adapted to the rows and experts of one
-    rank."""
+    """Return the shape argument of a reshape or expand that computes by expert, adapted to the experts of one rank."""
     value: Tensor = node.meta["val"]
     sizes, (place,) = list(value.shape), region.nodes[node]
     if place.experts is not None:

@@ -1,16 +1,16 @@
-"""Patterns of loops over experts: the ends of a loop, and the merged form of corresponding nodes of all experts.
+"""Recognise loops over experts in a graph, and represent the merged form of corresponding nodes of all experts.
 
-Requires and keeps values on every node, and normal form. ``passes/experts/loops.py`` uses these classes to rewrite a
-loop.
+Requires and keeps meta tensors (``node.meta["val"]``) on every node, and normal form (products without bias, sums of
+two operands). ``passes/experts/loops.py`` uses these classes to rewrite a loop.
 
-:func:`loops_at` finds the ends of loops: sums and ``where`` chains that combine one part per expert. The part of an
-expert is zero, or not selected, in all rows except the expert's own.
+:func:`loops_at` finds the ends of loops: sums and ``where`` chains that combine one part for each expert. The part of
+an expert is zero, or not selected, in all rows except the expert's own.
 
-Each other class is the merged form of nodes that correspond over the experts. ``ExpertColumn`` and ``ExpertMask`` stand
-for values of one expert that need no parameter of it, such as ``shares[:, i]`` and ``(chosen == i)``. Operators on them
-are computed once, with the experts as an additional last dim, from which each row takes its own expert's entry.
-``ExpertParameter`` and ``PackedParameter`` stand for parameters: stacks of the experts' own tensors, or slices of one
-tensor that holds all experts.
+Each other class is the merged form of nodes that correspond to each other in the iterations of all experts.
+``ExpertColumn`` and ``ExpertMask`` stand for values of one expert that need no parameter of it, such as ``shares[:,
+i]`` and ``(chosen == i)``. Operators on them are computed once, with the experts as an additional last dim, from which
+each row reads its own expert's entry. ``ExpertParameter`` and ``PackedParameter`` stand for parameters: one tensor for
+each expert, or one tensor that holds all experts.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ _LEAST = 2  # experts in a loop
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop over experts whose ``chain`` of nodes sums one part per expert, or selects between the parts row by row.
+    """A loop over experts, given by the nodes (``chain``) that sum the outputs of all experts or select between them by
+    row.
 
-    ``parts[i]`` is the output of expert ``first + i``. Its rows are those for which the tensor ``of`` of chosen expert
-    numbers equals ``first + i``. Dim ``j`` of the masks is dim ``dims[j]`` of ``of``. ``others``: further operands of
-    the chain. ``adds``: the chain is a sum.
+    ``parts[i]`` is the output of expert ``first + i``. Its rows are those where the tensor ``of``, with the chosen
+    expert numbers, equals ``first + i``. Dim ``j`` of the masks is dim ``dims[j]`` of ``of``. ``others``: further
+    operands of the chain. ``adds``: whether the chain is a sum.
     """
 
     parts: tuple[fx.Node, ...]
@@ -59,7 +60,12 @@ class Loop:
 
 
 def loops_at(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
-    """The loops whose last addition or ``where`` is ``head``."""
+    """Yield the loops over experts whose last addition or ``where`` is the node ``head``. Yields nothing for other
+    nodes.
+
+    Args:
+        numbers: assigns equal numbers to nodes that compute the same value.
+    """
     if is_sum(head) and not is_inner(head):
         yield from _find_sum_loops(head, numbers)
     elif _is_choice(head) and not any(_is_choice(u) and u.args[2] is head for u in head.users):
@@ -67,14 +73,16 @@ def loops_at(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
 
 
 def _find_sum_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
-    """The loops that ``head`` sums: each addend is zero in all rows but its expert's own."""
+    """Yield the loops over experts whose outputs the sum ``head`` adds up: each is zero in all rows except its expert's
+    own.
+    """
     addends, chain = addends_of(head)
     found = {n: choice for n in addends if addends.count(n) == 1 and (choice := _own_rows(n)) is not None}
     yield from _group_into_loops(found, lambda parts: [n for n in addends if n not in parts], chain, numbers, adds=True)
 
 
 def _own_rows(addend: fx.Node) -> RoutingChoice | None:
-    """The mask outside of which ``addend`` is zero; ``None`` if no mask of an expert tells."""
+    """Return the mask of an expert's rows outside of which ``addend`` is zero; ``None`` if there is no such mask."""
     node: Any = addend
     while isinstance(node, fx.Node) and node.target in LINEAR and len(node.users) == 1:
         node = node.args[0]
@@ -85,8 +93,10 @@ def _own_rows(addend: fx.Node) -> RoutingChoice | None:
 
 
 def _find_choice_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
-    """The loops of a ``where`` chain: each ``where`` takes its expert's part in its own rows, else the rest of the
-    chain."""
+    """Yield the loops over experts whose outputs a chain of ``where`` operators that ends in ``head`` combines.
+
+    Each ``where`` selects its expert's output in the expert's own rows, and the rest of the chain in the others.
+    """
     found: dict[fx.Node, RoutingChoice] = {}
     chain: set[fx.Node] = set()
     where = _find_condition_shape(head)
@@ -108,7 +118,9 @@ def _find_choice_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
 
 
 def _find_condition_shape(node: fx.Node) -> tuple[int, ...]:
-    """Shape of the condition of a ``where`` before expansion, with 1 in front up to the rank of the ``where``."""
+    """Return the shape of a ``where``'s condition before expansion, with leading dims of size 1 up to the rank of the
+    result.
+    """
     condition: Any = node.args[0]
     while condition.target is aten.expand.default:
         condition = condition.args[0]
@@ -128,9 +140,15 @@ def _group_into_loops(
     *,
     adds: bool,
 ) -> Iterator[Loop]:
-    """Group the parts whose masks test the same chosen numbers into one loop each; expert numbers are consecutive.
+    """Group the outputs of experts into loops, and yield the loops.
 
-    ``found``: part -> its mask. ``others``: returns the chain's remaining operands for the parts of a loop.
+    The masks of a loop's experts test the same tensor of chosen expert numbers, and the numbers are consecutive.
+
+    Args:
+        found: the output of each expert, with the mask of the expert's rows.
+        others: returns the chain's remaining operands for the outputs of a loop.
+        chain: the nodes that combine the outputs.
+        adds: whether the chain is a sum.
     """
     by_source: dict[Any, dict[int, list[fx.Node]]] = {}
     for node, choice in found.items():
@@ -149,7 +167,11 @@ def _group_into_loops(
 
 
 def _find_mask_choice(node: Any) -> tuple[RoutingChoice | None, bool]:
-    """The choice that the mask ``node`` tests for, through reshapes, and whether the mask is negated."""
+    """Return the tensor and the number that the mask ``node`` compares, through reshapes, and whether the mask is
+    negated.
+
+    The first result is ``None`` if ``node`` is no such mask.
+    """
     negated = False
     while isinstance(node, fx.Node):
         choice = choice_of(node)
@@ -164,7 +186,7 @@ def _find_mask_choice(node: Any) -> tuple[RoutingChoice | None, bool]:
 
 
 def is_opposite(node: Any) -> bool:
-    """Whether the mask ``node`` is the ``logical_not`` of another, through reshapes."""
+    """Whether ``node``, apart from reshapes, is the result of a ``logical_not``."""
     while isinstance(node, fx.Node) and node.target in RESHAPES:
         node = node.args[0]
     return isinstance(node, fx.Node) and node.target is aten.logical_not.default
@@ -177,20 +199,23 @@ _OVER = (aten.sum.dim_IntList, aten.any.dim)
 
 @dataclass(frozen=True)
 class ExpertColumn:
-    """One value for every expert, stored in ``node`` with the experts as its last dim."""
+    """The corresponding values of all experts in a loop, stored in ``node`` with the experts as its last dim."""
 
     node: fx.Node
 
 
 class ExpertColumns:
-    """Appends operators on :class:`ExpertColumn` values of one loop to a graph."""
+    """Appends operators on :class:`ExpertColumn` values, which hold a value of each expert in a loop, to a graph."""
 
     def __init__(self, build: Builder, loop: Loop, numbers: Numbers) -> None:
         self.build, self.loop, self.numbers = build, loop, numbers
 
     def picked(self, nodes: tuple[fx.Node, ...]) -> ExpertColumn | None:
-        """Return one column value for slices of the same tensor, one slice per expert in order; ``None`` if ``nodes``
-        are no such slices."""
+        """Return one value with all experts as last dim, for ``nodes`` that are slices of one tensor, one for each
+        expert.
+
+        The slices must be in the order of the experts. Returns ``None`` for other nodes.
+        """
         first, wanted = nodes[0], range(self.loop.first, self.loop.first + len(nodes))
         if any(n.target is not aten.select.int or n.args[1] != first.args[1] for n in nodes):
             return None
@@ -206,7 +231,9 @@ class ExpertColumns:
         return ExpertColumn(whole)
 
     def of_choice(self) -> ExpertColumn:
-        """Return a boolean column: for each expert, where the chosen number is the expert's."""
+        """Return the boolean value, with the experts of the loop as last dim, that is true for the expert that was
+        chosen.
+        """
         numbers = self.loop.of
         every = self.build(aten.arange.default, len(self.loop.parts), dtype=get_node_tensor(numbers).dtype, device=META)
         if self.loop.first:
@@ -215,8 +242,14 @@ class ExpertColumns:
         return ExpertColumn(self.build(aten.eq.Tensor, apart, every))
 
     def made(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertColumn:
-        """Apply the operator of ``node`` to columns and values that all experts share; return the resulting column.
-        Raises :class:`Different` if the operator cannot work on columns."""
+        """Apply the operator of ``node``, which each expert of a loop has, to values with the experts as last dim.
+
+        Returns the result with the experts as last dim. Raises :class:`Different` if the operator cannot work in this
+        way.
+
+        Args:
+            args: values of all experts as :class:`ExpertColumn`, and arguments that all experts share.
+        """
         assert isinstance(node.target, torch._ops.OpOverload)
         value, rest, many = args[0], list(args[1:]), len(self.loop.parts)
         if node.target in _SIZED:
@@ -237,8 +270,14 @@ class ExpertColumns:
         return ExpertColumn(self.build(node.target, *operands, **kwargs))
 
     def at(self, column: ExpertColumn, keys: fx.Node, dim: int) -> fx.Node:
-        """Return, for each row, the entry of ``column`` for the row's own expert, given by ``keys``. ``dim``: the dim
-        of the rows; all other dims but the last must have size 1."""
+        """Return, for each row, the row's own expert's entry of ``column``, a value with the experts as last dim.
+
+        Raises :class:`Different` if a dim other than ``dim`` and the last does not have size 1.
+
+        Args:
+            keys: the expert of each row.
+            dim: the dim of the rows.
+        """
         sizes = list_node_sizes(column.node)
         if any(size != 1 for d, size in enumerate(sizes[:-1]) if d != dim):
             raise Different
@@ -256,10 +295,10 @@ class ExpertColumns:
 
 @dataclass(frozen=True)
 class ExpertMask:
-    """Each expert's mask of its own rows, or of all other rows if ``negated``.
+    """The masks of all experts in a loop: each is true in the expert's own rows, or in all other rows if ``negated``.
 
-    ``dim`` is the dim of the rows; ``None`` if they are not in one dim yet. ``plain``: the mask has the dims of the
-    chosen numbers.
+    ``dim`` is the dim of the rows; ``None`` if the rows are not in one dim yet. ``plain``: whether the mask has the
+    dims of the tensor with the chosen expert numbers.
     """
 
     dim: int | None
@@ -269,9 +308,9 @@ class ExpertMask:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """A merged value whose rows, along ``dim`` of ``node``, each have the value that the row's own expert computes.
+    """One value that replaces a value of each expert in a loop: each row, along ``dim``, is computed by its own expert.
 
-    ``zeroed``: in each expert's separate value, the rows of other experts are zero.
+    ``zeroed``: whether each expert's separate value was zero in the rows of other experts.
     """
 
     node: fx.Node
@@ -281,7 +320,9 @@ class ExpertRows:
 
 @dataclass(frozen=True)
 class MultiResultRows:
-    """Merged rows of an operator with several results. ``dims[k]`` is the dim of the rows in result ``k``."""
+    """The results of an operator in which each row is computed by its own expert. ``dims[k]`` is the row dim of result
+    ``k``.
+    """
 
     node: fx.Node
     dims: tuple[int, ...]
@@ -296,9 +337,10 @@ class ExpertSum:
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """Merged rows in their order, with the dim of the rows unflattened.
+    """A value in which each row is computed by its own expert, after a reshape that split the row dim into several
+    dims.
 
-    ``where``: shape of the row dims within the value, with 1 for every other dim.
+    ``where`` is the shape of the value with the size 1 in every dim except those of the rows.
     """
 
     node: fx.Node
@@ -307,14 +349,14 @@ class PlacedRows:
 
 @dataclass(frozen=True)
 class ExpertParameter:
-    """The corresponding parameters of all experts, one node each."""
+    """The corresponding parameters of all experts in a loop, as one node for each expert."""
 
     nodes: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
 class PackedParameter:
-    """One parameter that stacks those of all experts along dim 0 of ``node``."""
+    """One parameter that holds those of all experts, along dim 0 of ``node``."""
 
     node: fx.Node
 
@@ -332,15 +374,17 @@ Merged = (
 
 
 class LoopWeights:
-    """Reads the parameters of the experts of one loop; operators are appended to a graph where they are needed."""
+    """Reads the parameters of all experts in a loop, and appends the operators that this needs to the graph."""
 
     def __init__(self, packing: Packing, build: Builder, loop: Loop) -> None:
         self.packing, self.build, self.loop = packing, build, loop
         self.read = False  # whether any is
 
     def sliced(self, nodes: tuple[fx.Node, ...]) -> PackedParameter | None:
-        """Return ``nodes`` as one packed parameter if they are the slices of one parameter, one per expert in order;
-        otherwise ``None``."""
+        """Return ``nodes`` as one packed parameter if they are slices of one parameter, one for each expert in order.
+
+        Returns ``None`` for other nodes.
+        """
         source: Any = nodes[0].args[0] if nodes[0].target is aten.select.int else None
         captured, first = self.packing.captured, self.loop.first
         if source is None or captured.placeholders.get(source.name) not in captured.states:
@@ -352,13 +396,16 @@ class LoopWeights:
         return PackedParameter(self.build(aten.slice.Tensor, source, 0, first, first + len(nodes)))
 
     def of_all(self, stack: ExpertParameter | PackedParameter) -> fx.Node:
-        """Return one node that holds the parameters of all experts, with the experts as dim 0."""
+        """Return one node with the parameters of all experts, with the experts as dim 0."""
         self.read = True
         return stack.node if isinstance(stack, PackedParameter) else self.packing.pack_parameters(stack.nodes)
 
     def turned(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedParameter:
-        """Return a packed parameter with the transpose, permutation or cast of ``node`` applied to every expert's part.
-        Raises :class:`Different` for another operator."""
+        """Apply the transpose, permutation or cast of ``node`` to the parameters of all experts at once. Return the
+        result.
+
+        Raises :class:`Different` for another operator.
+        """
         whole, rank, rest = self.of_all(args[0]), len(list_node_sizes(node)), list(args[1:])
         if node.target is aten.t.default and rank == len(rest) + 2:
             return PackedParameter(self.build(aten.transpose.int, whole, 1, 2))
@@ -373,8 +420,15 @@ class LoopWeights:
     def by_row(
         self, node: fx.Node, stack: ExpertParameter | PackedParameter, rows: ExpertRows, expert: Callable[[], fx.Node]
     ) -> fx.Node:
-        """Return, for each row, the parameter of the row's ``expert``, for use in a pointwise operator. Raises
-        :class:`Different` if ``node`` is not pointwise or the parameter has dims at or before the rows."""
+        """Return, for each row, the parameter of the row's expert, to be read by the pointwise operator ``node``.
+
+        Raises :class:`Different` if ``node`` is not pointwise or the parameter has dims at or before the rows.
+
+        Args:
+            stack: the parameters of all experts.
+            rows: the merged rows that ``node`` also reads.
+            expert: returns the node with the expert of each row.
+        """
         assert isinstance(node.target, torch._ops.OpOverload)
         whole = self.of_all(stack)
         own = list_node_sizes(whole)[1:]

@@ -1,11 +1,13 @@
 """Rewrite loops over experts that pick each expert's rows as products by expert.
 
-Such a loop arrives with every row in every expert, and with all rows but the expert's own left out of the sum
-(``passes/select/masked_rows.py``). If an expert's own rows are those that chose its number, no row belongs to two
-experts. One pass over all experts at once then computes each row with its own expert. Products become
-``partition::expert_mm``, other parameters are looked up, and the masks that left rows out are removed.
+In the captured graph of such a loop, every expert computes all rows, and all rows but the expert's own are left out of
+the sum (``passes/select/masked_rows.py``). If an expert's own rows are those whose chosen number is the expert's, no
+row belongs to two experts. One pass over all experts at once then computes each row with its own expert. Matrix
+products become ``partition::expert_mm`` (each row times its expert's matrix), other parameters are looked up by expert,
+and the masks that left rows out are removed.
 
-Requires and keeps values on every node. Requires normal form: products without bias, sums of two.
+Requires and keeps meta tensors (``node.meta["val"]``) on every node. Requires normal form: products without bias, sums
+of two operands.
 """
 
 from __future__ import annotations
@@ -59,8 +61,11 @@ _ROUTED = "loops over experts are computed as products of each row with its expe
 
 
 def route_loops(captured: Captured) -> Captured:
-    """Return ``captured`` with its loops over experts rewritten as products by expert. Its graph is changed in
-    place."""
+    """Return ``captured`` with its loops over experts rewritten to matrix products of each row with its own expert's
+    matrix.
+
+    The graph is changed in place. Returns ``captured`` itself if there is no loop that fits.
+    """
     graph = captured.graph
     if not any(n.target is aten.masked_fill.Scalar for n in graph.nodes):  # by which rows are left out
         return captured
@@ -80,7 +85,10 @@ def route_loops(captured: Captured) -> Captured:
 
 
 class _Merging:
-    """Merges the corresponding nodes of all experts of one loop. A value that all experts share stays a plain node."""
+    """Merges the corresponding nodes of all experts in one loop into operators that compute all experts at once.
+
+    A value that all experts share stays a plain node.
+    """
 
     def __init__(self, captured: Captured, head: fx.Node, loop: Loop, numbers: Numbers) -> None:
         self.packing = Packing(captured)
@@ -96,8 +104,10 @@ class _Merging:
         self.covers = loop.first == 0 and covers == len(loop.parts)  # whether every row is an expert's
 
     def merge_loop(self) -> bool:
-        """Rewrite the loop and return ``True``. Return ``False`` and leave the graph unchanged if the loop does not fit
-        the pattern."""
+        """Rewrite the loop so that one operator computes the rows of all experts, and return ``True``.
+
+        Returns ``False``, with an unchanged graph, if the loop does not fit the pattern.
+        """
         graph = self.build.graph
         with graph.inserting_before(self.head):
             try:
@@ -131,15 +141,18 @@ class _Merging:
         return self.build(aten.where.self, chosen, made.node, *self.loop.others)
 
     def _is_apart(self) -> bool:
-        """Whether the loop reads parameters of the experts, and nothing outside the loop reads these or the experts'
-        intermediate values."""
+        """Whether the loop reads parameters of the experts, and nothing outside reads these or the experts'
+        intermediate values.
+        """
         read = self.inner | {n for nodes in self.packing.packed for n in nodes}
         users = self.inner | self.loop.chain
         return self.weights.read and all(u in users for n in read for u in n.users)
 
     def merge_nodes(self, nodes: tuple[fx.Node, ...]) -> Any:
-        """Return the merged form of ``nodes``, one node of each expert. Raises :class:`Different` if they do not
-        correspond."""
+        """Return one value that replaces ``nodes``, the corresponding nodes of all experts in the loop.
+
+        A node that all experts share is returned itself. Raises :class:`Different` if the nodes do not correspond.
+        """
         if nodes not in self.known:
             alike = len({self.numbers(n) for n in nodes}) == 1
             self.known[nodes] = nodes[0] if alike else self._merge_nodes(nodes)
@@ -184,7 +197,12 @@ class _Merging:
         return made
 
     def _merge_arguments(self, nodes: tuple[fx.Node, ...]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the merged positional arguments and the keyword arguments of corresponding ``nodes``."""
+        """Return the positional arguments that replace those of ``nodes``, the corresponding nodes of all experts in a
+        loop.
+
+        The second result are the keyword arguments, which must be equal. Raises :class:`Different` if the nodes do not
+        correspond.
+        """
         first = nodes[0]
         if any(len(n.args) != len(first.args) or n.kwargs != first.kwargs for n in nodes):
             raise Different
@@ -211,8 +229,10 @@ class _Merging:
     # -- masks ------------------------------------------------------------------------------------------------------
 
     def _merge_choices(self, nodes: tuple[fx.Node, ...]) -> ExpertMask | None:
-        """Return the merged mask if ``nodes`` are the masks of the loop's experts, each of its own expert; otherwise
-        ``None``."""
+        """Return one object for the masks of all experts, if ``nodes`` are the masks of the loop's experts in order.
+
+        Returns ``None`` for other nodes.
+        """
         loop, of = self.loop, self.numbers(self.loop.of)
         for number, node in enumerate(nodes, loop.first):
             choice = choice_of(node)
@@ -223,8 +243,10 @@ class _Merging:
         )
 
     def _transform_mask(self, node: fx.Node, mask: ExpertMask) -> ExpertMask:
-        """Return the merged mask after the negation or reshape that ``node`` applies. Raises :class:`Different` for
-        another operator."""
+        """Return the object for the masks of all experts after the negation or reshape that ``node`` applies to each.
+
+        Raises :class:`Different` for another operator.
+        """
         if node.target is aten.logical_not.default:
             return ExpertMask(mask.dim, not mask.negated)
         sizes = list_node_sizes(node)
@@ -238,8 +260,10 @@ class _Merging:
         return ExpertMask(along[0], mask.negated)
 
     def _fill_other_rows(self, node: fx.Node, value: Any, mask: ExpertMask) -> ExpertRows:
-        """Return merged rows for a ``masked_fill`` that keeps each expert's own rows and fills all other rows with a
-        number."""
+        """Merge a ``masked_fill`` that keeps each expert's own rows and sets all other rows to a number.
+
+        Returns the merged rows, each computed by its own expert. Raises :class:`Different` if the operands do not fit.
+        """
         held = value.node if isinstance(value, ExpertRows | ExpertColumn) else value
         if not mask.negated or mask.dim is None or not isinstance(held, fx.Node):
             raise Different
@@ -260,14 +284,16 @@ class _Merging:
         return ExpertRows(held, dim, zeroed=bool(number == 0))
 
     def _mask_expert_rows(self) -> fx.Node:
-        """Return a mask of the rows that chose any expert of the loop."""
+        """Return a node with a boolean mask of the rows whose chosen number is that of any expert of the loop."""
         keys = self._chosen_numbers()
         above, below = self.build(aten.ge.Scalar, keys, 0), self.build(aten.lt.Scalar, keys, len(self.loop.parts))
         return self.build(aten.logical_and.default, above, below)
 
     def _chosen_numbers(self) -> fx.Node:
-        """Return the index of each row's expert within the loop, ``[rows]``. It is out of range for a row that chose
-        none of these experts."""
+        """Return the index of each row's expert within the loop, of shape ``[rows]``.
+
+        It is out of range for a row that chose none of the loop's experts.
+        """
         loop, numbers = self.loop, self.loop.of
         if get_node_tensor(numbers).dtype not in (torch.int32, torch.int64):  # by which others can be looked up
             numbers = self.build(aten.to.dtype, numbers, torch.int64)
@@ -278,8 +304,9 @@ class _Merging:
         return self.build(aten.sub.Tensor, numbers, loop.first) if loop.first else numbers
 
     def _find_row_experts(self) -> fx.Node:
-        """Return the expert index of each row, ``[rows]``. A row that chose no expert of the loop gets an arbitrary
-        valid index."""
+        """Return the expert index of each row, of shape ``[rows]``; an arbitrary valid index for a row without an
+        expert.
+        """
         if self.keys is None:
             keys = self._chosen_numbers()
             self.keys = keys if self.covers else self.build(aten.clamp.default, keys, 0, len(self.loop.parts) - 1)
@@ -302,7 +329,10 @@ class _Merging:
         return ExpertRows(made, x.dim, x.zeroed)
 
     def _apply_to_sum(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertSum:
-        """Apply a linear operator to the sum of all experts' parts. Raises :class:`Different` for another operator."""
+        """Apply an operator to the sum of all experts' parts, and return the result.
+
+        Raises :class:`Different` if the operator is not linear.
+        """
         given = [
             i for i, a in enumerate(args) if isinstance(a, ExpertRows | ExpertSum | ExpertParameter | PackedParameter)
         ]
@@ -315,7 +345,10 @@ class _Merging:
     def _merge_row_operator(
         self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> ExpertRows | MultiResultRows | ExpertSum | PlacedRows:
-        """Apply an operator that works on each row by itself to merged rows, and return the result."""
+        """Apply an operator that works on each row by itself to rows that are each computed by their own expert.
+
+        Returns the merged result. Raises :class:`Different` if the operator combines rows or its operands do not fit.
+        """
         rows = [a for a in args if isinstance(a, ExpertRows)]
         if not rows:
             raise Different
@@ -345,8 +378,13 @@ class _Merging:
         raise Different
 
     def _row_dims(self, made: fx.Node, rows: Mapping[fx.Node, int]) -> tuple[int, ...] | None:
-        """Return the dim of the rows in each result; ``None`` unless each row of a result depends on the same row of
-        the operands only."""
+        """Return the dim of the rows in each result of ``made``.
+
+        Returns ``None`` unless each row of a result depends only on the same row of the operands.
+
+        Args:
+            rows: the dim of the rows of each operand that has rows.
+        """
         try:
             rule = factors_of(made)
         except PartitionError:
@@ -367,7 +405,11 @@ class _Merging:
         return tuple(spots[0] for spots in dims) if alone else None
 
     def _merge_getitem(self, nodes: tuple[fx.Node, ...]) -> ExpertRows:
-        """Return the merged form of one result of an operator with several results."""
+        """Return one result of an operator with several results whose rows are each computed by their own expert.
+
+        Args:
+            nodes: the corresponding ``getitem`` nodes of all experts.
+        """
         whole: Any = self.merge_nodes(tuple(n.args[0] for n in nodes))  # type: ignore[misc]
         if not isinstance(whole, MultiResultRows):
             raise Different
@@ -382,8 +424,11 @@ def _keep_only_dim(node: fx.Node, dim: int) -> tuple[int, ...]:
 
 
 def _taken_apart(rows: ExpertRows, made: fx.Node) -> tuple[int, ...]:
-    """Return the shape of ``made`` with 1 in every dim, except the dims into which a reshape splits the row dim of
-    ``rows``."""
+    """Return the shape of ``made``, with 1 in every dim except those into which a reshape splits the row dim of
+    ``rows``.
+
+    Raises :class:`Different` if the reshape changes other dims.
+    """
     sizes, end = list_node_sizes(made), len(list_node_sizes(made)) - (len(list_node_sizes(rows.node)) - 1 - rows.dim)
     before, after = list_node_sizes(rows.node)[: rows.dim], list_node_sizes(rows.node)[rows.dim + 1 :]
     if sizes[: len(before)] != before or sizes[end:] != after or end < len(before):
@@ -392,7 +437,9 @@ def _taken_apart(rows: ExpertRows, made: fx.Node) -> tuple[int, ...]:
 
 
 def _is_like(made: fx.Node, node: fx.Node) -> bool:
-    """Whether ``made`` has the same shapes and types of results as ``node``, so that it can replace ``node``."""
+    """Whether the results of ``made`` have the shapes and dtypes of those of ``node``, so that it can replace
+    ``node``.
+    """
     forms = [
         [(v.shape, v.dtype) for v in (held if isinstance(held, tuple | list) else (held,))]
         for held in (made.meta["val"], node.meta["val"])

@@ -2,8 +2,9 @@
 
 The regions are found from the graph alone. There are two forms:
 
-* *routed*: rows, each with the number of its expert (``keys``), pass through ``partition::expert_mm``, look-ups of a
-  parameter of the expert (a bias) and operators that work on each row by itself;
+* *routed*: rows, each with the number of its expert (``keys``), pass through ``partition::expert_mm`` (a product of
+  each row with its expert's matrix), look-ups of a parameter of the expert (a bias) and operators that work on each
+  row by itself;
 * *dense*: every expert works on all rows, ``[e, t, k]`` through ``bmm`` with a weight ``[e, k, n]``, and a ``topk``
   over as many scores as there are experts selects the results that count.
 """
@@ -37,7 +38,10 @@ _LOOKUPS: dict[Any, tuple[int, int]] = {
 
 @dataclass(frozen=True)
 class RowExpertDims:
-    """The dims of a value that hold its rows and its experts. ``experts`` is ``None`` in the routed form."""
+    """The dims of a value that index its rows and its experts.
+
+    ``experts`` is ``None`` if each row has one expert, so that no dim indexes experts.
+    """
 
     rows: int
     experts: int | None = None
@@ -45,10 +49,14 @@ class RowExpertDims:
 
 @dataclass(frozen=True)
 class ExpertRegion:
-    """A part of a block that computes by expert. ``keys``: the expert number of each row, ``None`` in the dense form.
-    ``tables``: the nodes computed only from the experts' parameters, with the dim that indexes experts. ``nodes``: the
-    operators that work row by row, in order, with the dims of their results. ``entries``: values from outside whose
-    rows they read. ``exits``: the nodes that are read outside. ``products``: the matrix products among ``nodes``."""
+    """A part of a block that computes by expert: each row by its own expert (routed), or every row by all experts
+    (dense).
+
+    ``keys``: the node with the expert number of each row; ``None`` in the dense form. ``tables``: nodes that are
+    computed only from the experts' parameters, with the dim that indexes experts. ``nodes``: operators that work row by
+    row, in order, with the dims of their results. ``entries``: values from outside whose rows they read. ``exits``:
+    those of ``nodes`` that are read outside. ``products``: the matrix products among ``nodes``.
+    """
 
     keys: fx.Node | None
     num_experts: int
@@ -60,15 +68,21 @@ class ExpertRegion:
 
     @property
     def states(self) -> dict[str, int]:
-        """Return the experts' parameters and buffers by placeholder name, with the dim that indexes experts."""
+        """Return the experts' parameters and buffers, by name of their placeholder, each with the dim that indexes
+        experts.
+        """
         return {n.name: dim for n, dim in self.tables.items() if n.op == "placeholder"}
 
 
 def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion]:
-    """Return the expert regions of ``block`` in order. Operators that do not fit one of the two forms are left out.
+    """Return the parts of ``block`` that compute by expert (expert regions), in order.
 
-    ``apart``: mesh axes whose ranks will hold different experts. An operator that communicates over such an axis ends a
-    region.
+    A region consists of matrix products in which each row has one expert (or all experts compute all rows), and
+    operators on single rows around them. Operators that do not fit are left out.
+
+    Args:
+        apart: mesh axes whose ranks will have different experts. An operator that communicates over such an axis ends a
+            region.
     """
     found = []
     products: dict[fx.Node, list[fx.Node]] = {}
@@ -91,8 +105,11 @@ def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion
 
 
 class _RegionFinder:
-    """Grows a region from its products. ``table_of`` maps each node that reads a parameter of the experts to that
-    parameter's node."""
+    """Finds one expert region, the part of a block that computes by expert, starting from its matrix products.
+
+    ``tables`` maps nodes that are computed only from the experts' parameters to the dim that indexes experts.
+    ``places`` has the operators of the region with the dims of their results.
+    """
 
     def __init__(
         self, block: Block, keys: fx.Node | None, products: list[fx.Node], apart: Collection[str] = ()
@@ -129,12 +146,17 @@ class _RegionFinder:
 
     @property
     def _sent_row_dims(self) -> RowExpertDims:
-        """Return the dims of rows and experts in a value that is sent to the ranks of the experts."""
+        """Return the dims that index rows and experts in values that are sent between the ranks of experts.
+
+        The rows are in dim 0 if each row has one expert; otherwise the experts are in dim 0 and the rows in dim 1.
+        """
         return RowExpertDims(0) if self.keys is not None else RowExpertDims(1, 0)
 
     def _find_seed_nodes(self) -> set[fx.Node]:
-        """Return the nodes that combine rows with a parameter of the experts, such as products and look-ups. Empty if
-        there are no products or the numbers of experts differ."""
+        """Return the nodes that combine rows with a parameter of the experts, such as products and look-ups.
+
+        Returns an empty set if there are no products or the numbers of experts differ.
+        """
         if self.keys is None:
             tables = {n: n.args[1] for n in self.products if self._is_table(n.args[1], 0)}
             tables = {n: t for n, t in tables.items() if not self._is_table(n.args[0], 0)}
@@ -158,15 +180,19 @@ class _RegionFinder:
         return {u for t in self.tables for u in t.users if u not in self.tables and u.op == "call_function"}
 
     def _is_chosen(self, products: Iterable[fx.Node]) -> bool:
-        """Whether a ``topk`` or similar over as many scores as there are experts takes part in the products or in what
-        is computed from them."""
+        """Whether an operator such as ``topk`` over as many scores as there are experts decides which of their results
+        count.
+
+        Such an operator must be an ancestor of the products, or of a value that is computed from them.
+        """
         behind = _collect_descendants(self.block, set(products))
         around = _collect_ancestors(self.block, behind | set(products)) - behind
         return any(n.target in CHOICES and get_meta_shape(n.args[0])[-1:] == (self.num_experts,) for n in around)  # type: ignore[arg-type]
 
     def _is_table(self, node: Any, dim: int) -> bool:
-        """Whether ``node`` is computed from states only, and sharding it along ``dim`` corresponds to sharding each of
-        them along one dim."""
+        """Whether ``node`` is computed only from parameters and buffers, and can be sharded along ``dim`` by sharding
+        these.
+        """
         return isinstance(node, fx.Node) and _trace_to_states(node, dim, self.states) is not None
 
     def _add_table(self, node: Any, dim: int) -> None:
@@ -175,8 +201,13 @@ class _RegionFinder:
         self.tables |= found
 
     def _add_region_node(self, node: fx.Node, seed: bool) -> bool:
-        """Record the dims of a node's results and its operands from outside. Return ``False`` if the node does not work
-        row by row."""
+        """Add an operator to the region: record the dims of its results, and its operands from outside of the region.
+
+        Returns ``False`` if the operator does not work row by row and was not added.
+
+        Args:
+            seed: whether the operator combines rows with a parameter of the experts.
+        """
         if seed and self.keys is not None:
             if any(node is p for p in self.products):
                 self._add_region_entry(row_products()[node.target](node)[0], RowExpertDims(0))
@@ -214,8 +245,11 @@ class _RegionFinder:
         return True
 
     def _find_row_factors(self, node: fx.Node, rule: OpFactors) -> tuple[str | None, str | None]:
-        """Return the names of the rows' and the experts' factor in an operator's rule; ``None`` for a factor that does
-        not pass through."""
+        """Return the names of the loop dimensions that index rows and experts in the rule of an operator.
+
+        A rule names the loop dimensions of an operator as in an einsum. A name is ``None`` if the operator does not
+        work on each row by itself.
+        """
         rows: set[str] = set()
         experts: set[str] = set()
         for operand, dims in zip(operands_of(node), rule.operands, strict=True):
@@ -239,8 +273,9 @@ class _RegionFinder:
             self.entries[node] = place
 
     def _extend_region(self) -> None:
-        """Add operators that follow the region, work row by row and read no other rows, such as a bias, an activation
-        or the end of a sum."""
+        """Add operators that follow the region, work row by row and read no other rows, such as a bias or an
+        activation.
+        """
         for node in self.block.graph.nodes:
             operands = operands_of(node) if node.op == "call_function" else ()
             inside = [o for o in operands if o in self.places]
@@ -268,8 +303,11 @@ def _index_of(node: fx.Node, at: int) -> Any:
 
 
 def _trace_to_states(node: fx.Node, dim: int, states: set[str]) -> dict[fx.Node, int] | None:
-    """Map each node that ``node`` is computed from to the dim along which it is sharded if ``node`` is sharded along
-    ``dim``. ``None`` if ``node`` is not computed from states only."""
+    """Return the dim along which each ancestor of ``node`` is sharded if ``node`` is sharded along ``dim``.
+
+    The result maps nodes to dims and includes ``node``. ``None`` if ``node`` is not computed only from states, or has
+    no such sharding.
+    """
     if node.op == "placeholder":
         return {node: dim} if node.name in states else None
     if node.op != "call_function" or not isinstance(node.meta["val"], Tensor):
@@ -301,8 +339,13 @@ def _find_factor_rule(node: fx.Node) -> OpFactors | None:
 
 
 def _find_row_dims(rows: str | None, experts: str | None, dims: tuple[tuple[str, ...], ...]) -> RowExpertDims | None:
-    """Return the dims that hold the factors ``rows`` and ``experts``; ``None`` unless each is alone in exactly one
-    dim."""
+    """Return the dims of a value that hold the loop dimensions ``rows`` and ``experts`` of an operator.
+
+    Returns ``None`` unless each of the two is alone in exactly one dim.
+
+    Args:
+        dims: names of the loop dimensions in each dim of the value.
+    """
     at = [d for d, held in enumerate(dims) if rows in held]
     by = [d for d, held in enumerate(dims) if experts is not None and experts in held]
     if len(at) != 1 or dims[at[0]] != (rows,):

@@ -1,6 +1,6 @@
-"""Recognise boolean masks that tell where a router chose a certain expert number.
+"""Recognise boolean masks that are true where a router chose a certain expert number.
 
-Loops over experts build such masks as ``chosen == 3``, as a slice of ``one_hot(chosen)`` or as a slice of
+Loops over experts compute such masks as ``chosen == 3``, as a slice of ``one_hot(chosen)`` or as a slice of
 ``chosen[..., None] == arange(n)``. The patterns match graphs of exported operators and graphs in normal form.
 """
 
@@ -43,7 +43,7 @@ _PLACES = (aten.argsort.default, aten.argsort.stable)
 
 @dataclass(frozen=True)
 class RoutingChoice:
-    """A mask that is true where the integer tensor ``of`` equals ``number``.
+    """Describes a mask that is true where the integer tensor ``of`` equals ``number``.
 
     Dim ``j`` of the mask is dim ``dims[j]`` of ``of``.
     """
@@ -55,9 +55,10 @@ class RoutingChoice:
 
 @dataclass(frozen=True)
 class _Classes:
-    """A stack along ``dim`` of one mask per number 0, 1, ..: mask ``n`` is true where ``of`` equals ``n``.
+    """Describes a stack of masks along ``dim``, one for each number 0, 1, ..: mask ``n`` is true where ``of`` equals
+    ``n``.
 
-    ``dims[j]`` is the dim of ``of`` that the ``j``-th other dim of the stack corresponds to.
+    ``dims[j]`` is the dim of ``of`` to which the ``j``-th other dim of the stack corresponds.
     """
 
     of: fx.Node
@@ -66,7 +67,10 @@ class _Classes:
 
 
 def choice_of(node: Any) -> RoutingChoice | None:
-    """The choice that the mask ``node`` tests for; ``None`` if ``node`` is no such mask."""
+    """Return the tensor and the number that the mask ``node`` compares, such as ``chosen == 3``.
+
+    Returns ``None`` if ``node`` is no mask that tests for one number.
+    """
     node = skip_inverse_squeezes(node)
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
@@ -83,8 +87,9 @@ def choice_of(node: Any) -> RoutingChoice | None:
 
 
 def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
-    """Numbers ``of`` and a ``number`` such that the mask ``node`` is true where ``number`` occurs along the last dim of
-    ``of``; all numbers along that dim are distinct (the k choices of a token). ``None`` if ``node`` is no such mask.
+    """Return (``of``, ``number``) if the mask ``node`` is true where ``number`` occurs along the last dim of ``of``.
+
+    All numbers along that dim must be distinct, like the k choices of a token. Returns ``None`` for any other node.
     """
     while isinstance(node, fx.Node) and (_is_nonzero(node) or node.target in (*CASTS, *RESHAPES)):
         node = node.args[0]
@@ -108,7 +113,9 @@ def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
 
 
 def skip_inverse_squeezes(node: Any) -> Any:
-    """The operand of ``node`` before pairs of ``unsqueeze`` and ``squeeze`` that undo each other."""
+    """Follow ``node`` back through pairs of ``unsqueeze`` and ``squeeze`` that cancel, and return the node before
+    them.
+    """
     while isinstance(node, fx.Node) and node.target is aten.squeeze.dim and _is_widened(node.args[0], node.args[1]):
         node = node.args[0].args[0]  # type: ignore[union-attr]
     return node
@@ -119,14 +126,16 @@ def _is_widened(node: Any, dim: Any) -> bool:
 
 
 def skip_operators(node: Any, targets: tuple[Any, ...]) -> Any:
-    """The first node up the chain of first operands from ``node`` that is not an operator in ``targets``."""
+    """Follow first operands from ``node`` while the operator is in ``targets``. Return the node at which this ends."""
     while node.target in targets:
         node = node.args[0]
     return node
 
 
 def is_count(node: Any) -> bool:
-    """Whether every element of ``node`` is known to be at least zero."""
+    """Whether every element of ``node`` is known to be at least zero, so that a sum is zero only if all elements
+    are.
+    """
     if node.meta["val"].dtype == torch.bool or node.target is aten.one_hot.default:
         return True
     if node.target in _MOVED:
@@ -135,7 +144,10 @@ def is_count(node: Any) -> bool:
 
 
 def numbers_of(node: fx.Node) -> fx.Node:
-    """The integer tensor that ``node`` had before marks, reshapes and casts to other integer types."""
+    """Follow ``node`` back through markers, reshapes and casts to int32 or int64, and return the node before them.
+
+    This node has the same integers, such as the expert numbers that a router chose.
+    """
     while True:
         before = node
         node = skip_integer_casts(node)
@@ -146,7 +158,9 @@ def numbers_of(node: fx.Node) -> fx.Node:
 
 
 def is_distinct(of: fx.Node, dim: int) -> bool:
-    """Whether the numbers of ``of`` along ``dim`` are distinct, as the indices of ``topk``, ``sort`` or ``argsort``."""
+    """Whether the numbers of ``of`` along ``dim`` are distinct, because they are indices of ``topk``, ``sort`` or
+    ``argsort``.
+    """
     node: Any = skip_integer_casts(of)
     while node.target in RESHAPES and dim % _get_node_rank(of) == _get_node_rank(of) - 1 and _keeps_last(node):
         of, dim, node = node.args[0], -1, skip_integer_casts(node.args[0])
@@ -160,7 +174,10 @@ def is_distinct(of: fx.Node, dim: int) -> bool:
 
 
 def num_choices(of: fx.Node) -> int | None:
-    """Size of the dim that the indices ``of`` choose from; ``None`` if no ``topk``, ``sort`` or ``max`` made them."""
+    """Return the size of the dim that the indices ``of`` choose from.
+
+    Returns ``None`` if they are no result of ``topk``, ``sort``, ``max`` or similar.
+    """
     node: Any = skip_integer_casts(of)
     while node.target in (*RESHAPES, aten.permute.default):
         node = skip_integer_casts(node.args[0])
@@ -208,7 +225,7 @@ def classes_of(node: Any) -> _Classes | None:
 
 
 def _find_widened_operand(node: Any) -> fx.Node | None:
-    """The integer operand to which ``node`` adds a last dim of size 1; ``None`` if ``node`` does not do that."""
+    """Return the integer operand to which ``node`` adds a last dim of size 1; ``None`` if ``node`` does not do that."""
     if not isinstance(node, fx.Node) or node.target not in (
         aten.unsqueeze.default,
         aten.reshape.default,
@@ -221,7 +238,7 @@ def _find_widened_operand(node: Any) -> fx.Node | None:
 
 
 def _find_arange_size(node: Any) -> int | None:
-    """The ``n`` for which ``node`` is ``arange(n)``, up to dims of size 1 in front; ``None`` if there is none."""
+    """Return the ``n`` for which ``node`` is ``arange(n)``, up to leading dims of size 1; ``None`` if it is none."""
     node = skip_integer_casts(node) if isinstance(node, fx.Node) else node
     while isinstance(node, fx.Node) and node.target in (
         aten.reshape.default,
@@ -243,14 +260,16 @@ def _is_nonzero(node: fx.Node) -> bool:
 
 
 def skip_integer_casts(node: fx.Node) -> fx.Node:
-    """``node`` before casts and marks whose results are int32 or int64, so that the numbers stay what they are."""
+    """Follow ``node`` back through casts and markers whose results are int32 or int64, and return the node before
+    them.
+    """
     while node.target in CASTS and node.meta["val"].dtype in _WIDE:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def dims_over(node: Any) -> list[int]:
-    """The dims that ``node`` (a sum, or ``any``) reduces, as non-negative numbers."""
+    """Return the dims that ``node`` (a sum, or ``any``) reduces, as non-negative numbers."""
     dims: Any = node.args[1]
     rank = _get_node_rank(node.args[0])
     return [d % rank for d in (dims if isinstance(dims, list | tuple) else [dims])]

@@ -1,15 +1,16 @@
-"""Rows sorted by expert: undo the sort in the model's graph, and keep rows sorted between products in a local graph.
+"""Treat rows that are sorted by expert: remove the sort from the model's graph, and avoid repeated sorts in a local
+graph.
 
 :func:`remove_row_sorts` lets rows keep their order, so that they can be sharded. A mixture of experts sorts the choices
-of all tokens, gathers rows in that order, works on each row by itself and by its expert, and puts the rows back.
-Operators on single rows commute with the order: where an operator's rule lets the sorted dim pass through, the operator
-is moved to the unsorted rows. A value that does not depend on the order (rows put back, sums over all rows) then
-replaces the value computed from sorted rows, and the sort has no readers.
+of all tokens, gathers rows in that order, works on each row by itself and by its expert, and writes the rows back.
+Operators on single rows commute with the sort: if an operator's factor rule lets the sorted dim pass through, the
+operator is applied to the unsorted rows. A value that does not depend on the order (rows written back, sums over all
+rows) then replaces the value computed from sorted rows, and nothing reads the sort any more.
 
-:func:`kept_sorted` avoids sorting rows back and forth. ``partition::expert_mm`` sorts the rows that it reads and puts
-back the rows that it makes. Between two products with the same experts, rows can stay sorted if all operators between
-them work on each row by itself. Requires: a local graph. Provides: an equivalent graph, in which rows are sorted once
-before and put back once after, in backward as well.
+:func:`kept_sorted` works on the graph of one rank. ``partition::expert_mm``, the product of each row with its expert's
+matrix, sorts the rows that it reads and returns its rows in the original order. Between two products with the same
+experts, rows can stay sorted if all operators between them work on each row by itself. Requires: a local graph.
+Provides: an equivalent graph, in which rows are sorted once before and unsorted once after, in backward as well.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ _LOOKUPS = (aten.index.Tensor, aten.index_select.default)
 
 
 def remove_row_sorts(graph: fx.Graph) -> None:
-    """Rewrite ``graph`` in place. Requires and keeps values on every node."""
+    """Rewrite ``graph`` in place so that rows keep their order where the model sorts them, such as by expert.
+
+    A sort is removed as far as the results do not depend on the order. Requires and keeps meta tensors
+    (``node.meta["val"]``) on every node.
+    """
     for node in list(graph.nodes):
         if node.target in (*_SORTS, *_ARGSORTS) and len(list_node_sizes(operands_of(node)[0])) == 1:
             _Unsorter(graph, node).unsort_rows()
@@ -50,16 +55,22 @@ def remove_row_sorts(graph: fx.Graph) -> None:
 
 @dataclass(frozen=True)
 class _UnsortedValue:
-    """The value that a node would have without the sort. ``dims``: for each result of the node, the dim along which its
-    slices are sorted; ``None`` if the result does not depend on the order."""
+    """The value that a node would have without the sort.
+
+    ``dims`` has, for each result of the node, the dim along which it is sorted; ``None`` if it does not depend on the
+    order.
+    """
 
     node: fx.Node
     dims: tuple[int | None, ...] = (0,)
 
 
 class _Unsorter:
-    """Follows the effects of one sort through the graph. ``twins`` maps visited nodes to their unsorted values;
-    ``inverse`` holds the nodes that are the inverse permutation."""
+    """Rewrites the readers of one sort so that they do not need it.
+
+    ``twins`` maps each node that depends on the sort to the value that it would have on unsorted rows. ``inverse`` has
+    the nodes that hold the inverse permutation.
+    """
 
     def __init__(self, graph: fx.Graph, sort: fx.Node) -> None:
         self.graph = graph
@@ -121,7 +132,7 @@ class _Unsorter:
             node.replace_all_uses_with(twin.node)
 
     def _unsort_getitem(self, node: fx.Node, build: Builder) -> None:
-        """One of several results."""
+        """Record the value on unsorted rows for one result of an operator with several results."""
         source, index = node.args
         if source in self.twins:
             twin = self.twins[source]  # type: ignore[index]
@@ -129,7 +140,10 @@ class _Unsorter:
             self._record_unsorted_value(node, _UnsortedValue(build(node.target, twin.node, index), (twin.dims[index],)))
 
     def _is_inverse_order(self, node: fx.Node) -> bool:
-        """Whether ``node`` is the inverse of the order: written at the order's places, or sorted once more."""
+        """Whether ``node`` is the inverse permutation of the sort.
+
+        This is an ``arange`` written to the positions of the sort order, or an ``argsort`` of the order.
+        """
         if self.order is None:
             return False
         if node.target in _ARGSORTS:
@@ -147,8 +161,11 @@ class _Unsorter:
         return False
 
     def _put_back(self, node: fx.Node) -> _UnsortedValue | None:
-        """Return the unsorted value of sorted rows that are indexed by the inverse permutation; ``None`` if ``node`` is
-        something else."""
+        """Return the rows without the sort, if ``node`` brings sorted rows back into the original order by an index
+        operator.
+
+        Returns ``None`` for other nodes.
+        """
         found = _parse_row_lookup(node)
         if found is None or found[1] not in self.inverse or found[0] not in self.twins:
             return None
@@ -156,8 +173,10 @@ class _Unsorter:
         return _UnsortedValue(twin.node, (None,)) if twin.dims == (0,) else None
 
     def _unsort_row_write(self, node: fx.Node) -> _UnsortedValue | None:
-        """Return the unsorted value of sorted rows that are written back to their original places; ``None`` if ``node``
-        is something else."""
+        """Return the rows without the sort, if ``node`` writes sorted rows to their original positions.
+
+        Returns ``None`` for other nodes.
+        """
         args: Any = node.args
         if node.target is aten.index_copy.default and args[1] == 0:
             base, places, rows = args[0], args[2], args[3]
@@ -172,8 +191,9 @@ class _Unsorter:
         return _UnsortedValue(self.twins[rows].node, (None,))
 
     def _finds_keys(self, node: fx.Node) -> bool:
-        """Whether ``node`` computes the expert of each sorted row from the positions at which the rows of each expert
-        end."""
+        """Whether ``node`` computes the expert of each sorted row from the positions where the rows of each expert
+        end.
+        """
         if node.target is not aten.searchsorted.Tensor or not get_node_argument(node, "right"):
             return False
         ends, rows = node.args[:2]
@@ -181,8 +201,11 @@ class _Unsorter:
         return plain and _is_full_arange(rows, self.num_rows) and self._are_ends(ends, list_node_sizes(ends)[0])  # type: ignore[arg-type]
 
     def _unsort_grouped_product(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
-        """Return the unsorted value of a grouped matrix product whose groups are the experts; ``None`` if ``node`` is
-        something else."""
+        """Append a matrix product of unsorted rows with their experts' matrices, if ``node`` is such a product of
+        sorted rows.
+
+        Returns ``None`` for other nodes.
+        """
         how = experts.find_grouped_product(node.target)
         if how is None:
             return None
@@ -202,12 +225,14 @@ class _Unsorter:
         return _UnsortedValue(made) if made.meta["val"].dtype == node.meta["val"].dtype else None
 
     def _are_ends(self, node: fx.Node, num_experts: int) -> bool:
-        """Whether ``node`` tells where the rows of each expert end: the running sum of how often each key occurs."""
+        """Whether ``node`` has the position where the rows of each expert end: the cumulative sum of the experts' row
+        counts.
+        """
         total = _skip_casts(node)
         return total.target is aten.cumsum.default and self._are_sizes(total.args[0], num_experts)
 
     def _are_sizes(self, node: Any, num_experts: int) -> bool:
-        """Whether ``node`` tells how many rows each expert has, in the rows' order: how often each key occurs."""
+        """Whether ``node`` has the number of rows of each expert, in the order in which the rows are sorted."""
         counts = _skip_casts(node)
         if not self.ascending:
             return False
@@ -225,7 +250,11 @@ class _Unsorter:
         return _is_same_value(_skip_casts(node), _skip_casts(self.keys))
 
     def _unsort_index_add(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
-        """Return the unsorted value of an ``index_add`` of sorted rows; ``None`` if ``node`` is something else."""
+        """Append an ``index_add`` of unsorted rows if ``node`` is one of sorted rows, and return its value.
+
+        If each position occurs equally often and in order, a sum takes the place of the ``index_add``. Returns ``None``
+        for other nodes.
+        """
         if node.target is not aten.index_add.default:
             return None
         base, dim, places, rows = node.args[:4]
@@ -244,7 +273,11 @@ class _Unsorter:
         return _UnsortedValue(build(aten.add.Tensor, base, summed), (None,))
 
     def _commute_with_sort(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
-        """The operator on unsorted rows, if its rule lets them pass through or adds them up."""
+        """Append the operator of ``node`` on unsorted rows, if it works on each row by itself or sums rows. Return its
+        value.
+
+        Returns ``None`` for any other operator.
+        """
         try:
             rule = factors_of(node)
         except PartitionError:
@@ -270,14 +303,27 @@ class _Unsorter:
         return _UnsortedValue(made, tuple(dims))
 
     def _sorted_factor(self, node: fx.Node, dims: tuple[tuple[str, ...], ...]) -> set[str]:
-        """The factor of a sorted operand's sorted dim; an empty name where it is not one factor."""
+        """Return, as a set of one name, the loop dimension of an operator that the sorted dim of the operand ``node``
+        holds.
+
+        The name is ``""`` if the dim does not hold exactly one loop dimension.
+
+        Args:
+            dims: names of the loop dimensions in each dim of the operand.
+        """
         dim = self.twins[node].dims[0]
         assert dim is not None
         return {dims[dim][0]} if dim < len(dims) and len(dims[dim]) == 1 else {""}
 
     def _looked_up(self, node: fx.Node, args: tuple[Any, ...], build: Builder) -> fx.Node | None:
-        """Return ``rows[places]`` without an index operator, if the places are 0, 1, .. in order, each repeated equally
-        often; otherwise ``None``."""
+        """Append operators that compute the row look-up of ``node`` on unsorted rows without an index operator. Return
+        the result.
+
+        Returns ``None`` unless the looked-up positions are 0, 1, .. in order, each repeated equally often.
+
+        Args:
+            args: the arguments of ``node`` on unsorted rows.
+        """
         found = _parse_row_lookup(node)
         if found is None:
             return None
@@ -294,7 +340,11 @@ class _Unsorter:
         return build(aten.reshape.default, wide, [self.num_rows, *list_node_sizes(rows)[1:]])
 
     def _count_repeats(self, where: fx.Node, num_places: int) -> int | None:
-        """``k`` where ``where`` is ``0 0 .. 0 1 1 .. 1 ..`` with each of ``num_places`` numbers k times."""
+        """Return how often ``where`` repeats each of the numbers 0, 1, .., ``num_places`` - 1, in the form ``0 0 1 1 2
+        2 ..``.
+
+        Returns ``None`` if it has another form.
+        """
         times = 1
         if where.target in (aten.floor_divide.default, aten.floor_divide.Scalar, aten.div.Tensor_mode):
             if where.kwargs.get("rounding_mode", "floor") not in ("floor", "trunc") or not isinstance(
@@ -306,8 +356,7 @@ class _Unsorter:
 
 
 def _parse_row_lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the nodes ``rows`` and ``places`` if ``node`` computes ``rows[places]`` along dim 0; otherwise
-    ``None``."""
+    """Return the nodes (``rows``, ``places``) if ``node`` computes ``rows[places]`` along dim 0; otherwise ``None``."""
     if node.target is aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
         return node.args[0], node.args[1][0]  # type: ignore[index,return-value]
     if node.target is aten.index_select.default and node.args[1] == 0:
@@ -322,7 +371,7 @@ def _skip_casts(node: fx.Node) -> fx.Node:
 
 
 def _is_same_value(a: Any, b: Any) -> bool:
-    """Whether two arguments are one value, be it computed twice."""
+    """Whether two arguments are one value, even if two nodes compute it by the same operators."""
     if isinstance(a, fx.Node) and isinstance(b, fx.Node):
         computed = a.op == b.op == "call_function" and a.target == b.target and a.kwargs == b.kwargs
         return a is b or (computed and _is_same_value(a.args, b.args))
@@ -332,7 +381,7 @@ def _is_same_value(a: Any, b: Any) -> bool:
 
 
 def _is_full_arange(node: Any, num: int) -> bool:
-    """Whether ``node`` is 0, 1, .. ``num`` - 1."""
+    """Whether ``node`` is ``arange(num)``."""
     if not isinstance(node, fx.Node) or "aten.arange" not in str(node.target):
         return False
     return (
@@ -343,7 +392,13 @@ def _is_full_arange(node: Any, num: int) -> bool:
 
 
 def _dim_of(name: str, dims: tuple[tuple[str, ...], ...]) -> int | None:
-    """Where a factor stands by itself; ``None`` if it is absent, -1 if it stands among others or twice."""
+    """Return the dim that holds only the loop dimension ``name`` of an operator.
+
+    Returns ``None`` if no dim holds it, and -1 if it shares a dim or is in several dims.
+
+    Args:
+        dims: names of the loop dimensions in each dim of a value.
+    """
     held = [d for d, factors in enumerate(dims) if name in factors]
     if not held:
         return None
@@ -356,8 +411,11 @@ _PRODUCT = ops.expert_mm.default
 
 
 def kept_sorted(block: Block) -> Block:
-    """Return an equivalent block in which rows stay sorted between products with the same experts; ``block`` itself if
-    no two products have the same experts."""
+    """Return an equivalent block in which rows stay sorted by expert between products with the same experts.
+
+    A product with experts otherwise sorts its rows and restores their order. Returns ``block`` itself if no two
+    products have the same experts.
+    """
     products = Counter(n.args[2] for n in block.graph.nodes if n.target is _PRODUCT)
     if max(products.values(), default=0) < 2:
         return block
@@ -403,8 +461,10 @@ class _Sorter:
             node.args, node.kwargs = with_operands(node, [self._sort_operand(o) for o in operands_of(node)])
 
     def _sort_operand(self, node: fx.Node) -> fx.Node:
-        """Return the node that an operator of the region reads in place of ``node``: its rows sorted by expert if they
-        come from outside."""
+        """Return the node that replaces the operand ``node`` of an operator between products with the same experts.
+
+        If ``node`` comes from before the first product, the result has its rows sorted by expert.
+        """
         if node is not self.keys and node not in self.region.entries:
             return node
         if node not in self.moved:

@@ -1,13 +1,14 @@
-"""Experts that are separate modules in a list, as one stack of experts.
+"""Rewrite experts that are separate modules in a list as one stack of experts.
 
-Requires and keeps values on every node. Requires normal form: products without bias, sums of two.
+Requires and keeps meta tensors (``node.meta["val"]``) on every node. Requires normal form: products without bias, sums
+of two operands.
 
-:func:`stack_experts` rewrites a loop over modules, each on all rows and times its own column of weights, into products
-with stacked weights. The results are equal, there are fewer operators, and the experts can be spread over ranks.
-``Packing`` makes the modules' parameters one state whose first dim counts the modules
+:func:`stack_experts` rewrites a loop over modules, each applied to all rows and multiplied by its own column of
+weights, into products with stacked parameters. The results are equal, there are fewer operators, and the experts can be
+distributed over ranks. ``Packing`` makes the modules' parameters one state whose first dim counts the modules
 (:attr:`partitioner.passes.ir.model.ModelState.parts`).
 
-:func:`replace_gathered_products` rewrites products with gathered weights, one matrix per row picked from a stack.
+:func:`replace_gathered_products` rewrites products with gathered parameters, one matrix for each row out of a stack.
 ``bmm(weight[expert], x)`` reads a copy of an expert's matrix for every row; ``partition::expert_mm`` reads each matrix
 once.
 """
@@ -30,20 +31,23 @@ aten = torch.ops.aten
 
 
 class Different(Exception):
-    """Raised if the modules in a list do not compute the same, or do something that has no stacked form."""
+    """Raised if corresponding nodes of several experts do not compute the same, or something that cannot be merged."""
 
 
 class Packing:
-    """Stacks parameters of several modules in a captured graph. ``captured`` is the captured model with the stacks that
-    are in use."""
+    """Stacks the corresponding parameters of several experts in a captured graph into one parameter each.
+
+    ``captured`` is the model with the stacks so far.
+    """
 
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
         self.packed: dict[tuple[fx.Node, ...], fx.Node] = {}
 
     def check_parameters(self, nodes: tuple[fx.Node, ...]) -> None:
-        """Raise :class:`Different` unless ``nodes`` are distinct parameters of the same shape and type, each with one
-        name only."""
+        """Raise :class:`Different` unless ``nodes`` are distinct parameters of one shape and dtype, each with one name
+        only.
+        """
         states = [self.captured.states.get(self.captured.placeholders.get(n.name, "")) for n in nodes]
         kinds = {(s.kind, s.spec, s.requires_grad, s.aliases, s.parts) if s is not None else None for s in states}
         kind = kinds.pop()
@@ -51,7 +55,10 @@ class Packing:
             raise Different
 
     def pack_parameters(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
-        """Return one placeholder that stacks the parameters ``nodes`` of all modules along a new dim 0."""
+        """Return the placeholder of one parameter that stacks the parameters ``nodes`` along a new dim 0.
+
+        It is created at the first call.
+        """
         if nodes in self.packed:
             return self.packed[nodes]
         names = tuple(self.captured.placeholders[n.name] for n in nodes)
@@ -73,12 +80,12 @@ class Packing:
         return made
 
     def remove_placeholders(self) -> None:
-        """Remove the placeholders of stacks that were created but are not used."""
+        """Remove the placeholders of the stacks from the graph, after a rewrite that was given up."""
         for made in self.packed.values():
             self.captured.graph.erase_node(made)
 
     def remove_packed_parameters(self) -> Captured:
-        """Return ``captured`` without the single parameters that are now part of a stack."""
+        """Return ``captured`` without the single parameters that are part of a stack now."""
         placeholders, states = dict(self.captured.placeholders), dict(self.captured.states)
         for node in (n for nodes in self.packed for n in nodes):
             states.pop(placeholders.pop(node.name))
@@ -88,7 +95,7 @@ class Packing:
 
 
 def _merge_state_names(names: Sequence[str]) -> str:
-    """Return one name for several parameters, with ``*`` where they differ: ``experts.*.up.weight``."""
+    """Return one name for several parameters, with ``*`` where they differ, such as ``experts.*.up.weight``."""
     parts = [name.split(".") for name in names]
     return ".".join(p[0] if len(set(p)) == 1 else "*" for p in zip(*parts, strict=False))
 
@@ -98,7 +105,11 @@ _ON_DIM = {aten.split_with_sizes.default: 2, aten.slice.Tensor: 1, aten.softmax.
 
 
 def stack_experts(captured: Captured) -> Captured:
-    """``captured`` with its lists of experts stacked; its graph is changed in place."""
+    """Return ``captured`` with sums over experts, each a module of a list, rewritten to batched products with stacked
+    weights.
+
+    The graph is changed in place.
+    """
     named = {o.value for o in captured.outputs} | {captured.loss, *captured.updates.values()}
     for head in reversed(list(captured.graph.nodes)):
         if head.target is aten.add.Tensor and head.name not in named and not is_inner(head):
@@ -109,7 +120,7 @@ def stack_experts(captured: Captured) -> Captured:
 
 
 def is_sum(node: fx.Node) -> bool:
-    """Whether ``node`` adds two values of its own shape."""
+    """Whether ``node`` adds two nodes that have the shape of the result."""
     nodes = [a for a in node.args if isinstance(a, fx.Node)]
     return (
         node.target is aten.add.Tensor
@@ -120,7 +131,7 @@ def is_sum(node: fx.Node) -> bool:
 
 
 def is_inner(node: fx.Node) -> bool:
-    """Whether ``node`` is an addend of a longer sum."""
+    """Whether the only reader of ``node`` is a sum of two values, so that ``node`` is an addend of a longer sum."""
     return len(node.users) == 1 and is_sum(next(iter(node.users)))
 
 
@@ -138,8 +149,11 @@ def addends_of(node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
 
 
 class _Stacking:
-    """Rewrites one sum over experts. The corresponding nodes of all experts are visited together, from the outputs to
-    the parameters."""
+    """Rewrites one sum over experts, which are separate modules, to operators with the experts as an additional first
+    dim.
+
+    The corresponding nodes of all experts are visited together, from the outputs to the parameters.
+    """
 
     def __init__(self, captured: Captured, head: fx.Node) -> None:
         self.packing = Packing(captured)
@@ -152,8 +166,7 @@ class _Stacking:
         self.num = 0
 
     def stack_experts(self) -> bool:
-        """Stack the experts of the sum and return ``True``; return ``False`` and leave the graph unchanged if it is no
-        sum over experts."""
+        """Stack the experts of the sum. Return ``False``, with an unchanged graph, if it is no sum over experts."""
         if not is_sum(self.head) or len(list_node_sizes(self.head)) != 2:
             return False
         addends, self.sums = addends_of(self.head)
@@ -178,7 +191,9 @@ class _Stacking:
         return True
 
     def _split_gated_output(self, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-        """Return an expert's output and its gate ``[rows, 1]`` if ``node`` is their product; otherwise ``None``."""
+        """Return an expert's output and its gate of shape ``[rows, 1]`` if ``node`` is their product; otherwise
+        ``None``.
+        """
         if node.target is not aten.mul.Tensor or len(node.users) != 1:
             return None
         for made, gate in (node.args, node.args[::-1]):
@@ -193,7 +208,10 @@ class _Stacking:
         return None
 
     def _is_chosen(self, addends: Sequence[fx.Node]) -> bool:
-        """Whether the addends depend on a ``topk`` or similar over as many scores as there are addends."""
+        """Whether the addends depend on a ``topk`` or similar over as many scores as there are addends.
+
+        This shows that a router chooses among the experts whose outputs are added.
+        """
         seen: set[fx.Node] = set()
         stack = list(addends)
         while stack:
@@ -204,7 +222,10 @@ class _Stacking:
         return any(n.target in CHOICES and list_node_sizes(n.args[0])[-1:] == [len(addends)] for n in seen)  # type: ignore[arg-type]
 
     def _check_stackable(self, nodes: tuple[fx.Node, ...]) -> None:
-        """Visit what makes ``nodes``; raises :class:`Different` unless all of it can be stacked."""
+        """Visit the operators that compute ``nodes``, one node of each expert.
+
+        Raises :class:`Different` unless all of them correspond and can be stacked.
+        """
         if len(set(nodes)) == 1 or nodes in self.packed:
             return
         first = nodes[0]
@@ -237,7 +258,7 @@ class _Stacking:
         return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
     def _is_apart(self) -> bool:
-        """Whether nothing outside the sum reads the experts' parameters or intermediate values."""
+        """Whether nothing outside of the sum reads the experts' parameters or intermediate values."""
         inner = self.visited | {n for nodes in self.packed for n in nodes}
         return bool(self.packed) and all(u in self.visited or u in self.sums for n in inner for u in n.users)
 
@@ -248,8 +269,10 @@ class _Stacking:
         return self.build(aten.sum.dim_IntList, self.build(aten.mul.Tensor, made, weights), [0])
 
     def _stack_nodes(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, bool]:
-        """Return the stacked form of ``nodes`` and ``True``, or their one common node and ``False`` if all experts
-        share it."""
+        """Return one node that has the values of ``nodes``, one of each expert, along a new first dim, and ``True``.
+
+        If all experts share one node, return this node and ``False``.
+        """
         if len(set(nodes)) == 1:
             return nodes[0], False
         if nodes not in self.made:
@@ -324,7 +347,11 @@ _PLACES = (aten.argmax.default, aten.argmin.default, aten.argsort.default)
 
 
 def replace_gathered_products(graph: fx.Graph) -> None:
-    """Rewrite products with one gathered matrix per row as products by expert. ``graph`` is changed in place."""
+    """Rewrite batched products that read a copy of an expert's matrix for every row, such as ``bmm(weight[expert],
+    x)``.
+
+    They become ``partition::expert_mm``, which reads each matrix once. ``graph`` is changed in place.
+    """
     for node in list(graph.nodes):
         if node.target in _BATCHED_PRODUCTS and len(node.args) == 2:
             with graph.inserting_before(node):
@@ -361,8 +388,10 @@ def _rewrite_gathered_product(node: fx.Node, build: Builder) -> None:
 
 
 def _find_picked_matrices(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the stack of matrices and the index of the matrix for each row, if ``node`` picks one per row; otherwise
-    ``None``."""
+    """Return the stack of matrices, and the index of the matrix for each row, if ``node`` picks one for each row.
+
+    Returns ``None`` for any other node.
+    """
     if node.target == aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
         stack, picks = node.args[0], node.args[1][0]  # type: ignore[index]
     elif node.target == aten.index_select.default and node.args[1] == 0:
@@ -380,8 +409,10 @@ def _find_picked_matrices(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _in_range(node: Any, size: int) -> bool:
-    """Whether the indices in ``node`` come from a ``topk`` or similar over at most ``size`` scores, so that all are
-    valid."""
+    """Whether the indices in ``node`` are known to be less than ``size``.
+
+    This is known if they are positions that ``topk`` or a similar operator chose among at most ``size`` scores.
+    """
     while isinstance(node, fx.Node):
         if node.target in _MOVES:
             node = node.args[0]
@@ -398,8 +429,7 @@ def _in_range(node: Any, size: int) -> bool:
 
 
 def _count_choices(node: Any) -> int:
-    """Return the number of scores that a ``topk`` or similar chooses from: the size of its dim, by default the last
-    one."""
+    """Return the number of scores that a ``topk`` or similar chooses from: the size of its dim, by default the last."""
     among = list_node_sizes(node.args[0])
     names = [a.name for a in node.target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs

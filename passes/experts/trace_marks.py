@@ -1,6 +1,7 @@
-"""Marker operators that a trace inserts behind the masks and chosen expert numbers that decide a branch of forward.
+"""Define marker operators for the masks and expert numbers that decide a data-dependent loop or branch of forward.
 
-Markers return a copy of their operand. :func:`partitioner.passes.capture.capture.capture` removes them from its result.
+A trace inserts them; they return a copy of their operand. :func:`partitioner.passes.capture.capture.capture` removes
+them from its result.
 """
 
 from __future__ import annotations

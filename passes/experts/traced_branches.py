@@ -1,10 +1,10 @@
-"""Trace branches on whether some row has chosen an expert, as if every expert had rows.
+"""Trace branches on whether any row has chosen an expert, as if every expert had rows.
 
-``if mask.any():`` and ``if rows.numel() == 0: continue`` skip experts without rows; their outcome depends on the data,
-so a trace cannot know it. Inside :func:`guards_traced` every such condition finds rows. The traced branch must
-therefore have no effect for an expert without rows. ``passes/experts/traced_loops.py`` proves this afterwards, from
-traces in which every other expert has no rows; for these proofs, ``partition::hit`` marks the masks and numbers that
-decide.
+``if mask.any():`` and ``if rows.numel() == 0: continue`` skip experts without rows. Their outcome depends on the data,
+so a trace cannot know it. Inside :func:`guards_traced` every such condition is answered as if there were rows. This is
+exact only if the traced branch has no effect for an expert without rows. ``passes/experts/traced_loops.py`` proves this
+afterwards, from traces in which every other expert has no rows. For these proofs, the marker operator
+``partition::hit`` marks the masks and numbers that decide.
 """
 
 from __future__ import annotations
@@ -54,9 +54,11 @@ _MANY = 1 << 20  # rows
 
 @dataclass
 class TracedBranches:
-    """The data-dependent branches on experts that one trace met.
+    """Record of the data-dependent branches on experts in one trace.
 
-    ``leaves_out``: the trace treats experts with even (0) or odd (1) numbers as having no rows; ``None``: no expert.
+    A listing is one place of the trace that lists or counts the rows of an expert; listings are numbered.
+    ``leaves_out``: the trace answers as if experts with even (0) or odd (1) numbers had no rows; ``None``: all have
+    rows.
     """
 
     leaves_out: int | None = None
@@ -72,20 +74,30 @@ class TracedBranches:
         return self.num_listings
 
     def has_rows(self, number: int, listing: int) -> bool:
-        """Whether the trace treats expert ``number`` as having rows; records that ``listing`` decided a branch."""
+        """Whether the trace treats expert ``number`` as having rows.
+
+        Records that a branch depended on ``listing``, the number of a place in the trace where the expert's rows were
+        listed.
+        """
         self.seen += 1
         self.decided.add(listing)
         return number % 2 != self.leaves_out
 
     def count(self, rows: Any, listing: int, number: int) -> None:
-        """Register the symbolic row count ``rows`` of expert ``number``, so that branches on it can be answered."""
+        """Register a symbolic number of rows, so that branches on whether it is zero can be answered.
+
+        Args:
+            rows: the symbolic size; other values are ignored.
+            listing: number of the place in the trace where the rows were listed.
+            number: number of the expert whose rows they are.
+        """
         if isinstance(rows, SymInt):
             self.counted[rows.node.expr] = rows, listing, number
 
     def decides(self, question: Any) -> bool:
-        """Fix the outcome of ``question`` if it only asks whether a registered row count is zero.
+        """Fix the outcome of the symbolic condition ``question`` if it only asks whether an expert has rows.
 
-        Returns whether the question was of that kind.
+        Returns whether the condition was of that kind, with a row count that :meth:`count` registered.
         """
         symbols = [s for s in question.free_symbols if s in self.counted]
         if len(symbols) != 1 or len(question.free_symbols) != 1:
@@ -98,14 +110,18 @@ class TracedBranches:
         return True
 
     def look_back(self) -> None:
-        """At the end of a trace, set ``changed`` if a marked node was written in place, and forget the marks."""
+        """Find out at the end of a trace whether a mask that decided a branch was written in place afterwards
+        (``changed``).
+
+        The record of these masks is cleared.
+        """
         self.changed |= any(is_written(mark, {memory_of(of), mark}) for of, mark in self.marked)
         self.marked = []
 
 
 @contextmanager
 def guards_traced(guards: TracedBranches) -> Iterator[None]:
-    """Inside the context, branches on whether an expert has rows can be traced; ``guards`` records them."""
+    """Context in which branches on whether an expert has rows can be traced, as if it had; ``guards`` records them."""
     plain: Callable[[SymBool], bool] = SymBool.__bool__
 
     def decided(self: SymBool) -> bool:
@@ -122,7 +138,9 @@ def guards_traced(guards: TracedBranches) -> Iterator[None]:
 
 
 class _BranchMode(TorchFunctionMode):
-    """Intercept functions that list the rows of a mask, count them, or ask whether there are any."""
+    """Function mode that intercepts functions that list the rows of a mask, count them, or ask whether there are
+    any.
+    """
 
     def __init__(self, guards: TracedBranches) -> None:
         super().__init__()
@@ -152,7 +170,11 @@ class _BranchMode(TorchFunctionMode):
         return made
 
     def _list_marked_rows(self, func: Callable[..., Any], mask: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Run ``func``, which lists the rows of ``mask``, on the marked mask, and register the number of rows."""
+        """Run ``func``, which lists the rows of an expert's mask, on a marked copy of the mask, and register their
+        number.
+
+        Any other mask is passed to ``func`` unchanged. Returns the result of ``func``.
+        """
         number = _number_of(node_of(mask))
         if number is None:
             return func(mask, **kwargs)
@@ -162,9 +184,11 @@ class _BranchMode(TorchFunctionMode):
         return made
 
     def _mark_queried_rows(self, asked: _ExpertRowsQuery) -> int:
-        """Replace the mask and the chosen numbers behind ``asked`` by marks in the rest of the trace.
+        """Make the rest of the trace read a mask and chosen expert numbers through marker nodes, and return a new
+        number for them.
 
-        Returns the number of the new listing.
+        Args:
+            asked: the question about an expert's rows that the mask or the numbers decide.
         """
         mode = get_proxy_mode()
         assert mode is not None
@@ -181,10 +205,10 @@ class _BranchMode(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class _ExpertRowsQuery:
-    """The question whether any row, or how many rows, chose the expert ``number``.
+    """A question of forward: whether any row chose the expert ``number``, or how many rows did.
 
-    ``some``: the answer ``True`` means that there are rows, otherwise that there are none. ``masks``: the nodes of one
-    mask, in several types, that tells the rows. ``of``: the chosen numbers. At least one of the two is known.
+    ``some``: whether the answer ``True`` means that there are rows. ``masks``: the nodes of one mask, in several
+    dtypes, that is true in these rows. ``of``: the node with the chosen numbers. At least one of the last two is known.
     """
 
     number: int
@@ -194,15 +218,17 @@ class _ExpertRowsQuery:
 
 
 def node_of(value: Any) -> Any:
-    """The FX node of ``value`` in the running trace; ``None`` if there is none."""
+    """Return the FX node of ``value`` in the running trace; ``None`` if there is none."""
     mode = get_proxy_mode()
     slot = get_proxy_slot(value, mode.tracer, None) if mode is not None and isinstance(value, Tensor) else None
     return None if slot is None else slot.proxy.node
 
 
 def _count_with_fixed_size(numbers: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
-    """``bincount`` with the fixed size ``minlength``, ``[minlength]``; ``None`` if larger numbers may occur, or weights
-    are given."""
+    """Return ``bincount`` of ``numbers`` with the fixed shape ``[minlength]``.
+
+    Returns ``None`` if larger numbers may occur, or weights are given.
+    """
     node = node_of(numbers)
     places = None if node is None else num_choices(numbers_of(node))
     if weights is not None or places is None or places > minlength:
@@ -212,7 +238,10 @@ def _count_with_fixed_size(numbers: Tensor, weights: Tensor | None = None, minle
 
 
 def _find_rows_query(node: Any) -> _ExpertRowsQuery | None:
-    """The question that ``node`` answers; ``None`` if it answers none about the rows of an expert."""
+    """Return the question whether an expert has rows, or how many, that the value of ``node`` answers.
+
+    Returns ``None`` if it answers no such question.
+    """
     some = True
     while isinstance(node, fx.Node):
         args: Any = node.args
@@ -239,7 +268,13 @@ def _find_rows_query(node: Any) -> _ExpertRowsQuery | None:
 
 
 def _of_table(node: Any, dim: int, index: Any, some: bool) -> _ExpertRowsQuery | None:
-    """The question that element ``index`` of ``node`` answers, if ``node`` is a table of row counts of all experts."""
+    """Return the question about an expert's rows that element ``index`` of ``node`` answers.
+
+    Returns ``None`` unless ``node`` is a table of the row counts of all experts.
+
+    Args:
+        some: whether a non-zero element means that the expert has rows.
+    """
     node = skip_operators(node, CASTS)
     if (
         node.target is not aten.sum.dim_IntList
@@ -256,7 +291,7 @@ def _of_table(node: Any, dim: int, index: Any, some: bool) -> _ExpertRowsQuery |
 
 
 def _number_of(node: Any) -> int | None:
-    """The number of the expert that the mask ``node`` belongs to; ``None`` if it is no mask of an expert."""
+    """Return the number of the expert whose mask ``node`` is; ``None`` if it is no mask of an expert."""
     found = _find_mask_choice(node)
     if found is not None:
         return found[1]
@@ -269,21 +304,28 @@ def _number_of(node: Any) -> int | None:
 
 
 def _find_mask_choice(node: Any) -> tuple[fx.Node, int] | None:
-    """The chosen numbers and the expert number that the mask ``node`` looks for in them; ``None`` if it is no mask."""
+    """Return the node with the chosen numbers, and the expert number that the mask ``node`` compares them with.
+
+    Returns ``None`` if ``node`` is no such mask.
+    """
     choice = choice_of(node)
     return chosen_by_any(node) if choice is None else (choice.of, choice.number)
 
 
 def _is_chosen(node: fx.Node, of: fx.Node) -> bool:
-    """Whether ``node`` is the node ``of``, or a mark of it."""
+    """Whether ``node`` is the node ``of`` or a marker of it."""
     return skip_operators(node, (HIT,)) is of
 
 
 def find_empty_expert_masks(nodes: Sequence[fx.Node], parity: int, decided: Collection[int]) -> frozenset[fx.Node]:
-    """The masks of experts that the trace treats as having no rows, among the ``nodes`` of an exported graph.
+    """Return the masks, among ``nodes`` of an exported graph, of the experts that the trace treats as having no rows.
 
-    ``parity``: the experts without rows have even (0) or odd (1) numbers. ``decided``: listings that some branch
-    depended on; masks of other experts do not count. A mask that only derives from another such mask is left out.
+    A mask that only derives from another such mask is left out.
+
+    Args:
+        parity: the experts without rows have even (0) or odd (1) numbers.
+        decided: numbers of the places in the trace whose row lists decided a branch; masks of other experts do not
+            count.
     """
     marks: list[Any] = [n for n in nodes if n.target is HIT and n.args[2] in decided]
     if not marks:

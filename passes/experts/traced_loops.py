@@ -1,14 +1,14 @@
-"""Loops over the experts that some row has chosen, traced as loops over all experts, and a proof that this is exact.
+"""Trace loops over the experts that some row has chosen as loops over all experts, and prove that this is exact.
 
-``for i in mask.sum((1, 2)).nonzero():`` has one iteration per expert with rows, which a trace cannot know. Inside
-:func:`hits_traced` the loop has one iteration for every expert, and ``partition::hits`` marks the masks that decide. An
-iteration of an expert without rows runs operators that the model would not run.
+``for i in mask.sum((1, 2)).nonzero():`` has one iteration for each expert with rows, which a trace cannot know. Inside
+:func:`hits_traced` the loop has one iteration for every expert, and the marker operator ``partition::hits`` marks the
+masks that decide. An iteration of an expert without rows then runs operators that the model would not run.
 
-:func:`check_turns` proves that these iterations have no effect; branches traced by
-``passes/experts/traced_branches.py`` are proven in the same way. It compares two more graphs: the trace with the masks
-of every other expert empty, and a trace that left out the iterations of these experts. In normal form, values that an
-empty mask fills, selects or adds up disappear; then both graphs must be equal. Requires values on every node, and
-normal form.
+:func:`check_turns` proves that these iterations have no effect. Branches that ``passes/experts/traced_branches.py``
+traced are proven in the same way. Two more graphs are compared: the trace with empty masks for every other expert, and
+a trace without the iterations of these experts. Both are in normal form (rewritten to a small set of operators). Values
+that an empty mask fills, selects or adds up are removed, and then both graphs must be equal. Requires: meta tensors
+(``node.meta["val"]``) on every node, and normal form.
 """
 
 from __future__ import annotations
@@ -42,8 +42,11 @@ _OVER = (aten.sum.dim_IntList, aten.any.dim, aten.any.dims)
 
 @dataclass
 class TracedLoops:
-    """Record of the loops over chosen experts that one trace met. ``leaves_out``: the trace skips the iterations of
-    experts with even (0) or odd (1) numbers; ``None``: no iteration."""
+    """Record of the loops over chosen experts in one trace.
+
+    ``leaves_out``: the trace skips the iterations of experts with even (0) or odd (1) numbers; ``None``: no iteration.
+    ``seen`` counts the loops. ``guards`` records branches on whether an expert has rows, if these are traced as well.
+    """
 
     leaves_out: int | None = None
     seen: int = 0
@@ -54,29 +57,35 @@ class TracedLoops:
 
     @property
     def found(self) -> bool:
-        """Whether the trace met such a loop or branch, so that it must be proven equal to the model."""
+        """Whether the trace has a loop or branch over experts with rows, so that the graph must be proven equal to the
+        model.
+        """
         return self.seen > 0 or (self.guards is not None and self.guards.seen > 0)
 
     def guarded(self) -> TracedLoops:
-        """Return an empty record for a repetition of the trace that also traces branches on whether an expert has
-        rows."""
+        """Return an empty record for another trace that also traces branches on whether an expert has rows."""
         return TracedLoops(self.leaves_out, guards=TracedBranches(self.leaves_out))
 
     def leaving_out(self, parity: int | None) -> TracedLoops:
-        """Return an empty record for a repetition of the trace without the iterations of even (0) or odd (1) experts;
-        ``None``: with all iterations."""
+        """Return an empty record for another trace without the iterations of even (0) or odd (1) experts.
+
+        ``None`` stands for a trace with all iterations.
+        """
         return TracedLoops(parity, guards=self.guards and TracedBranches(parity))
 
     def turn(self, number: int, *, listed: bool = False) -> Tensor:
-        """Return the tensor that the forward gets as loop index for expert ``number``. ``listed``: the tensor has a dim
-        of size 1."""
+        """Return the tensor that forward gets as loop index, in the iteration of a loop over experts for expert
+        ``number``.
+
+        Args:
+            listed: whether the tensor has a dim of size 1 instead of no dim.
+        """
         made = torch.tensor([number] if listed else number)
         self.turns[id(made)] = made, number
         return made
 
     def check(self) -> None:
-        """Raise :class:`UnsupportedError` if a loop was left before its last iteration, or its masks were changed
-        afterwards."""
+        """Raise :class:`UnsupportedError` if a loop was left early, or its masks were changed in place afterwards."""
         if self.changed or (self.guards is not None and self.guards.changed):
             raise UnsupportedError(
                 "which experts some row has chosen was asked before the masks were changed in place: change a copy of "
@@ -91,7 +100,7 @@ class TracedLoops:
 
 @contextmanager
 def hits_traced(hits: TracedLoops) -> Iterator[None]:
-    """Inside the context, loops over the experts that have rows can be traced; ``hits`` records them."""
+    """Context in which loops over the experts that have rows can be traced; ``hits`` records them."""
     plain: Callable[[Tensor], Iterator[Tensor]] = Tensor.__iter__
 
     def turns(self: Tensor) -> Iterator[Any]:
@@ -130,7 +139,7 @@ def _iterate_marked_experts(
 
 
 class _LoopIndexMode(TorchFunctionMode):
-    """Replaces indexing by a loop index tensor with indexing by the expert's number."""
+    """Function mode that indexes by an expert's number where forward indexes by the loop's index tensor."""
 
     def __init__(self, hits: TracedLoops) -> None:
         super().__init__()
@@ -164,15 +173,19 @@ class _LoopIndexMode(TorchFunctionMode):
 
 
 def _is_turns(mask: Any) -> bool:
-    """Whether ``mask`` is the mask of one iteration (one expert) of a traced loop."""
+    """Whether ``mask`` is the mask of one expert, in an iteration of a loop over experts that is being traced."""
     node = node_of(mask)
     node = None if node is None else skip_operators(node, (*ALIKE, *SHAPED))
     return node is not None and node.target is aten.select.int and node.args[0].target is HITS
 
 
 def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | None:
-    """Return the masks whose non-empty entries ``value`` lists (one tensor per type that the mask has), their expert
-    dim, and the first node that reduces them. ``None`` if ``value`` is no such list."""
+    """Return the masks that decide which experts ``value`` lists, their expert dim, and the first node that reduces
+    them.
+
+    There is one mask tensor for each dtype that the mask has. Returns ``None`` if ``value`` does not list experts with
+    rows.
+    """
     mode, node = get_proxy_mode(), node_of(value)
     if mode is None or node is None:
         return None
@@ -204,7 +217,9 @@ def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | Non
 
 
 def is_turn(node: fx.Node, parity: int) -> bool:
-    """Whether ``node`` is the mask of an expert with an even (``parity`` 0) or odd (1) number in a traced loop."""
+    """Whether ``node`` is the mask of an expert with an even (``parity`` 0) or odd (1) number in a traced loop over
+    experts.
+    """
     args: Any = node.args
     if node.target is not aten.select.int or args[0].target is not HITS:
         return False
@@ -213,7 +228,9 @@ def is_turn(node: fx.Node, parity: int) -> bool:
 
 
 def empty_mask(graph: fx.Graph, node: fx.Node, where: dict[str, Any]) -> fx.Node:
-    """Append and return a mask of zeros that replaces the mask ``node``, for the case that no row chose its expert."""
+    """Append a mask of zeros that replaces the mask ``node``, as if no row had chosen its expert. Return the new
+    node.
+    """
     value: Tensor = node.meta["val"]
     made = insert_operator_node(
         graph, aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": META}
@@ -231,8 +248,12 @@ _ADDING = {aten.index_add.default: 3, aten.scatter_add.default: 3, aten.index_pu
 
 
 def check_turns(empty: fx.Graph, left_out: fx.Graph) -> None:
-    """Raise :class:`UnsupportedError` unless the two graphs are equal after simplification: ``empty``, traced with
-    empty masks for some experts, and ``left_out``, traced without their iterations. Both graphs are changed."""
+    """Raise :class:`UnsupportedError` unless the two graphs are equal after simplification. Both graphs are changed.
+
+    Args:
+        empty: graph of a trace with empty masks for some experts.
+        left_out: graph of a trace without the iterations of these experts.
+    """
     alike: dict[tuple[str, str, str], int] = {}
     outputs = []
     for graph in (empty, left_out):
@@ -248,7 +269,9 @@ def check_turns(empty: fx.Graph, left_out: fx.Graph) -> None:
 
 
 def _without_nothing(graph: fx.Graph) -> None:
-    """Simplify a graph in place by removing values that empty masks fill, select or add up."""
+    """Simplify a graph in place: remove additions, selections and fills that have no effect because a mask is all
+    false.
+    """
     false, true, zero = set[Any](), set[Any](), set[Any]()
     for node in list(graph.nodes):
         args: Any = node.args

@@ -1,1 +1,1 @@
-"""The representation that passes share: model classes, layouts, collectives, rewriting, checks."""
+"""Define what all graph passes share: model classes, layouts, collectives, graph rewriting and checks."""

@@ -1,10 +1,12 @@
-"""The collectives of a sharded graph, as operators with their transpose as gradient.
+"""Define the collectives of a sharded graph as operators, with their transposes as gradients.
 
-Every operator names a mesh *axis* and the number of ranks on it, so a graph is the same on all ranks of a stage. They
-are traced, never executed: the runtime binds them to a communicator (``runtime/comm/torch_backend.py``).
+Every operator names a mesh *axis* and the number of ranks on it, so that a graph is equal on all ranks of a pipeline
+stage. The operators are traced, never executed: the runtime binds them to a communicator
+(``runtime/comm/torch_backend.py``). The table uses the layouts of ``passes/ir/layouts.py``: ``S`` sharded, ``R`` whole
+on every rank, ``R'`` whole and read by a sharded operator, ``P`` a partial sum.
 
 ===================================  =======================  ==============================================
-operator                             backward                 reshard
+operator                             backward                 change of layout
 ===================================  =======================  ==============================================
 ``all_gather(grad="slice")``         ``shard_slice``          ``S -> R``
 ``all_gather(grad="reduce")``        ``reduce_scatter``       ``S -> R'``
@@ -15,22 +17,24 @@ operator                             backward                 reshard
 ``all_reduce(grad="copy")``          nothing                  ``P -> R``
 ``all_reduce(grad="reduce")``        ``all_reduce``           ``P -> R'``
 ``all_to_all``                       ``all_to_all`` back      ``S -> S``
-``axis_index``                       (an integer)             this rank's place on the axis, a 0-d int64 tensor
-``dispatch``                         ``combine``              rows to the ranks of their experts
-``combine``                          ``dispatch``             and back, to where they came from
-``context_attention``                its ``_backward``        queries here meet the keys of all ranks
+``axis_index``                       (an integer)             this rank's index on the axis, a 0-d int64 tensor
+``dispatch``                         ``combine``              sends rows to the ranks of their experts
+``combine``                          ``dispatch``             sends the rows back to where they came from
+``context_attention``                its ``_backward``        local queries attend to the keys of all ranks
 ===================================  =======================  ==============================================
 
-Rows go to experts in numbers that only the data tells. ``route`` finds them: its results are the rows' order by expert;
-how many rows go to and come from each rank (two rows of counts, on the CPU, exchanged once at a fixed size); and the
-expert, counted from this rank's first, of every row that comes. ``dispatch`` and ``combine`` read these, forward and
-backward alike. Every rank enters all three however few rows it has. What a graph says of the rows that come is their
-number where all experts get the same; tracing for gradients (``passes/shard/differentiate.py``) leaves it open.
+The number of rows that go to an expert depends on the data. ``route`` determines it. It has three results: the order of
+the rows by expert; the numbers of rows that go to and come from each rank (two rows of counts on the CPU, exchanged
+once at a fixed size); and the expert of every received row, counted from this rank's first expert. ``dispatch`` and
+``combine`` read these results, in forward and backward. Every rank takes part in all three operators, even without
+rows. In a graph, the number of received rows is the one that results if all experts get equally many rows; tracing for
+gradients (``passes/shard/differentiate.py``) makes it symbolic.
 
 ``context_attention`` is attention within a band (``passes/ops/attention.py``) over a sequence of which each rank has a
-part, ``zigzag`` or in order. ``algorithm`` says how keys and values come: in an ``all_gather``, or in a ``ring`` of
-sends. It is one operator since what a rank computes depends on its place: a graph has no word for that. Backward brings
-keys and values together anew, so that a rank keeps those of its own part alone.
+part, in order or in ``zigzag`` (one piece from the start and one from the end). ``algorithm`` says how keys and values
+are exchanged: by an ``all_gather``, or by sends in a ``ring``. It is one operator because the computation depends on
+the rank's index, which a graph that is equal on all ranks cannot express. Backward exchanges keys and values again, so
+that a rank saves only its own part.
 """
 
 from __future__ import annotations
@@ -241,8 +245,8 @@ COMMUNICATING = (
 
 
 def collective_name(target: Any) -> str | None:
-    """Return the name of a collective operator of this module, such as ``all_gather``; ``None`` for any
-    other target.
+    """Return the name of a collective operator of this module, such as ``all_gather``; ``None`` for any other
+    target.
     """
     if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE:
         name = target._schema.name.split("::")[1]

@@ -1,16 +1,15 @@
-"""Gradient flow: which values need a gradient, which gradients each call takes and gives, which parameters are trained.
+"""Find which values need a gradient, which gradients each call of a block reads and returns, and what is trained.
 
-:func:`mark_gradients` marks the nodes of a block type for all of its calls at once; layouts are chosen from these
-marks. Requires: values (``val``) on every node. Provides: ``node.meta["grad"]`` on every node of every block, true
-where some call of the block needs it.
+:func:`mark_gradients` marks the nodes of a block for all of its calls at once; sharding layouts are chosen from these
+marks. Requires: meta tensors (``node.meta["val"]``) on every node. Provides: ``node.meta["grad"]`` on every node of
+every block, which is true if some call of the block needs the node's gradient.
 
-:func:`gradient_flow` gives the exact answer for each call, which programs need: the gradients that backward takes and
-gives.
+:func:`gradient_flow` computes for each call exactly which gradients its backward reads and returns, as programs need.
 
 :func:`freeze_unreached` removes ``requires_grad`` from parameters that no gradient reaches, because every path to the
 loss leads through ``detach`` or through values without gradients. Torch leaves the gradient of such a parameter
 ``None``, so no optimizer changes it; with a gradient of zeros, weight decay would. Requires: a captured graph in normal
-form.
+form (rewritten to a small set of operators).
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from partitioner.passes.ir.model import Block, Captured, FoldedModel
 
 
 def stops_gradient(node: fx.Node) -> bool:
-    """Whether ``node`` is a ``detach``, through which no gradient flows back to its operand."""
+    """Whether ``node`` is a ``detach``, so that no gradient flows back to its operand."""
     return bool(node.target == torch.ops.aten.detach.default)
 
 
 def is_differentiable(value: Any) -> bool:
-    """Whether ``value``, a meta tensor or a tuple of them, has a type that can carry a gradient (floating-point or
+    """Whether a meta tensor, or one of a tuple of them, has a dtype that can carry a gradient (floating-point or
     complex).
     """
     if isinstance(value, tuple | list):
@@ -41,17 +40,21 @@ def is_differentiable(value: Any) -> bool:
 
 
 def accumulated_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which numbers and gradients of ``dtype`` are summed: float32 for floating-point types of under
-    4 bytes, ``dtype`` itself otherwise.
+    """Return the dtype in which numbers and gradients of ``dtype`` are summed.
+
+    This is float32 for floating-point types of less than 4 bytes, and ``dtype`` itself for all others.
     """
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def mark_block(block: Block, sources: set[str]) -> tuple[bool, ...]:
-    """Set ``node.meta["grad"]`` on the nodes of ``block``: whether they depend on the placeholders named in
+    """Set ``node.meta["grad"]`` on the nodes of ``block``: whether a gradient flows from the node to one of
     ``sources``.
 
-    Return the mark of each output of the block, in order.
+    Returns the mark of each output of the block, in order.
+
+    Args:
+        sources: names of the placeholders that need a gradient.
     """
     for node in block.graph.nodes:
         if node.op == "placeholder":
@@ -68,9 +71,12 @@ def mark_block(block: Block, sources: set[str]) -> tuple[bool, ...]:
 
 
 def mark_gradients(model: FoldedModel, train: bool = True) -> set[str]:
-    """Mark the nodes of all blocks, and return the names of the values between calls that need a gradient.
+    """Set ``node.meta["grad"]`` in all blocks, and return the names of the values between calls that need a gradient.
 
     A block is marked once for all of its calls: a placeholder needs a gradient if it does in any of them.
+
+    Args:
+        train: if false, no value needs a gradient.
     """
     sources: dict[str, set[str]] = {name: set() for name in model.blocks}
     needed: set[str] = set()
@@ -101,7 +107,10 @@ def _is_trainable_parameter(model: FoldedModel, name: str) -> bool:
 
 
 class CallLike(Protocol):
-    """A call of a block: ``partitioner.passes.ir.model.Call`` or ``partitioner.runtime.program.program.CallData``."""
+    """Protocol of a call, which is one run of a block (the graph of a piece of the model, such as a layer).
+
+    Two classes have it: ``partitioner.passes.ir.model.Call`` and ``partitioner.runtime.program.program.CallData``.
+    """
 
     @property
     def block(self) -> str: ...
@@ -114,8 +123,9 @@ class CallLike(Protocol):
 
 
 def gradient_paths(block: Block) -> tuple[tuple[int, ...], ...]:
-    """Return, for each output of ``block``, the positions of the placeholders (states, then inputs) that its gradient
-    reaches.
+    """Return, for each output of ``block``, the positions of the placeholders that the output's gradient reaches.
+
+    Positions count the states first, then the inputs.
     """
     reached: dict[fx.Node, frozenset[int]] = {}
     for position, node in enumerate(block.placeholders):
@@ -129,11 +139,11 @@ def gradient_paths(block: Block) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class GradientFlow:
-    """The gradients that flow between the calls of a model.
+    """The gradients that flow between the calls of a model; a call is one run of a block, such as a layer.
 
-    ``values``: the values through which a gradient flows from the loss to a trainable state. ``states`` and ``inputs``:
-    for each call, the states and the input values that receive a gradient from its backward. If both are empty for a
-    call, it has no backward.
+    ``values``: names of the values through which a gradient flows from the loss to a trainable state. ``states`` and
+    ``inputs``: for each call, the parameters and the input values that receive a gradient from its backward. If both
+    are empty for a call, it has no backward.
     """
 
     values: frozenset[str]
@@ -152,8 +162,11 @@ def gradient_flow(
 ) -> GradientFlow:
     """Return which values, states and inputs receive a gradient when ``loss`` is differentiated.
 
-    ``calls``: in execution order. ``paths``: the result of :func:`gradient_paths` for each block, by block name.
-    ``trainable``: names of the states that are trained. ``loss``: name of the loss value; ``None`` means no gradients.
+    Args:
+        calls: the calls of blocks, in execution order.
+        paths: the result of :func:`gradient_paths` for each block, by block name.
+        trainable: names of the states that are trained.
+        loss: name of the loss value; ``None`` means no gradients.
     """
     needed = set(trainable)
     for call in calls:
@@ -175,7 +188,7 @@ def gradient_flow(
 
 
 def freeze_unreached(captured: Captured) -> Captured:
-    """Return ``captured`` with ``requires_grad`` removed from the parameters that no gradient of the loss reaches."""
+    """Return ``captured`` with ``requires_grad`` removed from parameters that no gradient of the loss reaches."""
     if captured.loss is None:
         return captured
     reached = _find_gradient_nodes(captured.graph, captured.loss)

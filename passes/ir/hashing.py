@@ -1,8 +1,8 @@
-"""Cached hashes for frozen dataclasses that are used often as keys."""
+"""Keys of caches: cached hashes for frozen dataclasses, and keys that are compared by identity."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -31,4 +31,23 @@ def hashed_once(of: type[T]) -> type[T]:
     return of
 
 
-__all__ = ["hashed_once"]
+class SameObject(Generic[T]):
+    """A cache key that equals another key only if both have the same object ``value``.
+
+    It is for values without a hash, or whose comparison takes long. The key keeps the object alive, so a later object
+    never matches it by accident, as a key by ``id(value)`` could.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameObject) and self.value is other.value
+
+
+__all__ = ["SameObject", "hashed_once"]

@@ -1,8 +1,8 @@
 """Replace in-place operators by functional ones if this changes no other value.
 
 Requires: a flat graph of one export. Provides: an equivalent graph without those in-place operators whose target is a
-fresh tensor that is written as a whole or through one view. All other in-place operators are left to
-``run_decompositions``, which traces the whole graph again.
+fresh tensor, written as a whole or through one view. All other in-place operators stay;
+``ExportedProgram.run_decompositions`` replaces them by tracing the whole graph again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INTO: dict[Any, Any] = {
 
 
 def remove_inplace(graph: fx.Graph) -> bool:
-    """Replace in-place operators in ``graph``, and return whether no operator that writes to its arguments is left."""
+    """Replace in-place operators in ``graph``. Return whether no operator that writes to its arguments is left."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     clean = True
     for node in list(graph.nodes):
@@ -40,7 +40,10 @@ def remove_inplace(graph: fx.Graph) -> bool:
 
 
 def _refresh_without_gradients(graph: fx.Graph) -> None:
-    """Compute all values again without gradients, because strides depend on which attention kernel torch selects."""
+    """Compute the fake values of all operators again with gradients off, and store them in ``node.meta["val"]``.
+
+    Their strides depend on which attention kernel torch selects, and gradients change this selection.
+    """
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             if any(isinstance(size, SymInt) for v in _iterate_tensors(node.meta.get("val")) for size in v.shape):
@@ -60,7 +63,9 @@ def _is_mutating_node(node: fx.Node) -> bool:
 
 
 def _replace_inplace_operator(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """Replace one in-place operator; return ``False`` if another value may share the memory that it writes."""
+    """Replace one in-place operator. Return ``False`` if it stays, because another value may share the written
+    memory.
+    """
     target, kin = node.args[0] if node.args else None, functional_kin(node.target)
     if kin is None or not isinstance(target, fx.Node):
         return False
@@ -98,7 +103,12 @@ def _replace_inplace_operator(graph: fx.Graph, node: fx.Node, order: dict[fx.Nod
 
 
 def _build_written_value(graph: fx.Graph, kin: Any, node: fx.Node) -> fx.Node:
-    """Add an operator that computes the value which ``node`` writes, and return it."""
+    """Add an operator to ``graph`` that computes the value which the in-place operator ``node`` writes. Return its
+    node.
+
+    Args:
+        kin: the functional counterpart of the in-place operator.
+    """
     if kin is not aten.copy.default:
         return graph.call_function(kin, node.args, dict(node.kwargs))
     target, source = (a.meta["val"] for a in node.args[:2])  # type: ignore[union-attr]
@@ -153,8 +163,10 @@ def _is_fresh(node: fx.Node) -> bool:
 
 
 def _infer_matching_value(made: fx.Node, old: fx.Node, *, strides: bool) -> bool:
-    """Compute the value of ``made``; return whether its shape, type and (if ``strides``) strides equal those of
-    ``old``.
+    """Compute the value of ``made``, and return whether its shape and dtype equal those of ``old``.
+
+    Args:
+        strides: whether the strides must be equal too.
     """
     wanted = old.meta.get("val")
     values: Any = fx.node.map_arg((made.args, made.kwargs), lambda n: n.meta.get("val"))
@@ -179,7 +191,9 @@ def _iterate_tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _read_later(old: fx.Node, new: fx.Node, order: dict[fx.Node, int], place: int) -> None:
-    """Let all users of ``old`` that come after position ``place`` read ``new`` instead."""
+    """Replace ``old`` by ``new`` as an operand of all users of ``old`` whose position in ``order`` is after
+    ``place``.
+    """
     for user in list(old.users):
         if order.get(user, -1) > place:
             user.replace_input_with(old, new)

@@ -1,8 +1,8 @@
-"""Run graphs and folded models: on meta tensors to infer shapes and types, and on real tensors to compute results.
+"""Run graphs: on meta tensors to infer shapes and dtypes, and on real tensors to compute results.
 
 ``node.meta["val"]`` is a tensor on ``meta`` (a tuple of them for operators with several results). Operators that create
-tensors have the argument ``device=meta``, which stands for the device of the rank that runs them. A run on real tensors
-is the reference that later forms of the model are compared with.
+tensors have the argument ``device=meta``, which stands for the device of the rank that runs them. Results on real
+tensors are the reference with which later forms of the model are compared.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ def infer_meta_value(target: Callable[..., Any], args: Any, kwargs: Mapping[str,
 
 
 def _build_argument_key(argument: Any) -> Any:
-    """Return a hashable key that is equal for tensors of equal shape, strides, type and device, and for equal
+    """Return a hashable key that is equal for tensors of equal shape, strides, dtype and device, and for equal
     constants.
+
+    Raises ``TypeError`` for a tensor subclass.
     """
     if isinstance(argument, Tensor):
         if type(argument) is not Tensor:
@@ -90,12 +92,15 @@ def _run_on_meta(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any
 
 
 def value_of(argument: Any) -> Any:
-    """Return ``argument`` with every graph node in it replaced by its meta value."""
+    """Return ``argument`` with every graph node in it replaced by the node's meta tensor, ``node.meta["val"]``."""
     return fx.node.map_arg(argument, lambda node: node.meta["val"])
 
 
 def refresh_node_value(node: fx.Node) -> None:
-    """Compute ``node.meta["val"]`` again from the values of the operands."""
+    """Compute ``node.meta["val"]``, the node's meta tensor, again from the values of its operands.
+
+    Raises :class:`UnsupportedError` if the operator cannot run on meta tensors.
+    """
     assert callable(node.target), node
     try:
         node.meta["val"] = infer_meta_value(node.target, value_of(node.args), value_of(node.kwargs))
@@ -114,7 +119,7 @@ def refresh_node_value(node: fx.Node) -> None:
 
 
 def refresh_graph_values(graph: fx.Graph) -> None:
-    """Compute the values (``node.meta["val"]``) of all operators of ``graph`` again, in order."""
+    """Compute the meta tensors (``node.meta["val"]``) of all operators of ``graph`` again, in order."""
     for node in graph.nodes:
         if node.op == "call_function":
             refresh_node_value(node)
@@ -127,9 +132,10 @@ def insert_operator_node(
     kwargs: Mapping[str, Any] | None = None,
     like: fx.Node | None = None,
 ) -> fx.Node:
-    """Insert an operator at the graph's current insertion point, compute its value and return the new node.
+    """Insert an operator at the graph's current insertion point, compute its meta tensor and return the new node.
 
-    The metadata ``path``, ``source`` and ``grad`` are copied from ``like``.
+    Args:
+        like: a node from which the metadata ``path``, ``source`` and ``grad`` are copied.
     """
     node = graph.call_function(target, args, dict(kwargs or {}))
     if like is not None:
@@ -141,7 +147,9 @@ def insert_operator_node(
 def run_graph(graph: fx.Graph, arguments: Sequence[Tensor], device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
     """Run ``graph`` on real tensors and return its outputs.
 
-    ``arguments``: one tensor for each placeholder, in order. Operators with ``device=meta`` run on ``device``.
+    Args:
+        arguments: one tensor for each placeholder, in order.
+        device: the device on which operators with the argument ``device=meta`` create their tensors.
     """
     env: dict[fx.Node, Any] = {}
     rest = iter(arguments)
@@ -167,10 +175,11 @@ def run_folded(
     inputs: Mapping[str, Tensor],
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Run ``model`` on real tensors and return all its values by name (inputs and outputs of all calls).
+    """Run ``model`` on real tensors and return all its values by name: inputs and outputs of all calls of blocks.
 
-    ``states``: parameters and buffers by name; the model itself has the constants. ``inputs``: the inputs by value
-    name.
+    Args:
+        states: parameters and buffers by name; constants are taken from the model.
+        inputs: the model's inputs by value name.
     """
     values = dict(inputs)
     known = {**model.constants, **states}

@@ -1,4 +1,4 @@
-"""How a tensor is distributed over the ranks of one mesh axis.
+"""Describe how a tensor is distributed over the ranks of one mesh axis.
 
 A tensor has one :class:`Layout` for each mesh axis. There are four kinds:
 
@@ -39,9 +39,10 @@ Kind = Literal["S", "R", "P", "R'"]
 class Layout:
     """How a tensor is distributed along one mesh axis: sharded, whole on every rank, or a partial sum.
 
-    ``kind``: a row of the table at the top of this module. The other fields apply to ``S`` only. ``dim``: the sharded
-    dim. ``sections``: sizes of separately sharded parts of the dim. ``zigzag``: each rank has two pieces, one counted
-    from the start and one from the end of the dim, which balances causal attention.
+    ``kind``: ``S`` sharded on ``dim``, ``R`` whole on every rank, ``P`` a partial sum, or ``R'`` whole on every rank
+    with a partial sum as gradient. The other fields apply to ``S`` only. ``sections``: sizes of parts of the dim that
+    are sharded separately. ``zigzag``: each rank has two pieces, one counted from the start and one from the end of the
+    dim, which balances causal attention.
     """
 
     kind: Kind
@@ -57,7 +58,7 @@ class Layout:
 
     @staticmethod
     def parse(text: str) -> Layout:
-        """Return the layout for ``text``, in the form that ``str(layout)`` returns. Raise ``ValueError`` for any other
+        """Return the layout for ``text``, which has the form of ``str(layout)``. Raises ``ValueError`` for any other
         text.
         """
         match = re.fullmatch(r"(R'|R|P)|S(\d+)(?:\[(\d+(?:,\d+)+)\])?(z?)", text)
@@ -85,17 +86,21 @@ READ_SHARDED = Layout("R'")
 
 
 def make_shard_layout(dim: int, sections: tuple[int, ...] = (), zigzag: bool = False) -> Layout:
-    """Return the layout that is sharded on ``dim`` (not negative), separately in each of ``sections``.
+    """Return the layout of a tensor that is sharded on ``dim`` (not negative).
 
-    A single section is stored as ``()``.
+    Args:
+        sections: sizes of parts of the dim that are sharded separately; a single section is stored as ``()``.
+        zigzag: whether each rank has two pieces, one counted from the start and one from the end.
     """
     assert dim >= 0, dim
     return Layout("S", dim, sections if len(sections) > 1 else (), zigzag)
 
 
 def sections_of(layout: Layout, size: int) -> tuple[int, ...]:
-    """Return the sizes of the sections of the sharded dim, which has ``size`` elements; ``(size,)`` if there is one
-    section.
+    """Return the sizes of the separately sharded parts (sections) of the sharded dim; ``(size,)`` if there is one.
+
+    Args:
+        size: number of elements of the dim.
     """
     return layout.sections or (size,)
 
@@ -111,9 +116,10 @@ def can_shard_evenly(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> 
 
 
 def piece_order(layout: Layout, num_ranks: int) -> list[list[int]]:
-    """Return, for each rank, the indices of the equal pieces of a section that it holds, in order.
+    """Return, for each rank, the indices of the equal pieces of the sharded dim that it has, in order.
 
-    A plain shard has one piece per rank. A zigzag shard has two: the n-th from the start and the n-th from the end.
+    A plain shard has one piece for each rank. A zigzag shard has two: the n-th from the start and the n-th from the
+    end. If the dim has sections, each section is divided in this way.
     """
     if layout.zigzag:
         return [[r, 2 * num_ranks - 1 - r] for r in range(num_ranks)]
@@ -163,7 +169,9 @@ class Shard(NamedTuple):
 
 
 def take_shards(tensor: Tensor, shards: Sequence[Shard]) -> Tensor:
-    """Apply the cuts ``shards`` to the whole ``tensor``, one after another, and return the part that is left."""
+    """Cut the whole ``tensor`` by each of ``shards`` in turn, such as one for each mesh axis, and return what is
+    left.
+    """
     for layout, num_ranks, rank in shards:
         tensor = take_shard(tensor, layout, num_ranks, rank)
     return tensor

@@ -1,11 +1,12 @@
-"""Python numbers that a plan reads as 0-dimensional tensors, so that another number needs no other plan.
+"""Represent Python numbers as 0-dimensional tensors of the graph, so that a plan is valid for other numbers, too.
 
-A script schedules numbers: a loss weight, a temperature, the step itself. A trace would keep the number of the moment.
-Here ``forward`` is given a :class:`LiftedNumber` instead, which computes with a 0-dimensional tensor of the graph and
-keeps Python's rules: a number does not change the type of the tensors that it meets. A question that only the number
-itself can answer (``if beta > 0``) is answered with the planned number and becomes a :class:`Guard`: a run with another
-number asks the question again, and refuses the number where the answer differs. A use that cannot be followed
-(``float(beta)``, ``range(n)``) raises :class:`NotLiftable`, and the number stays fixed.
+A training script schedules numbers: a loss weight, a temperature, the step itself. A trace would make the present
+number a constant. ``forward`` therefore gets a :class:`LiftedNumber`, which computes with a 0-dimensional tensor of the
+graph. It keeps Python's type rules: a number does not change the dtype of the tensors that it is combined with. A
+question that only the number itself can answer (``if beta > 0``) is answered with the planned number and becomes a
+:class:`Guard`. A run with another number evaluates the guard again, and refuses the number if the answer differs. A use
+that a tensor cannot represent (``float(beta)``, ``range(n)``) raises :class:`NotLiftable`, and the number stays a
+constant.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ Number = int | float
 
 
 class NotLiftable(Exception):
-    """The forward uses a number in a way that a tensor cannot represent, such as ``range(n)``."""
+    """Raised if forward uses a number in a way that a tensor cannot represent, such as ``range(n)``."""
 
 
 @dataclass(frozen=True)
 class Guard:
-    """A condition on numbers that the forward branched on: ``expression`` evaluated to ``outcome``.
+    """A condition on numbers that forward branched on: ``expression`` evaluated to ``outcome``.
 
-    ``where``: the line of the forward, as ``file:line``.
+    ``where`` is the source line in forward, as ``file:line``.
     """
 
     expression: Expression
@@ -45,7 +46,10 @@ class Guard:
     where: str = ""
 
     def holds(self, numbers: Mapping[str, Number]) -> bool:
-        """Whether the condition has the same outcome for ``numbers`` (by name); true if one of them is missing."""
+        """Whether the condition has the recorded outcome for other ``numbers``, keyed by input path or attribute name.
+
+        True if one of the numbers is missing, and false if the expression cannot be evaluated.
+        """
         try:
             return bool(evaluate_expression(self.expression, numbers)) == self.outcome
         except KeyError:
@@ -55,7 +59,7 @@ class Guard:
 
     @property
     def reads_state(self) -> bool:
-        """Whether the condition reads a number that the forward changes."""
+        """Whether the condition reads a number that forward itself changes."""
         return _reads_state(self.expression)
 
     def __str__(self) -> str:
@@ -70,10 +74,9 @@ def _reads_state(expression: Expression) -> bool:
 
 @dataclass
 class LiftScope:
-    """A record of how one run of the forward used its lifted numbers.
+    """A record of how one run of forward used its lifted numbers.
 
-    ``flipped``: conditions that must take the branch opposite to the planned numbers. ``guards``: all conditions so
-    far.
+    ``flipped``: conditions whose outcome is inverted, to trace the other branch. ``guards``: all conditions so far.
     """
 
     find_line: Callable[[], str]
@@ -82,7 +85,7 @@ class LiftScope:
     problem: str = ""  # the first use that cannot be followed, and where it is
 
     def start(self) -> None:
-        """Clear the record when the forward begins."""
+        """Clear the record; called when forward begins."""
         self.guards.clear()
         self.problem = ""
 
@@ -92,7 +95,9 @@ class LiftScope:
         return NotLiftable(self.problem)
 
     def decide(self, expression: Expression, outcome: bool) -> bool:
-        """Record a condition and return its outcome, inverted if the condition is in ``flipped``."""
+        """Record a condition that forward branches on, and return its outcome, inverted if the condition is in
+        ``flipped``.
+        """
         outcome = outcome != (expression in self.flipped)
         guard = Guard(expression, outcome, self.find_line().strip(" ()"))
         if all(g.expression != expression for g in self.guards):
@@ -103,8 +108,10 @@ class LiftScope:
 # --- operators: on Python numbers, and on 0-dimensional tensors -------------------------------------------------------
 @dataclass(frozen=True)
 class NumberOperator:
-    """An operator on numbers. ``on_numbers``: the Python function. ``on_tensors``: the equivalent on 0-dimensional
-    tensors of float64 or int64; ``None`` for comparisons.
+    """An operator on numbers.
+
+    ``on_numbers`` is the Python function. ``on_tensors`` is the equivalent on 0-dimensional tensors of float64 or
+    int64; ``None`` for comparisons.
     """
 
     on_numbers: Callable[..., Any]
@@ -167,7 +174,10 @@ _DOMAINS: dict[str, tuple[int, str, Number]] = {
 
 
 def evaluate_expression(expression: Expression, numbers: Mapping[str, Number]) -> Any:
-    """Return the value of ``expression`` for ``numbers``, by name."""
+    """Return the value of ``expression`` for the given numbers, which are keyed by input path or attribute name.
+
+    Raises ``KeyError`` if one is missing.
+    """
     kind, *operands = expression
     if kind == "number":
         return operands[0]
@@ -195,7 +205,10 @@ def format_expression(expression: Expression) -> str:
 
 # --- the number -------------------------------------------------------------------------------------------------------
 class LiftedNumber:
-    """Replaces a Python number while the forward is traced. ``value``: the planned number, which decides branches."""
+    """Replacement of a Python number while forward is traced; arithmetic on it appends operators to the graph.
+
+    ``value`` is the planned number, which decides branches. ``tensor`` is the 0-dimensional tensor that stands for it.
+    """
 
     __slots__ = ("expression", "scope", "tensor", "value")
 
@@ -248,7 +261,9 @@ class LiftedNumber:
         return bool(self._decide_comparison("ne", 0))
 
     def is_integer(self) -> bool:
-        """Whether the number is whole, as in :meth:`float.is_integer`. The answer becomes a guard."""
+        """Whether the number is whole, as in :meth:`float.is_integer`. The answer is recorded as a guard of the
+        plan.
+        """
         return bool(apply_number_operator("mod", self, 1) == 0)
 
     def _refuse_number_use(self, use: str) -> Any:
@@ -307,7 +322,7 @@ class LiftedNumber:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call an operator of torch on tensors, with the number's own tensor in its place."""
+        """Call a torch operator with the number's tensor in place of the number."""
         return func(*_replace_lifted_numbers(func, args), **_replace_lifted_numbers(func, args, kwargs or {}))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
@@ -345,7 +360,9 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
 
 
 def is_lifted(value: Any) -> bool:
-    """Whether ``value`` is a :class:`LiftedNumber` (``isinstance`` does not tell: it reports ``int`` or ``float``)."""
+    """Whether ``value`` is a :class:`LiftedNumber`. ``isinstance`` cannot tell, because its class reports ``int`` or
+    ``float``.
+    """
     return type(value) is LiftedNumber
 
 
@@ -362,7 +379,10 @@ def _expression_of(value: Any) -> Expression:
 
 
 def apply_number_operator(name: str, *operands: Any) -> Any:
-    """Apply the operator ``name`` of ``OPERATORS`` to numbers, at least one of them lifted; return a lifted number."""
+    """Apply the operator ``name`` of ``OPERATORS`` to numbers, at least one of them lifted. Return a lifted number.
+
+    Raises :class:`NotLiftable` if the result cannot be represented.
+    """
     scope = next(o.scope for o in operands if is_lifted(o))
     if name in _DOMAINS:
         place, question, bound = _DOMAINS[name]
@@ -395,7 +415,11 @@ _OF_ONE_TYPE = frozenset({torch.lerp, Tensor.lerp, Tensor.lerp_})  # operands th
 
 
 def _match_number_dtype(number: LiftedNumber, others: Sequence[Tensor], of_one_type: bool = False) -> Tensor:
-    """Return the number's tensor, in a type that promotes results as a Python number would."""
+    """Return the number's tensor, cast so that torch promotes results as for a Python number.
+
+    Args:
+        of_one_type: whether the operator requires operands of one dtype.
+    """
     tensor = number.tensor
     real = [t for t in others if t.is_floating_point() or t.is_complex()]
     if tensor.dtype == torch.int64 and not of_one_type:
@@ -418,7 +442,10 @@ def _promote_tensor_dtypes(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def _replace_lifted_numbers(func: Any, args: Any, tree: Any = None) -> Any:
-    """Return ``tree`` (default: ``args``) with lifted numbers replaced by their tensors."""
+    """Return ``tree`` (default: ``args``) with lifted numbers replaced by their 0-dimensional tensors.
+
+    The tensors are cast so that ``func`` promotes dtypes as for Python numbers.
+    """
     tree = args if tree is None else tree
     others = [leaf for leaf in pytree.tree_leaves((args, tree)) if isinstance(leaf, Tensor)]
 
@@ -429,7 +456,9 @@ def _replace_lifted_numbers(func: Any, args: Any, tree: Any = None) -> Any:
 
 
 class _Constructors(TorchFunctionMode):
-    """Lets torch functions that accept only Python numbers (``torch.full``) accept a lifted number."""
+    """Function mode in which torch functions that accept only Python numbers, such as ``torch.full``, accept lifted
+    ones.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -482,7 +511,10 @@ _MAKERS: dict[Any, Callable[..., Any]] = {
 # --- while the forward is traced --------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def numbers_followed() -> Iterator[None]:
-    """Context in which ``min``, ``max``, functions of ``math`` and constructors of torch accept lifted numbers."""
+    """Context in which ``min``, ``max``, functions of ``math`` and constructors of torch accept lifted numbers.
+
+    A lifted number replaces a Python number during a trace and computes with a 0-dimensional tensor.
+    """
     patches = [
         mock.patch.object(builtins, "min", _followed_extreme("min", builtins_min)),
         mock.patch.object(builtins, "max", _followed_extreme("max", builtins_max)),

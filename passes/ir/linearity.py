@@ -1,8 +1,8 @@
 """Find which values of a graph are affine in some of its inputs: a linear function of them plus a constant part.
 
-Requires: a functional graph of ATen operators with values (``val``). Every operator that reads a value which depends on
-the inputs must be listed here, with the operands in which it is linear. Derivatives cannot decide this, because they
-are zero for ``sign``, ``round`` and comparisons.
+Requires: a functional graph of ATen operators with meta tensors in ``node.meta["val"]``. Every operator that reads a
+value which depends on these inputs must be listed here, with the operands in which it is linear. Derivatives cannot
+decide this, because they are zero for ``sign``, ``round`` and comparisons.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ NOT_LINEAR = "is not linear in the gradient that it is given ({} reads it)"
 
 
 class NotAffine(Exception):
-    """A function is not affine in its inputs, or it is not known to be.
+    """Raised if a function is not affine in its inputs, or is not known to be.
 
-    ``what``: the reason, a phrase that follows the name of the function. ``instead``: advice what to write instead.
+    ``what`` is the reason, a phrase that follows the name of the function. ``instead`` advises what to write instead.
     """
 
     def __init__(self, what: str, instead: str = _INSTEAD) -> None:
@@ -37,8 +37,9 @@ class NotAffine(Exception):
 
 @dataclass(frozen=True)
 class AffinePart:
-    """``depends``: whether a value depends on the inputs. ``zero``: whether the value is zero if all
-    inputs are zero.
+    """How a value depends on the inputs of an affine function.
+
+    ``depends`` is whether it depends on them at all. ``zero`` is whether it is zero if all inputs are zero.
     """
 
     depends: bool
@@ -48,8 +49,11 @@ class AffinePart:
 def parts_of(graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.Node]) -> dict[fx.Node, AffinePart]:
     """Return an :class:`AffinePart` for every placeholder and operator of ``graph``.
 
-    ``inputs``: the placeholders in which values should be affine. ``zeros``: placeholders that are known to be zero.
-    Raise :class:`NotAffine` if an operator reads a value that depends on ``inputs`` and is not linear in it.
+    Raises :class:`NotAffine` if an operator reads a value that depends on ``inputs`` and is not linear in it.
+
+    Args:
+        inputs: the placeholders in which values should be affine.
+        zeros: placeholders that are known to be zero.
     """
     found: dict[fx.Node, AffinePart] = {}
     for node in graph.nodes:
@@ -61,8 +65,8 @@ def parts_of(graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.
 
 
 def without_shape_reads(graph: fx.Graph) -> None:
-    """Replace operators that use only the shape and type of an operand (such as ``zeros_like``) by operators without
-    it.
+    """Replace operators that read only the shape and dtype of an operand, such as ``zeros_like``, by ones without
+    operand.
 
     The graph is changed in place.
     """
@@ -96,7 +100,7 @@ def _rebuild_filled_tensor(
 
 
 def _cast_and_expand(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node:
-    """Return ``source`` cast to the type and expanded to the shape of ``node``."""
+    """Return ``source`` cast to the dtype of ``node`` and expanded to its shape."""
     value, given = node.meta["val"], source.meta["val"]
     if given.dtype != value.dtype:
         source = graph.call_function(aten._to_copy.default, (source,), {"dtype": value.dtype})
@@ -121,7 +125,7 @@ def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> Aff
 
 
 def _has_zero_operands(operands: tuple[Any, ...], positions: Positions, found: Mapping[fx.Node, AffinePart]) -> bool:
-    """Whether all operands at ``positions`` are zero if the inputs are zero."""
+    """Whether all operands at ``positions`` are known to be zero if the graph's inputs are zero."""
     return all(_is_zero(operands[i], found) for i in positions if i < len(operands))
 
 
@@ -141,8 +145,8 @@ def _is_zero_by_itself(node: fx.Node) -> bool:
 
 
 def _linear_in(node: fx.Node) -> tuple[Positions, ...]:
-    """Return sets of operand positions. The operator is linear in the operands of each set while all
-    others are fixed.
+    """Return sets of operand positions such that the operator is linear in the operands of each set while others are
+    fixed.
     """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":

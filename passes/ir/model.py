@@ -1,7 +1,8 @@
 """The folded model: block types, and the calls of them that make up the model.
 
-A block is a piece of the model, such as a layer, with one graph. Each call runs a block with its own parameters and
-inputs. Every pass keeps these invariants (``passes/ir/verify.py`` tests them):
+A block is a piece of the model, such as a decoder layer, with one graph. Each call runs a block with its own parameters
+and inputs, so that equal layers are one block with many calls. Every pass keeps these invariants
+(``passes/ir/verify.py`` checks them):
 
 * The graph of a block is functional. It has placeholders (states, that is, parameters, buffers and constants, then
   inputs, in the order of ``states`` and ``inputs``), ``call_function`` nodes on ``OpOverload``s, ``operator.getitem``
@@ -65,10 +66,10 @@ class ModelState:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """One tensor of the global batch.
+    """One input tensor of the model, for the global batch.
 
-    ``value``: its name in the graph. ``path``: its position in the arguments of the model: ``input_ids``, ``0``,
-    ``past.0.key``. ``number``: the Python type of the input if it is a number; the graph reads it as a 0-dimensional
+    ``value``: its name in the graph. ``path``: its position in the arguments of the model, such as ``input_ids``, ``0``
+    or ``past.0.key``. ``number``: the Python type of the input if it is a number; the graph reads it as a 0-dimensional
     tensor.
     """
 
@@ -97,7 +98,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class CallSignature:
-    """The arguments of a model, and the values of arguments that a plan assumes.
+    """The arguments of a model's ``forward``, and the values of arguments that a plan assumes.
 
     ``arguments``: the arguments of ``forward``, in order; ``None`` if unknown (an exported program). ``fixed``: the
     value of every leaf of the planned batch that is not a tensor, by path; the plan is valid for these values only.
@@ -112,8 +113,8 @@ class CallSignature:
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """One leaf of the model's result: the name of a value, or a constant (``None``, a number) if
-    ``value`` is ``None``.
+    """One leaf of the model's result: the name of a value, or a constant (``None``, a number) if ``value`` is
+    ``None``.
     """
 
     path: str
@@ -123,7 +124,11 @@ class ModelOutput:
 
 @dataclass
 class Block:
-    """A block type: a functional graph that one or more calls run."""
+    """The functional graph of a piece of the model, such as a decoder layer, which one or more calls run.
+
+    ``states`` and ``inputs`` are the names of the graph's placeholders: first those of parameters, buffers and
+    constants, then those of other values.
+    """
 
     name: str
     graph: fx.Graph
@@ -154,12 +159,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Call:
-    """One run of a block.
+    """One run of a block, the graph of a piece of the model such as a layer.
 
-    ``path``: the module that the call runs. ``states`` and ``inputs``: the names of the states and values that it
-    reads. ``outputs``: the names of the values that it produces. ``shared``: the call is a cheap function of the
-    model's inputs and constants and needs no gradient; each pipeline stage that reads its outputs computes them itself.
-    ``prologue``: the call runs on every microbatch before the pipeline starts; its outputs are summed over all
+    ``path``: the module that the call runs. ``states`` and ``inputs``: the names of the parameters, buffers and values
+    that it reads. ``outputs``: the names of the values that it produces. ``shared``: the call is a cheap function of
+    the model's inputs and constants and needs no gradient; each pipeline stage that reads its outputs computes them
+    itself. ``prologue``: the call runs on every microbatch before the pipeline starts; its outputs are summed over all
     microbatches and data-parallel ranks, and every later call reads the sums.
     """
 
@@ -174,7 +179,11 @@ class Call:
 
 @dataclass
 class FoldedModel:
-    """A whole model as calls of block types. ``values`` has the shape and type of every model input and call output."""
+    """A whole model as a sequence of calls of blocks; a block is the graph of a piece of the model, such as a layer.
+
+    ``values`` has the shape and dtype of every model input and call output by name. ``loss`` is the name of the loss
+    value.
+    """
 
     blocks: dict[str, Block]
     calls: list[Call]
@@ -201,9 +210,10 @@ class FoldedModel:
 
 @dataclass
 class Captured:
-    """A whole model as one graph, before it is folded into blocks.
+    """A whole model as one graph, before equal layers are folded into blocks.
 
-    ``outputs``, ``loss`` and ``updates`` refer to nodes of the graph by name.
+    ``outputs``, ``loss`` and ``updates`` (new values of buffers that forward changes) refer to nodes of the graph by
+    name.
     """
 
     graph: fx.Graph

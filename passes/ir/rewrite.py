@@ -1,11 +1,11 @@
-"""Rewrite a graph operator by operator from a table of small functions; erase unused operators; change floating types.
+"""Rewrite a graph operator by operator from a table of functions; erase unused operators; change floating-point types.
 
-A rule has the signature of the operator that it replaces, after the :class:`Builder`: it gets the operator's arguments
-with graph nodes for tensors, and returns the node (or tuple of nodes) that stands for the result, or ``KEEP``.
+A rule of the table has the signature of the operator that it replaces, after a first argument :class:`Builder`. It gets
+graph nodes in place of tensors. It returns the node (or tuple of nodes) that replaces the operator's result, or
+``KEEP`` to leave the operator unchanged.
 
-:func:`cast_graph_dtype` changes every floating type of a graph to one type. Requires: placeholders that have the type
-already or are retyped here. Provides: values of the new type throughout. A model that computes its norms and losses in
-float32, whatever the type of its parameters, computes them in the new type, too.
+:func:`cast_graph_dtype` changes every floating-point type of a graph to one type. A model that computes its norms and
+losses in float32, whatever the type of its parameters, computes them in the new type, too.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _INHERITED = ("path", "source", "stack")
 
 
 class Builder:
-    """Appends operators to ``graph``. They inherit ``path``, ``source`` and ``stack`` from ``node``, the operator that
-    is being replaced.
+    """Appends operators to ``graph`` and infers their meta tensors.
+
+    New nodes get the metadata ``path``, ``source`` and ``stack`` of ``node``, the operator that is being replaced.
     """
 
     def __init__(self, graph: fx.Graph | None = None, node: fx.Node | None = None) -> None:
@@ -49,7 +50,7 @@ class Builder:
         self._placeholders: dict[str, fx.Node] = {}
 
     def constant(self, name: str, value: Tensor) -> fx.Node:
-        """Return the placeholder for the constant ``name``; create it at the first request."""
+        """Return the placeholder for the constant ``name``; create it if it does not exist."""
         if name not in self.constants:
             self.constants[name] = value
             with self.graph.inserting_before(next(iter(self.graph.nodes))):
@@ -92,10 +93,14 @@ def list_node_sizes(node: fx.Node) -> list[int]:
 
 
 def rewrite_by_rules(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Graph, dict[str, str], dict[str, Tensor]]:
-    """Return a new graph in which ``rules`` replace operators, a map from old node names to new ones, and added
-    constants.
+    """Return a new graph in which ``rules`` replace operators, a map from old to new node names, and added constants by
+    name.
 
-    Requires and provides: ``val`` on every operator. Unused operators are removed; placeholders stay.
+    Requires and provides: meta tensors (``node.meta["val"]``) on every operator. Unused operators are removed;
+    placeholders stay.
+
+    Args:
+        rules: maps an operator to the function that replaces it.
     """
     build = Builder()
     env: dict[fx.Node, Any] = {}
@@ -134,7 +139,7 @@ _SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def as_type(given: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """Return the type that replaces ``given`` if all floating-point types become ``dtype``.
+    """Return the dtype that replaces ``given`` if all floating-point types become ``dtype``.
 
     A complex type becomes the one with parts of ``dtype``, if it exists. Other types are unchanged.
     """

@@ -27,7 +27,7 @@ _CALLABLES = {"getitem": operator.getitem}
 
 
 class GraphFormatError(PartitionError):
-    """The data is not a graph in the format that this version writes."""
+    """Raised if data is not a graph in the format that this version writes."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -49,9 +49,9 @@ def block_to_data(block: Block) -> tuple[dict[str, Any], ...]:
 def block_from_data(
     name: str, nodes: tuple[dict[str, Any], ...], states: tuple[str, ...], inputs: tuple[str, ...]
 ) -> Block:
-    """Return the block that :func:`block_to_data` converted to ``nodes``.
+    """Return the block whose graph :func:`block_to_data` converted to ``nodes``.
 
-    Raise :class:`GraphFormatError` with the name of the node that cannot be read.
+    Raises :class:`GraphFormatError` with the name of the node that cannot be read.
     """
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
@@ -117,7 +117,10 @@ def target_name(target: Any) -> str:
 
 
 def target_of(name: str) -> Any:
-    """Return the operator called ``name``. Raise :class:`GraphFormatError` if it is not registered in torch."""
+    """Return the torch operator with the name ``name``, such as ``aten.add.Tensor``.
+
+    Raises :class:`GraphFormatError` if it is not registered in torch.
+    """
     if name in _CALLABLES:
         return _CALLABLES[name]
     if name.startswith("partition."):

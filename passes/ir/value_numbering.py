@@ -1,7 +1,7 @@
-"""Value numbering: equal numbers for nodes that compute the same value, and signatures of sequences of operators.
+"""Assign equal numbers to nodes that compute the same value, and compute signatures of sequences of operators.
 
-A signature does not depend on the names of the values that are read. Sequences with equal signatures are calls of one
-block.
+A signature does not depend on the names of the values that are read. Sequences with equal signatures, such as equal
+layers, become calls of one block.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from torch import Tensor, fx
 
 
 class Numbers:
-    """Assigns a number to each node. Nodes that apply the same operators to the same inputs have the same number.
+    """Assigns an integer to each node. Nodes that apply the same operators to the same inputs have the same integer.
 
-    Each random operator has its own number. ``alike``: a table that several graphs share, so that their numbers can be
-    compared; inputs then match by name, and random operators by their order.
+    Each random operator has an integer of its own.
+
+    Args:
+        alike: a table that the objects of several graphs share, so that their numbers can be compared; inputs then
+            match by name, and random operators by their order.
     """
 
     def __init__(self, alike: dict[tuple[str, str, str], int] | None = None) -> None:
@@ -42,7 +45,7 @@ class Numbers:
         return self._known[node]
 
     def _build_instance_key(self, node: fx.Node) -> str:
-        """Return text that distinguishes ``node`` from others with the same operator and operands; empty if nothing
+        """Return text that distinguishes ``node`` from nodes with the same operator and operands; empty if nothing
         does.
         """
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
@@ -53,9 +56,9 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Signature:
-    """What distinguishes a sequence of operators: equal ``key`` (hashable) means the same computation.
+    """Hashable description of a sequence of operators; equal ``key`` means the same computation.
 
-    ``states`` and ``inputs``: the nodes that it reads from outside, in the order of first use.
+    ``states`` and ``inputs`` are the nodes that the sequence reads from outside, in the order of first use.
     """
 
     key: tuple[Any, ...]
@@ -64,9 +67,12 @@ class Signature:
 
 
 def compute_signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ()) -> Signature:
-    """Return the signature of the operators ``nodes`` (in order). ``outputs``: those that are read elsewhere.
+    """Return the signature of the operators ``nodes``, which are in order.
 
-    It covers operators, constants, shapes, types, the data flow between the operators, and which operands are the same.
+    It covers operators, constants, shapes, dtypes, the data flow between the operators, and which operands are equal.
+
+    Args:
+        outputs: those of ``nodes`` that are read elsewhere.
     """
     index: dict[fx.Node, int] = {}
     states: dict[fx.Node, int] = {}

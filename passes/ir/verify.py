@@ -1,15 +1,15 @@
-"""The checker that runs after each pass: is a graph well formed, and is a model as ``passes/ir/model.py`` defines it?
+"""Check after each pass that a graph is well formed and that a model has the invariants of ``passes/ir/model.py``.
 
-Values are inferred anew and compared with the values that the nodes carry. A graph that would fail, or would give
-another shape, is reported by the name of its first wrong node.
+The result of every operator is inferred again on meta tensors and compared with the shape and dtype that the node
+carries. The error names the first wrong node.
 
-:func:`compare_across_ranks` computes whether a value is equal on all ranks of a mesh axis. A whole value (``R``) must
-be. This follows from the local graph alone: shards and data differ, gathered and reduced values are equal again, and an
-operator's result differs where one of its operands does. A collective that is missing, is there twice, or runs over
-another axis is thus found without computing anything. JAX checks ``shard_map`` in this way. ``unknown`` marks a value
-that is equal on all ranks but may stand for a shard or a partial sum: a new or expanded tensor of a shard's size, or a
-whole value scaled by 1/n that will be summed. :func:`find_misused_collective` reports collectives whose operands are
-not of the expected kind.
+:func:`compare_across_ranks` computes whether a value is equal on all ranks of a mesh axis. A value with the layout
+``R`` (whole on every rank) must be. This follows from the graph of one rank alone: shards and data differ between
+ranks, gathered and reduced values are equal again, and an operator's result differs if one of its operands does. A
+missing or repeated collective, or one over a wrong axis, is thus found without computing anything. JAX checks
+``shard_map`` in this way. The result ``unknown`` marks a value that is equal on all ranks but may stand for a shard or
+a partial sum: a new or expanded tensor of a shard's size, or a whole value scaled by 1/n that will be summed.
+:func:`find_misused_collective` reports collectives whose operands are not of the expected kind.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class GraphError(PartitionError):
-    """A block or model that breaks an invariant. ``block`` and ``node`` say where."""
+    """Raised for a block or model that breaks an invariant. ``block`` and ``node`` name the place; empty if not
+    known.
+    """
 
     def __init__(self, message: str, block: str = "", node: str = "") -> None:
         where = [f"block {block!r}"] if block else []
@@ -42,9 +44,10 @@ class GraphError(PartitionError):
 
 
 def check_block(block: Block, axes: Mapping[str, int] | None = None) -> None:
-    """Raise :class:`GraphError` at the first node of ``block`` that breaks an invariant of the representation.
+    """Raise :class:`GraphError` at the first node of ``block`` that breaks an invariant of ``passes/ir/model.py``.
 
-    ``axes``: the mesh axes that a collective may name, with their numbers of ranks; ``None`` allows any.
+    Args:
+        axes: the mesh axes that a collective may name, with their numbers of ranks; ``None`` allows any.
     """
     placeholders: list[str] = []
     seen: set[fx.Node] = set()
@@ -152,7 +155,7 @@ def shape_of(value: Any) -> Any:
 
 
 def format_meta_value(value: Any) -> str:
-    """Return the type and shape of a meta value as text for an error message, such as ``float32[4, 8]``."""
+    """Return the dtype and shape of a meta tensor (or of each in a tuple) as text, such as ``float32[4, 8]``."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, tuple | list):
@@ -161,7 +164,12 @@ def format_meta_value(value: Any) -> str:
 
 
 def check_model(model: FoldedModel, axes: Mapping[str, int] | None = None) -> None:
-    """Raise :class:`GraphError` at the first block or call of ``model`` that breaks an invariant."""
+    """Raise :class:`GraphError` at the first block or call of ``model`` that breaks an invariant of
+    ``passes/ir/model.py``.
+
+    Args:
+        axes: the mesh axes that a collective may name, with their numbers of ranks; ``None`` allows any.
+    """
     for name, block in model.blocks.items():
         if block.name != name:
             raise GraphError(f"is filed under {name!r}", block.name)
@@ -221,10 +229,12 @@ _WANTS_WHOLE = frozenset({"copy", "shard_slice", "shard_narrow"})
 
 
 def compare_across_ranks(graph: fx.Graph, given: Mapping[str, Sameness], axis: str, size: int) -> dict[str, Sameness]:
-    """Return, by node name, whether the value is equal on the ``size`` ranks of ``axis``.
+    """Return for each node, by name, whether its value is equal on the ``size`` ranks of the mesh axis ``axis``.
 
-    The result is "alike" (equal), "different", or "unknown" (equal, but perhaps a shard or a partial sum). ``given``:
-    this property for the placeholders by name; a missing one is "alike".
+    The result is "alike" (equal), "different", or "unknown" (equal, but perhaps a shard or a partial sum).
+
+    Args:
+        given: this property for the placeholders by name; missing ones count as "alike".
     """
     result: dict[str, Sameness] = {}
     for node in graph.nodes:
@@ -252,7 +262,9 @@ def _of_operator(node: fx.Node, known: Mapping[str, Sameness], axis: str, size: 
 
 
 def _makes_elements(node: fx.Node) -> bool:
-    """Whether the size of the result may come from a constant rather than from an operand."""
+    """Whether the size of an operator's result may come from a constant argument rather than from the size of an
+    operand.
+    """
     if node.target is operator.getitem:
         return False
     sizes = [v.numel() for n in node.all_input_nodes for v in _list_tensors(n.meta["val"])]
@@ -274,11 +286,12 @@ def _list_tensors(value: Any) -> list[Tensor]:
 
 
 def find_misused_collective(graph: fx.Graph, known: Mapping[str, Sameness], axis: str) -> tuple[fx.Node, str] | None:
-    """Return the first collective over ``axis`` that has an unsuitable operand, with the reason; ``None`` if there is
-    none.
+    """Return the first collective over ``axis`` with an unsuitable operand, and the reason; ``None`` if there is none.
 
-    An example is an all-reduce of a value that every rank already has whole. ``known``: the result of
-    :func:`compare_across_ranks`.
+    An example is an all-reduce of a value that every rank already has whole.
+
+    Args:
+        known: the result of :func:`compare_across_ranks`.
     """
     for node in graph.nodes:
         named = axis_of(node)
@@ -295,9 +308,7 @@ def find_misused_collective(graph: fx.Graph, known: Mapping[str, Sameness], axis
 
 
 def _routed_apart(node: fx.Node, known: Mapping[str, Sameness]) -> bool:
-    """Whether the number of rows of ``node`` differs between ranks, because the ranks dispatch rows to different
-    experts.
-    """
+    """Whether the number of rows of ``node`` differs between ranks because they send rows to different experts."""
     rows = node.meta["val"].shape[:1]
     seen, stack = set(), [node]
     while stack:
@@ -317,8 +328,11 @@ def _routed_apart(node: fx.Node, known: Mapping[str, Sameness]) -> bool:
 
 
 def find_difference_origin(node: fx.Node, known: Mapping[str, Sameness]) -> fx.Node:
-    """Return the operator where a difference between ranks begins: follow differing operands back from ``node`` to the
-    first.
+    """Return the operator at which a difference between ranks begins, found by following differing operands from
+    ``node``.
+
+    Args:
+        known: the result of :func:`compare_across_ranks`.
     """
     while True:
         before = [n for n in node.all_input_nodes if n.op == "call_function" and known[n.name] == "different"]

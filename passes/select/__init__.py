@@ -1,1 +1,1 @@
-"""Operators on rows that a mask selects, rewritten to static shapes with a mask beside the rows."""
+"""Rewrite operators on rows that a mask selects to static shapes: all rows are kept, together with the mask."""

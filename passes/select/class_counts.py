@@ -1,11 +1,12 @@
-"""``torch.bincount`` and ``F.one_hot`` without a number of classes: one more than the largest class in the data.
+"""Rewrite ``torch.bincount`` and ``F.one_hot`` without a given number of classes to static shapes.
 
-A plan cannot know that number. If it is known to be at most ``E`` (the classes are indices of the largest of ``E``
-scores, or rows of a table of ``E``, or ``E`` classes are asked for), the result has ``E`` entries, with a mask of the
-entries that the model has (see ``passes/select/masked_rows.py``). Where the model needs exactly ``E`` classes, because
-it multiplies the result with ``E`` other values, there is no mask.
+In the model, the number of classes is one more than the largest class in the data, which a plan cannot know. If it is
+known to be at most ``E`` (the classes are indices of the largest of ``E`` scores, or of rows of a table with ``E``
+rows, or a size of ``E`` is required), the result has ``E`` entries, with a mask of the entries that the model has (see
+``passes/select/masked_rows.py``). If the model needs exactly ``E`` classes, because it multiplies the result by ``E``
+other values, there is no mask.
 
-Requires: nodes of an exported program. Provides: operators of static shapes.
+Requires: nodes of an exported program. Provides: operators with static shapes.
 """
 
 from __future__ import annotations
@@ -52,8 +53,13 @@ _INSTEAD: dict[Any, str] = {
 
 
 def count_classes(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-    """Rewrite a ``bincount`` or ``one_hot`` node with a fixed number of classes, and return the new node. ``args`` are
-    the node's arguments in the new graph."""
+    """Rewrite a ``bincount`` or ``one_hot`` node with a fixed number of classes, and return the new node.
+
+    Raises :class:`Unselectable` if no upper bound of the classes is known.
+
+    Args:
+        args: the node's arguments in the new graph.
+    """
     if node.target is ONE_HOT:
         return _one_hot(build, node, *args)
     return _count_occurrences(build, node, *args, **kwargs)
@@ -91,8 +97,14 @@ def _count_occurrences(
 
 
 def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, least: int) -> fx.Node:
-    """Return a mask of the classes that the model has: those up to the largest one in ``numbers``, and the first
-    ``least``. ``bound`` is its length."""
+    """Append a mask, of length ``bound``, of the classes that ``bincount`` or ``one_hot`` returns in the model. Return
+    it.
+
+    These are the classes up to the largest one in ``numbers``, and at least the first ``least``.
+
+    Args:
+        build: the rewriter, to whose graph operators are appended.
+    """
     every = build.insert_call(aten.arange.default, bound, dtype=torch.int64, device=META)
     largest = build.apply_operator(aten.max.default, numbers)
     if least:
@@ -108,7 +120,7 @@ def _as_many(build: SelectedRows, made: fx.Node, mask: fx.Node) -> fx.Node:
 
 
 def _known_size(node: fx.Node) -> int | None:
-    """Return the size of the last dim if the rest of the model fixes it; otherwise ``None``."""
+    """Return the size of the last dim of the result of ``node`` if it is fixed; ``None`` if it depends on the data."""
     size = node.meta["val"].shape[-1]
     if isinstance(size, int):
         return size
@@ -117,7 +129,9 @@ def _known_size(node: fx.Node) -> int | None:
 
 
 def _takes_first(user: fx.Node, most: int) -> bool:
-    """Whether ``user`` takes no more than the first ``most`` entries, or only asserts how many there are."""
+    """Whether the operator ``user`` reads at most the first ``most`` entries of its operand, or only asserts their
+    number.
+    """
     if user.target is not aten.slice.Tensor:
         return _is_asserted(user)
     end = get_node_argument(user, "end")
@@ -130,7 +144,7 @@ def _takes_first(user: fx.Node, most: int) -> bool:
 
 
 def _is_asserted(node: fx.Node) -> bool:
-    """Whether nothing but assertions reads a number."""
+    """Whether only assertions read the number that ``node`` computes."""
     if isinstance(node.meta.get("val"), Tensor):
         return False
     return node.target in ASSERTS or all(_is_asserted(user) for user in node.users)
@@ -153,13 +167,15 @@ _TAKING = (
 
 
 def bound_of(node: Any) -> int | None:
-    """Return an integer that all elements of ``node`` are below; ``None`` if no bound is known."""
+    """Return an integer that is greater than all elements of ``node``; ``None`` if no bound is known."""
     found = [b for b in (_bound_by_origin(node), _bound_by_use(node)) if b is not None]
     return min(found) if found else None
 
 
 def _bound_by_origin(node: Any) -> int | None:
-    """Return an upper bound (exclusive) of ``node`` from the operators that compute it; ``None`` if none is known."""
+    """Return an exclusive upper bound of ``node`` that follows from the operators that compute it; ``None`` if none is
+    known.
+    """
     if not isinstance(node, fx.Node):
         return node + 1 if isinstance(node, int) and not isinstance(node, bool) else None
     value = node.meta.get("val")
@@ -189,7 +205,7 @@ def _below_either(node: fx.Node) -> int | None:
 
 
 def _bound_clamped_numbers(node: fx.Node) -> int | None:
-    """Return an upper bound (exclusive) of the result of a clamp; ``None`` if none is known."""
+    """Return an exclusive upper bound of the result of a clamp; ``None`` if none is known."""
     most, inner = get_node_argument(node, "max"), _bound_by_origin(node.args[0])
     own = most + 1 if isinstance(most, int) else None
     found = [b for b in (own, inner) if b is not None]
@@ -250,8 +266,10 @@ _BOUNDS: dict[Any, Callable[[fx.Node], int | None]] = {
 
 
 def _bound_by_use(node: Any) -> int | None:
-    """Return an upper bound (exclusive) of ``node`` from operators that use the same numbers as indices, since torch
-    rejects an index out of range. ``None`` if there is no such operator."""
+    """Return an exclusive upper bound of ``node`` that follows from operators that use the same numbers as indices.
+
+    Torch rejects an index out of range, so the indexed dim is a bound. Returns ``None`` if there is no such operator.
+    """
     if not isinstance(node, fx.Node):
         return None
     key = Numbers()
@@ -264,14 +282,18 @@ def _bound_by_use(node: Any) -> int | None:
 
 
 def _find_number_source(node: fx.Node) -> fx.Node:
-    """Return the node before reshapes and casts that keep the numbers."""
+    """Return the node from which ``node`` is computed by reshapes and casts that keep the numbers."""
     while node.target in _PASSING:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def _read_as_places(reader: fx.Node) -> list[tuple[Any, Any]]:
-    """Return the nodes that an operator reads as indices, each with the size of the dim that it indexes."""
+    """Return the operands that an operator reads as indices, each with the size of the dim that it indexes (or
+    ``None``).
+
+    Class labels of a classification loss count as indices of its scores.
+    """
     args: Any = reader.args
     if reader.target in _CLASSIFYING:
         scores, classes = args[0].meta["val"], args[1]

@@ -1,6 +1,7 @@
-"""Rewrite operators that select rows by index or write rows back, so that they keep all rows next to a mask.
+"""Rewrite operators that select rows by index or write rows back, so that they keep all rows together with a mask.
 
-For what the rewrite requires and provides see ``passes/select/masked_rows.py``.
+Functions get the rewriter ``build`` (:class:`SelectedRows` of ``passes/select/masked_rows.py``) and append operators to
+its graph. Requires: nodes of an exported program. Provides: operators with static shapes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ INSTEAD: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class MaskedRows:
-    """A value with all rows in dim ``dim``; the model selects the rows where ``mask`` (bool, one per row) is true."""
+    """Describes a value that keeps all rows in dim ``dim``, although the model selects some of them.
+
+    ``mask`` is boolean, with one element for each row; the model selects the rows where it is true.
+    """
 
     mask: fx.Node
     dim: int
@@ -56,7 +60,10 @@ class MaskedRows:
 
 @dataclass(frozen=True)
 class MaskCoordinate:
-    """Coordinate ``dim`` of the true elements of ``condition``, of shape ``shape``. ``mask``: ``condition``, flat."""
+    """Describes a node that holds coordinate ``dim`` of the true elements of ``condition``, whose shape is ``shape``.
+
+    ``mask`` is the flattened ``condition``.
+    """
 
     mask: fx.Node
     dim: int
@@ -66,7 +73,9 @@ class MaskCoordinate:
 
 @dataclass(frozen=True)
 class MaskedRowCount:
-    """The number of rows that ``mask`` selects, where the model asks for a size."""
+    """Stands for the number of rows that ``mask`` selects, if the model asks for a size. ``int()`` gives the number of
+    all rows.
+    """
 
     mask: fx.Node
 
@@ -75,7 +84,7 @@ class MaskedRowCount:
 
 
 class Unselectable(Exception):
-    """An operator cannot work on all rows with a mask. The text, if any, says why and what to do instead."""
+    """Raised if an operator cannot keep all rows with a mask. The text, if any, says why and what to write instead."""
 
 
 def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) -> Any:
@@ -94,7 +103,14 @@ def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) ->
 
 
 def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.Node) -> list[fx.Node]:
-    """One node per dim: that coordinate of every element of ``condition``. ``mask``: the flat ``condition``."""
+    """Append one node for each dim of ``condition`` with that coordinate of every element, in row-major order. Return
+    them.
+
+    The nodes are marked as rows that ``mask`` selects, so that they stand for the result of ``torch.where(condition)``.
+
+    Args:
+        mask: the flattened ``condition``.
+    """
     shape = tuple(condition.meta["val"].shape)
     inner = number = int(mask.meta["val"].shape[0])
     every = build.insert_call(aten.arange.default, number, dtype=torch.int64, device=META)
@@ -110,12 +126,14 @@ def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.No
 
 
 def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[fx.Node]:
-    """Coordinates of the true elements of ``condition``, in the memory order of the chosen numbers that it tests.
+    """Return nodes with the coordinates of the true elements of ``condition``, in the memory order of a router's
+    choices.
 
-    In that order the choices of a token are adjacent even if ``condition`` is transposed, so that the rows can be
-    sharded by tokens. If ``condition`` tells whether any of a token's k choices is a number, there is a row for each of
-    the k choices; these are distinct, so every token is selected once at most, and in the same order. Empty if
-    ``condition`` tests no chosen numbers, or is in this order already.
+    ``condition`` tests which expert numbers the router chose. In this order the choices of a token are adjacent even if
+    ``condition`` is transposed, so that the rows can be sharded by tokens. If ``condition`` tests whether any of a
+    token's k choices is a number, there is a row for each of the k choices. The choices are distinct, so every token is
+    selected at most once, in the same order. Returns an empty list if ``condition`` does not test a router's choices,
+    or is in this order already.
     """
     found, along = chosen_by_any(condition), list[int]()
     if found is not None:
@@ -177,7 +195,10 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
 
 
 def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Node]]) -> fx.Node:
-    """Index the selected rows ``x`` by a further mask, or take one element of dim 1 from each row."""
+    """Rewrite an index into rows ``x`` that a mask selects: by a further mask, or by one element of dim 1 for each row.
+
+    Returns the new node, which keeps all rows. Raises :class:`Unselectable` for other indices.
+    """
     rows = build.rows[x]
     dim, index = given[0]
     if any(i not in build.rows or build.rows[i] != MaskedRows(rows.mask, 0) for _, i in given) or rows.dim != dim:
@@ -199,7 +220,10 @@ def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Nod
 
 
 def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
-    """``x[mask, numbers[mask]]``: index ``x`` by a mask and by rows that the same mask selects."""
+    """Rewrite ``x[mask, numbers[mask]]``, which indexes ``x`` by a mask and by values that the same mask selects.
+
+    Returns the new node, which keeps all rows. Raises :class:`Unselectable` for other indices.
+    """
     spread: list[Any] = []
     for i in indices:
         if i is not None and i.meta["val"].dtype == torch.bool and i not in build.rows:
@@ -213,7 +237,10 @@ def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
 
 
 def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
-    """``masked_select``: broadcast ``x`` and ``mask``, and select elements into one dim."""
+    """Rewrite ``masked_select``: broadcast ``x`` and ``mask``, and select elements into one dim.
+
+    Returns the new node, which keeps all elements; the rewriter ``build`` remembers the mask.
+    """
     if x in build.rows or mask in build.rows:
         if x.meta["val"].shape != mask.meta["val"].shape or x.meta["val"].dim() != 1:
             raise Unselectable
@@ -232,7 +259,10 @@ def take_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any
 
 
 def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values: Any) -> Any:
-    """``index_copy``, or ``index_fill`` with one number."""
+    """Rewrite ``index_copy``, or ``index_fill`` with one number, at rows that a mask selects. Return the new node.
+
+    Returns ``None`` if the operands have another form, and raises :class:`Unselectable` if there is no static form.
+    """
     if index.meta["val"].dim() != 1 or not x.meta["val"].dim():
         return None
     dim %= x.meta["val"].dim()
@@ -250,17 +280,19 @@ def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values:
 
 
 def _guard_indices(build: SelectedRows, indices: Any) -> list[Any]:
-    """Replace the indices of unselected rows by 0, so that every index is valid."""
+    """Return the indices with 0 in place of those of rows that the mask does not select, so that every index is
+    valid.
+    """
     return [build.fill_with_harmless(i, 0) if i in build.rows else i for i in indices]
 
 
 def _match_mask_coordinates(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]
 ) -> tuple[tuple[int, ...], list[int]]:
-    """The shape of the mask that ``indices`` are coordinates of, and which of its coordinates they are.
+    """Return the shape of the mask that ``indices`` are coordinates of, and the dims of the mask that they index.
 
-    Both are empty unless these coordinates match the sizes of ``x`` from dim ``first`` on. If they match, each row has
-    a fixed position, and no index is needed.
+    Both are empty unless the mask's dims have the sizes of ``x`` from dim ``first`` on. If they do, each row has a
+    fixed position, and no index operator is needed.
     """
     places = [build.places.get(i) for i in indices]
     known = [place for place in places if place is not None]
@@ -272,8 +304,14 @@ def _match_mask_coordinates(
 
 
 def _broadcast_to_mask(build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]) -> fx.Node | None:
-    """Broadcast ``x`` to one row per element of the mask that ``indices`` are coordinates of; ``None`` if there is no
-    such mask."""
+    """Append operators that give ``x[indices]`` by broadcasting ``x`` to one row for each element of a mask. Return the
+    node.
+
+    Returns ``None`` if ``indices`` are not coordinates of the true elements of one mask that has the dims of ``x``.
+
+    Args:
+        first: the dim of ``x`` at which the indexed dims begin.
+    """
     covered, along = _match_mask_coordinates(build, x, first, indices)
     if not along:
         return None
@@ -351,9 +389,14 @@ def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: 
 def _at_places(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node], source: fx.Node, *, chosen: bool = False
 ) -> fx.Node | None:
-    """Sum the rows of ``source`` at each position of ``x``; ``None`` if that needs an index operator.
+    """Append operators that sum the rows of ``source`` at each position of ``x`` to which ``indices`` point. Return the
+    sums.
 
-    ``chosen``: the caller reads only positions that some selected row has.
+    Rows that the mask does not select count as zero. Returns ``None`` if this needs an index operator.
+
+    Args:
+        first: the dim of ``x`` at which the indexed dims begin.
+        chosen: whether the caller reads only positions to which a selected row points.
     """
     covered, along = _match_mask_coordinates(build, x, first, indices)
     sizes = list(source.meta["val"].shape)
@@ -371,9 +414,13 @@ def _at_places(
 def _permute_coordinates(
     build: SelectedRows, value: fx.Node, first: int, along: list[int], *, back: bool = False
 ) -> fx.Node:
-    """Permute the dims of ``value`` from ``first`` on from sorted coordinates into the order ``along``.
+    """Append a permutation of the dims of ``value`` from ``first`` on, from sorted coordinates into the order
+    ``along``.
 
-    ``back``: permute from the order ``along`` into sorted coordinates instead.
+    Returns ``value`` itself if the order is sorted.
+
+    Args:
+        back: permute from the order ``along`` into sorted coordinates instead.
     """
     if along == sorted(along):
         return value
@@ -388,7 +435,11 @@ def _permute_coordinates(
 
 
 def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
-    """``x[indices] = values`` without an index operator; ``None`` unless each position is selected once at most."""
+    """Rewrite ``x[indices] = values`` without an index operator, and return the new node.
+
+    Returns ``None`` unless the indices are coordinates of a mask's true elements and point to each position at most
+    once.
+    """
     covered, along = _match_mask_coordinates(build, x, 0, indices)
     if not along:
         return None
@@ -413,7 +464,7 @@ def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: f
 
 
 def _at_most_one(condition: fx.Node, dim: int) -> bool:
-    """Whether ``condition`` is known to have at most one true element along ``dim``."""
+    """Whether the mask ``condition`` is known to have at most one true element along ``dim``."""
     if condition.target is aten.full.default:
         return not condition.args[1]
     choice = choice_of(condition)
@@ -425,7 +476,10 @@ def _at_most_one(condition: fx.Node, dim: int) -> bool:
 
 
 def _find_other_addend(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
-    """The other addend if ``values`` is ``x[indices]`` plus something: it can be added to ``x``. Else ``None``."""
+    """Return the other addend if ``values`` is ``x[indices]`` plus another value, which can then be added to ``x``.
+
+    Returns ``None`` if ``values`` has another form.
+    """
     args: Any = values.args
     if values.target is not aten.add.Tensor or len(args) != 2 or values.kwargs:
         return None

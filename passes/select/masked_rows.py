@@ -1,10 +1,10 @@
-"""Rows that a mask selects, at a fixed size, and the table of operators that handle selected rows.
+"""Rewrite operators on rows that a mask selects so that shapes are static: all rows are kept, together with the mask.
 
-``x[mask]``, ``torch.where(mask)`` and ``mask.nonzero()`` have as many rows as ``mask`` has ones, and
-``x.split(counts)`` has parts of counted sizes; a plan cannot know these numbers. The rewrite keeps every row, with the
-mask beside it. Operators that work on each row by itself (as their factor rules say) run on all rows. Operators that
-add rows up, count them or put them back leave out the rows that the mask does not select. The result is the same, for
-the work of all rows.
+``x[mask]``, ``torch.where(mask)`` and ``mask.nonzero()`` have as many rows as ``mask`` has true elements, and
+``x.split(counts)`` has parts of counted sizes. A plan cannot know these numbers. The rewrite keeps every row, and
+remembers the mask. Operators that work on each row by itself (according to their factor rules in ``passes/rules``) run
+on all rows. Operators that add rows up, count them or write them back skip the rows that the mask does not select. The
+result is equal, at the cost of computing all rows.
 
 Requires: nodes of an exported program, in order. Provides: equivalent operators with static shapes.
 """
@@ -57,8 +57,11 @@ def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, sour
 
 
 def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.Node) -> Any:
-    """Rewrite ``masked_scatter``, which takes rows of the source in order: sort the source so that its selected rows
-    come first."""
+    """Rewrite ``masked_scatter`` of rows that a mask selects: sort these rows to the front of the source.
+
+    This operator reads the rows of its source in order. Returns the new node. Raises :class:`Unselectable` if the
+    operands have another form.
+    """
     rows = build.find_common_rows(source)
     if x in build.rows or mask in build.rows or rows.dim != 0:
         raise Unselectable
@@ -71,8 +74,10 @@ def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.N
 
 
 def _split_by_counts(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
-    """Split ``x`` into pieces of data-dependent sizes. Each piece keeps all rows with a mask, computed from the running
-    sum of the sizes."""
+    """Split ``x`` into pieces of data-dependent sizes, and return the pieces.
+
+    Each piece keeps all rows of ``x``, with a mask that is computed from the running sum of the sizes.
+    """
     counts = [size.args[0] for size in sizes if isinstance(size, fx.Node) and size.target in ITEMS]
     if x in build.rows or len(counts) != len(sizes):
         raise Unselectable
@@ -106,7 +111,11 @@ def _concatenate_parts(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
 
 
 def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None]) -> fx.Node | None:
-    """Return the concatenation of all pieces of a split in their order; ``None`` if ``parts`` are something else."""
+    """Return the concatenation of all pieces of one data-dependent split, in order.
+
+    Each piece has all rows and a mask, so that one ``where`` for each piece suffices. Returns ``None`` if ``parts`` are
+    something else.
+    """
     cut = [build.pieces.get(r.mask) for r in rows if r is not None]
     if not cut or len(cut) != len(parts) or cut[0] is None:
         return None
@@ -119,8 +128,12 @@ def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None])
 
 
 def _cat_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
-    """Concatenate selected rows, or values with all rows. If all parts have the same size, their rows are interleaved,
-    so that the rows of one sample of the batch stay together."""
+    """Concatenate values whose rows a mask selects, or values with all rows, and concatenate their masks. Return the
+    node.
+
+    If all parts have the same size, their rows are interleaved, so that the rows of one sample of the batch stay
+    together.
+    """
     sizes = [int(part.meta["val"].shape[dim]) for part in parts]
     masks = [_mask_or_all(build, part, size) for part, size in zip(parts, sizes, strict=True)]
     in_turn = len(set(sizes)) == 1
@@ -153,7 +166,11 @@ def _mask_or_all(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
 
 
 def _make_reshape_rule(target: Any) -> Callable[..., Any]:
-    """Return the rewrite of a reshape that merges the row dim with other dims, or splits it from them again."""
+    """Return the rewrite rule of a reshape that merges the dim of rows that a mask selects with other dims, or splits
+    it.
+
+    The rule also reshapes the mask.
+    """
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any) -> Any:
         try:
@@ -231,8 +248,10 @@ _STRIDE_FREE: dict[Any, Any] = {aten.view.default: aten.reshape.default}  # stri
 
 
 class SelectedRows:
-    """Copies nodes of an exported program to ``graph`` and rewrites operators on selected rows, so that they keep all
-    rows with a mask."""
+    """Copies the nodes of an exported program to ``graph``, and rewrites operators on rows that a mask selects.
+
+    The copies keep all rows; ``rows`` maps each such node to its mask and the dim of its rows.
+    """
 
     def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
         self.graph = graph
@@ -253,7 +272,12 @@ class SelectedRows:
         self._where: dict[str, Any] = {}
 
     def concerns_node(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
-        """Whether ``node`` needs a rewrite: it selects rows, or reads selected rows or a data-dependent number."""
+        """Whether ``node`` must be rewritten, because it selects rows, or reads selected rows or a data-dependent
+        number.
+
+        Args:
+            env: maps original nodes to their copies.
+        """
         given = [env.get(n) for n in node.all_input_nodes]
         kinds = (MaskedRowCount, ComputedSize, tuple, int)
         return _is_open(node.meta.get("val")) or any(
@@ -261,16 +285,27 @@ class SelectedRows:
         )
 
     def reads_rows(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
-        """Whether ``node`` selects or reads rows or their count, as opposed to a number that forward takes out of a
-        tensor (``item()``)."""
+        """Whether ``node`` selects rows, or reads selected rows or their number.
+
+        A number that forward takes out of a tensor by ``item()`` does not count.
+
+        Args:
+            env: maps original nodes to their copies.
+        """
         given = [env.get(n) for n in node.all_input_nodes]
         return _is_open(node.meta.get("val")) or any(
             isinstance(g, MaskedRowCount | tuple) or g in self.rows for g in given
         )
 
     def copy_node(self, node: fx.Node, env: Mapping[fx.Node, Any], where: dict[str, Any]) -> Any:
-        """Rewrite ``node`` and return its replacement: a node, a tuple of nodes, or a data-dependent number. Raises
-        :class:`Unselectable`."""
+        """Rewrite ``node`` and return its replacement: a node, a tuple of nodes, or a data-dependent number.
+
+        Raises :class:`Unselectable` if the operator has no form that keeps all rows.
+
+        Args:
+            env: maps original nodes to their replacements.
+            where: metadata (path, source, stack) of the new nodes.
+        """
         self._where = where
         args: Any
         kwargs: Any
@@ -303,7 +338,10 @@ class SelectedRows:
         return self._copy_parts(graph, [env[n] for n in operands], where)
 
     def apply_operator(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """Append an operator, by its rule for selected rows if it reads any, and return its result."""
+        """Append an operator and return its result.
+
+        If it reads rows that a mask selects, and has a special rewrite rule for them, the rule is used.
+        """
         special = SPECIAL.get(target)
         if special is not None and (target in _SOURCES or any(n in self.rows for n in _collect_nodes((args, kwargs)))):
             made = special(self, *args, **kwargs)
@@ -312,7 +350,7 @@ class SelectedRows:
         return self.by_rule(target, args, kwargs)
 
     def _copy_parts(self, parts: fx.Graph, operands: list[Any], where: dict[str, Any]) -> Any:
-        """Rewrite an operator through its decomposition ``parts`` into other operators, and return its result."""
+        """Rewrite an operator through its decomposition ``parts`` into simpler operators. Return its result."""
         inner: dict[fx.Node, Any] = dict(zip(parts.find_nodes(op="placeholder"), operands, strict=True))
         for part in parts.nodes:
             if part.op == "output":
@@ -329,8 +367,14 @@ class SelectedRows:
     # -- what every operator does by its rule -----------------------------------------------------------------------
 
     def by_rule(self, target: Any, args: Any, kwargs: Any, *, plain: bool = False) -> Any:
-        """Append an operator that works on each row by itself, according to its factor rule, and return its result.
-        ``plain``: treat all operands as values without masks. Raises :class:`Unselectable`."""
+        """Append an operator that works on each row by itself, according to its factor rule. Return its result.
+
+        The factor rule names the operator's loop dimensions and says which of them pass through. Raises
+        :class:`Unselectable` if the operator combines rows.
+
+        Args:
+            plain: treat all operands as values without masks.
+        """
         sized = [a for a in args if isinstance(a, list | tuple) for a in a if isinstance(a, MaskedRowCount)]
         if any(is_number(a) for a in (*args, *kwargs.values())):
             raise Unselectable  # a number that is computed with
@@ -366,8 +410,10 @@ class SelectedRows:
         return self._mark_selected_rows(made, mask, dims)
 
     def _row_dims(self, target: Any, made: fx.Node, operands: tuple[fx.Node, ...]) -> set[int] | None:
-        """Return the dim of the rows in each result; ``None`` if the operator adds the rows up. Raises
-        :class:`Unselectable` if it combines rows in another way."""
+        """Return the dim of the rows in the results; ``None`` if the operator adds the rows up.
+
+        Raises :class:`Unselectable` if it combines rows in another way.
+        """
         factors = factors_of(made)
         if factors is None:
             raise Unselectable
@@ -413,7 +459,7 @@ class SelectedRows:
         return made
 
     def mask_of(self, condition: fx.Node) -> fx.Node:
-        """Return the one-dimensional mask of a condition. Conditions that are computed alike share one mask."""
+        """Return the one-dimensional mask of a condition. Conditions that compute the same value share one mask."""
         condition = skip_inverse_squeezes(condition)
         while condition.target in RESHAPES:
             condition = skip_inverse_squeezes(condition.args[0])
@@ -431,32 +477,40 @@ class SelectedRows:
         return self._masks[key]
 
     def make_once(self, mask: fx.Node, kind: Any, make: Callable[[], fx.Node]) -> fx.Node:
-        """Return the node that ``make`` builds for ``mask``; it is built only once for each ``kind``."""
+        """Return the node that ``make`` builds; repeated calls with the same ``mask`` and ``kind`` return the same
+        node.
+        """
         if (mask, kind) not in self._made:
             self._made[mask, kind] = make()
         return self._made[mask, kind]
 
     def count_selected(self, mask: fx.Node) -> fx.Node:
-        """Return a node with the number of rows that ``mask`` selects."""
+        """Return a scalar node with the number of rows that ``mask`` selects."""
         return self.make_once(mask, "count", lambda: self.insert_call(aten.sum.default, mask))
 
     def number_selected(self, mask: fx.Node) -> fx.Node:
-        """Return a node with the running count of selected rows, ``[rows]``; the first selected row has 1. Raises
-        :class:`Unselectable` if the order of the rows differs from the model's."""
+        """Return a node with the running count of the rows that ``mask`` selects, ``[rows]``; it is 1 at the first of
+        them.
+
+        Raises :class:`Unselectable` if the rows are in another order than in the model.
+        """
         if mask in self.unordered:
             raise Unselectable
         return self.make_once(mask, "nth", lambda: self.insert_call(aten.cumsum.default, mask, 0))
 
     def narrow_mask(self, mask: fx.Node, condition: fx.Node) -> fx.Node:
-        """Return the mask of the rows that ``mask`` selects and for which ``condition`` holds."""
+        """Return a mask of the rows that ``mask`` selects and for which ``condition`` is true."""
         found = self.make_once(
             mask, ("and", self.key(condition)), lambda: self.insert_call(aten.logical_and.default, mask, condition)
         )
         return self._ordered_as(found, mask)
 
     def flat_mask(self, mask: fx.Node, sizes: tuple[int, ...], at: int) -> fx.Node:
-        """Return the mask for dims of ``sizes`` flattened into one dim. Dim ``at`` is the row dim, to which ``mask``
-        applies."""
+        """Return the mask for dims of ``sizes`` that are flattened into one dim.
+
+        Args:
+            at: index of the dim of the rows, to which ``mask`` applies.
+        """
 
         def spread() -> fx.Node:
             apart = [size if i == at else 1 for i, size in enumerate(sizes)]
@@ -475,9 +529,11 @@ class SelectedRows:
         return mask
 
     def fill_with_harmless(self, value: fx.Node, number: float | None = None) -> fx.Node:
-        """Return ``value`` with its unselected rows set to ``number``. By default this is 1 for floating types and 0
-        for integers. Values that the model avoids by the selection (a zero divisor, an index of -100) then cause no
-        error."""
+        """Return ``value`` with the rows that its mask does not select set to ``number``.
+
+        The default is 1 for floating-point types and 0 for integers. Values that the model avoids by the selection,
+        such as a zero divisor or an index of -100, then cause no error.
+        """
         dtype = value.meta["val"].dtype
         number = int(dtype.is_floating_point) if number is None else number
         if dtype == torch.bool or self._filled.get(value) == number or (number == 0 and value in self.places):
@@ -485,13 +541,15 @@ class SelectedRows:
         return self.fill_unselected(value, number)
 
     def fill_unselected(self, value: fx.Node, number: float) -> fx.Node:
-        """Return ``value`` with its unselected rows set to ``number``."""
+        """Return ``value`` with the rows that its mask does not select set to ``number``."""
         filled = self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), number)
         self.rows[filled], self._filled[filled] = self.rows[value], number
         return filled
 
     def mask_unselected(self, value: fx.Node) -> fx.Node:
-        """Return a mask that is true for unselected rows, in a shape that broadcasts to ``value``."""
+        """Return a mask that is true for the rows that the mask of ``value`` does not select, in a shape that
+        broadcasts to ``value``.
+        """
         rows = self.rows[value]
         shape = [1] * value.meta["val"].dim()
         shape[rows.dim] = rows.mask.meta["val"].shape[0]
@@ -502,8 +560,10 @@ class SelectedRows:
         return self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), 0)
 
     def find_common_rows(self, *values: Any) -> MaskedRows:
-        """Return the row dim and mask that all values share. Raises :class:`Unselectable` if they differ or a value has
-        no selected rows."""
+        """Return the mask and the dim of the rows that all ``values`` have in common.
+
+        Raises :class:`Unselectable` if they differ, or if no mask selects the rows of a value.
+        """
         found = {self.rows[v] for v in values if v in self.rows}
         if len(found) != 1 or any(v not in self.rows for v in values):
             raise Unselectable
@@ -514,8 +574,10 @@ _SPREADS = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.defau
 
 
 def _spread_over_last(condition: fx.Node) -> fx.Node | None:
-    """Return the per-row mask that ``condition`` expands to every element of a row; ``None`` if it is no such
-    expansion."""
+    """Return the mask with one element for each row from which ``condition`` is expanded to every element of a row.
+
+    Returns ``None`` if ``condition`` is no such expansion.
+    """
     source: Any = condition.args[0] if condition.target in _SPREADS else None
     if source is None or source.meta["val"].dtype != torch.bool:
         return None
@@ -526,14 +588,16 @@ def _spread_over_last(condition: fx.Node) -> fx.Node | None:
 
 
 def _list_row_sizes(condition: fx.Node) -> list[int]:
-    """Return the sizes of the dims of one row."""
+    """Return the sizes of the dims of one row of an expanded condition."""
     source: Any = condition.args[0]
     before, after = source.meta["val"].shape, condition.meta["val"].shape
     return list(after[max(d + 1 for d, size in enumerate(before) if size > 1) + len(after) - len(before) :])
 
 
 def _reads_in_order(node: fx.Node) -> bool:
-    """Whether the result of ``node`` depends on the order of the selected rows."""
+    """Whether an operator reads rows that a mask selects in their order, so that another order would change its
+    result.
+    """
     given = [node, *node.all_input_nodes] if node.target in _IN_ORDER else []
     return any(_is_open(n.meta.get("val")) for n in given)
 
@@ -550,8 +614,9 @@ def _collect_nodes(args: Any) -> list[fx.Node]:
 
 
 def _of_all_rows(argument: Any) -> Any:
-    """Return the size of a dim with all rows kept, for an argument that is a data-dependent size; return other
-    arguments unchanged."""
+    """Return the size with all rows kept for an argument that is a data-dependent size; other arguments are
+    unchanged.
+    """
     if isinstance(argument, ComputedSize):
         if not isinstance(argument.all_rows, int):
             raise Unselectable

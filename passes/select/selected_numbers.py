@@ -1,9 +1,9 @@
-"""Numbers that depend on the data and that forward computes with: the number of selected rows, ``tensor.item()``.
+"""Rewrite computations with data-dependent numbers: the number of rows that a mask selects, and ``tensor.item()``.
 
-``x[mask].shape[0]`` is a number in the model and a 0-dimensional tensor here. Python operators on it become torch
-operators; an operator that takes the number takes the tensor.
+``x[mask].shape[0]`` is a Python number in the model and a 0-dimensional tensor in the rewritten graph. Python operators
+on it become torch operators, and an operator that takes the number takes the tensor.
 
-Requires and provides: see ``passes/select/masked_rows.py``.
+Requires: nodes of an exported program. Provides: operators with static shapes, as ``passes/select/masked_rows.py``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ _WHOLE, _REAL = torch.int64, torch.float64  # what Python's numbers are
 
 @dataclass(frozen=True, eq=False)
 class ComputedSize:
-    """A data-dependent number. ``node``: the 0-dimensional tensor that holds it; ``None`` if only assertions may read
-    it. ``all_rows``: its value if every row were selected, used for shapes."""
+    """A number that depends on the data.
+
+    ``node`` is the 0-dimensional tensor that holds it; ``None`` if only assertions may read it. ``all_rows`` is its
+    value if every row were selected, which is used for static shapes.
+    """
 
     node: fx.Node | None
     all_rows: Any = None
@@ -78,8 +81,12 @@ _MAKES = {aten.scalar_tensor.default: 0, aten.full.default: 1, aten.new_full.def
 
 
 def number_of(build: SelectedRows, given: Any) -> ComputedSize:
-    """Return ``given``, a data-dependent number, as a :class:`ComputedSize`. Raises :class:`Unselectable` for anything
-    else."""
+    """Return the data-dependent number ``given`` as a :class:`ComputedSize`. Raises :class:`Unselectable` for other
+    values.
+
+    Args:
+        build: the rewriter, to whose graph operators are appended.
+    """
     if isinstance(given, MaskedRowCount):
         return ComputedSize(build.count_selected(given.mask), int(given))
     if isinstance(given, fx.Node) and given.target in ITEMS:
@@ -94,8 +101,14 @@ def is_number(given: Any) -> bool:
 
 
 def compute_number(build: SelectedRows, target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Apply Python's operator ``target`` to numbers, and return a number or, for data-dependent operands, a
-    :class:`ComputedSize`."""
+    """Apply the Python operator ``target`` to numbers, some of which may depend on the data.
+
+    Returns a Python number, or a :class:`ComputedSize` (a 0-dimensional tensor of the graph) if an operand depends on
+    the data.
+
+    Args:
+        build: the rewriter, to whose graph operators are appended.
+    """
     numbers = [number_of(build, a) if is_number(a) else a for a in args]
     if not any(isinstance(n, ComputedSize) for n in numbers):
         return target(*args)
@@ -121,8 +134,11 @@ def _try_arithmetic(target: Callable[..., Any], args: list[Any]) -> Any:
 
 
 def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Append the operator of ``node`` with tensors in place of data-dependent numbers, and return its result. Numbers
-    in lists, which are shapes, stay. ``None`` if no argument is such a number."""
+    """Append the operator of ``node`` with 0-dimensional tensors in place of data-dependent numbers. Return its result.
+
+    Numbers in lists, which are shapes, stay. Returns ``None`` if no argument is a data-dependent number. Raises
+    :class:`Unselectable` if the operator has no form for tensors.
+    """
     if not any(is_number(a) for a in (*args, *kwargs.values())):
         return None
     value, target = node.meta["val"], node.target
@@ -158,7 +174,10 @@ def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> 
 
 
 def number_selected_rows(build: SelectedRows, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Return a node with the index 0, 1, .. of each selected row."""
+    """Append and return a node with the index 0, 1, .. of each row that ``mask`` selects among these rows.
+
+    Other rows have arbitrary values.
+    """
     made = build.insert_call(aten.sub.Tensor, build.number_selected(mask), 1)
     made = made if dtype == _WHOLE else build.insert_call(aten.to.dtype, made, dtype)
     build.rows[made], build.numbered[made] = MaskedRows(mask, 0), mask

@@ -1,10 +1,12 @@
-"""Sums, means, extremes, deviations and losses of selected rows, with every row kept and a mask beside it.
+"""Rewrite sums, means, extremes, deviations and losses of the rows that a mask selects, with all rows kept.
 
-A reduction leaves out what is not selected by what does not change it: zero for a sum, the lowest number for a largest.
-Where it divides, it divides by the number of rows that are selected. A loss is its terms, one for each element, and
-their reduction.
+Before a reduction, unselected rows are set to a value that does not change the result: zero for a sum, the lowest
+number for a maximum. A mean divides by the number of selected rows. A loss is rewritten as its unreduced terms, one for
+each element, and their reduction.
 
-Requires and provides: see ``passes/select/masked_rows.py``.
+Each rule gets the rewriter ``build`` and the operator's arguments, and returns the node of the result. ``None`` means
+that the reduction is not over the rows, so that the plain operator can run. Requires: nodes of an exported program.
+Provides: operators with static shapes, as ``passes/select/masked_rows.py``.
 """
 
 from __future__ import annotations
@@ -42,8 +44,10 @@ def _mean_over(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False
 
 
 def _find_reduced_dims(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] | None:
-    """Return the dims that a reduction removes (all dims if ``dims`` is empty); ``None`` if the row dim is not among
-    them."""
+    """Return the dims that a reduction of ``x`` removes (all if ``dims`` is empty).
+
+    Returns ``None`` if the dim of the rows, which a mask selects, is not among them.
+    """
     rank = x.meta["val"].dim()
     dims = [dims] if isinstance(dims, int) else dims
     over = [d % rank for d in (dims if dims else range(rank))]
@@ -51,7 +55,10 @@ def _find_reduced_dims(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] 
 
 
 def _count_selected_elements(build: SelectedRows, x: fx.Node, over: list[int]) -> fx.Node:
-    """Return a node with the number of selected elements of ``x`` over the dims ``over``."""
+    """Append and return a node with the number of elements that a reduction of ``x`` over the dims ``over`` combines.
+
+    Only elements in rows that the mask of ``x`` selects are counted.
+    """
     rows, sizes = build.rows[x], x.meta["val"].shape
     others = math.prod(sizes[d] for d in over if d != rows.dim)
     count = build.count_selected(rows.mask)
@@ -59,7 +66,12 @@ def _count_selected_elements(build: SelectedRows, x: fx.Node, over: list[int]) -
 
 
 def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
-    """Return the rewrite of ``var`` or ``std`` (``root``), optionally with the mean as second result."""
+    """Return the rewrite rule of ``var`` or ``std`` over rows that a mask selects; other rows are left out.
+
+    Args:
+        root: whether the rule is for ``std``.
+        with_mean: whether the operator also returns the mean.
+    """
 
     def rule(
         build: SelectedRows,
@@ -97,7 +109,7 @@ def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
 
 
 def _take_square_root(build: SelectedRows, x: fx.Node) -> fx.Node:
-    """Return the square root of ``x``, with a gradient of zero where ``x`` is zero."""
+    """Return the square root of ``x`` with a gradient of zero at zero, where that of ``sqrt`` is infinite."""
     none = build.insert_call(aten.eq.Scalar, x, 0)
     root = build.insert_call(aten.sqrt.default, build.insert_call(aten.masked_fill.Scalar, x, none, 1))
     return build.insert_call(aten.masked_fill.Scalar, root, none, 0)
@@ -115,8 +127,12 @@ def _get_highest_value(value: Tensor) -> float:
 def _make_filled_reduction(
     target: Any, number: Callable[[Tensor], float], dim_at: int | None = None
 ) -> Callable[..., Any]:
-    """Return the rewrite of a reduction that first sets unselected rows to ``number``, its neutral element. ``dim_at``:
-    the position of the argument with the dims; ``None`` if there is none."""
+    """Return the rewrite rule of a reduction over rows that a mask selects: set other rows to ``number``, then reduce.
+
+    Args:
+        number: returns the neutral element of the reduction for a dtype, given a tensor.
+        dim_at: position of the argument with the dims; ``None`` if there is none.
+    """
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
         given = (x, *args)
@@ -130,7 +146,10 @@ def _make_filled_reduction(
 
 
 def _make_extreme_rule(target: Any, number: Callable[[Tensor], float]) -> Callable[..., Any]:
-    """Return the rewrite of ``max`` or ``min`` along a dim; the index in its result counts selected rows only."""
+    """Return the rewrite rule of ``max`` or ``min`` along a dim of rows that a mask selects.
+
+    Other rows are set to ``number``, and the index in the result counts only selected rows.
+    """
 
     def rule(build: SelectedRows, x: fx.Node, dim: int, keepdim: bool = False) -> Any:
         if _find_reduced_dims(build, x, dim) is None:
@@ -156,7 +175,7 @@ def _extreme_place(target: Any, number: Callable[[Tensor], float]) -> Callable[.
 
 
 def _nth_place(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
-    """Return, for each row index in ``place``, the index of that row among the selected rows."""
+    """Append a node that converts row indices in ``place`` to indices among the rows that the mask of ``x`` selects."""
     nth = build.insert_call(aten.sub.Tensor, build.number_selected(build.rows[x].mask), 1)
     flat = build.insert_call(aten.reshape.default, place, [place.meta["val"].numel()])
     found = build.insert_call(aten.index_select.default, nth, 0, flat)
@@ -164,7 +183,10 @@ def _nth_place(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
 
 
 def _make_norm_rule(target: Any, order_at: int, dim_at: int) -> Callable[..., Any]:
-    """Return the rewrite of a norm, in which unselected rows are set to zero. A norm of negative order is refused."""
+    """Return the rewrite rule of a norm over rows that a mask selects: set other rows to zero.
+
+    The rule raises :class:`Unselectable` for a norm of negative order.
+    """
     zeroed = _make_filled_reduction(target, lambda value: 0, dim_at)
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
@@ -202,8 +224,12 @@ def _compute_cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) ->
 
 # -- losses ------------------------------------------------------------------------------------------------------------
 def _reduced_terms(target: Any, position: int) -> Callable[..., Any]:
-    """Return the rewrite of a loss that computes its terms unreduced and reduces the selected ones. ``position``: the
-    index of the argument ``reduction``."""
+    """Return the rewrite rule of a loss over rows that a mask selects: compute it unreduced, then reduce the selected
+    terms.
+
+    Args:
+        position: index of the argument ``reduction``.
+    """
 
     def rule(build: SelectedRows, *args: Any, **kwargs: Any) -> Any:
         given = list(args)
@@ -229,7 +255,10 @@ def _apply_reduction(build: SelectedRows, terms: fx.Node, reduction: int) -> Any
 
 
 def _make_classification_rule(target: Any) -> Callable[..., Any]:
-    """Return the rewrite of cross entropy and similar losses, in which unselected rows get the ignored class."""
+    """Return the rewrite rule of cross entropy and similar losses over rows that a mask selects.
+
+    The rule gives other rows the class that the loss ignores.
+    """
 
     def rule(
         build: SelectedRows,

@@ -1,11 +1,11 @@
-"""Trace selections of rows so that equal masks give equal sizes.
+"""Trace selections of rows by a mask so that equal masks select equal symbolic numbers of rows.
 
-``x[t > 0]`` and ``y[t > 0]`` have equally many rows, which torch.export does not see: each computed mask has its own
-number of rows, and a loss of the two is refused. Inside :func:`selections_traced`, masks that are computed alike share
-one number.
+``x[t > 0]`` and ``y[t > 0]`` have equally many rows. torch.export does not see this: each computed mask gets its own
+symbolic number of rows, and a loss of the two is refused. Inside :func:`selections_traced`, masks that are computed by
+the same operators on the same inputs share one number.
 
-Torch functions that read values to check them (:func:`torch.nn.functional.gaussian_nll_loss`) are traced without the
-check.
+Torch functions that read values to check them, such as :func:`torch.nn.functional.gaussian_nll_loss`, are traced
+without the check.
 """
 
 from __future__ import annotations
@@ -46,9 +46,13 @@ _ANY_TYPE = frozenset({Tensor.nonzero, torch.nonzero, Tensor.argwhere, torch.arg
 
 @contextmanager
 def selections_traced(is_users: Callable[[str], bool]) -> Iterator[None]:
-    """Inside the context, masks that are computed alike select the same symbolic number of rows, and a data-dependent
-    number of classes is assumed to equal the number that torch's own functions require. ``is_users``: whether a source
-    file is neither torch's nor this package's."""
+    """Context in which masks that are computed alike select the same symbolic number of rows.
+
+    If one of torch's own functions requires that a data-dependent number of classes equals an integer, this is assumed.
+
+    Args:
+        is_users: whether a source file is neither torch's nor this package's.
+    """
     selections = _Selections(is_users)
     plain = ShapeEnv.evaluate_expr
 
@@ -75,8 +79,11 @@ class _Selections(TorchFunctionMode):
         self.classes: set[Any] = set()  # symbols of numbers of classes
 
     def needs(self, expr: Any) -> bool:
-        """Whether ``expr`` asks whether the number of classes equals an integer, and one of torch's own functions asks.
-        A comparison by the user's forward does not count."""
+        """Whether ``expr`` asks if a data-dependent number of classes equals an integer, on behalf of a function of
+        torch.
+
+        A comparison by the user's own code does not count.
+        """
         sides = expr.args if isinstance(expr, sympy.Eq) else ()
         if not any(s in self.classes for s in sides) or not any(s.is_Integer for s in sides):
             return False
@@ -125,20 +132,20 @@ class _Selections(TorchFunctionMode):
         return made
 
     def _key_of(self, node: fx.Node) -> int:
-        """Return a key of ``node`` that is equal for nodes that are computed alike."""
+        """Return a key of ``node`` that is equal for nodes of the present trace that compute the same value."""
         if node.graph is not self.graph:
             self.graph, self.key, self.counts = node.graph, Numbers(), {}
         return self.key(node)
 
 
 def _is_unwritten(*nodes: fx.Node) -> bool:
-    """Whether nothing writes to ``nodes``, nor to what they are computed from."""
+    """Whether no operator writes in place to ``nodes`` or to a value that they are computed from."""
     written = {memory_of(to) for other in nodes[0].graph.nodes for to in written_by(other)}
     return not any(written.intersection(map(memory_of, _collect_ancestors(node))) for node in nodes)
 
 
 def _collect_ancestors(node: fx.Node) -> set[fx.Node]:
-    """``node``, and what it is computed from."""
+    """Return ``node`` and all nodes that it is computed from."""
     seen, waiting = {node}, [node]
     while waiting:
         before = [n for n in waiting.pop().all_input_nodes if n not in seen]
@@ -149,8 +156,10 @@ def _collect_ancestors(node: fx.Node) -> set[fx.Node]:
 
 # -- functions of torch that look at numbers ---------------------------------------------------------------------------
 def _cross_entropy(func: Callable[..., Tensor], input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute cross entropy without torch's check whether there are rows: for probabilities, average the unreduced
-    terms."""
+    """Compute cross entropy without torch's check whether there are any rows.
+
+    If the targets are probabilities, the unreduced terms are averaged.
+    """
     plain = not _is_open(target) or not target.dtype.is_floating_point or kwargs.get("reduction", "mean") != "mean"
     if plain or len(args) > 1:
         return func(input, target, *args, **kwargs)
@@ -158,8 +167,10 @@ def _cross_entropy(func: Callable[..., Tensor], input: Tensor, target: Tensor, *
 
 
 def _one_hot(func: Callable[..., Tensor], input: Tensor, num_classes: int = -1) -> Tensor:
-    """Replace ``one_hot`` without a given number of classes by an operator that can be traced, since torch would read
-    the largest class."""
+    """Replace ``one_hot`` without a given number of classes by an operator that can be traced.
+
+    Torch would read the largest class from the data.
+    """
     if num_classes != -1 or not isinstance(input, FakeTensor):
         return func(input, num_classes)
     made: Tensor = ONE_HOT(input.to(torch.int64))
@@ -169,7 +180,7 @@ def _one_hot(func: Callable[..., Tensor], input: Tensor, num_classes: int = -1) 
 def _compute_logsumexp(
     func: Callable[..., Tensor], input: Tensor, dim: Any, keepdim: bool = False, **kwargs: Any
 ) -> Tensor:
-    """Compute ``logsumexp`` without torch's check whether there are rows."""
+    """Compute ``logsumexp`` without torch's check whether there are any rows."""
     if not _is_open(input) or kwargs:
         return func(input, dim, keepdim=keepdim, **kwargs)
     largest = input.detach().amax(dim, keepdim=True)
@@ -179,7 +190,7 @@ def _compute_logsumexp(
 
 
 def _gaussian_nll(func: Callable[..., Tensor], input: Tensor, target: Tensor, var: Any, **kwargs: Any) -> Tensor:
-    """Compute the loss without torch's check for negative variances. The loss is NaN for a negative variance."""
+    """Compute ``gaussian_nll_loss`` without torch's check for negative variances; these give a loss of NaN."""
     if isinstance(var, Tensor):
         var = torch.where(var < 0, torch.nan, var)
     with mock.patch.object(torch, "any", return_value=False):

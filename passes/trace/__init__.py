@@ -1,1 +1,1 @@
-"""Features of Python and torch that a trace needs beyond `torch.export`, and equal layers traced once."""
+"""Trace features of Python and torch that ``torch.export`` does not support, and trace equal layers only once."""

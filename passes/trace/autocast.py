@@ -1,9 +1,11 @@
-"""Regions of ``torch.autocast`` in a model's forward, traced with the casts that torch would make.
+"""Trace regions of ``torch.autocast`` in a model's forward with the casts that torch would make.
 
-Inside :func:`casts_traced` the operators of such a region are traced one by one as they are called, with their operands
-cast before: the graph shows every cast, has no region, and what forward reads of a tensor's type is what it reads when
-it is run. Which casts those are is not listed here but asked of torch: an operator is run on tensors without numbers
-with autocast on, and what it does is compared with what it does without, its operands cast.
+Inside :func:`casts_traced`, the operators of such a region are traced one by one, after their operands were cast. The
+graph then contains every cast and no region, and code in forward that reads a tensor's dtype sees the dtype of a real
+run.
+
+Which operands are cast is not listed here but observed: :func:`casts_of` runs an operator on fake tensors with autocast
+on, and looks for the dtype to which the operands must be cast by hand to compute the same with autocast off.
 """
 
 from __future__ import annotations
@@ -41,10 +43,14 @@ _known: dict[Any, Any] = {}
 
 @contextmanager
 def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
-    """Inside, autocast casts in what is traced, as it does where the tensors are on ``device``; ``None``: never, as on
-    tensors of float64. ``line``: where forward is now, for errors.
+    """Context in which autocast casts traced operators as if the tensors were on the device type ``device``.
 
-    What is traced lies on the CPU: a region of the type of forward's own tensors is said to be one of the CPU.
+    With ``device=None`` nothing is cast, which is right for a model in float64. Tensors are on the CPU during a trace,
+    so a region that forward opens for the CPU is opened for ``device`` instead.
+
+    Args:
+        device: ``cpu``, ``cuda`` or ``None``.
+        line: returns the present line of forward, for error messages.
     """
     plain_init, plain_call = autocast_mode.autocast.__init__, proxy_tensor.proxy_call
 
@@ -86,13 +92,15 @@ def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
 
 
 def autocast_on() -> Asked | None:
-    """The region of autocast that the caller is in."""
+    """Return the device type and dtype of the autocast region that the caller is in, or ``None`` outside of any
+    region.
+    """
     return next(filter(None, map(_read_autocast_request, DEVICES)), None)
 
 
 @contextmanager
 def _disable_torch_autocast() -> Iterator[None]:
-    """Inside, no operator is cast by torch itself."""
+    """Context in which torch itself casts no operands. Autocast is switched on again afterwards where it was on."""
     on = [device for device in DEVICES if torch.is_autocast_enabled(device)]
     for device in on:
         torch.set_autocast_enabled(device, False)
@@ -113,7 +121,7 @@ def _read_autocast_request(device: str | None) -> Asked | None:
 
 
 def _enter_autocast_region(self: Any) -> Any:
-    """``autocast.__enter__``, but for the mark that torch.export would make of it."""
+    """Replace ``autocast.__enter__``: set the autocast flags, without the marker node that torch.export would add."""
     self.prev = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
     torch.set_autocast_enabled(self.device, self._enabled)
     torch.set_autocast_dtype(self.device, self.fast_dtype)
@@ -127,14 +135,19 @@ def _exit_autocast_region(self: Any, *_: Any) -> bool:
 
 
 def _is_cast(value: Any) -> bool:
-    """Whether autocast may cast a value: it leaves float64 and complex numbers alone."""
+    """Whether autocast may cast a value: whether it is a floating-point tensor of a dtype other than float64."""
     return isinstance(value, Tensor) and value.dtype.is_floating_point and value.dtype != torch.float64
 
 
 def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[], str]) -> Any:
-    """The type to which the operands of an operator are cast; ``None``: they are left as they are.
+    """Return the dtype to which autocast casts the operands of an operator, or ``None`` if it does not cast them.
 
-    Raises :class:`UnsupportedError` for an operator that autocast changes otherwise.
+    Returns the constant ``_APART`` if the operator must be decomposed and its parts traced, because autocast casts
+    inside of it. Raises :class:`UnsupportedError` for an operator that autocast changes in another way.
+
+    Args:
+        asked: device type and narrow dtype of the autocast region.
+        line: returns the present line of forward, for error messages.
     """
     device, narrow = asked
     if func in _WHOLE_ON_GPU and device == "cuda":
@@ -193,7 +206,9 @@ def _require_plain_value(value: Any) -> Any:
 
 
 def _in_thread(function: Callable[[], Any]) -> Any:
-    """What ``function`` returns or raises, in a thread of its own, where nothing is traced."""
+    """Run ``function`` in a thread of its own, where no trace is active. Return its result, or the exception that it
+    raises.
+    """
     found: list[Any] = []
 
     def work() -> None:
@@ -209,7 +224,15 @@ def _in_thread(function: Callable[[], Any]) -> Any:
 
 
 def _observe_operand_cast(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked) -> Any:
-    """The first type of operands with which an operator does without autocast what it does with it."""
+    """Find the operand dtype with which an operator computes the same without autocast as it does with autocast.
+
+    Tries no cast, the narrow dtype of the region and float32, in this order. Returns ``None`` for no cast, and the
+    constant ``_APART`` if no single dtype reproduces what autocast does.
+
+    Args:
+        shown: the flattened arguments; tensors are given by shape, stride and dtype.
+        asked: device type and narrow dtype of the autocast region.
+    """
     _, narrow = asked
     with mock.patch.object(fake_tensor, "init_gpu_context"):
         try:
@@ -228,7 +251,14 @@ def _observe_operand_cast(func: Any, shown: list[Any], tree: pytree.TreeSpec, as
 
 
 def _is_left_alone(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked) -> bool:
-    """Whether autocast knows neither an operator nor any that it is made of: some need a GPU to be run on one."""
+    """Whether autocast has a rule neither for an operator nor for the operators that it decomposes into.
+
+    The operator is run on fake CPU tensors, because some operators cannot be run for a GPU on a machine without one.
+
+    Args:
+        shown: the flattened arguments; tensors are given by shape, stride and dtype.
+        asked: device type and narrow dtype of the autocast region.
+    """
     log, _ = _run_with_cast_operands(func, shown, tree, ("cpu", asked[1]), None, on=False)
     return not any(_is_listed(name, asked[0]) for name in (func.name(), *log.names))
 
@@ -245,7 +275,14 @@ def _log_operator_run(*call: Any, on: bool) -> Any:
 def _run_with_cast_operands(
     func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked, to: torch.dtype | None, *, on: bool
 ) -> tuple[_AutocastLog, list[torch.dtype]]:
-    """What is computed, and in which types, by an operator whose operands are cast ``to`` a type."""
+    """Run an operator on fake tensors whose floating-point operands are cast to ``to`` (``None``: not cast).
+
+    Returns the log of the operators that computed something, and the floating-point dtypes of the results.
+
+    Args:
+        shown: the flattened arguments; tensors are given by shape, stride and dtype.
+        on: whether autocast is on during the run.
+    """
     device, narrow = asked
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     torch.set_autocast_cache_enabled(False)
@@ -270,7 +307,9 @@ def _run_with_cast_operands(
 
 
 class _AutocastLog(TorchDispatchMode):
-    """Every operator that computes, with the types that it reads and makes."""
+    """Dispatch mode that records each operator that computes, with the floating-point dtypes that it reads and
+    returns.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -289,7 +328,7 @@ class _AutocastLog(TorchDispatchMode):
 
 
 def _casts_itself(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator casts what it reads to the type that it makes, as ``sum(x, dtype=...)`` does."""
+    """Whether an operator casts its input to the dtype of its result, as ``sum(x, dtype=...)`` does."""
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     return given.get("dtype") is not None or bool(given.get("half_to_float"))
 

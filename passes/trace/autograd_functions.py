@@ -1,20 +1,23 @@
-"""Gradients that the model's code defines (``torch.autograd.Function``), traced, and checks of hooks.
+"""Trace the gradients of ``torch.autograd.Function`` classes in the model's code, and check the model's hooks.
 
-A traced forward does not contain ``backward``: a straight-through rounding would have no gradient at all. For ``y =
+A traced forward does not contain ``backward``, so a straight-through rounding would have no gradient at all. For ``y =
 f(x)`` with ``backward(g) = B g + c``, :func:`traced_with_own_gradients` computes ``f(x) + T(x - detach(x))``, where
-``T`` is ``B`` transposed. The second term is zero, and its gradient is ``B g`` exactly. The added operators are
+``T`` is ``B`` transposed. The second term is zero, and its gradient is exactly ``B g``. The added operators are
 ordinary ones, so they are sharded, cut and recomputed like any others.
 
-The part ``c`` does not depend on the gradient of ``y``; a function may return one to inject an auxiliary loss. Autograd
-runs ``backward`` where a result of the function takes part in the loss, and starts with a gradient of 1 of the loss.
+The part ``c`` does not depend on the gradient of ``y``. A function may return such a part to inject an auxiliary loss.
+Autograd runs ``backward`` only if a result of the function contributes to the loss. In that case
 :func:`with_terms_added` adds the term ``sum(c (x - detach(x)))`` to the loss. The term is zero and has the gradient
-``c``; loss scales, microbatches and shards treat it like all other terms. Requires: a captured graph with the mark
-``partition::own`` on the results of such functions. Provides: the graph without marks, and with the terms.
+``c``. Loss scales, microbatches and shards treat it like all other terms of the loss.
 
-:func:`check_hooks` handles hooks, which a trace does not see or must not call. Hooks that only observe are left out
-with a note. Hooks on gradients that do more are refused; hooks on forward that do more are traced with it. Requires: a
-module before it is traced. Provides: a module whose gradients are defined by its forward and its own functions alone.
-No tensor without numbers is left in a collection that a hook fills.
+:func:`check_hooks` handles hooks, which a trace does not see or must not call. Hooks that only observe are left out,
+with a note to the user. Hooks on gradients that do more are refused. Hooks on forward that do more are traced together
+with forward. :func:`collections_kept` restores what a hook stores outside of the model, so that no fake tensor stays in
+it.
+
+Requires: for hooks, a module before it is traced; for loss terms, a captured graph with the marker ``partition::own``
+on the results of such functions. Provides: a graph without markers whose loss contains the terms, and a module whose
+gradients are defined by its forward and its ``Function`` classes alone.
 """
 
 from __future__ import annotations
@@ -91,7 +94,9 @@ _CHECKPOINT_ARGUMENTS = 2  # of CheckpointFunction.apply: the function and wheth
 
 
 class _Context(FunctionCtx):
-    """What ``forward`` leaves for ``backward``."""
+    """Replacement of the ``ctx`` object through which ``forward`` of a ``Function`` passes tensors and flags to
+    ``backward``.
+    """
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -107,10 +112,10 @@ class _Context(FunctionCtx):
 
 @contextlib.contextmanager
 def traced_with_own_gradients() -> Iterator[None]:
-    """Inside, functions with a gradient of their own can be traced together with it.
+    """Context in which user-defined ``torch.autograd.Function`` classes are traced together with their ``backward``.
 
-    They raise :class:`UnsupportedError` where that gradient is neither linear in the gradient of what they return, nor
-    that and a part which does not depend on it.
+    Calling such a function raises :class:`UnsupportedError` if its ``backward`` is not affine, that is not a linear
+    function of the incoming gradient plus a part that does not depend on it.
     """
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +148,9 @@ def _is_torchs(cls: type) -> bool:
 
 
 def _bind_positional_arguments(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """All arguments of a call in the order of forward's parameters, as autograd counts them."""
+    """Return all arguments of a call in the order of forward's parameters, which is the order of backward's
+    gradients.
+    """
     if not kwargs:
         return args
     before = () if _is_setup_context_defined(cls.setup_context) else (None,)
@@ -195,7 +202,9 @@ def _apply_custom_function(cls: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _build_gradient_term(constant: Tensor, change: Tensor) -> Tensor:
-    """The scalar, zero where ``change`` is, that has ``constant`` as its gradient for ``change``."""
+    """Build a scalar that is zero if ``change`` is zero, and whose gradient with respect to ``change`` is
+    ``constant``.
+    """
     if change.is_complex():
         return (constant.conj() * change).real.sum()
     return (constant * change).sum()
@@ -224,7 +233,11 @@ def _transpose_custom_backward(
     outputs: Sequence[Any],
     which: Sequence[int],
 ) -> Transposed:
-    """``backward`` the other way round: from the arguments that need a gradient to the outputs ``which``."""
+    """Transpose ``backward`` of the function ``cls``: map changes of its inputs to changes of its outputs.
+
+    Only inputs that need a gradient (``needs``) and the outputs at the indices ``which`` take part. Raises
+    :class:`UnsupportedError` if ``backward`` fails, cannot be traced or is not affine.
+    """
 
     own = cls.backward if cls.vjp is Function.vjp else cls.vjp
 
@@ -269,7 +282,10 @@ def _transpose_custom_backward(
 
 
 def _as_inputs(found: Sequence[Any], args: Sequence[Any], needs: Sequence[bool]) -> list[Tensor | None]:
-    """What autograd makes of the gradients that ``backward`` returns, for the arguments that need one."""
+    """Convert what ``backward`` returns to gradients for the arguments that need one, as autograd does.
+
+    Sums broadcast dims and casts dtypes. Raises :class:`_Wrong` if number, types or shapes do not match the arguments.
+    """
     if len(found) < len(args) or any(g is not None for g in found[len(args) :]):
         raise _Wrong(f"it returns {len(found)} gradients for {len(args)} arguments")
     pairs = list(zip(found, args, needs, strict=False))
@@ -280,7 +296,7 @@ def _as_inputs(found: Sequence[Any], args: Sequence[Any], needs: Sequence[bool])
 
 
 def _as_input(grad: Tensor, x: Tensor) -> Tensor:
-    """A gradient in the shape and type of what it is for."""
+    """Return a gradient summed to the shape and cast to the dtype of ``x``, the tensor that it is the gradient of."""
     if grad.shape != x.shape:
         behind = grad.shape[max(grad.dim() - x.dim(), 0) :]
         if len(behind) < x.dim() or any(have not in (size, 1) for have, size in zip(x.shape, behind, strict=True)):
@@ -292,11 +308,11 @@ def _as_input(grad: Tensor, x: Tensor) -> Tensor:
 
 
 class _Wrong(Exception):
-    """Backward fails by itself, or autograd refuses what it returns."""
+    """Raised if ``backward`` fails by its own fault, or if autograd would refuse what it returns."""
 
 
 class _Untraced(Exception):
-    """Backward fails on tensors without numbers."""
+    """Raised if ``backward`` fails on fake tensors, for example because it reads their numbers."""
 
 
 def _format_error_reason(error: Exception) -> str:
@@ -305,7 +321,7 @@ def _format_error_reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _side_effects_refused(cls: Any) -> Iterator[None]:
-    """Inside, gradients of weights cannot be set but by what backward returns."""
+    """Context that refuses a ``backward`` that calls ``torch.autograd.backward`` or assigns ``tensor.grad``."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedError(
@@ -320,7 +336,7 @@ def _side_effects_refused(cls: Any) -> Iterator[None]:
 
 
 class _SettingGrad(TorchFunctionMode):
-    """Refuses ``weight.grad = ...``."""
+    """Function mode that raises :class:`UnsupportedError` on an assignment ``tensor.grad = ...``."""
 
     def __init__(self, cls: Any) -> None:
         super().__init__()
@@ -357,10 +373,14 @@ _GLOBAL_FORWARD = {"_global_forward_hooks": (MODEL, GIVEN, GIVEN), "_global_forw
 
 
 def check_hooks(model: nn.Module, *, train: bool) -> tuple[str, ...]:
-    """What is to be said of the hooks that a plan of ``model`` leaves out; without ``train`` there are no gradients.
+    """Check the hooks of ``model`` and return a note for the user on each hook that a plan does not call.
 
-    Raises :class:`UnsupportedError` where a parameter or module has a hook on gradients that does more than look, and
-    where a hook on the forward of all modules does.
+    Hooks that only observe (they return ``None`` and change nothing) are noted. Raises :class:`UnsupportedError` if a
+    hook on gradients, or a forward hook on all modules, does more. Forward hooks of single modules that do more are
+    neither noted nor refused.
+
+    Args:
+        train: whether gradients are computed; if not, hooks on gradients are not checked.
     """
     notes = []
     for name, parameter in model.named_parameters() if train else ():
@@ -390,7 +410,10 @@ def _of_tables(owner: Any, tables: dict[str, tuple[HookValue, ...]]) -> list[tup
 
 
 def _forward_hooks(module: nn.Module) -> dict[tuple[str, int], tuple[Any, tuple[HookValue, ...]]]:
-    """The hooks on a module's forward, and what they are given."""
+    """Return the forward hooks of a module by (name of the hook table, key), each with the kinds of its arguments.
+
+    A kind tells the analysis of hooks what an argument is, such as a module or a value.
+    """
     found = {}
     for table, given in _FORWARD.items():
         for key, hook in getattr(module, table).items():
@@ -400,7 +423,7 @@ def _forward_hooks(module: nn.Module) -> dict[tuple[str, int], tuple[Any, tuple[
 
 
 def forward_hooks_of(model: nn.Module) -> list[Any]:
-    """All hooks on the forward of the model and its modules."""
+    """Return all forward hooks and forward pre-hooks of the model and its submodules."""
     return [hook for module in model.modules() for hook, _ in _forward_hooks(module).values()]
 
 
@@ -420,7 +443,10 @@ def _format_hook_location(hook: Any) -> str:
 
 
 def drop_looking_hooks(model: nn.Module) -> None:
-    """Remove from a copy of a model the hooks that only look."""
+    """Remove from ``model``, in place, the hooks that only observe: they return ``None`` and change nothing.
+
+    The model should be a copy of the user's.
+    """
     for module in model.modules():
         for table, given in _BACKWARD.items():
             for key, hook in list(getattr(module, table).items()):
@@ -433,7 +459,10 @@ def drop_looking_hooks(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def global_hooks_dropped() -> Iterator[None]:
-    """Inside, hooks of all modules that only look are not called."""
+    """Context in which hooks on all modules (``register_module_*_hook``) are not called if they only observe.
+
+    A hook only observes if it returns ``None`` and changes nothing.
+    """
     with contextlib.ExitStack() as stack:
         for table, given in (*_GLOBAL_BACKWARD.items(), *_GLOBAL_FORWARD.items()):
             hooks = getattr(modules, table)
@@ -444,8 +473,12 @@ def global_hooks_dropped() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hooks_refused(notes: list[str]) -> Iterator[None]:
-    """Inside, forward cannot hook into gradients, but to look: that is left out, which ``notes`` say. Anything else
-    raises :class:`UnsupportedError`."""
+    """Context in which forward cannot register hooks on gradients, except hooks that return ``None`` and change
+    nothing.
+
+    Such a hook is not registered either, and a text on it is appended to ``notes``. Any other hook raises
+    :class:`UnsupportedError`. Activation checkpointing and ``save_on_cpu`` in forward are noted as well.
+    """
 
     def checked(given: Sequence[HookValue], what: str) -> Callable[..., RemovableHandle]:
         def register(owner: Any, hook: Any, *args: Any, **kwargs: Any) -> RemovableHandle:
@@ -467,7 +500,7 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
         return refuse
 
     class WatchedNode:
-        """A node of the gradient's graph, as forward sees it."""
+        """An autograd node (``tensor.grad_fn``) that refuses hooks."""
 
         register_hook, register_prehook = refused("grad_fn"), refused("grad_fn")
 
@@ -501,7 +534,10 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def looking_hooks_skipped() -> Iterator[None]:
-    """Inside, hooks on gradients that only look are not registered by forward, nor called if all modules have them."""
+    """Context in which hooks on gradients are not called if they only observe: return ``None`` and change nothing.
+
+    ``Tensor.register_hook`` ignores them, and they are removed from the hooks on all modules.
+    """
     native = Tensor.register_hook
 
     def register(tensor: Tensor, hook: Any) -> Any:
@@ -520,7 +556,11 @@ _REENTRANT_NOTE = (
 
 @dataclass
 class LeftToPlan:
-    """What forward says of the memory that it takes, and a plan decides by itself: where it says so."""
+    """Places in forward that control memory by themselves, which a plan replaces by its own decisions.
+
+    Each set has texts with file and line: activation checkpointing, activations offloaded to host memory, and
+    checkpointed calls to which torch would give no gradient.
+    """
 
     checkpointed: set[str] = field(default_factory=set)
     offloaded: set[str] = field(default_factory=set)
@@ -538,8 +578,10 @@ class LeftToPlan:
 
 @contextlib.contextmanager
 def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
-    """Inside, ``save_on_cpu`` and checkpointed calls are noted and left to the plan, and other hooks on what is saved
-    for backward are refused."""
+    """Context in which activation checkpointing and ``save_on_cpu`` in forward are noted in ``notes``.
+
+    ``save_on_cpu`` has no effect. Other hooks on tensors that are saved for backward raise :class:`UnsupportedError`.
+    """
     left = LeftToPlan()
     enter, leave = graph.saved_tensors_hooks.__enter__, graph.saved_tensors_hooks.__exit__
     run_later, run_twice = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.apply
@@ -582,7 +624,7 @@ def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
 
 
 def _class_of(function: Any) -> str:
-    """The class of the module that a checkpointed function runs; empty where that is not known."""
+    """Return the class name of the module that a checkpointed function runs, or an empty text if that is not known."""
     if isinstance(function, functools.partial):
         return _class_of(function.func) or next((_class_of(a) for a in function.args if isinstance(a, nn.Module)), "")
     module = getattr(function, "__self__", function)
@@ -590,7 +632,7 @@ def _class_of(function: Any) -> str:
 
 
 def _format_user_line() -> str:
-    """``file:line`` of the user's code that is run now."""
+    """Return ``file:line`` of the user's code that is running now."""
     frames = [f for f in traceback.extract_stack()[:-1] if is_users(f.filename)]
     return f"{shorten_file_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else "a line that is not known"
 
@@ -608,8 +650,10 @@ _NO_OWNERS = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, typ
 
 @contextlib.contextmanager
 def collections_kept(model: nn.Module, notes: list[str]) -> Iterator[None]:
-    """Afterwards, what the hooks on forward keep outside of the model is as it was, and ``notes`` say which keep
-    something."""
+    """Context after which everything that forward hooks store outside of the model is restored to its state before.
+
+    A text on each hook that had stored something is appended to ``notes``.
+    """
     before = [
         (hook, name, _HookState.of(hook))
         for name, module in model.named_modules()
@@ -627,7 +671,10 @@ def collections_kept(model: nn.Module, notes: list[str]) -> Iterator[None]:
 
 
 class _HookState:
-    """The containers and variables that a function reaches, as they are now."""
+    """Snapshot of the closure variables and containers (lists, dicts, sets, deques) that a hook function can reach.
+
+    It is taken before a trace, to undo what the hook stores during the trace.
+    """
 
     def __init__(self, cells: Sequence[Any], containers: Sequence[Any]) -> None:
         self.cells = [(cell, cell.cell_contents) for cell in cells]
@@ -650,7 +697,7 @@ class _HookState:
         return _HookState(cells, [*containers, *inner])
 
     def restore(self) -> bool:
-        """Whether something had changed."""
+        """Restore the variables and containers of the snapshot. Return whether anything had changed."""
         changed = False
         for cell, held in self.cells:
             if cell.cell_contents is not held:
@@ -678,7 +725,13 @@ def _is_set(cell: Any) -> bool:
 
 
 def with_terms_added(captured: Captured) -> Captured:
-    """``captured`` without marks, its loss with the terms of all marked results that take part in it."""
+    """Remove the ``partition::own`` markers from a captured graph and add their terms to the loss.
+
+    A marker is on the result of a ``torch.autograd.Function`` whose ``backward`` adds a part that does not depend on
+    the incoming gradient. Its terms have this part as gradient. They are added only if autograd reaches the marker from
+    the loss. The graph is changed in place. Returns ``captured`` with outputs, loss and updates under their new node
+    names.
+    """
     graph = captured.graph
     marks = [n for n in graph.nodes if n.target is OWN]
     if not marks:
@@ -724,7 +777,9 @@ def _insert_call_like(
 
 
 def _joined_by_gradients(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes behind ``marks`` from which autograd has a way to ``loss``, be the gradient zero or not."""
+    """Return the nodes that depend on the nodes ``marks`` and that autograd reaches from ``loss``, even by a zero
+    gradient.
+    """
     behind = set(marks)
     for node in graph.nodes:
         if node not in behind and node.op == "call_function" and not behind.isdisjoint(node.all_input_nodes):
@@ -737,7 +792,7 @@ def _joined_by_gradients(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node
 
 
 def _has_edge(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether autograd notes an edge from ``node`` to ``operand``."""
+    """Whether autograd connects the result of ``node`` with ``operand``, so that a gradient can flow to the operand."""
     if not is_differentiable(operand.meta["val"]) or not is_differentiable(node.meta["val"]):
         return False
     if node.target is OWN:

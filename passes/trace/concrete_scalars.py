@@ -1,13 +1,13 @@
-"""Numbers and conversions that forward asks for while it is traced and that depend on no input.
+"""Answer questions for numbers, and allow module conversions, in a forward that is being traced.
 
-A trace has no numbers, so ``bool((mask == causal).all())``, which torch's own encoders ask of a mask that forward
-makes, would end it. Inside :func:`numbers_known` such a question is answered: the operators that lead to the number are
-run again on the model's constants and buffers, writes included. A number that depends on inputs, parameters or random
-draws is left to torch.export to refuse.
+A trace has no numbers, so ``bool((mask == causal).all())`` would end it. Torch's own encoders compute this on a mask
+that forward makes. Inside :func:`numbers_known` such a question is answered: the operators that lead to the number are
+run again on the model's constants and buffers, including in-place writes. If the number depends on inputs, parameters
+or random draws, the question is not answered and torch.export refuses it.
 
 Inside :func:`conversions_traced` a conversion of a module, such as ``self.router = self.router.to(torch.float32)``, has
-no effect if the module has that type already. Torch cannot replace the parameters of a module during a trace, even by
-equal ones. A conversion to another type would change the model's weights at the first call, and is refused.
+no effect if the module has that dtype already. Torch cannot replace the parameters of a module during a trace, even by
+equal ones. A conversion to another dtype would change the model's weights at the first call, and is refused.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ _MOST_NUMBERS = 1 << 28  # of all values that are made anew for an answer
 def numbers_known(
     model: nn.Module, held: Mapping[str, Tensor], asked: set[str], drawn: list[str] | None = None
 ) -> Iterator[None]:
-    """Inside, forward of ``model`` may ask for numbers that its inputs do not decide.
+    """Context in which forward of ``model`` may read tensors as numbers (``item``, ``bool``) if they depend on no
+    input.
 
     Args:
-        held: the buffers whose numbers there are, by name.
-        asked: takes the names of those that an answer depends on.
-        drawn: takes the operators that drew what forward asked for in vain.
+        held: buffers with real numbers, by name.
+        asked: receives the names of the buffers that an answer depends on.
+        drawn: receives the random operators that a number depends on that could not be answered.
     """
     known, forward = _ConcreteScalarMode(held, asked, [] if drawn is None else drawn), model.forward
 
@@ -69,7 +70,7 @@ class _ConcreteScalarMode(TorchFunctionMode):
         self.placeholders: dict[fx.Node, str] = {}  # those of buffers in the present trace
 
     def enter(self, model: nn.Module) -> None:
-        """Forward begins: no buffer has been changed."""
+        """Find the placeholders of the model's buffers in the trace that begins; called at the start of forward."""
         self.placeholders, mode = {}, get_proxy_mode()
         if mode is None:
             return
@@ -95,7 +96,9 @@ class _ConcreteScalarMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _compute_tensor_numbers(self, tensors: list[Tensor], tracer: Any) -> list[Tensor] | None:
-        """The tensors of a trace with their numbers; ``None`` where they depend on more than the model."""
+        """Return traced tensors with their real numbers, or ``None`` if these depend on more than constants and
+        buffers.
+        """
         slots = [get_proxy_slot(t, tracer, None) for t in tensors]
         buffers, wanted = self.placeholders, [slot.proxy.node for slot in slots if slot is not None]
         if not wanted or len(wanted) < len(tensors):
@@ -115,15 +118,17 @@ class _ConcreteScalarMode(TorchFunctionMode):
 
 @contextmanager
 def _suspend_tracing() -> Iterator[None]:
-    """Nothing is traced."""
+    """Context in which no operator is traced and autocast is off."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), without_autocast():
         yield
 
 
 def _find_needed_nodes(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node] | None:
-    """What has to run for the values of ``wanted``, in order; ``None`` where that is not only what the model holds.
+    """Return the nodes that must run to compute the values of ``wanted``, in graph order.
 
-    Who writes to what is read, or to a view of it, has to run as well.
+    Includes the nodes that write in place to memory that is read. Returns ``None`` if one of the nodes is neither in
+    ``given`` nor computable from the model alone (an input, a parameter, a random operator), or if the values are too
+    large.
     """
     order = {node: place for place, node in enumerate(wanted[0].graph.nodes)}
     writers: dict[fx.Node, list[fx.Node]] = {}
@@ -147,7 +152,7 @@ def _find_needed_nodes(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.No
 
 
 def _draws_behind(wanted: list[fx.Node]) -> list[str]:
-    """The operators that drew random numbers for the values of ``wanted``."""
+    """Return the names of the random operators on which the values of ``wanted`` depend."""
     seen, left, found = set[fx.Node](), list(wanted), list[str]()
     while left:
         node = left.pop()
@@ -160,7 +165,7 @@ def _draws_behind(wanted: list[fx.Node]) -> list[str]:
 
 
 def _is_fixed(node: fx.Node) -> bool:
-    """Whether a node gives the same numbers whenever it is run on the same."""
+    """Whether a node is deterministic: it computes equal results from equal operands."""
     if node.op == "get_attr" or node.target is operator.getitem:
         return True
     overload = node.target
@@ -170,7 +175,7 @@ def _is_fixed(node: fx.Node) -> bool:
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """The operands that an operator of a trace writes to."""
+    """Return the operands to which an operator of a traced graph writes in place."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     arguments = node.target._schema.arguments
@@ -180,7 +185,9 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def memory_of(node: fx.Node) -> fx.Node:
-    """The value in whose memory ``node`` may lie."""
+    """Return the node that allocated the memory of ``node``, found by following views and in-place results to their
+    base.
+    """
     while node.all_input_nodes:
         schema = getattr(node.target, "_schema", None)
         aliases = node.target is operator.getitem or (
@@ -193,7 +200,9 @@ def memory_of(node: fx.Node) -> fx.Node:
 
 
 def is_written(first: fx.Node, memory: set[fx.Node]) -> bool:
-    """Whether an operator from ``first`` on writes to one of these."""
+    """Whether the operator ``first`` or a later one writes in place to memory that one of the nodes ``memory``
+    allocated.
+    """
     nodes = list(first.graph.nodes)
     return any(memory_of(to) in memory for node in nodes[nodes.index(first) :] for to in written_by(node))
 
@@ -217,10 +226,13 @@ def _evaluate_nodes(nodes: list[fx.Node], root: nn.Module, given: Mapping[fx.Nod
 
 @contextmanager
 def conversions_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
-    """Inside, modules can be converted by ``to``, ``float`` and their kin, if they are then as they were.
+    """Context in which forward can call ``module.to``, ``float`` and similar methods that change neither dtype nor
+    device.
 
-    ``double``: what is converted to another floating type stays in float64, as all of the model is.
-    Raises :class:`UnsupportedError` where a parameter or buffer would be of another type or on another device.
+    Raises :class:`UnsupportedError` if a parameter or buffer would get another dtype or device.
+
+    Args:
+        double: the whole model is in float64, so a conversion to another floating-point dtype is ignored.
     """
 
     def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

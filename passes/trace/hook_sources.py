@@ -1,9 +1,9 @@
-"""Decide from a hook's source, without calling it, whether the hook only observes its arguments.
+"""Decide from a hook's source code, without calling it, whether the hook only observes its arguments.
 
-A hook that only observes returns nothing, and changes neither its arguments nor the model. Calling it would not decide
-this: it may act on large gradients alone, and it may record its arguments. Its source is analysed instead. Each value
-is of one of few kinds, and the operations allowed on a value depend on its kind. A hook that cannot be decided counts
-as acting.
+A hook that only observes returns ``None``, and changes neither its arguments nor the model. Calling the hook would not
+decide this: it may act only on large gradients, and it may store its arguments. Its source is interpreted abstractly
+instead: each value has one of a few kinds (``Kind``), and the kind decides which operations are allowed on the value.
+If no decision is possible, the hook is treated as one that acts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class HookValue:
     objects: tuple[Any, ...] = ()  # those that a ``known`` value may be
 
     def joined(self, other: HookValue) -> HookValue:
-        """What may be this or the other."""
+        """Return the abstract value of an expression that can have either this abstract value or ``other``.
+
+        An abstract value says of which kind a value in a hook's source can be.
+        """
         if self.kind == other.kind:
             return HookValue("known", (*self.objects, *other.objects)[:_MOST_OBJECTS]) if self.kind == "known" else self
         kinds = {self.kind, other.kind}
@@ -57,11 +60,18 @@ GIVEN, MODEL, FRESH, NONE, UNKNOWN = (
 
 
 class _SideEffect(Exception):
-    """What a function does besides looking, in words."""
+    """Raised if the source of a hook shows that it may change something or return a value. The message says how."""
 
 
 def what_it_does(hook: Callable[..., Any], given: Sequence[HookValue]) -> str | None:
-    """What ``hook`` does, or may do, besides looking at its arguments, of the kinds ``given``; ``None``: nothing."""
+    """Describe in words what ``hook`` does or may do besides observing its arguments.
+
+    Returns ``None`` if it only observes: it returns ``None`` and changes nothing. The hook is not called; its source is
+    analysed.
+
+    Args:
+        given: for each argument of the hook, what kind of value it is.
+    """
     try:
         returned = _evaluate_call(hook, list(given), {}, 0)
     except _SideEffect as found:
@@ -70,13 +80,19 @@ def what_it_does(hook: Callable[..., Any], given: Sequence[HookValue]) -> str | 
 
 
 def code_of(hook: Callable[..., Any]) -> tuple[str, types.CodeType | None]:
-    """The qualified name of the function behind a hook, and its code; of what is no Python function, ``None``."""
+    """Return the qualified name of the function behind a hook, and its code object (``None`` if it is no Python
+    function).
+    """
     function, _, _ = _unwrap_callable(hook)
     return getattr(function, "__qualname__", type(hook).__qualname__), getattr(function, "__code__", None)
 
 
 def _unwrap_callable(called: Any) -> tuple[Any, list[HookValue], dict[str, HookValue]]:
-    """The function behind a partial, a method or an object that can be called, and what it is given first."""
+    """Unwrap a partial, a bound method or a callable object.
+
+    Returns the function behind it, and the positional and keyword arguments that the wrapper passes in addition, as
+    kinds of values for the analysis.
+    """
     first: list[HookValue] = []
     named: dict[str, HookValue] = {}
     for _ in range(_MOST_DEPTH):
@@ -145,7 +161,9 @@ _TORCHS_ACTING = ("torch.distributed", "torch.optim", "torch.amp", "torch.autogr
 
 
 def _is_state(value: Any) -> bool:
-    """Whether an object is a part of training, which a hook must not change."""
+    """Whether an object is a part of training that a hook must not change: module, tensor, generator, optimizer or
+    scaler.
+    """
     acting = type(value).__module__.startswith(("torch.optim", "torch.amp", "torch.distributed"))
     return isinstance(value, nn.Module | Tensor | torch.Generator | torch.optim.Optimizer) or acting
 
@@ -155,7 +173,16 @@ def _in_place(name: str) -> bool:
 
 
 def _evaluate_call(called: Any, args: list[HookValue], named: dict[str, HookValue], depth: int) -> HookValue:
-    """What a call returns."""
+    """Analyse a call in a hook's source without running it, and return what kind of value the call returns.
+
+    Raises :class:`_SideEffect` if the call may change its arguments, the model or other state.
+
+    Args:
+        called: the function or object that is called.
+        args: kinds of the positional arguments.
+        named: kinds of the keyword arguments.
+        depth: number of calls that enclose this one; the analysis stops at a limit.
+    """
     function, first, more = _unwrap_callable(called)
     args, named = [*first, *args], {**more, **named}
     values = [*args, *named.values()]
@@ -203,7 +230,9 @@ def _find_home_module(function: Any) -> str:
 
 
 def _is_own(function: types.FunctionType) -> bool:
-    """Whether a function is read, as one of a user's; what is installed is not."""
+    """Whether a function is user code, whose source can be analysed, and not from an installed package or from
+    Python.
+    """
     file = function.__code__.co_filename
     return "site-packages" not in file and not file.startswith(_PYTHON)
 
@@ -224,7 +253,7 @@ def _call_torch(name: str, home: str, owner: Any, values: list[HookValue], touch
 
 
 def _join_value_elements(value: HookValue) -> HookValue:
-    """One of what a value holds."""
+    """Return the kind of value that an element of a container in a hook's source can be."""
     if value.kind != "known":
         return FRESH if value.kind == "none" else value
     return functools.reduce(HookValue.joined, map(_join_object_elements, value.objects))
@@ -245,7 +274,11 @@ def _join_object_elements(owner: Any) -> HookValue:
 
 # --- one function -----------------------------------------------------------------------------------------------------
 class _HookReader:
-    """Reads the source of one function, however often it loops: its names are of one kind throughout."""
+    """Analyses the source of one function without running it.
+
+    A local name has one kind of value in the whole function, and the statements are read until no kind changes. The
+    order of statements and the number of loop iterations therefore do not matter.
+    """
 
     def __init__(self, function: types.FunctionType, depth: int) -> None:
         self.function, self.depth = function, depth
@@ -463,7 +496,11 @@ class _HookReader:
             raise found_out if "(line " in str(found_out) else self.create_side_effect(str(found_out), node) from None
 
     def evaluate_method_call(self, function: ast.Attribute, base: HookValue, values: list[HookValue]) -> HookValue:
-        """A call of a method of what is no known object."""
+        """Analyse a method call in a hook's source, and return what kind of value it returns.
+
+        This is for methods of objects that are not known before the hook runs. Raises :class:`_SideEffect` if the
+        method may change its object or an argument.
+        """
         name = function.attr
         if base.kind in ("unknown", "none"):
             raise _SideEffect(f"calls {ast.unparse(function)}, which cannot be read")
@@ -488,7 +525,10 @@ _DESCRIBING = {
 
 
 def _join_held_values(values: Sequence[HookValue]) -> HookValue:
-    """What is made of values, or holds them; objects that are no part of training can be held without harm."""
+    """Return the kind of a value that is made of ``values`` or holds them, such as a list.
+
+    Known objects that are no part of training (modules, tensors, optimizers) count as harmless, newly created values.
+    """
     plain = [
         FRESH if v.kind == "none" or (v.kind == "known" and not any(map(_is_state, v.objects))) else v for v in values
     ]
@@ -504,7 +544,9 @@ Definition = ast.FunctionDef | ast.Lambda
 
 
 def _find_code_definition(code: types.CodeType) -> Definition:
-    """The node that ``code`` was compiled of."""
+    """Return the syntax tree node that the code object was compiled from. Raises :class:`_SideEffect` if it is not
+    found.
+    """
     text = "".join(linecache.getlines(code.co_filename))
     try:
         tree, compiled = _parse_and_compile(text, code.co_filename)

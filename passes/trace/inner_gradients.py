@@ -1,13 +1,13 @@
-"""Gradients that forward itself asks for (``torch.autograd.grad``, ``torch.func``), traced as ordinary operators.
+"""Trace gradients that forward itself computes (``torch.autograd.grad``, ``torch.func``) as ordinary operators.
 
-A trace records what forward calls, and none of the operators that the autograd engine calls: a force that is the
-gradient of an energy would stand in the graph as a constant without numbers. Inside :func:`inner_gradients_traced` such
-a call takes the operators between its inputs and its outputs out of the trace so far, differentiates them, and calls
-the result, so that it is traced like everything else. The derivative consists of operators that have derivatives in
-turn, which is what the backward of the whole model needs.
+A trace records the operators that forward calls, but none that the autograd engine calls. A force that is the gradient
+of an energy would become a constant without numbers in the graph. Inside :func:`inner_gradients_traced` such a call
+takes the operators between its inputs and its outputs out of the trace so far, differentiates them, and calls the
+derivative, which is traced like everything else. The derivative consists of operators that can be differentiated again,
+as the backward of the whole model needs.
 
-The operators in between are computed a second time for the derivative. What forward reads of the outputs afterwards is
-the second result, so that the first is dropped where nothing else needs it.
+The operators between inputs and outputs are computed a second time for the derivative. Later reads of the outputs use
+the second result, so the first is dropped if nothing else needs it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PLAIN_FLAG: Any = torch._C.TensorBase.requires_grad
 
 
 def _of_reals(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A decomposition for real numbers alone: some of its operators have no derivative for complex ones."""
+    """Restrict a decomposition to real tensors, because some of its operators have no derivative for complex ones."""
 
     def simpler(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, Tensor) and x.is_complex() for x in args):
@@ -73,9 +73,13 @@ _UNUSED = (
 
 @contextlib.contextmanager
 def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
-    """Inside, forward can take gradients by ``torch.autograd.grad``, ``torch.func`` and ``torch.autograd.functional``.
+    """Context in which traced code can compute gradients by ``torch.autograd.grad``, ``torch.func`` and
+    ``torch.autograd.functional``.
 
-    ``line``: where forward is now, for errors. Raises :class:`UnsupportedError` for what cannot be followed.
+    Raises :class:`UnsupportedError` for gradients that cannot be traced, such as those inside of ``torch.vmap``.
+
+    Args:
+        line: returns the present line of forward, for error messages.
     """
     gradients = _InnerGradients(line)
     with (
@@ -96,8 +100,11 @@ def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
 
 @dataclass
 class _InnerGradients:
-    """The calls of one trace. ``begun``: for a tensor that was told to require a gradient, by its node, how many nodes
-    there were then: those before it are not connected with it."""
+    """Replacements of torch's gradient functions during one trace.
+
+    ``begun`` has, for each node whose tensor was set to require a gradient, the number of nodes in the graph at that
+    time. Nodes before that are not connected with it by autograd.
+    """
 
     line: Callable[[], str]
     begun: dict[fx.Node, int] = field(default_factory=dict)
@@ -122,7 +129,12 @@ class _InnerGradients:
         allow_unreachable: bool = False,
         accumulate_grad: bool = False,
     ) -> tuple[Any, ...]:
-        """In place of the autograd engine."""
+        """Replace the autograd engine: return the gradients of ``outputs`` with respect to ``inputs``, computed by
+        traced operators.
+
+        The arguments are those of the engine. Raises :class:`UnsupportedError` for ``backward()``, which stores
+        gradients on tensors.
+        """
         tracer = _find_active_tracer()
         if tracer is None:
             made: tuple[Any, ...] = _plain_engine(
@@ -143,7 +155,7 @@ class _InnerGradients:
         return tuple(g if create_graph or g is None else g.detach() for g in grads)
 
     def refuse_inside_vmap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, which is refused inside of ``torch.vmap``."""
+        """Wrap ``function`` so that a call inside of ``torch.vmap`` raises :class:`UnsupportedError`."""
 
         def checked(*args: Any, **kwargs: Any) -> Any:
             self.check_unmapped()
@@ -164,8 +176,11 @@ class _InnerGradients:
 
 @dataclass(frozen=True)
 class _GradientBody:
-    """The operators between ``inputs`` and ``outputs`` of a gradient, in order (``body``); ``given``: other values that
-    they read, and inputs that no other input leads to."""
+    """The part of a trace that a gradient is taken of.
+
+    ``body`` has the operators between ``inputs`` and ``outputs`` in graph order. ``given`` has the values that the body
+    reads from outside, and the inputs that do not depend on another input.
+    """
 
     outputs: list[fx.Node | None]
     inputs: list[fx.Node | None]
@@ -204,7 +219,7 @@ class _GradientBody:
     def differentiate(
         self, tracer: Any, gradients: _InnerGradients, grad_outputs: list[Any], create_graph: bool
     ) -> list[Any]:
-        """The gradients of the inputs, traced; ``None`` where an output does not depend on one."""
+        """Compute the gradients of the inputs by traced operators; ``None`` for an input on which no output depends."""
         values = [n.meta["val"] for n in self.given]
         seeds = [g for g in grad_outputs if g is not None]
         reached: list[bool] = []
@@ -250,12 +265,12 @@ class _GradientBody:
 
     @staticmethod
     def _read_again(tracer: Any, tensor: Tensor, again: Tensor) -> None:
-        """Whoever reads ``tensor`` from here on reads ``again``, which is equal."""
+        """Make all later reads of ``tensor`` in the trace read ``again``, which has equal values."""
         track_tensor(tensor, get_proxy_slot(again, tracer).proxy, constant=None, tracer=tracer)
 
 
 def _find_active_tracer() -> Any:
-    """What records the operators that forward calls; ``None`` where nothing is traced, or something within it is."""
+    """Return the tracer that records forward's operators, or ``None`` if nothing is traced now."""
     mode = _get_dispatch_mode_pre_dispatch(_TorchDispatchModeKey.PROXY)
     return None if mode is None else mode.tracer
 
@@ -270,7 +285,7 @@ def _make_empty_like(value: Tensor) -> Tensor:
 
 
 def _make_tracked_tensor(tracer: Any, node: fx.Node, value: Tensor) -> Tensor:
-    """A tensor that stands for the result of ``node`` in the trace."""
+    """Create a tensor that stands for the result of ``node`` in the trace."""
     made = _make_empty_like(value)
     if made.is_floating_point() or made.is_complex():
         _plain_requires_grad_(made)
@@ -280,7 +295,7 @@ def _make_tracked_tensor(tracer: Any, node: fx.Node, value: Tensor) -> Tensor:
 
 # --- operators --------------------------------------------------------------------------------------------------------
 def _is_gradient_stopped(node: fx.Node) -> bool:
-    """Whether a result does not depend on the operands in a way that has a gradient."""
+    """Whether no gradient flows from the result of a node to its operands (detach, integer results, random fills)."""
     value = node.meta.get("val")
     leaves = [v for v in pytree.tree_leaves(value) if isinstance(v, Tensor)]
     if node.target in _DETACHES or not any(v.is_floating_point() or v.is_complex() for v in leaves):
@@ -290,7 +305,7 @@ def _is_gradient_stopped(node: fx.Node) -> bool:
 
 
 def _check_recomputable(node: fx.Node, reached: set[fx.Node], gradients: _InnerGradients) -> None:
-    """Raise :class:`UnsupportedError` for an operator that cannot be computed a second time, with the same result."""
+    """Raise :class:`UnsupportedError` for an operator that cannot be computed a second time with an equal result."""
     if node.target is operator.getitem:
         return
     does = "takes a gradient"
@@ -315,7 +330,9 @@ def _check_recomputable(node: fx.Node, reached: set[fx.Node], gradients: _InnerG
 
 
 def _find_written_values(node: fx.Node) -> list[fx.Node]:
-    """The values that an operator writes in place, which are one tensor: the last is what made it."""
+    """Return the values that a chain of in-place operators writes to, which all are one tensor; the last one created
+    it.
+    """
     found = []
     while isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
         node = node.args[0]  # type: ignore[assignment]
@@ -336,7 +353,7 @@ def _is_random_operator(node: fx.Node) -> bool:
 
 
 def _replay_without_writes(node: fx.Node, env: dict[fx.Node, Any]) -> None:
-    """Compute ``node`` anew, without writing to its operands."""
+    """Compute ``node`` again into ``env`` by an out-of-place operator, so that no operand is changed."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
     target: Any = node.target
     if target in _UPDATING and len(args) > _UPDATING[target][-1] and args[_UPDATING[target][-1]]:
@@ -352,7 +369,7 @@ def _is_mutating_node(node: fx.Node) -> bool:
 
 
 def _functionalize_graph(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.GraphModule:
-    """``traced`` without operators that write into what they just made."""
+    """Return ``traced`` as a graph in which no operator writes in place."""
 
     def run(*flat: Tensor) -> list[Any]:
         return list(fx.Interpreter(traced).run(*flat, enable_io_processing=False))
@@ -361,7 +378,10 @@ def _functionalize_graph(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.
 
 
 def _take_out_detached(traced: fx.GraphModule) -> None:
-    """Read through ``detach``: it comes from what autograd saved, and what is derived again must not end there."""
+    """Remove ``detach`` nodes from a derivative's graph.
+
+    They come from tensors that autograd saved, and would stop a gradient of the derivative.
+    """
     for node in list(traced.graph.nodes):
         if node.target in _DETACHES:
             node.replace_all_uses_with(node.args[0])
@@ -371,8 +391,11 @@ def _take_out_detached(traced: fx.GraphModule) -> None:
 
 
 def _check_derivable(traced: fx.GraphModule, arguments: list[Tensor], gradients: _InnerGradients) -> None:
-    """Raise :class:`UnsupportedError` where the derivative reads a second result of an operator that torch takes for a
-    constant, though it depends on the operands: it would be derived wrongly."""
+    """Raise :class:`UnsupportedError` if torch would differentiate the derivative wrongly.
+
+    This happens if the derivative reads a secondary result of an operator, such as the mean of a norm, that torch
+    treats as a constant although it depends on the operands.
+    """
     env: dict[fx.Node, Any] = {}
     floating = (
         a.requires_grad_() if a.is_floating_point() or a.is_complex() else a for a in map(_make_empty_like, arguments)
@@ -397,7 +420,10 @@ def _check_derivable(traced: fx.GraphModule, arguments: list[Tensor], gradients:
 def _gradient_of_input(
     grad: Tensor, input: Tensor, weight: Tensor, bias_sizes: Any, *how: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | Any:
-    """``convolution_backward`` of the input alone, as the transposed convolution that it is."""
+    """Decompose ``convolution_backward`` for the input's gradient alone into a transposed convolution.
+
+    Returns ``NotImplemented`` if other gradients are wanted too.
+    """
     stride, padding, dilation, transposed, _, groups, wanted = how
     if list(wanted) != [True, False, False]:
         return NotImplemented
@@ -420,7 +446,9 @@ _SIMPLER[aten.convolution_backward.default] = _gradient_of_input
 def _grad_and_value(
     func: Callable[..., Any], argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """``torch.func.grad_and_value(func, argnums, has_aux)(*args, **kwargs)``."""
+    """Replace ``torch.func.grad_and_value(func, argnums, has_aux)(*args, **kwargs)``: return gradients and (output,
+    aux).
+    """
     with torch.enable_grad():
         args, chosen = _separate_arguments(args, argnums)
         output = func(*args, **kwargs)
@@ -435,7 +463,12 @@ def _grad_and_value(
 def _compute_output_and_vjp(
     func: Callable[..., Any], *primals: Any, argnums: Any = None, has_aux: bool = False
 ) -> tuple[Any, ...]:
-    """``torch.func.vjp``, of the arguments ``argnums`` (``None``: all)."""
+    """Replace ``torch.func.vjp``: return the output and the function from output gradients to input gradients (and
+    aux).
+
+    Args:
+        argnums: the arguments that are differentiated; ``None`` means all.
+    """
     with torch.enable_grad():
         primals, chosen = _separate_arguments(primals, argnums)
         output = func(*primals)
@@ -455,7 +488,10 @@ def _compute_output_and_vjp(
 def _compute_output_and_jvp(
     func: Callable[..., Any], primals: Any, tangents: Any, argnums: Any, *, strict: bool = False, has_aux: bool = False
 ) -> tuple[Any, ...]:
-    """``torch.func.jvp``: the transpose of a gradient, which is linear in the gradient that it is given."""
+    """Replace ``torch.func.jvp``: return the output and its directional derivative along ``tangents`` (and aux).
+
+    A vector-Jacobian product is linear in its cotangents, so its own gradient is the Jacobian-vector product.
+    """
     output, pull_back, *aux = _compute_output_and_vjp(func, *primals, argnums=argnums, has_aux=has_aux)
     ends, spec = pytree.tree_flatten(output)
     with torch.enable_grad():
@@ -466,7 +502,7 @@ def _compute_output_and_jvp(
 
 
 def _unroll_vmap_rows(func: Callable[..., Any], in_dims: Any = 0, out_dims: int = 0, **_: Any) -> Callable[..., Any]:
-    """``torch.vmap`` over the rows of a basis, one after the other: what torch.func makes Jacobians by."""
+    """Replace ``torch.vmap`` by a loop over the rows of the arguments; torch.func computes Jacobians with it."""
 
     def mapped(*args: Any) -> Any:
         leaves, spec = pytree.tree_flatten(args)
@@ -480,7 +516,13 @@ def _unroll_vmap_rows(func: Callable[..., Any], in_dims: Any = 0, out_dims: int 
 
 
 def _separate_arguments(args: tuple[Any, ...], argnums: Any) -> tuple[tuple[Any, ...], Any]:
-    """The arguments, those that are differentiated as tensors of their own; and these."""
+    """Replace the arguments that are differentiated by separate tensors that require gradients.
+
+    Returns all arguments, and the replaced ones alone (a single one if ``argnums`` is an integer).
+
+    Args:
+        argnums: indices of the arguments that are differentiated; ``None`` means all.
+    """
     numbers = range(len(args)) if argnums is None else (argnums,) if isinstance(argnums, int) else argnums
     numbers = [number % len(args) for number in numbers]
     made = tuple(pytree.tree_map(_make_separate_tensor, a) if i in numbers else a for i, a in enumerate(args))
@@ -490,7 +532,7 @@ def _separate_arguments(args: tuple[Any, ...], argnums: Any) -> tuple[tuple[Any,
 
 
 def _make_separate_tensor(value: Any) -> Any:
-    """A tensor of its own that requires a gradient, connected with what it was made of."""
+    """Return a new tensor that requires a gradient; if ``value`` required one, it stays connected with ``value``."""
     if not isinstance(value, Tensor):
         return value
     return aten.alias.default(value) if value.requires_grad else value.detach().requires_grad_()

@@ -1,11 +1,14 @@
-"""Key/value caches: left out of a plan where forward gives the same results without them, and traced otherwise.
+"""Switch generation (key/value) caches off, and decide whether forward computes the same without them.
 
-A configuration's ``use_cache`` makes forward keep keys and values for a next call, which a plan does not have. The
-cache is redundant unless something else depends on it: some models mask padding only if they make no cache.
-:func:`caches_matter` runs forward once without caches and once with them, and names every tensor by the way it was
-computed: results with different names are computed in different ways. Inputs and weights have no numbers. Tensors that
-depend on neither have numbers, up to a size, so that forward can read them, and are named by their values. Of layers
-that are alike only one is run; the others are represented by the names of their operands.
+A configuration's ``use_cache`` makes forward keep keys and values for a next call of generation. A training step has no
+such call, so the cache is redundant unless something else depends on it: some models mask padding only if they make no
+cache.
+
+:func:`caches_matter` runs forward once without caches and once with them. It gives every tensor an integer identifier
+that stands for the operations it was computed by. If the results have different identifiers, the caches matter, and the
+model is traced with them. Inputs and weights are fake tensors. Tensors that depend on neither have real values (up to a
+size), so that forward can read them, and are identified by their values. Of equal layers only one is run; the results
+of the others are identified by their operands.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ _MOST_TOLD = 1 << 16  # of a value that is told by them
 
 
 def switch_caches_off(model: nn.Module) -> tuple[Any, ...]:
-    """Switch generation caches off in every configuration that the model's modules hold; those where they were on."""
+    """Set ``use_cache`` to False in every configuration object that the model's modules hold. Return those in which it
+    was True.
+    """
     found = []
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -46,12 +51,13 @@ def switch_caches_off(model: nn.Module) -> tuple[Any, ...]:
 
 
 def caches_matter(model: nn.Module, mode: FakeTensorMode, configs: Sequence[Any], run: Callable[[], Any]) -> bool:
-    """Whether ``model`` computes something else with the caches of ``configs``, which are switched off, than without.
+    """Whether ``model`` computes something else with generation caches than without them.
 
     Args:
-        mode: the one of the model's tensors, none of which has numbers.
-        run: calls forward outside of the mode; gives its result, or the exception in which it ends. Where both ways end
-            in one (for want of numbers, say), what was asked of torch last is compared.
+        mode: the fake tensor mode of the model's tensors.
+        configs: configurations in which the caches were switched off, from :func:`switch_caches_off`.
+        run: calls forward outside of the mode, and returns its result or the exception that it raises. If both runs
+            raise exceptions of one type, their last calls of torch functions are compared instead of results.
     """
     names: dict[Any, int] = {}
     for groups in (find_equal_layers(model, _LEAST), []):
@@ -80,7 +86,11 @@ def _switched_on(configs: Sequence[Any]) -> Iterator[None]:
 def _name_output_tensors(
     model: nn.Module, groups: Sequence[ModuleGroup], named: _TensorNamingMode, run: Callable[[], Any]
 ) -> tuple[dict[Any, int] | Exception, Any]:
-    """The names of the tensors in what forward gives, by path, or what it raises; and what it asked of torch last."""
+    """Run forward, and return the identifiers of its output tensors and its last call of a torch function.
+
+    Identifiers are equal for tensors that were computed by the same operations. They are keyed by the path in the
+    output. If forward raises an exception, it is returned in their place.
+    """
     for place, tensor in enumerate([*model.parameters(), *model.buffers()]):
         named.give(tensor, ("state", place))
     with _standing_in(groups, named), named:
@@ -94,7 +104,13 @@ def _name_output_tensors(
 
 @contextmanager
 def _standing_in(groups: Sequence[ModuleGroup], named: _TensorNamingMode) -> Iterator[None]:
-    """Inside, of each group the first member runs that is called with operands of a kind."""
+    """Context in which only the first member of each group of equal modules runs for each kind of arguments.
+
+    A call of another member returns new tensors of the same shapes, identified by the call's operands.
+
+    Args:
+        named: the mode that gives tensors identifiers.
+    """
     try:
         for group in groups:
             first: dict[Any, Any] = {}
@@ -135,7 +151,12 @@ def _run_once_per_kind(
 
 
 class _TensorNamingMode(TorchFunctionMode):
-    """Inside, every tensor has a name, which is equal for what is computed in the same way; ``names``: those given."""
+    """Function mode that gives every tensor an integer identifier; equal computations get equal identifiers.
+
+    Args:
+        mode: fake tensor mode of the model's tensors.
+        names: the identifiers so far, by key; shared between runs that are compared.
+    """
 
     def __init__(self, mode: FakeTensorMode, names: dict[Any, int]) -> None:
         super().__init__()
@@ -147,14 +168,20 @@ class _TensorNamingMode(TorchFunctionMode):
         self._instead: dict[int, Tensor] = {}  # a tensor that had numbers -> that which stands for it without
 
     def give(self, tensor: Tensor, key: Any) -> Tensor:
-        """Name what has no name yet."""
+        """Give a tensor an identifier if it has none, and return the tensor.
+
+        The identifier depends on the tensor's values if it is small and has values, otherwise on ``key``.
+        """
         if id(tensor) not in self._by_id:
             self._held.append(tensor)
             self._by_id[id(tensor)] = self._assign_key_number(_read_small_tensor(tensor) or key)
         return tensor
 
     def of(self, tensor: Tensor) -> int:
-        """The name of a tensor as it is now; what came from elsewhere is like itself alone."""
+        """Return the identifier of a tensor's present value, which takes in-place writes to its memory into account.
+
+        A tensor of unknown origin gets an identifier of its own.
+        """
         self.give(tensor, ("other", id(tensor)))
         name, written = self._by_id[id(tensor)], self._written.get(_identify_storage(tensor))
         return name if written is None else self._assign_key_number((name, written))
@@ -189,7 +216,10 @@ class _TensorNamingMode(TorchFunctionMode):
         return result
 
     def _with_numbers(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a function makes of numbers; without them where it is large."""
+        """Call ``func`` on tensors with real values and return the result.
+
+        If a result would be too large, the function runs on fake tensors, and the results have no values.
+        """
         if getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)
         try:
@@ -205,7 +235,10 @@ class _TensorNamingMode(TorchFunctionMode):
         return self.mode.from_tensor(tensor, static_shapes=True)
 
     def _without_numbers(self, tensor: Tensor, asked: Any) -> Tensor:
-        """What stands for ``tensor`` from now on, into which what has no numbers is written."""
+        """Create a fake copy of ``tensor`` that replaces it in all later calls, and return it.
+
+        This is done before a value of unknown content is written into ``tensor``.
+        """
         fake = self._make_fake_tensor(tensor.clone())
         self._held.append(fake)
         self._by_id[id(fake)] = self.of(tensor)
@@ -215,18 +248,21 @@ class _TensorNamingMode(TorchFunctionMode):
         return fake
 
     def _record_same_numbers(self, made: Tensor, source: Tensor) -> None:
-        """``made`` has the numbers of ``source``."""
+        """Give ``made`` the identifier of ``source``, because it has equal values."""
         if id(made) not in self._by_id:
             self._held.append(made)
             self._by_id[id(made)] = self.of(source)
 
     def _build_argument_key(self, value: Any) -> Any:
-        """What an argument is, equal for what is alike in two runs."""
+        """Return a hashable key of an argument that is equal for equal arguments in two runs of forward."""
         return build_value_key(value, lambda tensor: ("tensor", self.of(tensor)))
 
 
 def _find_value_source(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> Tensor | None:
-    """The operand whose numbers a result has, as what joins a tensor to an empty cache has that tensor's."""
+    """Return the operand whose values the result has; ``None`` if there is none.
+
+    An example is a clone, or a concatenation of one tensor with empty ones.
+    """
     first: Any = args[0] if args else None
     if func in _SAME and isinstance(first, Tensor):
         return first
@@ -238,7 +274,7 @@ def _find_value_source(func: Callable[..., Any], args: tuple[Any, ...], result: 
 
 
 def _read_small_tensor(tensor: Tensor) -> Any:
-    """A small tensor by its numbers; ``None`` where it has none, or many."""
+    """Return dtype, shape and bytes of a small tensor; ``None`` if the tensor is large or has no values."""
     if isinstance(tensor, FakeTensor) or type(tensor) is not Tensor or tensor.numel() > _MOST_TOLD or tensor.is_meta:
         return None
     numbers = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -246,7 +282,7 @@ def _read_small_tensor(tensor: Tensor) -> Any:
 
 
 def _is_in_place_function(func: Callable[..., Any]) -> bool:
-    """Whether a function writes to its first operand."""
+    """Whether a function writes to its first operand, judged by the function's name."""
     name = getattr(func, "__name__", "")
     return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
 

@@ -1,13 +1,14 @@
-"""Find modules that are alike, which run the same operators on equal inputs, and keep their weights from the tracer.
+"""Find equal modules, which run the same operators on equal inputs, and hide their parameters from the tracer.
 
-Two modules are alike if they have the same class, the same tree of sub-modules, parameters and buffers of the same
-shapes, types and flags, tied in the same way, no hooks, and equal attributes. An attribute that is a different number
-or text in each of them (a layer's index or name) is allowed: the trace finds out whether ``forward`` reads it, see
-``passes/trace/layer_reuse.py``.
+Two modules are equal if they have the same class, the same tree of submodules, parameters and buffers of the same
+shapes, dtypes and flags, tied in the same way, no hooks, and equal attributes. An integer or text attribute may differ
+between all members (a layer's index or name). ``passes/trace/layer_reuse.py`` finds out during the trace whether
+``forward`` reads it.
 
-The time of a trace grows with the number of the model's weights. ``ParkedParameters`` therefore removes the parameters
-of a module whose call becomes one operator in the graph (``passes/trace/layer_reuse.py``) while the model is traced. If
-code looks for them meanwhile, :class:`ParkedParameterError` shows that the trace cannot do without them.
+The time of a trace grows with the number of the model's parameters. :class:`ParkedParameters` therefore removes the
+parameters of a module while the model is traced, if a single operator replaces the module's call in the graph
+(``passes/trace/layer_reuse.py``). If code looks for such a parameter meanwhile, :class:`ParkedParameterError` is
+raised, and the model is traced with all parameters.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ _Member = tuple[str, nn.Module, dict[tuple[str, str], Any]]  # name, module, num
 
 
 class Unlike(Exception):
-    """What was taken for alike is not, or cannot be shown to be."""
+    """Raised if two modules of the model, or two of their calls, that should be equal differ or cannot be compared."""
 
 
 class Unread:
-    """Stands for a value that must not be read. To ask whether it is some object is allowed."""
+    """Placeholder for an attribute's value that forward must not read. Every use except an ``is`` test raises
+    :class:`Unlike`.
+    """
 
     def __init__(self, kept: Any) -> None:
         self.kept = kept  # the value
@@ -63,8 +66,11 @@ class Unread:
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """Modules that are alike, and their names in the model. ``own``: (path of a sub-module, attribute) where each
-    member has a value of its own."""
+    """Modules of the model that compute the same with different weights, such as the decoder layers, and their names.
+
+    ``own`` lists, as (path of a submodule, attribute name), the attributes in which all members differ, such as an
+    index.
+    """
 
     members: tuple[nn.Module, ...]
     names: tuple[str, ...]
@@ -72,7 +78,14 @@ class ModuleGroup:
 
 
 def find_equal_layers(model: nn.Module, least: int) -> list[ModuleGroup]:
-    """The groups of at least ``least`` members of lists (``nn.ModuleList``, ``nn.Sequential``) in ``model``."""
+    """Return groups of equal modules that are in lists (``nn.ModuleList``, ``nn.Sequential``) of ``model``.
+
+    Modules are equal if they have the same class, submodules, attributes, and shapes of parameters and buffers. An
+    integer or text attribute, such as an index, may differ between all members.
+
+    Args:
+        least: number of members that a group must have.
+    """
     counts: dict[int, int] = {}
     for name, _ in model.named_modules(remove_duplicate=False):
         module = model.get_submodule(name)
@@ -95,7 +108,10 @@ def find_equal_layers(model: nn.Module, least: int) -> list[ModuleGroup]:
 
 
 def _with_own(members: Sequence[_Member], least: int) -> Iterable[ModuleGroup]:
-    """Modules equal but for numbers and texts: those in which all of these are equal or each member's own."""
+    """Split modules that are equal except for integer and text attributes into groups.
+
+    Within a group each such attribute has either one value for all members or a different value for each member.
+    """
     if len(members) < least:
         return
     own = []
@@ -113,26 +129,32 @@ def _with_own(members: Sequence[_Member], least: int) -> Iterable[ModuleGroup]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether a module has parameters and is more than one of torch's own single operators."""
+    """Whether a module has parameters and is more than a single operator of ``torch.nn``, such as ``nn.Linear``."""
     single = type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
     return not single and next(module.parameters(), None) is not None
 
 
 def has_call_hooks(module: nn.Module) -> bool:
-    """Whether anything is hooked on a call of ``module`` or of a part of it."""
+    """Whether a hook of any kind is registered on ``module`` or on one of its submodules."""
     return any(value for m in module.modules() for name, value in vars(m).items() if name.endswith("_hooks"))
 
 
 @dataclass(frozen=True)
 class Description:
-    """``key``: equal for modules that are alike, but for the numbers and texts in ``texts`` by their place."""
+    """Key of a module that is equal for equal modules, and the integer and text attributes by (submodule path, name).
+
+    The key has only the types of these attributes, because their values may differ.
+    """
 
     key: Any
     texts: dict[tuple[str, str], Any]
 
 
 def describe_layer_module(module: nn.Module) -> Description:
-    """Raises :class:`Unlike` for a module whose call does more than its class's ``forward``."""
+    """Return a key and the integer and text attributes of a module, to find modules that compute the same.
+
+    Raises :class:`Unlike` if the module has hooks or a ``forward`` that is set on the instance.
+    """
     if has_call_hooks(module) or any("forward" in vars(m) for m in module.modules()):
         raise Unlike("hooked")
     texts: dict[tuple[str, str], Any] = {}
@@ -140,9 +162,11 @@ def describe_layer_module(module: nn.Module) -> Description:
 
 
 def state_of(module: nn.Module, texts: dict[tuple[str, str], Any] | None = None) -> Any:
-    """The state of ``module`` as a hashable value, with tensors represented by their specs.
+    """Return a hashable value that describes ``module``: submodules, attributes, and shapes and flags of its tensors.
 
-    ``texts``: if given, integer and string attributes are moved there, by (path, name), and only their types remain.
+    Args:
+        texts: if given, integer and text attributes are stored there by (submodule path, name), and only their types
+            are part of the returned value.
     """
     parts = list(module.named_modules(remove_duplicate=False))
     inside = {id(m): name for name, m in reversed(parts)}  # by the first of a module's names
@@ -170,7 +194,9 @@ def state_of(module: nn.Module, texts: dict[tuple[str, str], Any] | None = None)
 
 
 def tensor_spec(tensor: Tensor) -> tuple[Any, ...]:
-    """All of a tensor without numbers that a trace can depend on."""
+    """Return everything of a tensor that a trace can depend on, except its numbers: shape, stride, dtype, device and
+    flags.
+    """
     return (
         type(tensor) is nn.Parameter,
         tuple(tensor.shape),
@@ -183,13 +209,20 @@ def tensor_spec(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def is_simple(value: Any) -> bool:
-    """Whether a value is all that its ``repr`` says."""
+    """Whether a value is of a plain type (number, text, dtype and the like), which its ``repr`` describes
+    completely.
+    """
     return type(value) in _PLAIN
 
 
 def build_value_key(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
-    """What a value is, hashable and equal for what is alike in two runs; ``of_tensor`` says so of tensors. What cannot
-    be told is alike to itself alone."""
+    """Return a hashable key of a value that is equal for equal values in two runs.
+
+    An object that cannot be compared is identified by its ``id``.
+
+    Args:
+        of_tensor: returns the key of a tensor.
+    """
     if isinstance(value, Tensor):
         return of_tensor(value)
     if is_simple(value):
@@ -204,8 +237,11 @@ def build_value_key(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
 
 
 class _Frozen:
-    """Hashable values, equal for what is equal; what cannot be looked into is equal to itself only. ``inside``: the
-    names of a module's parts, by identity."""
+    """Build hashable keys of attribute values, equal for equal values; unknown objects are identified by their ``id``.
+
+    Args:
+        inside: names of a module's submodules by identity; a reference to one is keyed by its name.
+    """
 
     def __init__(self, inside: dict[int, str]) -> None:
         self._inside = inside
@@ -250,17 +286,21 @@ class _Frozen:
 
 
 def _read_stored_field(value: Any, name: str) -> Any:
-    """A field as it is held: some cannot be read from outside (a width that differs by layer)."""
+    """Read a dataclass field from the instance's ``__dict__`` if it is there, because a descriptor may refuse to be
+    read.
+    """
     held = getattr(value, "__dict__", {})
     return held[name] if name in held else getattr(value, name)
 
 
 class ParkedParameterError(Unlike):
-    """A weight that was put away is looked for."""
+    """Raised if the traced code looks for a parameter that was removed by :class:`ParkedParameters`."""
 
 
 class _ParkedParameterDict(dict[str, Any]):
-    """In place of a module's ``_parameters``: empty, and closed while the model runs."""
+    """Empty replacement of a module's ``_parameters`` that raises :class:`ParkedParameterError` on use while the model
+    runs.
+    """
 
     def __init__(self, names: Sequence[str], running: Callable[[], bool]) -> None:
         super().__init__()
@@ -294,8 +334,11 @@ class _ParkedParameterDict(dict[str, Any]):
 
 @dataclass
 class ParkedParameters:
-    """The modules whose parameters are put away. ``names``: of the parameters by their place among all parameters and
-    buffers of the module, in the order of its parts; ``None`` for buffers and what is not put away."""
+    """Removes parameters of modules while the model is traced, because the time of a trace grows with their number.
+
+    ``names`` has, for each such module by identity, the names of its parameters in the order of its submodules, and
+    ``None`` for each buffer. ``numbers`` gives each such module an index.
+    """
 
     model: nn.Module
     names: dict[int, tuple[str | None, ...]] = field(default_factory=dict)  # by identity of the module
@@ -305,8 +348,12 @@ class ParkedParameters:
     _running: bool = False
 
     def put(self, module: nn.Module, name: str, like: nn.Module) -> None:
-        """Put away the parameters of ``module``, the model's ``name``, whose parts are those of ``like``; nothing where
-        another module has some of them too."""
+        """Select the parameters of ``module`` to be removed during the trace, unless another module shares one of them.
+
+        Args:
+            name: name of ``module`` in the model.
+            like: a module of equal structure, whose parameters :meth:`lend` can put in their place.
+        """
         inside = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         if any(self._uses[p] != count for p, count in inside.items()):
             return
@@ -330,20 +377,23 @@ class ParkedParameters:
         return {self.numbers[module]: names for module, names in self.names.items()}
 
     def close(self) -> None:
-        """From here on the parameters are away."""
+        """Remove the selected parameters from their modules, until :meth:`open` puts them back."""
         for held in self._held.values():
             for part, _, own in held:
                 names = [n for n, p in own.items() if p is not None]
                 part.__dict__["_parameters"] = _ParkedParameterDict(names, lambda: self._running)
 
     def open(self) -> None:
-        """Everything is where it was."""
+        """Put all removed parameters back into their modules."""
         for held in self._held.values():
             for part, _, own in held:
                 part.__dict__["_parameters"] = own
 
     def lend(self, module: nn.Module) -> list[tuple[nn.Module, Any]]:
-        """Give ``module`` the parameters of the one that it is like; what to give to :meth:`take_back`."""
+        """Give ``module``, whose parameters are removed, those of a module of equal structure.
+
+        Returns the former parameter tables of the submodules, which :meth:`take_back` needs to undo this.
+        """
         lent = []
         for part, twin, _ in self._held[id(module)]:
             lent.append((part, part.__dict__["_parameters"]))
@@ -355,7 +405,9 @@ class ParkedParameters:
             part.__dict__["_parameters"] = away
 
     def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward`` of the model, during which nobody may look for what is away."""
+        """Wrap the model's ``forward`` so that an access to removed parameters raises :class:`ParkedParameterError`
+        while it runs.
+        """
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._running = True

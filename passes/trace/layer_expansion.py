@@ -1,7 +1,8 @@
-"""Put the operators of a layer wherever ``passes/trace/layer_reuse.py`` left one operator for a call of its like.
+"""Replace every ``partition::layer`` operator in a captured graph by a copy of the operators of an equal layer.
 
-Requires: a captured graph with ``partition::layer`` operators. Provides: the graph that the full trace would have
-given, without them; raises :class:`Unrepeated` where that cannot be shown.
+``passes/trace/layer_reuse.py`` traces one of several equal layers, and leaves one such operator for each call of the
+others. Requires: a captured graph with ``partition::layer`` operators. Provides: the graph that a full trace would have
+given. Raises :class:`Unrepeated` if it cannot be shown that the calls are equal.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from partitioner.passes.trace.layer_reuse import LAYER
 
 
 class Unrepeated(Exception):
-    """The calls of the memo ``number`` are not alike."""
+    """Raised if calls of equal layers, of which only one was traced, cannot be shown to run the same operators.
+
+    ``number`` identifies the group of calls.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -28,7 +32,11 @@ class Unrepeated(Exception):
 
 @dataclass(frozen=True)
 class _Body:
-    """The operators of one call of a layer: ``stack`` is the module calls around them, the layer's own last."""
+    """The traced operators of one call of a layer, which are copied for the calls of equal layers.
+
+    ``stack`` has the paths of the module calls around them, with the layer itself last. ``key`` is equal for bodies
+    with the same operators.
+    """
 
     nodes: list[fx.Node]
     operands: list[fx.Node]
@@ -44,9 +52,15 @@ class _Body:
 def expand_layer_operators(
     captured: Captured, away: Mapping[int, Sequence[ModelState | None]] | None = None
 ) -> Captured:
-    """``captured`` without layer operators; its graph is changed in place.
+    """Replace each ``partition::layer`` operator, which stands for a call of a layer, by the operators of an equal
+    layer.
 
-    ``away``: by number of a module whose parameters the trace did not see, its states; ``None`` for those that it saw.
+    The graph of ``captured`` is changed in place. Returns ``captured`` with the node names, states and placeholders of
+    the new graph. Raises :class:`Unrepeated` if it cannot be shown that the calls are equal.
+
+    Args:
+        away: for each module, by number, whose parameters were removed during the trace: its states in order, with
+            ``None`` for states that the trace saw.
     """
     graph = captured.graph
     restored = _Restored(captured, away or {})
@@ -102,7 +116,10 @@ def expand_layer_operators(
 
 
 def in_order(captured: Captured, names: Iterable[str]) -> Captured:
-    """``captured`` with its states, and their placeholders, in the order of ``names`` as far as these are in it."""
+    """Return ``captured`` with its states and their placeholders sorted by their position in ``names``.
+
+    States whose names are not in ``names`` come last.
+    """
     place = {name: i for i, name in enumerate(dict.fromkeys(names))}
     last = len(place)
     nodes = [n for n in captured.graph.nodes if n.op == "placeholder"]
@@ -116,7 +133,7 @@ def in_order(captured: Captured, names: Iterable[str]) -> Captured:
 
 
 class _Restored:
-    """Placeholders for states that the trace did not see."""
+    """Creates placeholders for the parameters of modules that were removed while the model was traced."""
 
     def __init__(self, captured: Captured, away: Mapping[int, Sequence[ModelState | None]]) -> None:
         self.graph, self.away = captured.graph, away
@@ -127,7 +144,12 @@ class _Restored:
         self._first = next(iter(captured.graph.nodes))
 
     def operands(self, member: int, seen: Sequence[fx.Node]) -> list[fx.Node]:
-        """All operands of a call of ``member``, of which the trace has ``seen`` some."""
+        """Return all operands of a layer's call: those that the trace saw, and placeholders of the removed parameters.
+
+        Args:
+            member: number of the module whose parameters were removed; -1 if none were.
+            seen: the operands that the trace saw.
+        """
         left = iter(seen)
         states = self.away[member] if member >= 0 else ()
         return [*(next(left) if state is None else self._ensure_state_placeholder(state) for state in states), *left]
@@ -146,18 +168,25 @@ class _Restored:
 
 
 def _parse_layer_call(call: fx.Node) -> tuple[list[fx.Node], list[fx.Node], int, int]:
-    """The operands, results, memo and member of a layer operator."""
+    """Return the arguments of a ``partition::layer`` node, which stands for a call of a layer.
+
+    These are: operands; results (empty if the call was not run); number of the group of equal calls; number of the
+    module whose parameters were removed (-1 if none were).
+    """
     operands, results, number, member = cast(Any, call.args)
     return list(operands), list(results), int(number), int(member)
 
 
 def _read_result_index(item: fx.Node) -> int:
-    """Which of several results a ``getitem`` takes."""
+    """Return the index that a ``getitem`` node reads."""
     return int(cast(Any, item.args[1]))
 
 
 def _collect_layer_body(call: fx.Node) -> _Body:
-    """The operators between a call's operands and its results. All of them must be the call's own."""
+    """Collect the operators between the operands and the results of a layer's call that was traced.
+
+    Raises :class:`Unrepeated` if one of them belongs to a module outside of the layer.
+    """
     operands, results, number, _ = _parse_layer_call(call)
     stack = call.meta["stack"]
     ends = set(operands)
@@ -182,7 +211,13 @@ def _collect_layer_body(call: fx.Node) -> _Body:
 def _build_body_key(
     nodes: Sequence[fx.Node], operands: Sequence[fx.Node], results: Sequence[fx.Node], stack: Any
 ) -> Any:
-    """Equal for bodies that are the same; ``None`` where a module in it is not a part of the layer."""
+    """Return a key that is equal for calls of layers that run the same operators on corresponding operands.
+
+    Returns ``None`` if an operator belongs to a module outside of the layer.
+
+    Args:
+        stack: paths of the module calls around the operators, with the layer itself last.
+    """
     place: dict[fx.Node, Any] = {}
     for i, node in enumerate(operands):
         place.setdefault(node, ("operand", i))
@@ -213,7 +248,15 @@ def _build_body_key(
 def _rename_path_and_stack(
     meta: dict[str, Any], old: tuple[str, ...], new: tuple[str, ...]
 ) -> tuple[str, tuple[str, ...]] | None:
-    """``path`` and ``stack`` as in the call ``new`` of a layer instead of ``old``."""
+    """Return the module path and the enclosing module calls of a node for another layer.
+
+    Args:
+        meta: metadata of the node in the layer that was traced.
+        old: module calls around that layer, with the layer itself last.
+        new: the same for the other layer.
+
+    Returns ``None`` if the node belongs to a module outside of the layer.
+    """
     before, after = old[-1], new[-1]
     inner = meta.get("stack", ())[len(old) :]
     named = [meta["path"], *inner] if meta.get("stack") else []
@@ -232,7 +275,13 @@ def _build_value_spec(value: Any) -> Any:
 def _copy_layer_body(
     graph: fx.Graph, call: fx.Node, operands: Sequence[fx.Node], body: _Body, classes: dict[str, str]
 ) -> list[fx.Node]:
-    """Append the operators of ``body`` before ``call``, on ``operands``; the results."""
+    """Insert copies of a layer's operators before ``call``, reading ``operands``. Return the nodes of the results.
+
+    Args:
+        call: the node that stands for the call of another layer.
+        body: the operators.
+        classes: class names by module path; those of the other layer's submodules are added.
+    """
     env: dict[fx.Node, fx.Node] = dict(zip(body.operands, operands, strict=True))
     stack = call.meta["stack"]
     with graph.inserting_before(call):

@@ -1,20 +1,21 @@
-"""Trace modules that are alike once: the others stand in the exported graph as one operator each.
+"""Trace equal modules once: each further call becomes one operator ``partition::layer`` in the exported graph.
 
 The model's own ``forward`` runs in full, so everything that it does between its layers (skips, early exits, collected
-outputs, other kinds of layers) is traced as it is. Of the calls of modules that are alike
-(``passes/trace/layer_equality.py``) with arguments that are alike, the first is traced. The second runs beside the
-trace with every value of its own (its index, its name) replaced by an object that cannot be read, and must record the
-same :class:`Journal` as the first. The second and all later calls add the operator ``partition::layer``, which makes
-tensors like the results of the first call. ``passes/trace/layer_expansion.py`` then shows that the first call's graph
-reads nothing but its own states and arguments, and puts a copy in place of each operator.
+outputs, other kinds of layers) is traced unchanged. ``passes/trace/layer_equality.py`` finds the equal modules. Of the
+calls of such modules with equal kinds of arguments, the first is traced. The second runs outside of the trace, and each
+attribute in which the modules differ (an index, a name) is replaced by an object that raises if it is read. The second
+call must record the same :class:`Journal` as the first. The second and all later calls add the operator
+``partition::layer``, which returns tensors like the results of the first call. ``passes/trace/layer_expansion.py`` then
+shows that the first call's graph reads only its own states and arguments, and puts a copy of it in place of each
+operator.
 
-A journal has one entry for each torch function that a call runs. Two calls with equal journals run the same operators
-on the same operands: an entry names a tensor by its origin (an argument by its position, a result by the entry that
-made it), and any other object by its value.
+A journal has one entry for each torch function that a call runs. It names a tensor by its origin (an argument by its
+position, a result by the entry that made it), and any other object by its value. Two calls with equal journals
+therefore run the same operators on corresponding operands.
 
-A call is traced as usual where this cannot be shown to be exact: arguments that are neither tensors nor plain values,
-calls inside ``no_grad``, hooks. A group of modules is given up where a call changes an argument, a state or an
-attribute, makes a view of one, or reads a value of its own.
+A call is traced in full if it cannot be shown that this is exact: if arguments are neither tensors nor plain values,
+inside ``no_grad``, or with hooks. A group of modules is given up if a call changes an argument, a state or an
+attribute, returns a view of one, or reads an attribute in which the modules differ.
 """
 
 from __future__ import annotations
@@ -52,8 +53,11 @@ _SYMBOLS = (SymInt, SymFloat, SymBool)
 
 
 class Journal(TorchFunctionMode):
-    """Inside, keeps ``entries``. ``needs_trace``: whether only a trace knows what is made: sizes that the data tell,
-    casts in a region of autocast."""
+    """Function mode that records every call of a torch function with its arguments, in ``entries``.
+
+    Tensors are named by their origin, so that two calls of equal modules can be compared. ``needs_trace`` says whether
+    only a real trace can tell what the call computes: if sizes depend on data, or if autocast is on.
+    """
 
     def __init__(self, operands: Sequence[Tensor]) -> None:
         super().__init__()
@@ -75,11 +79,19 @@ class Journal(TorchFunctionMode):
         return result
 
     def mark(self) -> tuple[int, int]:
-        """How far it has come, for :meth:`sum_up`."""
+        """Return the present length of the record, from which :meth:`sum_up` can replace entries."""
         return len(self.entries), len(self._held)
 
     def sum_up(self, mark: tuple[int, int], number: int, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """All since ``mark`` was a call of what is known by ``number``, be it in full or not."""
+        """Replace all entries since ``mark`` by one entry for a nested call of a module.
+
+        The entry is equal whether the nested call was run in full or was replaced by one operator.
+
+        Args:
+            number: identifies the group of equal calls to which the nested call belongs.
+            operands: tensors that the nested call reads.
+            results: tensors that it returns.
+        """
         entries, held = mark
         del self.entries[entries:]
         for tensor in self._held[held:]:
@@ -95,7 +107,11 @@ class Journal(TorchFunctionMode):
         return self._places[id(tensor)]
 
     def _record_result_places(self, result: Any) -> Any:
-        """The places of the tensors in a result; the rest follows from what was asked, or is the tracer's own."""
+        """Number the tensors in a result in the order of their first appearance, and return the numbers in its
+        structure.
+
+        Values that are no tensors are represented by ``None``.
+        """
         if isinstance(result, Tensor):
             with torch._C.DisableTorchFunction():
                 self.needs_trace |= any(isinstance(size, SymInt) for size in result.shape)
@@ -106,7 +122,9 @@ class Journal(TorchFunctionMode):
         return None
 
     def _build_argument_key(self, value: Any) -> Any:
-        """What a value is, equal for what is alike in two calls. What cannot be told is alike to itself alone."""
+        """Return a key of a value that is equal for corresponding values of two calls. Unknown objects are keyed by
+        ``id``.
+        """
         return build_value_key(value, self._build_tensor_key)
 
     def _build_tensor_key(self, tensor: Tensor) -> tuple[str, Any]:
@@ -114,14 +132,16 @@ class Journal(TorchFunctionMode):
         return ("tensor", place) if place is not None else ("other", self._keep_foreign_tensor(tensor))
 
     def _keep_foreign_tensor(self, tensor: Tensor) -> int:
-        """The identity of a tensor that came from elsewhere."""
+        """Return the ``id`` of a tensor that neither is an operand nor was made by the call, and keep the tensor
+        alive.
+        """
         self._held.append(tensor)
         return id(tensor)
 
 
 @contextlib.contextmanager
 def run_without_tracing(operands: Sequence[Tensor]) -> Iterator[None]:
-    """Inside a trace, what is run leaves nothing in the graph; it is computed as far as shapes go, as outside of it."""
+    """Context inside a trace in which operators are computed on fake tensors but do not become part of the graph."""
     with contextlib.ExitStack() as stack:
         for _ in torch.overrides._get_current_function_mode_stack():
             stack.enter_context(torch.overrides._pop_mode_temporarily())
@@ -134,7 +154,10 @@ def run_without_tracing(operands: Sequence[Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pause_trace_and_journal() -> Iterator[None]:
-    """Inside a trace, what is run is noted neither by it nor by a journal; modes of the model's own stay."""
+    """Context inside a trace in which operators are recorded neither by the trace nor by a :class:`Journal`.
+
+    Function modes of the model's own code stay active.
+    """
     modes = torch.overrides._get_current_function_mode_stack()
     with contextlib.ExitStack() as stack:
         for _ in modes:
@@ -162,10 +185,17 @@ _library.define("layer(Tensor[] operands, Tensor[] results, int memo, int member
 
 
 def _make_layer_results(operands: list[Tensor], results: list[Tensor], memo: int, member: int) -> list[Tensor]:
-    """A call of a module that reads ``operands`` (states, then arguments); ``results``: what it made, if it was run.
+    """Fake implementation of ``partition::layer``, which stands for a call of a module: return tensors of the results'
+    shapes.
 
-    ``member``: the number of a module whose parameters are put away and not among the operands; -1: none are. The
-    operator stands in a graph that is being captured, and is never run.
+    The operator stands in a graph that is being captured, and is never run.
+
+    Args:
+        operands: states and tensor arguments that the call reads.
+        results: the tensors that the call returned, if it was run; if empty, the shapes are those of an earlier equal
+            call.
+        memo: number of the group of equal calls.
+        member: number of a module whose parameters are removed and not among the operands; -1 if none are.
     """
     specs = [(tuple(r.shape), r.stride(), r.dtype) for r in results] or _made_by[memo]
     return [operands[0].new_empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in specs]
@@ -178,8 +208,11 @@ LAYER = torch.ops.partition.layer.default
 
 @dataclass
 class _CallMemo:
-    """What is known of the calls of one group with arguments of one kind. ``leaves``: of the result, each the place of
-    a tensor among those made, of an operand that is returned as it is, or a plain value."""
+    """Facts about equal calls: calls of modules of equal structure, with arguments of the same kind.
+
+    ``shown`` counts the calls that were run in full. ``leaves`` describes each value of the result: ("made", index of a
+    new tensor), ("operand", index of an operand that is returned unchanged) or ("plain", value).
+    """
 
     number: int
     shown: int = 0
@@ -191,7 +224,11 @@ class _CallMemo:
 
 @dataclass
 class Repeats:
-    """The modules of a twin that are alike, and what a trace found of them."""
+    """Groups of modules of equal structure, and what one trace found out about their calls.
+
+    ``refused`` lists the groups of which each call must be traced. ``away`` holds the parameters that are removed
+    during the trace.
+    """
 
     groups: list[ModuleGroup]
     away: ParkedParameters | None = None
@@ -206,7 +243,10 @@ class Repeats:
         return cls(find_equal_layers(model, _LEAST))
 
     def put_away(self, model: nn.Module) -> Repeats:
-        """With the parameters of all members put away that are not traced, if calls come in the order of names."""
+        """Select the parameters of modules whose calls will not be traced, to be removed during the trace. Return self.
+
+        The first members of each group, in the order of names, keep their parameters, because their calls are run.
+        """
         self.away = ParkedParameters(model)
         outer = {name for group in self.groups for name in group.names}
         for group in self.groups:
@@ -217,19 +257,23 @@ class Repeats:
         return self
 
     def without(self, refused: Sequence[ModuleGroup]) -> Repeats:
-        """For a trace of another twin, after some failed: without the groups that they gave up."""
+        """Return an object for another trace that has all these groups of equal modules except the ``refused`` ones."""
         names = {group.names for group in refused}
         return Repeats([g for g in self.groups if g.names not in names])
 
     def refuse(self, number: int) -> None:
-        """Give up the group of the memo ``number``."""
+        """Mark the group of modules of the memo ``number`` as one of which each call must be traced."""
         for (group, _), memo in self.memos.items():
             if memo.number == number:
                 self.refused.append(self.groups[group])
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Inside, calls of modules that are alike are traced once, and otherwise replaced by ``partition::layer``."""
+        """Context in which the first call in a group of equal modules is traced, and later ones become one operator
+        each.
+
+        The second call is run as well, to compare it with the first. The operator is ``partition::layer``.
+        """
         root = self.away.model if self.away is not None else None
         before = root.__dict__.get("forward") if root is not None else None
         try:
@@ -297,8 +341,12 @@ class Repeats:
         own: tuple[tuple[str, str], ...],
         forward: Callable[[], Any],
     ) -> tuple[Any, list[Tensor] | None]:
-        """What a call gives, and the results that are in the graph, of a call that shows what others do; ``None``: the
-        first one cannot stand for others. Raises :class:`Unlike` where the second is not like the first."""
+        """Run one of the two calls in a group of equal modules that stand for all others.
+
+        Returns the call's output and the list of its result tensors that are in the graph (empty if the call was not
+        traced). The list is ``None`` if the first call cannot stand for others. Raises :class:`Unlike` if the second
+        call differs from the first.
+        """
         with _hide_own_attributes(module, own if memo.shown else ()):
             before, buffers = _read_module_state(module), _list_module_buffers(module)
             output, traced = self._run_once(memo, call, forward)
@@ -318,8 +366,12 @@ class Repeats:
         return output, results if traced else []
 
     def _run_once(self, memo: _CallMemo, call: _RepeatedCall, forward: Callable[[], Any]) -> tuple[Any, bool]:
-        """What a call gives, and whether it is in the graph: the first is, and the second where only a trace knows
-        what is made; else it must ask of torch what the first did."""
+        """Run one of the two calls in a group of equal modules. Return its output and whether its operators are in the
+        graph.
+
+        The first is traced. The second is traced only if nothing else tells what it computes; otherwise it runs outside
+        of the graph, and :class:`Unlike` is raised if it calls other torch functions than the first.
+        """
         journal = Journal(call.operands)
         if memo.shown == 0:
             memo.journal = journal
@@ -349,7 +401,10 @@ class Repeats:
             self._journals.pop()
 
     def _stand_in(self, away: ParkedParameters, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A call of a module without its parameters, which must be like one that was traced."""
+        """Append an operator ``partition::layer`` in place of a call of a module whose parameters are removed.
+
+        Returns the call's output. Raises :class:`ParkedParameterError` if no equal call was run before.
+        """
         again = id(module) in self._called
         self._called.add(id(module))
         lent = away.lend(module)
@@ -371,7 +426,11 @@ class Repeats:
 
 @contextlib.contextmanager
 def _hide_own_attributes(module: nn.Module, own: tuple[tuple[str, str], ...]) -> Iterator[None]:
-    """Inside, the attributes ``own`` cannot be read."""
+    """Context in which reading an attribute that differs between equal modules raises :class:`Unlike`.
+
+    Args:
+        own: these attributes as (path of a submodule, attribute name).
+    """
     kept = [(vars(module.get_submodule(path)), name) for path, name in own]
     values = [held[name] for held, name in kept]
     for held, name in kept:
@@ -385,7 +444,7 @@ def _hide_own_attributes(module: nn.Module, own: tuple[tuple[str, str], ...]) ->
 
 @dataclass(frozen=True)
 class _RepeatedCall:
-    """The tensors that a call reads, and a key that is equal for calls that are alike."""
+    """The tensors that a call of a module reads, and a key that is equal for calls that run the same operators."""
 
     operands: list[Tensor]
     key: Any
@@ -395,7 +454,13 @@ class _RepeatedCall:
 
     @classmethod
     def of(cls, module: nn.Module, own: tuple[tuple[str, str], ...], args: Any, kwargs: Any) -> _RepeatedCall | None:
-        """``None`` where a call may depend on more than its key says."""
+        """Describe a call of ``module`` by the tensors that it reads and a key for comparison.
+
+        Returns ``None`` if the call may depend on more than the key contains, such as hooks or objects.
+
+        Args:
+            own: attributes that are left out of the key, as (path of a submodule, attribute name).
+        """
         if not torch.is_grad_enabled() or has_call_hooks(module):
             return None
         leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -430,7 +495,7 @@ class _RepeatedCall:
         return cls(operands, key, [t._version for t in operands], leaves, (args, kwargs))
 
     def unchanged(self) -> bool:
-        """Whether no tensor and no list or dictionary among the arguments was changed."""
+        """Whether the call wrote to none of its tensors, lists and dictionaries; to be asked after the call."""
         leaves = pytree.tree_leaves(self.given)
         same = len(leaves) == len(self.leaves) and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
         return same and self.versions == [t._version for t in self.operands]
@@ -450,7 +515,11 @@ def _identify_storage(tensor: Tensor) -> int:
 
 
 def _record_call_results(memo: _CallMemo, call: _RepeatedCall, output: Any) -> list[Tensor]:
-    """Note what a call returns; the tensors that it made. Raises :class:`Unlike` where they cannot stand alone."""
+    """Store in ``memo`` the structure of a call's output, and return the list of tensors that the call made.
+
+    Raises :class:`Unlike` if the output contains a view of an operand or an object that is no plain value, or differs
+    from that of the first equal call.
+    """
     values, tree = pytree.tree_flatten(output)
     results: list[Tensor] = []
     leaves: list[tuple[str, Any]] = []

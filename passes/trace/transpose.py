@@ -1,7 +1,8 @@
-"""Transpose a traced ``backward``.
+"""Transpose a traced ``backward`` function.
 
 ``backward`` maps gradients of results to gradients of inputs: ``g -> B g + c``. The transpose maps changes of the
-inputs to changes of the results, with ``B`` transposed, and gives ``c``. It is derived without numbers.
+inputs to changes of the results by the matrix ``B`` transposed, and also computes ``c``. It is derived from the graph
+of ``backward`` alone, without values of the gradients.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ ASKS_NUMBERS = (GuardOnDataDependentSymNode, DataDependentOutputException, Dynam
 
 @dataclass(frozen=True)
 class Transposed:
-    """``graph``: changes of the inputs, and what backward has ``held`` -> changes of the results, then ``c`` for the
-    inputs at the places ``constant``.
+    """Transpose of a function ``backward(g) = B g + c``, as a graph.
 
-    ``complete``: every result changes with every input, and nothing is constant.
+    The graph takes changes of the inputs and the tensors ``held`` that backward reads. It returns ``num_results``
+    changes of the results (by ``B`` transposed), and then the parts ``c`` for the inputs at the indices ``constant``.
+    ``complete`` is whether every result depends on every input and there is no ``c``.
     """
 
     graph: fx.GraphModule
@@ -52,7 +54,10 @@ class Transposed:
     complete: bool
 
     def __call__(self, changes: Sequence[Tensor]) -> tuple[Sequence[Tensor], dict[int, Tensor]]:
-        """The changes of the results, and the constant parts by place of the input."""
+        """Apply the transpose of ``backward(g) = B g + c`` to changes of the inputs.
+
+        Returns the changes of the results, and the non-zero parts ``c`` by index of the input.
+        """
         found: Any = self.graph(*changes, *self.held)
         return found[: self.num_results], dict(zip(self.constant, found[self.num_results :], strict=True))
 
@@ -60,11 +65,13 @@ class Transposed:
 def transpose_backward(
     backward: Backward, results: Sequence[Tensor], inputs: Sequence[Tensor], *, some: bool = False
 ) -> Transposed:
-    """Trace and transpose ``backward``, which takes gradients like ``results`` and gives gradients for ``inputs``.
+    """Trace ``backward``, which maps gradients of ``results`` to gradients of ``inputs``, and return its transpose.
 
-    ``some``: it takes ``None`` instead of gradients of zero.
+    Raises :class:`NotAffine` if ``backward`` is not a linear function plus a part that does not depend on the
+    gradients.
 
-    Raises :class:`NotAffine` where it is not linear but for a part that does not depend on the gradients.
+    Args:
+        some: whether ``backward`` receives ``None`` instead of gradients of zero.
     """
     seeds = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in results]
     changes = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
@@ -83,7 +90,11 @@ def transpose_backward(
 
 @dataclass(frozen=True)
 class _Traced:
-    """A functional graph of ``backward``. ``held``: the tensors by placeholder that it reads besides gradients."""
+    """Functional graph of a ``backward`` function.
+
+    ``seeds`` are the placeholders of the incoming gradients, ``held`` has the other tensors that it reads by
+    placeholder.
+    """
 
     graph: fx.Graph
     seeds: list[fx.Node]
@@ -136,7 +147,13 @@ class _Traced:
 
 
 def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Traced) -> None:
-    """Raise :class:`NotAffine` where ``None`` may give something else than a gradient of zero."""
+    """Raise :class:`NotAffine` if ``backward`` computes something else for a gradient ``None`` than for a gradient of
+    zero.
+
+    Args:
+        seeds: tensors like the incoming gradients.
+        whole: the graph of ``backward`` with all gradients given.
+    """
     numbers = range(len(seeds))
     if len(seeds) > _MOST_RESULTS:
         raise NotAffine("takes None for some of many gradients", _MATERIALIZE)
@@ -159,13 +176,18 @@ def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Tra
 
 
 class _Expressions:
-    """Numbers for expressions, equal for those that are written alike."""
+    """Gives expressions in graphs integer identifiers, which are equal for expressions of the same form."""
 
     def __init__(self) -> None:
         self.numbers: dict[Any, int] = {}
 
     def of(self, traced: _Traced, names: Sequence[int], zeros: Sequence[fx.Node]) -> list[Any]:
-        """What the results of a graph are, its gradients by ``names``; those of ``zeros`` are zero."""
+        """Return the identifiers of a graph's results; ``None`` for results that are zero.
+
+        Args:
+            names: names for the graph's gradient inputs, in order.
+            zeros: gradient inputs that are taken to be zero.
+        """
         held_zero = [n for n, tensor in traced.held.items() if _is_zero(tensor)]
         parts = parts_of(traced.graph, zeros, held_zero)
         env: dict[fx.Node, Any] = {n: ("tensor", id(tensor)) for n, tensor in traced.held.items()}
@@ -187,7 +209,11 @@ class _Expressions:
 
 
 class _AtZero:
-    """The values of a graph where the gradients that it is given are zero; ``env``: those at others."""
+    """Evaluates the nodes of a graph for incoming gradients of zero.
+
+    Args:
+        env: values of the nodes for other gradients; those that do not depend on the gradients are used.
+    """
 
     def __init__(self, parts: Mapping[fx.Node, AffinePart], env: Mapping[fx.Node, Any]) -> None:
         self.parts = parts
@@ -226,7 +252,7 @@ def _read_tensor_numbers(tensor: Tensor) -> Any:
 
 
 def _is_zero(tensor: Tensor) -> bool:
-    """Whether a tensor is known to be zero."""
+    """Whether a tensor has values and all of them are zero."""
     if not _is_known(tensor):
         return False
     with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -238,7 +264,7 @@ def _make_zeros_like(value: Tensor) -> Tensor:
 
 
 def _other_addend(node: fx.Node, parts: Mapping[fx.Node, AffinePart]) -> fx.Node | None:
-    """What a sum is equal to, of which one operand is zero."""
+    """Return the operand that a sum is equal to because the other operand is zero; ``None`` if there is none."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return None
     wanted = node.meta["val"]
@@ -258,7 +284,10 @@ def _run_node_target(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
 def _trace_functional_graph(
     function: Callable[..., Any], arguments: Sequence[Tensor]
 ) -> tuple[fx.GraphModule, list[Tensor]]:
-    """``function`` as a graph without operators that write, and the tensors that it takes after ``arguments``."""
+    """Trace ``function`` into a graph without in-place operators.
+
+    Returns the graph and the tensors that it takes as inputs after ``arguments``.
+    """
     with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
         raw = make_fx(function, tracing_mode="real")(*arguments)
     read = {str(n.target): getattr(raw, str(n.target)) for n in raw.graph.nodes if n.op == "get_attr"}
@@ -280,14 +309,14 @@ def _trace_functional_graph(
 
 @cache
 def _spelled_out() -> dict[Any, Callable[..., Any]]:
-    """Derivatives of operators that have no rule of their own, as other operators."""
+    """Return decompositions by operator, for backward operators that have no sharding rule of their own."""
     known = [op for op in decomposition_table if isinstance(op, torch._ops.OpOverload)]
     table = {op: decomposition_table[op] for op in known if "_backward" in op._schema.name and not has_rule(op)}
     return table | {aten.convolution_backward.default: _convolution_input_gradient}
 
 
 class ConvolutionGeometry(NamedTuple):
-    """How a convolution's kernel moves, as torch's operators take it, in their order."""
+    """Parameters of a convolution, in the order in which torch's operators take them."""
 
     stride: list[int]
     padding: list[int]
@@ -298,8 +327,13 @@ class ConvolutionGeometry(NamedTuple):
 
 
 def _convolution_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *how: Any) -> Any:
-    """The gradient of a convolution for its input, where no other is wanted: a convolution, which does not read the
-    input. ``how``: its geometry, and a flag for each gradient."""
+    """Compute ``convolution_backward`` for the input's gradient alone by a convolution that does not read the input.
+
+    Returns ``NotImplemented`` if other gradients are wanted too.
+
+    Args:
+        how: the convolution's geometry, then the mask of wanted gradients.
+    """
     *geometry, output_mask = how
     if list(output_mask) != [True, False, False]:
         return NotImplemented
@@ -313,7 +347,7 @@ def _convolution_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias_si
 
 
 class _KeepingValues(fx.Interpreter):
-    """Runs a graph whose attributes are given."""
+    """Interpreter of a graph in which attributes (``get_attr``) are read from given tensors."""
 
     def __init__(self, module: fx.GraphModule, held: Mapping[str, Tensor]) -> None:
         super().__init__(module)
@@ -324,7 +358,9 @@ class _KeepingValues(fx.Interpreter):
 
 
 def _check_effects(graph: fx.Graph, seeds: Sequence[fx.Node]) -> None:
-    """Raise :class:`NotAffine` where ``graph`` does more than to compute what it returns."""
+    """Raise :class:`NotAffine` if ``graph`` has side effects: random draws, or in-place writes to tensors it did not
+    make.
+    """
     for node in list(graph.nodes):
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
@@ -337,7 +373,7 @@ def _check_effects(graph: fx.Graph, seeds: Sequence[fx.Node]) -> None:
 
 
 def _drops_nothing(node: fx.Node) -> bool:
-    """Whether an operator draws for a dropout alone, which is off."""
+    """Whether a random operator draws only for a dropout that is switched off."""
     given = dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False)) | node.kwargs  # type: ignore[union-attr]
     return bool(given.get("dropout_p", given.get("p")) == 0 or given.get("train", True) is False)
 
@@ -353,7 +389,10 @@ _SHAPE_ALONE = frozenset(
 
 
 def _drop_seeds(made: fx.GraphModule, num_seeds: int) -> None:
-    """Take the gradients out of the transpose, which is linear if their numbers are not read."""
+    """Remove the placeholders of gradients from a transposed graph, which a linear ``backward`` does not need.
+
+    Raises :class:`NotAffine` if their values are read.
+    """
     graph = made.graph
     for node in list(graph.nodes):
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _SHAPE_ALONE:
@@ -371,7 +410,7 @@ def _drop_seeds(made: fx.GraphModule, num_seeds: int) -> None:
 
 
 def _read_by(node: fx.Node) -> set[fx.Node]:
-    """All nodes that ``node`` depends on, including itself."""
+    """Return all nodes that ``node`` depends on, including itself."""
     seen = {node}
     waiting = [node]
     while waiting:

@@ -142,15 +142,15 @@ class BatchEntries:
             )
         self.signature = program.signature
         self.names = [a.name for a in self.signature.arguments or ()]
-        self.inputs = {self._resolve_argument_path(i.path): i for i in program.inputs}
-        self.fixed = {self._resolve_argument_path(path): value for path, value in self.signature.fixed.items()}
+        self.inputs = {self.resolve_argument_path(i.path): i for i in program.inputs}
+        self.fixed = {self.resolve_argument_path(path): value for path, value in self.signature.fixed.items()}
         self.leaves: dict[str, Any] = {}
         for path, leaf in leaves_by_path(batch).items():
-            self.leaves[self._resolve_argument_path(path)] = (
+            self.leaves[self.resolve_argument_path(path)] = (
                 leaf.item() if isinstance(leaf, np.number | np.bool_) else leaf
             )
 
-    def _resolve_argument_path(self, path: str) -> str:
+    def resolve_argument_path(self, path: str) -> str:
         """Return ``path`` with the position of a positional argument replaced by the argument's name."""
         first, dot, rest = path.partition(".")
         known = first.isdigit() and int(first) < len(self.names)
@@ -239,7 +239,7 @@ class BatchEntries:
         expected, dim = data.shape, data.batch_dim
         if share is not None and dim is not None:
             expected = (*expected[:dim], expected[dim] // share.count * len(share.parts), *expected[dim + 1 :])
-        place = self._resolve_argument_path(data.path)
+        place = self.resolve_argument_path(data.path)
         tensor = self.leaves.get(place, self._left_out(place, data))
         if data.number is not None and (place in self.leaves or tensor is not None):
             tensor = _number_tensor(data, tensor)

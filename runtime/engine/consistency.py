@@ -82,10 +82,13 @@ class Agreement:
         self._frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
         self._gradients = gradients
         self._steps = 0
+        self._ran: set[str] = set()
         self._probes: list[_GradientProbe] = []
 
-    def before_step(self, batch: Any, local: bool) -> None:
+    def before_step(self, batch: Any, local: bool, rank: RankProgram | None = None) -> None:
         """Run the checks that are due before this step. All ranks call it.
+
+        ``rank``: the program of the step, if it is not the first one of the plan.
 
         Raise :class:`AgreementError` or, for batches, :class:`BatchError` on all ranks. Raise :class:`LaunchError` if
         the script enables gradients of parameters that were frozen when the plan was made.
@@ -99,7 +102,14 @@ class Agreement:
         if self.active and self._is_time(self._steps):
             self.check()
         if self.rank.program.world_size > 1 and (self._steps == 0 or self._is_time(self._steps)):
-            self._check_batch(batch, local)
+            self._check_batch(batch, local, rank or self.rank)
+
+    def before_run(self, name: str, batch: Any, local: bool, rank: RankProgram) -> None:
+        """Check before the first run of the further program ``name`` that ranks were given the same batch. All ranks
+        call it. ``rank``: that program. Raises :class:`BatchError` on all ranks."""
+        if name not in self._ran and rank.program.world_size > 1:
+            self._check_batch(batch, local, rank)
+        self._ran.add(name)
 
     def after_step(self) -> None:
         self._steps += 1
@@ -187,13 +197,13 @@ class Agreement:
             order, first = divmod(int(differ[0]), world)
             self._report_replica_difference(order, first, kinds)
 
-    def _check_batch(self, batch: Any, local: bool) -> None:
+    def _check_batch(self, batch: Any, local: bool, rank: RankProgram) -> None:
         """Raise :class:`BatchError` if ranks were given different samples.
 
         All ranks must have the same global batch. With ``local``, all ranks with the same ``dp`` coordinate that read
         an input must have the same samples of it.
         """
-        program, share = self.rank.program, share_of(self.rank)
+        program, share = rank.program, share_of(rank)
         paths = [data.path for data in program.inputs]
         if local:
             values, at = own_values(program, share, batch, True), self.rank.coordinates["dp"]
@@ -210,9 +220,9 @@ class Agreement:
         own = next((given[k] for k in given if place_of[k] == first), None)
         told, _ = self._find_extremes({} if own is None else {self.rank.rank: own}, program.world_size)
         ranks: dict[int, list[int]] = {}
-        for rank, number in enumerate(told.tolist()):
+        for other, number in enumerate(told.tolist()):
             if number > -_MASK - 1:
-                ranks.setdefault(number, []).append(rank)
+                ranks.setdefault(number, []).append(other)
         some, others = (", ".join(map(str, same[:8])) for same in list(ranks.values())[:2])
         names = list(dict.fromkeys(paths[int(place) % len(paths)] for place in differ))
         more = f", and for {', '.join(map(repr, names[1:9]))} too" if len(names) > 1 else ""

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.passes.faults import typed_errors
-from partitioner.passes.ops.random import SEED
 from partitioner.runtime.checkpoint import load as loading
 from partitioner.runtime.checkpoint.atomic_folder import restore_replaced_checkpoint
 from partitioner.runtime.checkpoint.run_state import content_of, load_run_state
@@ -35,13 +34,15 @@ from partitioner.runtime.engine import export
 from partitioner.runtime.engine.batches import own_values, share_of
 from partitioner.runtime.engine.consistency import Agreement
 from partitioner.runtime.engine.defaults import default_communicator, disk_for
+from partitioner.runtime.engine.further import EngineState, FurtherExecutors, prepare_programs
 from partitioner.runtime.engine.optimizer_checks import OptimizerCheck
+from partitioner.runtime.engine.padding import ChosenProgram, choose_program, fit_batch
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.execute.bind import Library
 from partitioner.runtime.execute.executor import Executor
 from partitioner.runtime.execute.flight_recorder import Phase
-from partitioner.runtime.program.load import placement_of, program_of
-from partitioner.runtime.program.membership import gathers_of, groups_of, links_of
+from partitioner.runtime.family.load import family_of
+from partitioner.runtime.program.load import placement_of
 from partitioner.runtime.program.precision import check_fp8, products_of
 from partitioner.runtime.program.program import Program, RankProgram
 from partitioner.runtime.state import loss as norms
@@ -112,7 +113,8 @@ class Engine:
         communicator: Communicator | None = None,
         library: Library | None = None,
     ) -> None:
-        program = program_of(plan)
+        family = family_of(plan)
+        program = family.first
         device = None if device is None else torch.device(device)
         if communicator is None:
             communicator = default_communicator(program, device, placement_of(plan))
@@ -134,7 +136,7 @@ class Engine:
         if isinstance(source, FileWeights) and source is not weights:  # the caller's own stays open: others may read it
             source.close()
         mine = self.rank_program
-        communicator.prepare(groups_of(mine), links_of(mine), gathers_of(mine))
+        prepare_programs(family, communicator)
         sharded = ShardedParameters(self.rank_program, self._shards, communicator)
         self._masters.take(sharded.pieces)
         self._views: Views | None = None
@@ -161,6 +163,9 @@ class Engine:
             keep_outputs,
             TransientParameters(sharded, hosted),
         )
+        state = EngineState(self._shards, self._gradients, sharded, hosted)
+        self._further = FurtherExecutors(family, communicator, state, compile, keep_outputs)
+        self._latest = self._executor
 
     @property
     def program(self) -> Program:
@@ -168,8 +173,8 @@ class Engine:
 
     @property
     def outputs(self) -> dict[str, dict[int, Tensor]]:
-        """This rank's part of the model's results in the last step: value -> microbatch -> tensor."""
-        return self._executor.outputs
+        """This rank's part of the model's results in the last step or run: value -> microbatch -> tensor."""
+        return self._latest.outputs
 
     @property
     def loss(self) -> Tensor | None:
@@ -186,27 +191,25 @@ class Engine:
     def step(self, batch: Any, *, local: bool = False, accumulate: bool = False) -> Tensor | None:
         """Run forward and backward on a global batch; afterwards gradients are reduced over all ranks.
 
-        ``batch`` is the whole global batch, the same on all ranks. With ``local``, each rank passes only its
-        :attr:`share` of it (as :class:`partitioner.Loader` does): ``[batch / dp, ...]`` for an input ``[batch, ...]``,
-        or ``{}`` if it reads no inputs. The gradients of this batch replace those of the last step. With ``accumulate``
-        they are added to them, unless ``zero_grad`` has cleared them; a sum with an overflowed addend is lost
-        (:attr:`overflowed`).
+        ``batch`` is the whole global batch, the same on all ranks. If the plan has several shapes (``shapes=``), the
+        fastest program that fits runs, and a smaller batch is padded exactly. With ``local``, each rank passes only its
+        :attr:`share` of the batch (as :class:`partitioner.Loader` does): ``[batch / dp, ...]`` for an input ``[batch,
+        ...]``, or ``{}`` if it reads no inputs; the batch then has the largest shape. The gradients of this batch
+        replace those of the last step. With ``accumulate`` they are added to them, unless ``zero_grad`` has cleared
+        them; a sum with an overflowed addend is lost (:attr:`overflowed`).
         Returns the loss of the whole batch, a 0-d tensor without a graph (see :attr:`loss`), the same on all ranks;
         ``None`` if the program has no loss.
         Raises :class:`BatchError` if the batch does not match the plan, :class:`InstructionError` if an instruction
         fails, :class:`AgreementError` if ranks have diverged since the last step (checked now and then), and
         :class:`LaunchError` inside a region of ``torch.autocast``.
         """
-        if torch.is_autocast_enabled(self.device.type):
-            raise LaunchError(
-                "step() is called inside torch.autocast, which would change what the plan's programs compute; expected "
-                "outside: the precision is the plan's, by partition(precision=...) or by regions in the model's forward"
-            )
-        inputs = own_values(self.program, self.share, batch, local)
-        self._agreement.before_step(batch, local)
-        if SEED in self._shards:
-            self._shards[SEED].fill_(self.seed + self.steps)
-        self._masters.refresh()
+        self._check_autocast("step()")
+        chosen = ChosenProgram("", batch, None) if local else choose_program(self._further.family, batch)
+        executor = self._further.executor(chosen.name) if chosen.name else self._executor
+        rank = executor.rank
+        inputs = own_values(rank.program, share_of(rank) if chosen.name else self.share, chosen.batch, local)
+        self._agreement.before_step(chosen.batch, local, rank)
+        self._begin_run()
         owned = self._gradients.owned
         grads = {name: self._parameters[name].grad for name in owned} if accumulate else {}
         before = {name: grad.clone() for name, grad in grads.items() if grad is not None}
@@ -214,16 +217,18 @@ class Engine:
             self._saver.check_between(self.steps, before.values())
         lost = accumulate and self.overflowed
         if self._scale is not None:
-            self._executor.scale_loss(self._scale.value)
+            executor.scale_loss(self._scale.value)
         for name in self._gradients.passing:
             self._parameters[name].grad = None
+        self._latest = executor
         try:
-            with products_of(self.program, self.device):
-                self._executor.run(inputs, self.steps)
+            with self._doing_further(chosen.name), products_of(rank.program, self.device):
+                executor.run(inputs, self.steps)
         except BaseException:
             self._gradients.restore()
             raise
-        loss = self._executor.loss
+        loss = executor.loss
+        self._further.trim(chosen.name, executor, chosen.real)
         self._loss = None if loss is None else loss.as_subclass(StepLoss)
         self.steps += 1
         self.steps_run += 1
@@ -248,6 +253,47 @@ class Engine:
         if self._disk is not None:
             self._disk.forget()
         return self.loss
+
+    @typed_errors("Engine.run()", passing=is_of_ranks)
+    def run(self, name: str, batch: Any, *, local: bool = False) -> Tensor | None:
+        """Run the plan's further program ``name``, as an evaluation, on a global batch. All ranks call it.
+
+        It reads the weights that :meth:`step` trains, as they are now, and changes no parameter, gradient, optimizer
+        state or buffer, no number of :attr:`steps` and no random numbers of later steps. ``batch`` and ``local`` are as
+        for :meth:`step`.
+        Returns the loss of the whole batch, the same on all ranks; ``None`` if the program has no loss. The results are
+        in :attr:`outputs`.
+        Raises :class:`LaunchError` if the plan has no such program, and otherwise as :meth:`step` does.
+        """
+        self._check_autocast("run()")
+        further = self._further.find(name, "evaluate")
+        executor = self._further.executor(name)
+        batch, real = (batch, None) if local else fit_batch(further.program, further.padding, batch)
+        inputs = own_values(further.program, share_of(executor.rank), batch, local)
+        self._agreement.before_run(name, batch, local, executor.rank)
+        self._begin_run()
+        self._latest = executor
+        with self._doing_further(name), products_of(further.program, self.device):
+            executor.run(inputs, self.steps)
+        self._further.trim(name, executor, real)
+        return executor.loss
+
+    def _doing_further(self, name: str) -> AbstractContextManager[None]:
+        return self.doing("in a further program") if name else nullcontext()
+
+    def _check_autocast(self, method: str) -> None:
+        if torch.is_autocast_enabled(self.device.type):
+            raise LaunchError(
+                f"{method} is called inside torch.autocast, which would change what the plan's programs compute; "
+                "expected outside: the precision is the plan's, by partition(precision=...) or by regions in the "
+                "model's forward"
+            )
+
+    def _begin_run(self) -> None:
+        """Set what programs read at their start: the seed, and parameters as the optimizer left them."""
+        with torch.no_grad():
+            self._further.seed.fill_(self.seed + self.steps)
+        self._masters.refresh()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards by the model's names; a tied parameter occurs once. See :meth:`parameters`."""

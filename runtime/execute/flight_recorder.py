@@ -27,9 +27,9 @@ from partitioner.runtime.comm.wait_clock import waited
 from partitioner.runtime.files import write_bytes, write_text
 from partitioner.runtime.program.program import RankProgram
 
-Phase = Literal["between steps", "step", "saving", "loading", "gone"]
+Phase = Literal["between steps", "step", "saving", "loading", "gone", "in a further program"]
 
-PHASES: tuple[Phase, ...] = ("between steps", "step", "saving", "loading", "gone")
+PHASES: tuple[Phase, ...] = ("between steps", "step", "saving", "loading", "gone", "in a further program")
 
 # The head of the file: int64 each; all times are of CLOCK_MONOTONIC, one clock for all processes of a host.
 STEP, PHASE, MOVED, BEAT = range(4)

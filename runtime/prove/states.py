@@ -99,7 +99,8 @@ def _zero_problem(facts: ProgramFacts, name: str) -> str:
     if state.kind != "parameter" or not state.shape:
         return f"is a {state.kind} of shape {state.shape} and shared over {axes}; expected a parameter with dims"
     if name not in facts.with_gradient:
-        return "" if program.zero == 3 else f"takes no gradient, but is shared over {axes} under zero={program.zero}"
+        gathered = program.zero == 3 or program.objective == "infer"  # beside a program that trains it
+        return "" if gathered else f"takes no gradient, but is shared over {axes} under zero={program.zero}"
     added = {*state.grad_axes, *(p for a in state.grad_axes for p in (f"{a}_shard", f"{a}_replicate"))}
     if not set(axes) <= added:
         return f"is shared over {axes}, but its gradient is added up over {state.grad_axes}"

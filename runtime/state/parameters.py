@@ -209,6 +209,12 @@ def load_states(
     }
 
 
+def load_constants(rank: RankProgram, device: torch.device) -> dict[str, Tensor]:
+    """The shards of the constants of ``rank`` on ``device``."""
+    states = rank.program.states
+    return {n: _initialize_shard(rank, n, None, device, None) for n in rank.states if states[n].kind == "constant"}
+
+
 def own_piece(rank: RankProgram, name: str, shard: Tensor) -> Tensor:
     """Return what ``rank`` keeps of its shard of the state ``name``: the shard itself or, under ZeRO, its
     piece, flat.

@@ -6,6 +6,7 @@ all-gathers the pieces. Tensors saved for backward (the parameter, or a view of 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
@@ -185,3 +186,10 @@ class ShardedParameters:
         self.pieces = {s: piece for b in self.buckets.values() for s, piece in b.pieces.items()}
         self.whole = {s: whole for b in self.buckets.values() for s, whole in b.whole.items()}
         self.leaving = {s for b in self.buckets.values() if not b.keep for s in b.whole}
+
+    def for_buckets(self, numbers: Mapping[int, int]) -> ShardedParameters:
+        """Parameters for a program with other numbers of buckets. ``numbers``: its number of a bucket -> the
+        number here."""
+        other = copy.copy(self)
+        other.buckets = {own: self.buckets[number] for own, number in numbers.items() if number in self.buckets}
+        return other

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import partitioner
+from docs.site import write_profiles
 from docs.site.write_cli import PAGE, describe_command_line
 from tests.helpers.paths import ROOT
 
@@ -75,6 +76,11 @@ def test_links_name_files_and_headings_that_exist(page: Path):
 
 def test_page_of_the_command_line_is_current():
     assert PAGE.read_text() == describe_command_line(), "run: python docs/site/write_cli.py"
+
+
+def test_tables_of_execution_profiles_are_those_of_the_code():
+    page = write_profiles.PAGE.read_text()
+    assert page == write_profiles.insert_tables(page), "run: python docs/site/write_profiles.py"
 
 
 @pytest.mark.parametrize("name", ["architecture.md", "optimization.md"])

@@ -94,6 +94,14 @@ def test_tables_are_sharded():
     assert all(layout.startswith("S") for layout in tables.values()), tables
 
 
+def test_texts_of_several_lengths_train_in_one_layout(tmp_path: Path):
+    """The script compares every loss and evaluation with one process."""
+    printed = execute(str(ROOT / "examples" / "lengths.py"), cwd=tmp_path, timeout=500)
+    assert "step 8x64: 8 samples of 64 positions" in printed
+    assert "expected step time over the shapes" in printed
+    assert (tmp_path / "out" / "lengths.json").exists()
+
+
 def test_a_rule_shards_the_users_operator(tmp_path: Path):
     before, after = execute(str(ROOT / "examples" / "custom_rule.py"), cwd=tmp_path).split("--- with a rule")
     assert "example.swiglu" in before

@@ -34,6 +34,7 @@ from partitioner.cost.call.zero3_gathers import (
     read_bytes,
 )
 from partitioner.execution_profile import OURS, ExecutionProfile
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.passes.ir.model import Block
 from partitioner.passes.rules.strategies import needs_gradient
 from partitioner.topology.group import Group
@@ -200,7 +201,7 @@ class CallWork:
         self.block, self.train, self._again = block, train, again
         self._asked: dict[tuple[bool, bool, str, bool], BlockProfile] = {}
         self._kept: dict[tuple[bool, bool, bool], SavedBytes] = {}
-        self._computed: dict[tuple[object, ...], tuple[DeviceType, _Computed]] = {}
+        self._computed: dict[tuple[object, ...], _Computed] = {}
 
     def asked(self, fp8: bool, profile: ExecutionProfile = OURS) -> BlockProfile:
         key = fp8, profile.fused_casts, profile.expert_kernels, profile.current_scaling
@@ -281,10 +282,11 @@ class CallWork:
 
     def _get_kernel_prices(self, device: DeviceType, asked: BlockProfile, spread: Spread) -> _Computed:
         even = spread.profile.even_experts
-        key = id(device), id(asked), spread.ep, spread.of_experts, spread.num_experts, spread.divided, even
-        if key not in self._computed:  # the device is kept, so that its id is not reused
-            self._computed[key] = device, _price_kernels(asked, device, spread)
-        return self._computed[key][1]
+        experts = spread.ep, spread.of_experts, spread.num_experts, spread.divided, even
+        key = SameObject(device), SameObject(asked), *experts
+        if key not in self._computed:
+            self._computed[key] = _price_kernels(asked, device, spread)
+        return self._computed[key]
 
     def _build_call_cost(
         self,

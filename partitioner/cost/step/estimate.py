@@ -30,6 +30,7 @@ from partitioner.cost.step.schedule_ends import RankEnds, seconds_added
 from partitioner.cost.step.step_ends import gathered_seconds, reduction_delays, stage_buckets
 from partitioner.emit.buckets import ReductionScheme
 from partitioner.execution_profile import OURS, ExecutionProfile
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.passes.ir.model import FoldedModel
 from partitioner.plan import Estimate, StageEstimate
 from partitioner.schedules.core_contention import NodeCores, VirtualStageTime, seconds_in_turns
@@ -67,6 +68,12 @@ def stage_estimates(
                 num_calls=len(calls),
                 recomputed=stage.recompute,
                 selective=stage.selective,
+                in_part=sum(
+                    bool(call.cost.selective_bytes)
+                    for run in stage.runs
+                    if run.selective
+                    for call in problem.calls[run.start + run.recompute : run.stop]
+                ),
                 host=round(_host_bytes(stage, calls, held[number])),
                 disk=round(sum(cost.on_disk for cost in held[number])),
                 forward_s=m * stage.forward_s,
@@ -247,21 +254,23 @@ def _build_stage_paces(
     a stage. ``everywhere``: the blocks of the calls that every stage runs. Stages with the same cost dict get one
     object.
     """
-    made: dict[int, Pace] = {}
+    made: dict[SameObject[Mapping[str, CallCost]], Pace] = {}
     for costs in by_stage:
-        if id(costs) not in made:
-            made[id(costs)] = Pace(tuple(costs[b] for b in placed), _sum_call_costs([costs[b] for b in everywhere]))
-    return tuple(made[id(costs)] for costs in by_stage)
+        if SameObject(costs) not in made:
+            made[SameObject(costs)] = Pace(
+                tuple(costs[b] for b in placed), _sum_call_costs([costs[b] for b in everywhere])
+            )
+    return tuple(made[SameObject(costs)] for costs in by_stage)
 
 
 def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...]:
     """Return ``paces`` with the overhead of all virtual stages but the first of each rank set to zero. The overhead is
     the cost of the block calls that every rank runs once. ``paces``: for each virtual stage, the costs of all calls.
     ``ranks``: the rank of each virtual stage."""
-    without = {id(pace): replace(pace, overhead=CallCost()) for pace in paces}
+    without = {SameObject(pace): replace(pace, overhead=CallCost()) for pace in paces}
     first = {rank: k for k, rank in reversed([*enumerate(ranks)])}
     every = enumerate(zip(paces, ranks, strict=True))
-    return tuple(pace if first[rank] == k else without[id(pace)] for k, (pace, rank) in every)
+    return tuple(pace if first[rank] == k else without[SameObject(pace)] for k, (pace, rank) in every)
 
 
 def _sum_call_costs(costs: Sequence[CallCost]) -> CallCost:
@@ -296,7 +305,8 @@ def estimate_step(
     ``Estimate.breakdown`` has the seconds of the step by kind, which add up to the step time:
 
     - ``compute``, ``recompute``, ``tp_communication``, ``pp_communication``: what the slowest stage does. Only the part
-      of ``pp_communication`` that computation does not hide is counted.
+      of ``pp_communication`` that computation does not hide is counted; none with several virtual stages on a rank,
+      which computes for another one while values are on the way.
     - ``bubble``: the time in which the slowest stage waits for other stages.
     - ``contention``: additional time because more devices of a node compute at the same time than its cores allow.
     - ``reduction``: the part of the gradient reduction that computation does not hide.
@@ -329,7 +339,7 @@ def estimate_step(
     communicated = m * _sum_collective_seconds(problem, stage)
     # time in which the stage waits for others; sends may overlap with computation
     waited = split.pipeline_s - m * (stage.time_s - stage.transfer_s)
-    sent = min(m * stage.transfer_s, max(0.0, waited))
+    sent = 0.0 if hidden else min(m * stage.transfer_s, max(0.0, waited))
     again = m * stage.recompute_s  # negative if recomputation replaces waiting for the host, which forward_s contains
     breakdown = {
         "compute": m * (stage.forward_s + stage.backward_s) - communicated + min(0.0, waited) + min(0.0, again),

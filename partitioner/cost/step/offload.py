@@ -16,6 +16,7 @@ from partitioner.cost.call.call_cost import CallCost
 from partitioner.cost.call.states import StateCost
 from partitioner.emit.buckets import bucket_limit
 from partitioner.errors import CapacityError
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.solve.stages.problem import Pace, StageCall
 from partitioner.topology.hosts import HostShare
 from partitioner.topology.topology import Topology
@@ -40,13 +41,13 @@ def add_offload_transfers(
     """
     made: dict[object, Pace] = {}
     for pace, host in zip(paces, hosts, strict=True):
-        if (host, id(pace)) not in made:
-            made[host, id(pace)] = replace(
+        if (host, SameObject(pace)) not in made:
+            made[host, SameObject(pace)] = replace(
                 pace, costs=tuple(_hosted_calls(calls, pace.costs, host, offload, states, train))
             )
     first = _hosted_calls(calls, [call.cost for call in calls], hosts[0], offload, states, train)
     moved = tuple(replace(call, cost=cost) for call, cost in zip(calls, first, strict=True))
-    return moved, tuple(made[host, id(pace)] for pace, host in zip(paces, hosts, strict=True))
+    return moved, tuple(made[host, SameObject(pace)] for pace, host in zip(paces, hosts, strict=True))
 
 
 def _hosted_calls(
@@ -68,7 +69,7 @@ def _hosted_calls(
         held = [states[name] for name in call.states if name in states and states[name].passing]
         passing = sum(s.parameter / (s.replicas if s.stage == 3 else 1) for s in held)
         whole = sum(s.parameter for s in held if s.stage < 3)  # gathered parameters are counted with the gathers
-        key = id(cost), once, passing, whole
+        key = SameObject(cost), once, passing, whole
         if key not in made:
             made[key] = _add_call_transfers(
                 cost, host, once if train and "activations" in offload else None, passing, whole

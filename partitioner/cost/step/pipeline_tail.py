@@ -33,6 +33,7 @@ from partitioner.cost.step.gradient_reduction import (
 )
 from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.cost.step.step_ends import gathered_seconds, reduction_delays, stage_buckets
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.schedules.formulas import is_split
 from partitioner.solve.stages.problem import StageCall, StageProblem
 from partitioner.solve.stages.split import StagePlan, stage_plans
@@ -318,7 +319,7 @@ class _ReductionTails:
         collective in ``self.keys`` moves."""
         held: Sizes = {key: size for key, size in zip(self.keys, sizes, strict=True) if size}
         groups = tuple(reducer.group(axes) for _, axes, _, _ in self.keys)
-        known = *sizes, reducer.how, id(reducer.device), groups
+        known = *sizes, reducer.how, SameObject(reducer.device), groups
         if known not in self._known:
             found = reduction_of(held, self.last_levels, reducer, overlap=False)  # one bucket has the fewest start-ups
             self._known[known] = found.seconds

@@ -12,6 +12,7 @@ from partitioner.cost.call.call_cost import Again, CallCost, CallWork, find_sele
 from partitioner.cost.call.expert_parallel import NO_SPREAD, Spread
 from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
 from partitioner.passes.ir.collectives import collective_name
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.passes.ir.model import Block
 from partitioner.topology.hardware import DeviceType
 from partitioner.topology.topology import Topology
@@ -24,7 +25,7 @@ class CallCostCache:
     """Cache of the costs of one call of each block on each kind of rank. ``blocks``: local graphs by name.
 
     ``train``: whether calls have a backward. ``again``: the function that selects the nodes which selective
-    recomputation runs again. ``works``: for each block, by ``id(block)``, the work from which costs are computed;
+    recomputation runs again. ``works``: for each block, by identity, the work from which costs are computed;
     several caches may share this dict.
     """
 
@@ -32,7 +33,7 @@ class CallCostCache:
     topology: Topology
     train: bool = True
     again: Again = find_selectively_recomputed
-    works: dict[int, CallWork] = field(default_factory=dict)  # by id(block); other caches may share them
+    works: dict[SameObject[Block], CallWork] = field(default_factory=dict)
     _devices: dict[tuple[str, float], DeviceType] = field(default_factory=dict)
     _of_seat: dict[tuple[RankProfile, Spread], Costs] = field(default_factory=dict)
     _of_stage: dict[tuple[tuple[RankProfile, ...], Spread], Costs] = field(default_factory=dict)
@@ -48,9 +49,10 @@ class CallCostCache:
     @cached_property
     def _call_works(self) -> dict[str, CallWork]:
         for block in self.blocks.values():
-            if id(block) not in self.works:
-                self.works[id(block)] = CallWork(block, self.train, self.again)
-        return {name: self.works[id(block)] for name, block in self.blocks.items()}
+            key = SameObject(block)
+            if key not in self.works:
+                self.works[key] = CallWork(block, self.train, self.again)
+        return {name: self.works[SameObject(block)] for name, block in self.blocks.items()}
 
     def _get_paced_device(self, kind: str, speed: float) -> DeviceType:
         """Return the device type ``kind`` with its rates scaled by ``speed``. Equal arguments give one object, because

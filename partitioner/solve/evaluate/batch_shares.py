@@ -18,6 +18,7 @@ from partitioner.cost.call.call_cost import CallCost
 from partitioner.cost.step.device_speeds import PipelineSpeeds, work_and_speeds
 from partitioner.cost.step.placed_mesh import PlacedMesh, Seats
 from partitioner.cost.step.rank_costs import CallCostCache, Costs, combine_fastest_costs, combine_longest_costs
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.schedules.formulas import is_formula, least_fill
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.sharding.local_model import LocalModel
@@ -69,8 +70,8 @@ class BatchSharing:
     candidate: MeshCandidate
     local: LocalModel
     costs: CallCostCache
-    _first: dict[int, tuple[PlacedMesh, Sequence[Shares]]] = field(default_factory=dict)  # by identity of the machine
-    _least: dict[int, tuple[PlacedMesh, float]] = field(default_factory=dict)
+    _first: dict[SameObject[PlacedMesh], Sequence[Shares]] = field(default_factory=dict)
+    _least: dict[SameObject[PlacedMesh], float] = field(default_factory=dict)
 
     def is_free(self, machine: PlacedMesh) -> bool:
         """Whether the ranks of ``dp`` may have unequal numbers of microbatches on this placement and it makes a
@@ -85,9 +86,10 @@ class BatchSharing:
         their speeds, for pipelines whose equal stages wait for the slowest, and an even one. Otherwise there is one,
         which a constraint fixes or which is even.
         """
-        if id(machine) not in self._first:
-            self._first[id(machine)] = machine, self._found_first(machine)
-        return self._first[id(machine)][1]
+        key = SameObject(machine)
+        if key not in self._first:
+            self._first[key] = self._found_first(machine)
+        return self._first[key]
 
     def of_stages(self, calls: Sequence[Sequence[int]], machine: PlacedMesh) -> Shares:
         """Return the number of microbatches of each rank of ``dp``, in proportion to the speeds of the pipelines with a
@@ -128,9 +130,10 @@ class BatchSharing:
     def least(self, machine: PlacedMesh) -> float:
         """Return a lower bound in seconds on the step of every plan on ``machine``, for any division of the batch among
         pipelines and any cut into stages."""
-        if id(machine) not in self._least:
-            self._least[id(machine)] = machine, self._found_least(machine)
-        return self._least[id(machine)][1]
+        key = SameObject(machine)
+        if key not in self._least:
+            self._least[key] = self._found_least(machine)
+        return self._least[key]
 
     def _found_first(self, machine: PlacedMesh) -> Sequence[Shares]:
         candidate = self.candidate

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from partitioner.cost.step.pipeline_tail import least_update, run_tails
 from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
 from partitioner.cost.step.rank_costs import CallCostCache
 from partitioner.errors import CapacityError, PlanError
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.plan import Estimate
 from partitioner.schedules.formulas import is_formula, is_plain
 from partitioner.schedules.registry import ranks_of
@@ -110,7 +111,7 @@ class PlacementEvaluator:
       ``cutoff_s``: plans that take at least this many seconds per step are of no interest.
     - ``record``: which divisions of the batch were fast, for candidates with the same pipelines.
     - ``lower_bounds``: for each evaluated placement that has a plan, a lower bound in seconds on all of its plans.
-    - ``asked``: the ``id`` of each placement that was evaluated.
+    - ``asked``: the placements that were evaluated, by identity.
     """
 
     job: Job
@@ -125,8 +126,8 @@ class PlacementEvaluator:
     record: ShareRecord = field(default_factory=ShareRecord)
     improved: bool = True
     lower_bounds: list[float] = field(default_factory=list)
-    asked: set[int] = field(default_factory=set)
-    _dressed: dict[int, tuple[PlacedMesh, PlacedMesh]] = field(default_factory=dict)
+    asked: set[SameObject[PlacedMesh]] = field(default_factory=set)
+    _dressed: dict[SameObject[PlacedMesh], PlacedMesh] = field(default_factory=dict)
 
     @cached_property
     def _batch_sharing(self) -> BatchSharing:
@@ -135,7 +136,7 @@ class PlacementEvaluator:
     def __call__(self, machine: PlacedMesh) -> tuple[float, PlacementResult]:
         """Return the step time in seconds of the best plan on ``machine`` (a placement of the mesh), and that plan.
         Raises :class:`PlanError` if there is none."""
-        self.asked.add(id(machine))
+        self.asked.add(SameObject(machine))
         machine = self.dressed(machine)
         step, best, least = math.inf, None, math.inf
         errors: list[PlanError] = []
@@ -245,6 +246,8 @@ class PlacementEvaluator:
             costs_by_stage=costs_by_stage,
             scattering=machine.scattering(candidate.num_microbatches(job.global_batch)),
         )
+        if job.layout is not None:
+            problem = replace(problem, pinned=job.layout.pinned_calls(problem.calls))
         return problem, held, shares
 
     def least(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
@@ -284,9 +287,10 @@ class PlacementEvaluator:
     def dressed(self, machine: PlacedMesh) -> PlacedMesh:
         """Return ``machine`` with the settings of the candidate and the job. The same object is returned for the same
         machine."""
-        if id(machine) not in self._dressed:  # keeping the machine keeps its id valid
-            self._dressed[id(machine)] = machine, self.job.dressed(machine, self.candidate)
-        return self._dressed[id(machine)][1]
+        key = SameObject(machine)
+        if key not in self._dressed:
+            self._dressed[key] = self.job.dressed(machine, self.candidate)
+        return self._dressed[key]
 
     def _set_microbatches_in_flight(self, problem: StageProblem) -> StageProblem:
         """Return ``problem`` with the numbers of microbatches whose activations each stage holds under a simulated

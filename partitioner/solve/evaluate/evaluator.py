@@ -23,6 +23,7 @@ from partitioner.cost.step.relaxed_mesh import no_slower
 from partitioner.emit.buckets import AT_ONCE, ReductionScheme
 from partitioner.errors import CapacityError, PlanError
 from partitioner.passes.errors import PartitionError, UnsupportedError
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.passes.ir.model import Block, FoldedModel
 from partitioner.plan import Estimate
 from partitioner.runtime.program.program import Offload
@@ -73,7 +74,7 @@ class CandidateEvaluator:
     job: Job
     host_lacks: bool = False  # whether a host's memory was too small for what a candidate offloads
     _costs: dict[LocalKey, CallCostCache] = field(default_factory=dict)
-    _works: dict[int, CallWork] = field(default_factory=dict)
+    _works: dict[SameObject[Block], CallWork] = field(default_factory=dict)
     _spread: set[tuple[int, LocalKey]] = field(default_factory=set)
     _floors: dict[Hashable, BlockLowerBound | None] = field(default_factory=dict)
     _held: dict[tuple[Any, ...], StateCosts] = field(default_factory=dict)
@@ -115,7 +116,8 @@ class CandidateEvaluator:
             found = self.placements.best(
                 candidate.grid, placement_evaluator, placement_evaluator.expected, cutoff_s, exchanges, likely
             )
-            others = [m for m in self.placements.candidates(candidate.grid) if id(m) not in placement_evaluator.asked]
+            asked = placement_evaluator.asked
+            others = [m for m in self.placements.candidates(candidate.grid) if SameObject(m) not in asked]
             placement_evaluator.lower_bounds += map(placement_evaluator.least, others if likely is not None else ())
         else:
             machine = self.placements.at(candidate.grid, devices)

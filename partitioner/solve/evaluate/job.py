@@ -15,6 +15,7 @@ from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.errors import CapacityError
 from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.passes.ir.model import FoldedModel
+from partitioner.solve.evaluate.pinned_layout import PinnedLayout
 from partitioner.solve.sharding.expert_parallel import common_experts, expert_states, regions_of, spread_batch
 from partitioner.solve.sharding.sharding import ShardingSolution
 from partitioner.topology import Topology
@@ -32,6 +33,7 @@ class Job:
       candidates.
     - ``refused``: candidates whose emitted programs are known not to fit, with the error to raise.
     - ``simulated``: simulated seconds of a step, for candidates whose programs take longer than their estimates.
+    - ``layout``: the layout of the states, if the program is a further one over the states of another program.
     """
 
     model: FoldedModel
@@ -47,6 +49,7 @@ class Job:
     reserves: Mapping[MeshCandidate, int] = field(default_factory=dict[MeshCandidate, int])
     refused: Mapping[MeshCandidate, CapacityError] = field(default_factory=dict[MeshCandidate, CapacityError])
     simulated: Mapping[MeshCandidate, float] = field(default_factory=dict[MeshCandidate, float])
+    layout: PinnedLayout | None = None
 
     def dressed(self, machine: PlacedMesh, candidate: MeshCandidate) -> PlacedMesh:
         """Return a copy of ``machine`` with the candidate's settings for experts and ZeRO and with the job's settings.

@@ -20,6 +20,7 @@ from partitioner.passes.ir.model import Block, FoldedModel
 from partitioner.passes.shard.split_batch import couples_samples, split_batch
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.placement.placement import Placements
+from partitioner.solve.sharding.choices import FREE_LAYOUTS
 from partitioner.solve.sharding.context_parallel import ContextModel, shard_context
 from partitioner.solve.sharding.costs import TensorCosts, divided_costs
 from partitioner.solve.sharding.expert_parallel import allowed_strategies
@@ -143,9 +144,9 @@ class LocalModels:
         return self._seats[tp, cp]
 
     def _build_local_model(self, key: LocalKey, num_microbatches: int) -> LocalModel:
-        start = time.perf_counter()
+        start = time.process_time()
         model, context, solution = self._solve_local_sharding(key, num_microbatches, self._done_ahead(key))
-        self._spent_s += time.perf_counter() - start
+        self._spent_s += time.process_time() - start
         return build_local_model(model, solution, context, self._blocks)
 
     def _done_ahead(self, key: LocalKey) -> Solutions | None:
@@ -226,7 +227,8 @@ class LocalModels:
         """Return the problem of sharding ``model`` over ``tp``. Variants that distribute experts differently share one
         problem, because they only differ in the strategies that they allow."""
         if key[:5] not in self._problems:
-            problem = sharding_problem(model, "tp", key[0], self._build_tensor_costs(model, "tp", key))
+            rules = FREE_LAYOUTS if self.job.layout is None else self.job.layout.rules(model, self.job.train)
+            problem = sharding_problem(model, "tp", key[0], self._build_tensor_costs(model, "tp", key), rules)
             if not self.job.experts:
                 return problem
             self._problems[key[:5]] = problem

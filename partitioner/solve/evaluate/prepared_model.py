@@ -53,7 +53,8 @@ class PreparedModel:
     place of the module.
 
     The model is captured when it is first planned, once for each combination of global batch, size of groups of
-    samples, and device type. ``notes``: sentences about parts of the given module that are left out.
+    samples, and device type. ``notes``: sentences about parts of the given module that are left out. ``given``:
+    returns the normal graph of the inputs, if it follows from other graphs; ``None``: the model is captured.
     """
 
     model: nn.Module | ExportedProgram
@@ -62,6 +63,7 @@ class PreparedModel:
     objective: Objective = "train"
     precision: str | None = None
     notes: tuple[str, ...] = ()
+    given: Callable[[], Captured] | None = None
     _known: dict[tuple[int | None, int | None, str], Work] = field(default_factory=dict, repr=False)
 
     def at(self, global_batch: int | None, constraints: Constraints | None = None, device: str = "cpu") -> Work:
@@ -84,7 +86,7 @@ class PreparedModel:
         key = global_batch, size, device
         if key not in self._known:
             if constraints is None or size is None:
-                folded = self._fold_normal_graph(self._normalize_capture(global_batch, device))
+                folded = self._fold_normal_graph(self.normalize_capture(global_batch, device))
                 batch = batch_size(folded, global_batch)
                 self._known[key] = folded, shard_batch(folded, batch), batch
             else:
@@ -106,7 +108,7 @@ class PreparedModel:
         batch = given if global_batch is None else global_batch
         constraints.check_groups(batch)
         with _explaining_groups(size):
-            group = self._normalize_capture(size, device)
+            group = self.normalize_capture(size, device)
         found = mean_over_groups(group, dims, batch // size, partial(self._capture_group, 2 * size, device))
         return *of_groups(self._fold_normal_graph(found.captured), found, batch // size), batch
 
@@ -114,9 +116,11 @@ class PreparedModel:
         with _explaining_groups(size):
             return self._capture_model(size, device)
 
-    def _normalize_capture(self, global_batch: int | None, device: str) -> Captured:
+    def normalize_capture(self, global_batch: int | None, device: str) -> Captured:
         """Capture the model and return its graph in normal form. Numbers among the inputs become tensors in the graph.
         If such a graph cannot be normalized, they are constants instead."""
+        if self.given is not None and global_batch is None:
+            return self.given()
         captured = self._capture_model(global_batch, device)
         try:
             return normalize(captured)

@@ -40,7 +40,7 @@ from partitioner.solve.search.space import (
 )
 from partitioner.units import list_divisors
 
-DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"
+DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3", "Megatron's layout"
 
 _EXCLUDED = "excluded by the constraints"
 MOST_TRIED = 12  # greatest number of candidates that are tried for one layout

@@ -363,6 +363,7 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
         offload=chosen.offload,
         reducing=chosen.reducing,
         left_whole=chosen.local.left_whole,
+        layout_of=None if job.layout is None else job.layout.program,
     )
     program = emit(local.model, chosen.stage_of_call, spec)
     program = with_fp8(program) if job.precision == "fp8" else program

@@ -273,7 +273,7 @@ def _add_rows_to_certificate(
     certificate: Certificate, rows: Sequence[Candidate], best: SolvedCandidate, found: SolvedCandidate
 ) -> Certificate:
     """Return ``certificate`` with ``rows`` appended. If ``best`` is not ``found``, the objective, the chosen row, the
-    bound and the gap are those of ``best``.
+    bound and the gap are those of ``best``, and the bound of ``certificate`` is the one of the covered schedules.
     """
     if best is found:
         return certificate.model_copy(update={"candidates": (*certificate.candidates, *rows)})
@@ -283,7 +283,13 @@ def _add_rows_to_certificate(
     chosen_s = [row.bound for row in rows if row.status == "chosen"]
     bound, gap = bound_and_gap(step, [certificate.bound, *chosen_s])
     return certificate.model_copy(
-        update={"objective": step, "bound": bound, "gap": gap, "candidates": (*solved, *rows)}
+        update={
+            "objective": step,
+            "bound": bound,
+            "gap": gap,
+            "covered_bound": certificate.bound,
+            "candidates": (*solved, *rows),
+        }
     )
 
 

@@ -90,7 +90,9 @@ class PlanSearchResult:
             baselines = self.baselines.result()
         except KeyboardInterrupt:  # the plan itself is complete
             baselines = ()
-        return self.certificate.model_copy(update={"baselines": baselines, "bound": bound, "gap": gap})
+        covered = self.certificate.covered_bound
+        update = {"bound": bound, "gap": gap, "covered_bound": None if covered is None else min(covered, lower_bound_s)}
+        return self.certificate.model_copy(update={"baselines": baselines, **update})
 
 
 def space_of(job: Job, bounds: ModelBounds) -> SearchSpace:

@@ -21,6 +21,7 @@ from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.cost.step.rank_costs import CallCostCache
 from partitioner.cost.step.relaxed_mesh import best_type
 from partitioner.passes.errors import PartitionError
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.runtime.program.mesh import AXES
 from partitioner.solve.evaluate.evaluate_placement import PlacementEvaluator
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
@@ -113,7 +114,7 @@ class UniformClusterBound:
 
     def __init__(self, evaluator: CandidateEvaluator) -> None:
         self._evaluator = evaluator
-        self._costs: dict[int, CallCostCache] = {}  # by identity of the evaluator's own costs
+        self._costs: dict[SameObject[CallCostCache], CallCostCache] = {}  # by the evaluator's own costs
         self._machines: dict[tuple[int, ...], list[PlacedMesh]] = {}
 
     def quickly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
@@ -183,11 +184,12 @@ class UniformClusterBound:
     def _build_uniform_evaluator(self, candidate: MeshCandidate, cutoff_s: float) -> PlacementEvaluator:
         evaluator, job = self._evaluator, self._uniform_job
         local, costs, states = evaluator.own(candidate)
-        if id(costs) not in self._costs:
-            self._costs[id(costs)] = CallCostCache(costs.blocks, job.topology, costs.train, costs.again, costs.works)
+        key = SameObject(costs)
+        if key not in self._costs:
+            self._costs[key] = CallCostCache(costs.blocks, job.topology, costs.train, costs.again, costs.works)
         reference = replace(evaluator.locals.reference_seat(candidate.tp, candidate.cp), kind=BEST)
         return PlacementEvaluator(
-            job, candidate, local, self._costs[id(costs)], states, reference, lambda *_: None, True, cutoff_s
+            job, candidate, local, self._costs[key], states, reference, lambda *_: None, True, cutoff_s
         )
 
     def _list_distinct_placements(self, candidate: MeshCandidate) -> list[PlacedMesh]:

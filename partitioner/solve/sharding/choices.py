@@ -40,14 +40,16 @@ class LayoutRules:
 
     ``inputs``: the layouts that a model input may have (``R``, replicated, if it is not named). ``outputs``: those that
     a model output may have (``S``, sharded, or ``R`` if it is not named). ``pins``: the one layout of a value, input or
-    state. ``whole_states``: no state is sharded, and the gradient of a trained state is a partial sum.
-    ``partial_values``: values between calls may be partial sums. ``lengths``: sequence lengths. Dims of these sizes may
-    be sharded zigzag, and operators on them have further strategies.
+    state. ``states``: the one layout of a state, with the kind of its gradient. ``whole_states``: no state is sharded,
+    and the gradient of a trained state is a partial sum. ``partial_values``: values between calls may be partial sums.
+    ``lengths``: sequence lengths. Dims of these sizes may be sharded zigzag, and operators on them have further
+    strategies.
     """
 
     inputs: Mapping[str, Collection[Layout]] = field(default_factory=dict)
     outputs: Mapping[str, Collection[Layout]] = field(default_factory=dict)
     pins: Mapping[str, Layout] = field(default_factory=dict)
+    states: Mapping[str, Layout] = field(default_factory=dict)
     whole_states: bool = False
     partial_values: bool = False
     lengths: frozenset[int] = frozenset()
@@ -120,6 +122,8 @@ def state_options(
     if rules.whole_states:
         limits.append((tie.names[0], "a state", (READ_SHARDED if trained else REPLICATED,)))
     for name in tie.names:
+        if name in rules.states:
+            limits.append((name, "in the layout of the plan's first program", (rules.states[name],)))
         for alias in (name, *model.states[name].aliases):
             if alias in rules.pins:
                 limits.append((alias, "pinned", _pinned_state(rules.pins[alias], trained)))

@@ -10,6 +10,7 @@ from partitioner.candidate import split_of
 from partitioner.emit.program import Layouts
 from partitioner.emit.zero import states_left_whole
 from partitioner.passes.ir.gradient_flow import stops_gradient
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.passes.ir.layouts import REPLICATED, Layout, local_shape
 from partitioner.passes.ir.model import Block, FoldedModel, TensorSpec
 from partitioner.passes.shard.shard_block import fuse_bias, shard_block
@@ -67,7 +68,7 @@ def build_local_model(
     tp = solution.num_ranks
     blocks: dict[str, Block] = {}
     for name, block in split.blocks.items():
-        key = id(block), tp, solution.blocks[name].key
+        key = SameObject(block), tp, solution.blocks[name].key
         if key not in known:
             known[key] = unmark_stopped(fuse_bias(shard_block(block, solution.blocks[name], "tp", tp)))
         blocks[name] = known[key]

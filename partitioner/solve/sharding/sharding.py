@@ -133,11 +133,13 @@ def solve_sharding(
     return ShardingProblem(model, axis, num_ranks, costs, rules).solve(allowed, time_limit_s)
 
 
-def sharding_problem(model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts) -> ShardingProblem:
-    """Return the problem that :func:`solve_sharding` solves, for two or more ranks and without layouts fixed by the
+def sharding_problem(
+    model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts, rules: LayoutRules = FREE_LAYOUTS
+) -> ShardingProblem:
+    """Return the problem that :func:`solve_sharding` solves, for two or more ranks. ``rules``: layouts fixed by the
     caller.
     """
-    return ShardingProblem(model, axis, num_ranks, costs, _complete_layout_rules(model, axis, FREE_LAYOUTS))
+    return ShardingProblem(model, axis, num_ranks, costs, _complete_layout_rules(model, axis, rules))
 
 
 def _complete_layout_rules(model: FoldedModel, axis: str, rules: LayoutRules) -> LayoutRules:

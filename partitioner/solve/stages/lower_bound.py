@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.errors import CapacityError
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.schedules.csv_table import ScheduleTable
 from partitioner.schedules.formulas import is_formula, least_fill
 from partitioner.solve.stages.problem import Pace, StageProblem
@@ -127,7 +128,7 @@ def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] 
         slim = tables.slim.run_times(stages, start, stop)
         times = slim if problem.recompute == "selective" else np.minimum(times, slim)
     followed = not is_formula(problem.schedule)  # for formula schedules the formula gives a tighter bound
-    of_pace: dict[int, OtherStageTimes] = {}
+    of_pace: dict[SameObject[Pace], OtherStageTimes] = {}
     ends, values = stop[firsts], np.empty((2 + followed, len(start)))
     # the least maximum, the least sum and the least step, up to each call
     least = np.full((len(values), len(problem.calls) + 1), np.inf)
@@ -138,9 +139,9 @@ def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] 
         np.add(before[1], time, out=values[1])
         if followed:
             pace = problem.pace(stage)
-            if id(pace) not in of_pace:
-                of_pace[id(pace)] = _bound_other_stages(problem, pace)
-            others = of_pace[id(pace)]
+            if SameObject(pace) not in of_pace:
+                of_pace[SameObject(pace)] = _bound_other_stages(problem, pace)
+            others = of_pace[SameObject(pace)]
             np.maximum(before[2], _after_others(problem, stage, others, start, stop, time), out=values[2])
         least.fill(np.inf)
         least[:, ends] = np.minimum.reduceat(values, firsts, axis=1)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from partitioner.cost.call.call_cost import CallCost
 from partitioner.cost.call.transient_bytes import NOTHING_MORE, AtEnds
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.schedules.formulas import Counts, stage_in_flight
 from partitioner.topology.hardware import Link
 
@@ -147,10 +148,10 @@ class StageProblem:
         if not (self.train and scores and self.recompute in (None, "selective")):
             return None
         calls = tuple(replace(call, cost=call.cost.selective()) for call in self.calls)
-        paces = {id(pace): replace(pace, costs=tuple(c.selective() for c in pace.costs)) for pace in self.paces}
+        paces = {SameObject(pace): replace(pace, costs=tuple(c.selective() for c in pace.costs)) for pace in self.paces}
         # unless recomputation is fixed, whole calls may be recomputed, too
         whole: Recompute | None = "none" if self.recompute == "selective" else None
-        return replace(self, calls=calls, paces=tuple(paces[id(pace)] for pace in self.paces), recompute=whole)
+        return replace(self, calls=calls, paces=tuple(paces[SameObject(pace)] for pace in self.paces), recompute=whole)
 
     @property
     def last_repeated(self) -> int:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from partitioner.passes.ir.hashing import SameObject
+
 if TYPE_CHECKING:
     from partitioner.solve.stages.problem import StageCall
 
@@ -203,18 +205,18 @@ class _StateReads:
         self._places, counted = _index_first_occurrences(names)
         each = list(chain.from_iterable(names))
         self._names, self._calls = [each[number] for number in counted.tolist()], len(names)
-        self._known: dict[int, tuple[Mapping[str, float], Table]] = {}
+        self._known: dict[SameObject[Mapping[str, float]], Table] = {}
 
     def table(self, sizes: Mapping[str, float]) -> Table:
         """Return a table ``[start, stop]`` of the bytes of the distinct parameters and buffers in each run of calls.
         ``sizes``: bytes by name; the result is cached by its identity."""
-        if id(sizes) not in self._known:
+        key = SameObject(sizes)
+        if key not in self._known:
             if len(self._known) * (self._calls + 1) ** 2 > _MOST_KNOWN:
                 self._known.clear()
             of_names = np.array([sizes.get(name, 0.0) for name in self._names], dtype=np.float64)
-            table = _sum_first_occurrences(self._places, of_names, self._calls)
-            self._known[id(sizes)] = sizes, table  # keeps the id valid
-        return self._known[id(sizes)][1]
+            self._known[key] = _sum_first_occurrences(self._places, of_names, self._calls)
+        return self._known[key]
 
 
 @lru_cache(maxsize=4)

@@ -114,16 +114,16 @@ def test_short_gradients_are_scattered_as_they_are():
 def test_attention_reaches_less_on_short_sequences():
     short, long = (Kernel("attention", 0.0, flops=1e12, smallest=keys, precision="bf16") for keys in (512, 16384))
     assert kernels_time([short], DEVICE) > 1.5 * kernels_time([long], DEVICE)
-    assert kernels_time([long], DEVICE) == kernels_time([replace(long, smallest=1e6)], DEVICE)
+    assert kernels_time([long], DEVICE) == kernels_time([long._replace(smallest=1e6)], DEVICE)
 
 
 def test_attention_reaches_less_where_heads_are_narrow():
     wide = Kernel("attention", 0.0, flops=1e12, smallest=8192.0, precision="bf16", width=128.0)
-    narrow, half = (kernels_time([replace(wide, width=width)], DEVICE) for width in (64.0, 96.0))
+    narrow, half = (kernels_time([wide._replace(width=width)], DEVICE) for width in (64.0, 96.0))
     assert narrow > half > kernels_time([wide], DEVICE)
-    assert narrow == kernels_time([replace(wide, width=32.0)], DEVICE)
+    assert narrow == kernels_time([wide._replace(width=32.0)], DEVICE)
     plain = DEVICE.model_copy(update={"attention_widths": ()})
-    assert kernels_time([replace(wide, width=64.0)], plain) == kernels_time([wide], DEVICE)
+    assert kernels_time([wide._replace(width=64.0)], plain) == kernels_time([wide], DEVICE)
 
     def attended(width: int) -> CallCost:  # as many FLOPs
         value = torch.empty(1, 8192 // width, 4096, width, dtype=BF16)

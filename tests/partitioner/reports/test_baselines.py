@@ -14,7 +14,7 @@ from tests.helpers.experts_zoo import plain_inputs as expert_inputs
 from tests.helpers.infeasible_jobs import Tower
 from tests.helpers.small_clusters import cluster
 
-NAMES = ["Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"]
+NAMES = ["Plain data parallelism", "ZeRO-3", "Megatron's layout"]
 
 
 def planned(memory: float = 64, batch: int = 64, host: float | None = None, **pins: Any) -> Plan:

@@ -72,7 +72,7 @@ def test_a_bound_is_an_answer_and_planning_again_a_better_one(plan: Plan):
     assert exact.candidate.step_time is not None
     assert rough.bound is not None
     assert rough.bound <= exact.candidate.step_time
-    assert "Where the extra time goes:" in exact.lines
+    assert "The parts of the step time that differ most:" in exact.lines
 
 
 def test_states_that_nobody_shares_are_shared_in_any_way():
@@ -135,7 +135,7 @@ def test_what_was_not_searched_is_planned_with_the_model(plan: Plan):
     deep = planned(Topology.preset("dgx-h100"), pp=4)
     unseen = deep.why_not(zero=3, pp=1)
     assert unseen.verdict == "unknown"
-    assert "One such layout, ZeRO-3 (fully sharded)" in str(unseen)
+    assert "One such layout, ZeRO-3" in str(unseen)
     assert plan.why_not(dp_shard=2).verdict == "unknown"
     answer = plan.why_not(dp_shard=2, **again())
     assert answer.verdict in ("slower", "faster")

@@ -191,7 +191,7 @@ def test_pictures_say_what_bubble_and_idle_are():
     svg = draw(plan_of(llama(pp=2, layers=4)), "timeline")
     said = " ".join(texts(svg))
     assert "Idle is all time without computation" in said
-    assert "what the slowest stage waits for other stages" in said
+    assert "The bubble is the part of it in which a rank waits for other stages" in said
 
 
 def test_one_stage_has_no_schedule():

@@ -96,10 +96,10 @@ def test_the_picture_has_a_row_for_every_stage():
 
 def test_the_capacity_is_a_line_or_a_word():
     near = draw(plan_of(llama(pp=2, dp=1, tp=2)), "memory")
-    assert "the memory of the device that a program may use" in near
+    assert "usable memory: without reserve, communication groups and margin" in near
     far = draw(planned(pp=2), "memory")
     assert "far beyond the scale" in far
-    assert "the memory of the device that a program may use" not in far
+    assert "usable memory: without reserve, communication groups and margin" not in far
 
 
 def lab(colour: str, sight: str) -> tuple[float, float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections import Counter
 from typing import Any
@@ -18,10 +19,12 @@ from partitioner import Topology, partition
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.explain.explain import format_explanation, format_summary
-from partitioner.explain.tables import build_bar_chart, candidate_counts, describe_outcome
+from partitioner.explain.tables import build_bar_chart, candidate_counts, describe_outcome, sharing_text
+from partitioner.explain.time_parts import format_time_changes
 from partitioner.passes.errors import InputsError
-from partitioner.plan import Candidate, Certificate, Plan
+from partitioner.plan import Baseline, Candidate, Certificate, Plan
 from partitioner.plans import outline as outline_shared
+from partitioner.plans.figures import list_usable_bytes
 from partitioner.plans.outline import outline_program
 from partitioner.runtime.program.program import Program
 from partitioner.simulate.program_time import plan_timeline, stage_seconds
@@ -54,7 +57,7 @@ def test_the_summary_has_the_figures(plan: Plan):
     assert line_of(text, "mesh") == "mesh                 pp 4 × dp 2 × tp 2 (16 ranks) on 2 x dgx-h100"
     assert line_of(text, "microbatches").endswith("8 of 1 sample, global batch 16")
     assert line_of(text, "step time").endswith("1.23 s")
-    assert line_of(text, "memory").endswith("61 GiB of 76.3 GiB, rank 0 is the fullest")
+    assert line_of(text, "memory").endswith("61 GiB of 72.4 GiB usable (84%), rank 0 is the fullest")
     assert line_of(text, "matmul work divided").endswith("99%")
     assert (
         "gap 2.8% under the cost model: this plan takes 1.23 s, a plan that the proof covers takes 1.2 s or more"
@@ -63,7 +66,7 @@ def test_the_summary_has_the_figures(plan: Plan):
     assert "4 layouts: 1 chosen; 1 slower; 1 ruled out by a lower bound on its time; 1 does not fit in memory" in words
     assert "The proof covers the pipeline schedules 1F1B and ZB-1P. Wider tp was not tried." in words
     assert line_of(text, "bandwidth").endswith("nvlink4 450 GB/s, ib-ndr 50 GB/s per device")
-    assert line_of(text, "of which").endswith("computation 71%, communication 18%, pipeline bubble 11%")
+    assert line_of(text, "of which").endswith("computation 71%, exposed communication 18%, pipeline bubble 11%")
     assert line_of(text, "aten.sort.stable").endswith("0.4%")
     assert "- dropout is off" in text
 
@@ -71,7 +74,7 @@ def test_the_summary_has_the_figures(plan: Plan):
 def test_the_summary_has_a_row_for_every_stage(plan: Plan):
     row = line_of(format_summary(plan), "2   8–11").split()
     assert row[:4] == ["2", "8–11", "RotaryEmbedding,", "8"]
-    assert " ".join(row).find("1.21 B 1.13 GiB 55 GiB (72%)") > 0
+    assert " ".join(row).find("1.21 B 1.13 GiB 55 GiB (76%)") > 0
 
 
 def test_texts_are_plain_and_fit_their_width(plan: Plan):
@@ -82,8 +85,11 @@ def test_texts_are_plain_and_fit_their_width(plan: Plan):
 
 def test_the_explanation_answers_its_questions(plan: Plan):
     text = " ".join(format_explanation(plan).split())
-    assert "Yes: the fullest rank (0, on stage 0) needs 61 GiB of 76.3 GiB; 15.3 GiB are left (20%)." in text
-    assert "Time: computation 71%, communication" in text
+    assert (
+        "Yes: the fullest rank (0, on stage 0) needs 61 GiB of 72.4 GiB usable (84%); 11.4 GiB of these are left."
+        in text
+    )
+    assert "Time of the slowest rank: computation 71%, exposed communication" in text
     assert "column-parallel (S0): self_attn.q_proj, mlp.up_proj" in text
     assert "row-parallel (S1): self_attn.o_proj, mlp.down_proj" in text
     assert "vocabulary-parallel (S0)" in text
@@ -205,9 +211,40 @@ def test_the_explanation_says_why_the_baselines_lost(plan: Plan):
 
 def test_a_plan_that_does_not_fit_says_by_how_much(plan: Plan):
     full = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"memory": (90 * 2**30,) * 16})})
-    assert "No: the fullest rank (0, on stage 0) needs 90 GiB, 13.7 GiB more than its 76.3 GiB." in format_explanation(
-        full
-    )
+    text = " ".join(format_explanation(full).split())
+    assert "No: the fullest rank (0, on stage 0) needs 90 GiB of 72.4 GiB usable (124%): 17.6 GiB too much." in text
+
+
+def test_all_reports_compare_with_the_usable_memory(plan: Plan):
+    """Of 85,520,809,984 bytes of a device, 79.65 GiB, 1.5e9 are reserved (1.4 GiB), 3 × 690e6 are for the groups along
+    tp, dp and pp (1.93 GiB), and 5 % of the 84,020,809,984 not reserved are the margin (3.91 GiB): 77,749,769,484
+    bytes, 72.41 GiB, are usable. 61 GiB are 84 % of these, 55 GiB of stage 2 are 76 %."""
+    told = "79.6 GiB of the device, less 1.4 GiB reserved, 1.93 GiB for communication groups and 3.91 GiB of margin"
+    summary, why = (" ".join(text.split()) for text in (plan.summary(), plan.explain()))
+    told += " (memory_margin 5%)"
+    assert f"usable memory {told}" in summary
+    assert f"Usable are {told}. The margin is for what the estimate does not know." in why
+    assert "the fullest rank uses 84% of its usable memory" in why
+    assert "55 GiB (76%)" in summary
+    assert list_usable_bytes(plan) == (77_749_769_484,) * 16
+    whole = plan.model_copy(update={"constraints": Constraints(memory_margin=0)})
+    told = "less 1.4 GiB reserved and 1.93 GiB for communication groups; no margin was asked for"
+    assert told in " ".join(whole.summary().split())
+
+
+def test_what_takes_a_part_of_the_margin_says_so(plan: Plan):
+    """73 GiB are 604 MiB more than the usable 77,749,769,484 bytes (72.41 GiB), and the margin is 3.91 GiB. Without a
+    margin 76.32 GiB are usable, 77 GiB are 694 MiB more."""
+    estimate = plan.estimate.model_copy(update={"memory": (73 * 2**30,) * 16})
+    text = " ".join(format_explanation(plan.model_copy(update={"estimate": estimate})).split())
+    assert "Hardly: the fullest rank (0, on stage 0) needs 73 GiB of 72.4 GiB usable (101%): 604 MiB too much, " in text
+    assert "which the margin of 3.91 GiB covers; nothing that needs less was found." in text
+    update = {
+        "estimate": plan.estimate.model_copy(update={"memory": (77 * 2**30,) * 16}),
+        "constraints": Constraints(memory_margin=0),
+    }
+    text = " ".join(format_explanation(plan.model_copy(update=update)).split())
+    assert "needs 77 GiB of 76.3 GiB usable (101%): 694 MiB too much; nothing that needs less was found." in text
 
 
 @pytest.mark.parametrize(("cut_off", "ended"), [("time limit", "its time limit"), ("interruption", "an interruption")])
@@ -328,7 +365,7 @@ def test_what_limits_the_step_is_told_with_the_largest_first(plan: Plan):
     parts = {"compute": 0.45, "bubble": 0.35, "reduction": 0.2}
     estimate = plan.estimate.model_copy(update={"breakdown": parts})
     text = " ".join(format_explanation(plan.model_copy(update={"estimate": estimate})).split())
-    assert "Time: computation 45%, pipeline bubble 35%, communication 20%." in text
+    assert "Time of the slowest rank: computation 45%, pipeline bubble 35%, exposed communication 20%." in text
 
 
 def test_a_precision_that_there_is_not_is_refused_before_anything_is_traced():
@@ -380,6 +417,40 @@ def test_nothing_is_compared_where_experts_are_spread_as_asked_or_not_at_all():
     assert "How are the experts spread?" not in explained(ep=1)
 
 
+@pytest.mark.parametrize(
+    ("pins", "said", "ranks"),  # of those that share the states of experts
+    [
+        ({"ep": 2}, "over 8 ranks of dp; those of experts over 4 ranks with the same experts", 4),
+        ({"ep": 4}, "over 8 ranks of dp; those of experts over 2 ranks with the same experts", 2),
+        (
+            {"ep": 2, "dp_shard": 4},
+            "over 4 ranks of dp, in 2 replicas; those of experts over 2 ranks with the same experts, in 2 replicas",
+            2,
+        ),
+        ({"ep": 4, "dp_shard": 2}, "over 2 ranks of dp, in 4 replicas; those of experts are not sharded", 1),
+        ({"ep": 1}, "over 8 ranks of dp", 8),
+    ],
+)
+def test_the_states_of_experts_are_shared_by_fewer_ranks(pins: dict[str, int], said: str, ranks: int):
+    """Of 8 ranks that are spread over ep, 8 / ep have the same experts, and only these can share their states. Of
+    dp_shard neighbouring ranks dp_shard / ep have the same ones. The program shards over as many ranks."""
+    with torch.device("meta"):
+        model, x = Mixture(), torch.empty(8, 16, 64)
+    plan = partition(model, Topology.preset("dgx-h100"), (x,), constraints=Constraints(dp=8, zero=1, **pins))
+    assert sharing_text(plan) == f"ZeRO 1: optimizer states {said}"
+    program = plan.program
+    assert math.prod(program.size(axis) for axis in program.states["up"].zero_axes) == ranks
+
+
+def test_experts_that_no_other_rank_has_are_not_sharded():
+    """With as many ranks as experts, 4, each rank has one expert of its own."""
+    with torch.device("meta"):
+        model, x = Mixture(), torch.empty(8, 16, 64)
+    plan = partition(model, Topology.local(4), (x,), constraints=Constraints(dp=4, ep=4, zero=1))
+    words = "over 4 ranks of dp; those of experts are not sharded, as no other rank has the same experts"
+    assert sharing_text(plan) == f"ZeRO 1: optimizer states {words}"
+
+
 def test_an_interruption_leaves_the_plan_that_was_found(monkeypatch: pytest.MonkeyPatch):
     """While schedules of several virtual stages are tried, there is one already."""
     solve = CandidateEvaluator.solve
@@ -395,3 +466,96 @@ def test_an_interruption_leaves_the_plan_that_was_found(monkeypatch: pytest.Monk
     plan = partition(model, Topology.local(2), (x,), loss=lambda y: y.sum(), constraints=Constraints(pp=2))
     assert plan.certificate.cut_off == "interruption"
     assert plan.prove()
+
+
+def test_the_parts_of_the_step_in_which_a_baseline_differs_are_named(plan: Plan):
+    """The plan computes 870 ms, communicates 190 ms inside layers and 36 ms between stages, and waits 138 ms. The other
+    layout computes 900 ms, recomputes 250 ms, communicates 350 ms inside layers and never waits: the three largest
+    differences are 250, 160 and -138 ms."""
+    chosen, solved = plan.certificate.candidates[:2]
+    parts = {"compute": 0.9, "recompute": 0.25, "tp_communication": 0.35}
+    baseline = Baseline(name="Megatron's layout", candidate=solved.model_copy(update={"breakdown": parts}))
+    own = Baseline(name="ZeRO-3", candidate=chosen.model_copy(update={"breakdown": parts}))
+    certificate = plan.certificate.model_copy(update={"baselines": (baseline, own)})
+    text = " ".join(format_explanation(plan.model_copy(update={"certificate": certificate})).split())
+    differences = "recomputation +250 ms, communication inside layers +160 ms, pipeline bubble −138 ms"
+    assert f"Megatron's layout (dp 2 × tp 8): takes 1.5 s, 22% more ({differences})" in text
+    assert "ZeRO-3 (pp 4 × dp 2 × tp 2): this is the plan mesh" in text
+
+
+def test_equal_parts_of_the_step_are_no_difference():
+    """A thousandth of a step of 2 s is 2 ms: 1 ms is not told, 3 ms are."""
+    old = {"compute": 1.5, "bubble": 0.5}
+    assert format_time_changes(old, {"compute": 1.501, "bubble": 0.499}) == ""
+    assert format_time_changes(old, {"compute": 1.503, "bubble": 0.499}) == "computation +3 ms"
+
+
+def test_what_is_proven_of_a_schedule_that_the_proof_does_not_cover(plan: Plan):
+    """A plan of 1.234 s under ZB-V. Its own layout takes 1.2 s or more: 1 - 1.2 / 1.234 = 2.8 % less. Plans under
+    covered schedules take 1.3 s or more, so none of these is faster; at 1.22 s one may be by 1.1 %."""
+    zb_v = plan.chosen.model_copy(update={"schedule": "zb-v", "virtual_stages": 2})
+    assert plan.written is not None
+    written = plan.written.model_copy(update={"schedule": "zb-v"})
+
+    def texts(covered_bound: float) -> list[str]:
+        rows = (zb_v, *plan.certificate.candidates[1:])
+        certificate = plan.certificate.model_copy(update={"covered_bound": covered_bound, "candidates": rows})
+        told = plan.model_copy(update={"certificate": certificate, "written": written})
+        return [" ".join(text(told).split()) for text in (format_summary, format_explanation)]
+
+    summary, why = texts(1.3)
+    assert (
+        "certificate not proven optimal: its schedule (zb-v, 2 virtual stages on each rank) is not covered. Under the "
+        "cost model this plan takes 1.23 s, a plan of its own layout 1.2 s or more (gap 2.8%), and a plan that the "
+        "proof covers 1.3 s or more"
+    ) in summary
+    covered = "Proven under the cost model: a plan that the proof covers takes"
+    assert "the proof does not cover its schedule (zb-v, 2 virtual stages on each rank)." in why
+    assert f"{covered} 1.3 s or more, so it is not faster than this plan." in why
+    own = "a plan of this plan's own layout (pp 4 × dp 2 × tp 2, v 2, zb-v) takes 1.2 s or more, so it may be faster"
+    assert f"{own} than this plan by 2.8% at most." in why
+    assert "Not proven: that no other layout with several stages on a rank is faster." in why
+    assert f"{covered} 1.22 s or more, so it may be faster than this plan by 1.1% at most." in texts(1.22)[1]
+
+
+def test_a_search_says_what_it_proves_of_its_schedule():
+    """Here two virtual stages win. The covered bound is that of plans with one stage on each rank, of which none takes
+    less. The bound is the least of it and of the chosen layout's own."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), torch.empty(8, 512)
+    pins = Constraints(pp=2)
+    plan = partition(model, Topology.local(2), (x,), loss=lambda y: y.sum(), constraints=pins)
+    certificate = plan.certificate
+    assert plan.chosen.virtual_stages > 1
+    assert certificate.covered_bound is not None
+    assert certificate.bound == pytest.approx(min(certificate.covered_bound, plan.chosen.bound))
+    single = [c.step_time for c in certificate.candidates if c.virtual_stages == 1 and c.step_time is not None]
+    assert certificate.covered_bound <= min(single)
+    fixed = partition(model, Topology.local(2), (x,), loss=lambda y: y.sum(), constraints=Constraints(pp=1))
+    assert fixed.certificate.covered_bound is None
+
+
+def test_bounds_of_layouts_say_what_they_do_not_cover(plan: Plan):
+    """A layout that was only bounded may have several stages on a rank, which its bound does not cover."""
+    words = "The proof covers the pipeline schedules 1F1B and ZB-1P."
+    row = plan.certificate.candidates[2].model_copy(update={"mesh": {"pp": 2, "dp": 1, "cp": 1, "tp": 8, "ep": 1}})
+    certificate = plan.certificate.model_copy(update={"candidates": (plan.chosen, row)})
+    told = plan.model_copy(update={"certificate": certificate})
+    answer = told.why_not(pp=2).lines
+    assert answer[0].startswith("Every plan with pp=2 that the proof covers takes 1.9 s or more")
+    assert words in answer
+    assert words not in told.why_not(pp=2, schedule="gpipe").lines
+
+
+def test_answers_know_the_baselines_that_were_worked_out(plan: Plan):
+    """The best of ZeRO-3 is a baseline of 1.4 s, and its row only a bound of 1.3 s: the answer is from both."""
+    row = plan.certificate.candidates[1].model_copy(
+        update={"zero": 3, "status": "bounded", "step_time": None, "bound": 1.3}
+    )
+    solved = row.model_copy(update={"status": "solved", "step_time": 1.4, "dp_shard": 1})
+    certificate = plan.certificate.model_copy(
+        update={"candidates": (plan.chosen, row), "baselines": (Baseline(name="ZeRO-3", candidate=solved),)}
+    )
+    lines = plan.model_copy(update={"certificate": certificate}).why_not(zero=3).lines
+    worked_out = "The best of these that was worked out is dp 2 × tp 8, zero 3, dp_shard 1. It takes 1.4 s"
+    assert any(line.startswith(worked_out) for line in lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from partitioner.advise.why_not import why_not
 from partitioner.cli.show import rank_parts
 from partitioner.explain.diff import in_words
 from partitioner.explain.tables import fullest_bytes, sharing_text
-from partitioner.plan import Candidate
+from partitioner.plan import Candidate, StageEstimate
+from partitioner.plans.figures import bubble_text, key_figures, waiting_shares
 from partitioner.plans.outline import outline_program
+from partitioner.plans.training_run import energy_of
 from partitioner.units import bytes_text, format_plain_text
 from tests.helpers.sample_programs import llama, plan_of
 from tests.helpers.small_clusters import cluster
@@ -132,5 +135,50 @@ def test_ranks_that_share_states_are_the_product_of_their_axes() -> None:
 
 
 def test_a_rank_has_the_room_that_the_summary_tells(plan: Plan) -> None:
-    (room,) = re.findall(r"memory +[\d.]+ .iB of ([\d.]+ .iB), rank 0", plan.summary())
+    (room,) = re.findall(r"memory +[\d.]+ .iB of ([\d.]+ .iB usable) .*, rank 0", plan.summary())
     assert f"of {room}" in format_plain_text(rank_parts(plan, 0))
+
+
+def with_stage_seconds(plan: Plan, seconds: Sequence[float], step: float, bubble: float) -> Plan:
+    """``plan`` with stages that work so many ``seconds``, a third of it forward, in a step of ``step`` seconds of which
+    the slowest rank waits the share ``bubble``."""
+    stages = tuple(
+        StageEstimate(first="a", last="b", num_calls=4, recomputed=0, forward_s=s / 3, backward_s=2 * s / 3, memory={})
+        for s in seconds
+    )
+    update = {"stages": stages, "step_time": step, "bubble": bubble}
+    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update=update)})
+
+
+def test_the_bubble_is_told_of_the_slowest_and_of_the_mean_rank() -> None:
+    """Stages work 9, 7, 6 and 6 s in a step of 10 s, of which the slowest waits 0.5 s. The others wait 2, 3 and 3 s
+    more: 0.5 + (0 + 2 + 3 + 3) / 4 = 2.5 s on the mean rank."""
+    plan = with_stage_seconds(plan_of(llama(pp=4, dp=2, tp=2)), [9.0, 7.0, 6.0, 6.0], step=10.0, bubble=0.05)
+    shares = waiting_shares(plan)
+    assert (shares.slowest, shares.mean) == (0.05, pytest.approx(0.25))
+    text = "5.0% on the slowest rank, 25% on the mean rank"
+    assert bubble_text(plan) == text
+    assert dict(key_figures(plan))["bubble, slowest and mean rank"] == "5.0%, 25%"
+    said = " ".join(plan.summary().split())
+    assert f"bubble {text}: the share of the step in which a rank waits for other ranks" in said
+    why = " ".join(plan.explain().split())
+    assert f"Bubble: {text}: the share of the step in which a rank waits for other ranks." in why
+
+
+def test_replicas_with_fewer_microbatches_wait_for_the_others() -> None:
+    """Two replicas of one stage have 4 and 2 microbatches. The first works 8 s of a step of 10 s, the other 4 s, so it
+    waits 4 s: 2 s on the mean rank."""
+    plan = with_stage_seconds(plan_of(llama(pp=1, dp=2, tp=1)), [8.0], step=10.0, bubble=0.0)
+    assert plan.written is not None
+    assert bubble_text(plan) == ""
+    assert "on the slowest rank" not in plan.summary()
+    uneven = plan.model_copy(update={"written": plan.written.model_copy(update={"data_shares": (4, 2)})})
+    assert waiting_shares(uneven).mean == pytest.approx(0.2)
+    assert bubble_text(uneven) == "0% on the slowest rank, 20% on the mean rank"
+
+
+def test_energy_is_that_of_the_mean_rank() -> None:
+    """16 devices of 700 W busy and 75 W idle. In a step of 10 s the mean rank waits 25 %: 7.5 s of 700 W and 2.5 s of
+    75 W are 5,437.5 J on each."""
+    plan = with_stage_seconds(plan_of(llama(pp=4, dp=2, tp=2)), [9.0, 7.0, 6.0, 6.0], step=10.0, bubble=0.05)
+    assert energy_of(plan) == pytest.approx(16 * 5437.5)

@@ -221,7 +221,7 @@ def test_a_type_inside_of_forward_is_seen() -> None:
 @pytest.mark.parametrize(
     ("constraints", "said"),
     [
-        ({"zero": 0}, "sharding ZeRO 0: every rank holds all states"),
+        ({"zero": 0}, "sharding ZeRO 0: states are not sharded over data-parallel ranks"),
         ({"zero": 1}, "sharding ZeRO 1: optimizer states over 4 ranks of dp"),
         ({"zero": 2}, "sharding ZeRO 2: optimizer states and gradients over 4 ranks of dp"),
         ({"zero": 3}, "sharding ZeRO 3: optimizer states, gradients and parameters over 4 ranks of dp"),
@@ -249,7 +249,7 @@ def test_inference_has_no_states_to_share() -> None:
     assert "gradients" not in text
 
 
-def stage(recomputed: int, selective: bool) -> StageEstimate:
+def stage(recomputed: int, selective: bool, in_part: int = 0) -> StageEstimate:
     return StageEstimate(
         first="a",
         last="b",
@@ -259,6 +259,7 @@ def stage(recomputed: int, selective: bool) -> StageEstimate:
         backward_s=2,
         memory={},
         selective=selective,
+        in_part=in_part,
     )
 
 
@@ -267,10 +268,21 @@ def stage(recomputed: int, selective: bool) -> StageEstimate:
     [
         ((stage(0, False),), None, "recompute nothing"),
         ((stage(4, False),), None, "recompute all calls in full"),
-        ((stage(0, True),), None, "recompute norms, activation functions and other cheap operators"),
-        ((stage(0, True),), "scores", "recompute attention scores"),
-        ((stage(0, True),), "alternate", "recompute cheap operators and every second matrix product"),
-        ((stage(1, True),), None, "recompute 1 of 4 calls in full, in the others norms"),
+        (
+            (stage(0, True, 4),),
+            None,
+            "4 of 4 calls in part (in part: norms, activation functions and other cheap operators)",
+        ),
+        ((stage(0, True),), None, "recompute calls in part (in part: norms"),
+        ((stage(0, True, 3),), "scores", "recompute 3 of 4 calls in part (in part: attention scores)"),
+        ((stage(0, True, 4),), "alternate", "(in part: cheap operators and every second matrix product)"),
+        ((stage(1, True, 2),), None, "recompute 1 of 4 calls in full, 2 in part (in part: norms"),
+        ((stage(1, True),), None, "recompute 1 of 4 calls in full, others in part (in part: norms"),
+        (
+            (stage(0, True, 2), stage(0, True, 4), stage(0, True, 2)),
+            None,
+            "recompute stages 0, 2: 2 of 4 calls in part; stage 1: 4 of 4 calls in part (in part: norms",
+        ),
         (
             (stage(2, False), stage(0, False), stage(0, False)),
             None,

@@ -1,0 +1,323 @@
+"""Put a plan together: its first program, and further ones over the layout of the state that the first one has.
+
+The first program decides the layout. :class:`PinnedLayout` makes the solver keep it, ``ProgramSpec.layout_of`` makes
+the emitter keep its ZeRO pieces and buckets, and ``prove_same_layout`` refuses a program that has another layout. A
+further program has its own microbatches and strategies of operators.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from partitioner.candidate import MeshCandidate
+from partitioner.constraints import Constraints
+from partitioner.errors import ConstraintError, PlanError
+from partitioner.explain.tables import notes_on_precision
+from partitioner.passes.errors import InputsError, PartitionError
+from partitioner.plan import Candidate, Estimate, Plan, operator_share
+from partitioner.programs.requests import Evaluate, Shapes
+from partitioner.programs.shapes import Shape, ShapeFamily
+from partitioner.runtime.family.data import BatchPadding, FurtherProgram
+from partitioner.runtime.prove.layouts import prove_same_layout
+from partitioner.schedules.csv_table import ScheduleTable
+from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
+from partitioner.solve.evaluate.job import Job
+from partitioner.solve.evaluate.pinned_layout import PinnedLayout
+from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
+from partitioner.solve.search.fit_memory import PlannedProgram, emit_program
+from partitioner.solve.search.outcomes import bound_and_gap
+from partitioner.solve.stages.split import check_room
+from partitioner.topology import Topology
+from partitioner.topology.groups import stage_capacity, stage_ranks
+from partitioner.units import bytes_text, list_divisors, seconds_text
+
+Purpose = Literal["evaluate", "step"]
+
+_SIZES = 3  # of microbatches that are tried for a further program
+_LAYOUTS = 4  # that are compared by their expected time
+_GAIN = 0.01  # of the expected time, for which another layout is taken
+
+
+@dataclass(frozen=True)
+class FirstProgram:
+    """What further programs follow: the job of the first program, its plan, and the model.
+
+    ``job_of``: makes the job of a number of samples (``None``: that of the inputs) and a prepared model. ``family``:
+    the shapes of the batches; ``None``: the one of the inputs. ``note``: why the layout is another one than the largest
+    shape would have.
+    """
+
+    prepared: PreparedModel
+    job: Job
+    found: PlannedProgram
+    job_of: Callable[[int | None, PreparedModel], Job]
+    family: ShapeFamily | None = None
+    note: str = ""
+    _evaluators: dict[Shape, CandidateEvaluator] = field(
+        default_factory=dict[Shape, CandidateEvaluator], repr=False, compare=False
+    )
+
+    def evaluator_at(self, shape: Shape) -> CandidateEvaluator:
+        """What solves layouts of the shape ``shape`` of the family."""
+        assert self.family is not None
+        if shape not in self._evaluators:
+            self._evaluators[shape] = CandidateEvaluator(self.job_of(None, self.family.prepared_at(shape)))
+        return self._evaluators[shape]
+
+    def with_layout(self, found: PlannedProgram) -> FirstProgram:
+        """With the layout of ``found`` instead, which is slower for the largest shape and faster on average."""
+        row = next(c for c in found.certificate.candidates if c.status == "chosen")
+        before = self.found.certificate
+        rows = [
+            c.model_copy(update={"status": "solved"}) if c.status == "chosen" else c
+            for c in before.candidates
+            if _candidate_of(c) != _candidate_of(row)
+        ]
+        bound, gap = bound_and_gap(row.step_time or found.estimate.step_time, (before.bound,))
+        certificate = before.model_copy(
+            update={
+                "candidates": (row, *rows),
+                "objective": row.step_time or found.estimate.step_time,
+                "bound": bound,
+                "gap": gap,
+            }
+        )
+        note = (
+            "the layout has the least expected step time over the shapes of batches, of those that were compared; for "
+            f"the largest shape alone another one takes {seconds_text(self.found.estimate.step_time)}"
+        )
+        return replace(self, found=replace(found, certificate=certificate), note=note)
+
+    def plan_evaluation(self, name: str, asked: Evaluate) -> FurtherProgram:
+        """The program ``name`` that evaluates as ``asked``. Raises :class:`PlanError` if there is none."""
+        model = self.prepared.model
+        if not isinstance(model, nn.Module):
+            raise InputsError(
+                f"programs[{name!r}]: an exported program has one mode, so it cannot be evaluated in another; expected "
+                "an nn.Module: pass the module"
+            )
+        inputs = self.prepared.inputs if asked.inputs is None else asked.inputs
+        loss: Callable[[Any], Tensor] | None = self.prepared.loss if asked.loss is None else asked.loss
+        prepared = prepare(model, inputs, loss=loss, objective="infer", precision=self.prepared.precision)
+        batch = self.job.global_batch if asked.inputs is None else None
+        with in_evaluation_mode(model):
+            job = self.job_of(batch, prepared)
+            return self.plan_program(name, job, "evaluate", _find_padding(prepared, job))
+
+    def plan_program(
+        self, name: str, job: Job, purpose: Purpose, padding: BatchPadding | None = None
+    ) -> FurtherProgram:
+        """The program of ``job`` in the layout of the first one. Raises :class:`PlanError` if there is none."""
+        chosen, first = self.found.chosen, self.found.program
+        assert first is not None
+        pinned = PinnedLayout.of(chosen.local, chosen.stage_of_call, first)
+        job = replace(job, layout=pinned, constraints=job.constraints.model_copy(update={"offload": chosen.offload}))
+        solved, errors = solve_microbatchings(CandidateEvaluator(job), chosen.candidate, chosen.devices)
+        for fastest in solved:
+            try:
+                program, estimate = emit_program(job, replace(fastest, reducing=chosen.reducing))
+                prove_same_layout(first, name, program)
+            except PartitionError as error:
+                errors.append(error)
+                continue
+            memory = self._check_memory(name, estimate, purpose)
+            seconds = estimate.simulated if estimate.simulated is not None else estimate.step_time
+            return FurtherProgram(program=program, purpose=purpose, seconds=seconds, memory=memory, padding=padding)
+        why = str(errors[0]) if errors else f"its {job.global_batch} samples do not split over dp={chosen.candidate.dp}"
+        raise PlanError(
+            f"program {name!r} has no plan in the layout of the training program ({chosen.candidate}): {why}; change "
+            "its inputs, or fix another layout by constraints="
+        )
+
+    def _check_memory(self, name: str, estimate: Estimate, purpose: Purpose) -> int:
+        """The most bytes of a rank while the program runs. Raises :class:`CapacityError` if a device has fewer.
+
+        What training keeps between steps, gradients and optimizer states, is there beside an evaluation.
+        """
+        mesh, chosen = self.found.chosen.candidate.grid, self.found.chosen
+        rooms = stage_capacity(self.job.topology, mesh, chosen.devices)
+        most = 0
+        for stage, (ranks, room) in enumerate(zip(stage_ranks(mesh), rooms, strict=True)):
+            kept = self.found.estimate.stages[stage].memory if purpose == "evaluate" else {}
+            beside = kept.get("gradients", 0) + kept.get("optimizer", 0)
+            needed = max(estimate.memory[ranks.start : ranks.stop]) + beside
+            check_room(f"stage {stage} of program {name!r} takes {bytes_text(needed)}", needed, room)
+            most = max(most, needed)
+        return most
+
+
+def solve_microbatchings(
+    evaluator: CandidateEvaluator, candidate: MeshCandidate, devices: Sequence[int] | None = None
+) -> tuple[list[SolvedCandidate], list[PartitionError]]:
+    """The ways to split a job's batch on the mesh of ``candidate``, the fastest first, and why others fail.
+
+    Microbatches have as many samples as the candidate's, or fewer; a few sizes are tried.
+    """
+    job, solved, errors = evaluator.job, list[SolvedCandidate](), list[PartitionError]()
+    sizes = [s for s in list_divisors(job.global_batch) if s <= candidate.microbatch_size]
+    for size in sorted(sizes, reverse=True)[:_SIZES]:
+        if job.global_batch // size % candidate.dp == 0:
+            try:
+                solved.append(evaluator.solve(replace(candidate, microbatch_size=size), devices))
+            except PartitionError as error:
+                errors.append(error)
+    return sorted(solved, key=lambda each: each.estimate.step_time), errors
+
+
+def choose_expected_layout(
+    first: FirstProgram, constraints: Constraints, plan: Callable[[Job], PlannedProgram]
+) -> FirstProgram:
+    """``first``, or the program of another layout if that has a smaller expected step time over all shapes.
+
+    The fastest layouts that the search has solved for the largest shape are compared. ``constraints``: those of the
+    user, which the layout meets. ``plan``: plans a job.
+    """
+    family, found = first.family, first.found
+    if family is None or len(family.shapes) == 1 or found.program is None:
+        return first
+    if isinstance(constraints.schedule, ScheduleTable):
+        return first
+    rows = [c for c in found.certificate.candidates if c.status == "solved" and c.step_time]
+    own = next(c for c in found.certificate.candidates if c.status == "chosen")
+    best, least = own, _expect_step_time(first, own) * (1 - _GAIN)
+    for row in sorted(rows, key=lambda c: c.step_time or 0.0)[: _LAYOUTS - 1]:
+        expected = _expect_step_time(first, row, least)
+        if expected < least:
+            best, least = row, expected
+    if best is own:
+        return first
+    try:
+        return first.with_layout(plan(replace(first.job, constraints=_pin_candidate(constraints, best))))
+    except PlanError:  # its program does not fit after all
+        return first
+
+
+def _expect_step_time(first: FirstProgram, row: Candidate, least: float = math.inf) -> float:
+    """Seconds of a step of a candidate, on average over the shapes; if that reaches ``least``, a number above it."""
+    family, candidate = first.family, _candidate_of(row)
+    assert family is not None
+    total = family.weight_of(family.shapes[0]) * (row.step_time or 0.0)
+    for shape in family.shapes[1:]:
+        if family.weight_of(shape):
+            solved, _ = solve_microbatchings(first.evaluator_at(shape), candidate)
+            total += family.weight_of(shape) * (solved[0].estimate.step_time if solved else math.inf)
+        if total >= least:
+            break
+    return total
+
+
+def _candidate_of(row: Candidate) -> MeshCandidate:
+    mesh = row.mesh
+    axes = mesh["pp"], mesh["dp"], mesh["tp"], row.microbatch_size, row.schedule, mesh["cp"], mesh["ep"]
+    return MeshCandidate(*axes, row.etp if mesh["ep"] > 1 else 0, row.zero, row.virtual_stages, row.dp_shard)
+
+
+def _pin_candidate(constraints: Constraints, row: Candidate) -> Constraints:
+    pins: dict[str, Any] = {**row.mesh, "microbatch_size": row.microbatch_size, "zero": row.zero}
+    if row.mesh["pp"] > 1:
+        pins["schedule"] = row.schedule
+        pins |= {"virtual_stages": row.virtual_stages} if row.virtual_stages > 1 else {}
+    if row.zero and 0 < row.dp_shard < row.mesh["dp"]:
+        pins["dp_shard"] = row.dp_shard
+    free = {name: pin for name, pin in pins.items() if getattr(constraints, name) is None}
+    return constraints.model_copy(update=free)
+
+
+@contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, ``model`` is in evaluation mode; afterwards every module has its own mode again."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _find_padding(prepared: PreparedModel, job: Job) -> BatchPadding | None:
+    """How batches of an evaluation are padded; ``None`` if its inputs say nothing of it."""
+    if prepared.inputs is None:
+        return None
+    family = ShapeFamily.of(prepared, Shapes(), job.global_batch, job.topology)
+    return family.padding_at(family.shapes[0])
+
+
+def plan_further_programs(first: FirstProgram, programs: Mapping[str, Evaluate]) -> dict[str, FurtherProgram]:
+    """The further programs of a plan by name: those for other shapes of a batch, and ``programs``.
+
+    Raises :class:`ConstraintError` if the plan of the first program cannot have further ones.
+    """
+    shapes = () if first.family is None else first.family.shapes[1:]
+    if not programs and not shapes:
+        return {}
+    check_first_program(first.found)
+    found: dict[str, FurtherProgram] = {}
+    for shape in shapes:
+        assert first.family is not None
+        name, padding = name_shape(shape), first.family.padding_at(shape)
+        found[name] = first.plan_program(name, first.evaluator_at(shape).job, "step", padding)
+    return found | {name: first.plan_evaluation(name, asked) for name, asked in programs.items()}
+
+
+def name_shape(shape: Shape) -> str:
+    """The name of the program for batches of ``shape``."""
+    return f"step {shape[0]}x{shape[1]}" if shape[1] else f"step {shape[0]}"
+
+
+def check_first_program(found: PlannedProgram) -> None:
+    """Raise :class:`ConstraintError` if no other program can run on the state of the plan ``found``."""
+    if found.program is None:
+        raise ConstraintError(
+            f"programs= and shapes= need a plan with programs, and {', '.join(found.beyond)} has none; leave it out, "
+            "or plan each program by itself"
+        )
+    if found.program.offload:
+        raise ConstraintError(
+            f"programs= and shapes= with offload={'+'.join(found.program.offload)}: further programs read parameters "
+            "on the device alone; expected offload=(): add devices, or plan each program by itself"
+        )
+    if found.program.data_shares:
+        raise ConstraintError(
+            f"programs= and shapes= with data_shares={found.program.data_shares}: further programs split their batches "
+            "evenly; expected equal shares: fix data_shares, or a batch that dp divides"
+        )
+
+
+def assemble_plan(first: FirstProgram, topology: Topology, programs: Mapping[str, Evaluate]) -> Plan:
+    """The plan of ``first`` on ``topology``, with the further ``programs``."""
+    job, found, prepared = first.job, first.found, first.prepared
+    chosen = found.chosen
+    return Plan(
+        program=found.program,
+        topology=topology,
+        devices=chosen.devices,
+        constraints=job.constraints,
+        profile=job.profile,
+        estimate=found.estimate,
+        certificate=found.certificate,
+        shares=operator_share(job.batch_of(chosen.candidate.ep), chosen.local.sharding, chosen.local.context),
+        model=type(prepared.model).__name__,
+        precision=prepared.precision,
+        optimizer=job.optimizer,
+        notes=(
+            *job.model.notes,
+            *([first.note] if first.note else []),
+            *notes_on_precision(topology, job.precision, chosen.local.model),
+        ),
+        context=found.context,
+        objective=prepared.objective,
+        global_batch=job.global_batch,
+        planned_only=found.beyond,
+        in_host=chosen.offload,
+        of_replicas=chosen.data_shares,
+        lacking=found.lacking,
+        further=plan_further_programs(first, programs),
+        padding=None if first.family is None else first.family.padding_at(first.family.shapes[0]),
+    )

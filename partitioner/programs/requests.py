@@ -1,0 +1,98 @@
+"""What a user asks of further programs: :class:`Evaluate` and :class:`Shapes`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
+
+from partitioner.errors import PlanError
+from partitioner.option_text import explain_validation_error
+from partitioner.passes.documented_model import DocumentedModel
+
+
+class ShapeError(PlanError):
+    """A batch shape that a plan cannot have with exactly the results of the model."""
+
+
+class Evaluate(BaseModel, metaclass=DocumentedModel):
+    """A program that runs forward alone, of the model in evaluation mode, on the weights that the plan trains.
+
+    Raises :class:`ShapeError` for a malformed value.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    inputs: Any = Field(
+        default=None,
+        description="One global batch, as for partition; meta tensors are fine. None: the shape of the training batch.",
+    )
+    loss: Any = Field(
+        default=None, description="Makes the scalar loss of the output. None: as in training, or the model's own."
+    )
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise ShapeError(explain_validation_error(error, [*Evaluate.model_fields], "field of Evaluate")) from None
+
+
+class Shapes(BaseModel, metaclass=DocumentedModel):
+    """The shapes of batches that a plan trains on: every number of samples with every number of positions.
+
+    The layout is that of the largest shape. A batch that has none of these shapes is padded to the next larger one.
+
+    Raises :class:`ShapeError` for a malformed value.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    batch: tuple[PositiveInt, ...] = Field(
+        default=(), description="Numbers of samples. (): that of the inputs, or global_batch."
+    )
+    length: tuple[PositiveInt, ...] = Field(
+        default=(), description="Numbers of positions, as tokens of a sample. (): that of the inputs."
+    )
+    weights: Mapping[int, float] = Field(
+        default_factory=dict[int, float],
+        description="Length to how often batches have it; those left out never. {}: all equally often.",
+    )
+
+    @field_validator("batch", "length", mode="before")
+    @classmethod
+    def _several(cls, given: Any) -> Any:
+        return (given,) if isinstance(given, int) and not isinstance(given, bool) else given
+
+    @field_validator("batch", "length")
+    @classmethod
+    def _sorted(cls, given: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted(set(given)))
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise ShapeError(explain_validation_error(error, [*Shapes.model_fields], "field of Shapes")) from None
+        unknown = sorted(set(self.weights) - set(self.length))
+        if unknown or any(w < 0 for w in self.weights.values()) or (self.weights and not any(self.weights.values())):
+            raise ShapeError(
+                f"weights has {unknown or dict(self.weights)}; expected lengths among {list(self.length)}, each with a "
+                "number of 0 or more, and one above 0: correct weights, or leave it out"
+            )
+
+
+NO_PROGRAMS: Mapping[str, Evaluate] = MappingProxyType({})
+
+
+def check_programs(programs: Any) -> None:
+    """Raise :class:`ShapeError` unless ``programs`` is a mapping of names to :class:`Evaluate`."""
+    if not isinstance(programs, Mapping):
+        raise ShapeError(f"programs is a {type(programs).__name__}; expected a dict like {{'eval': Evaluate()}}")
+    for name, asked in programs.items():
+        if not isinstance(name, str) or not name or not isinstance(asked, Evaluate):
+            raise ShapeError(
+                f"programs[{name!r}] is a {type(asked).__name__}; expected a name and Evaluate(inputs=...)"
+            )

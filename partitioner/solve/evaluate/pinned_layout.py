@@ -1,0 +1,68 @@
+"""The layout of a state that a further program of a plan has to keep: of states over ``tp``, and stages of calls."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from partitioner.passes.ir.layouts import READ_SHARDED, REPLICATED, Layout
+from partitioner.passes.ir.model import FoldedModel
+from partitioner.runtime.program.program import Program
+from partitioner.solve.sharding.choices import LayoutRules
+from partitioner.solve.sharding.local_model import LocalModel
+from partitioner.solve.stages.problem import StageCall
+
+
+@dataclass(frozen=True)
+class PinnedLayout:
+    """The layout of the first program of a plan.
+
+    ``states``: layout of parameters and buffers over ``tp``. ``stages``: for each module path, the (virtual) stages of
+    its calls, in order. ``home``: the stage of each state that one stage reads. ``program``: the first program.
+    """
+
+    states: Mapping[str, Layout]
+    stages: Mapping[str, tuple[int, ...]]
+    home: Mapping[str, int]
+    program: Program
+
+    @staticmethod
+    def of(local: LocalModel, stage_of_call: Sequence[int], program: Program) -> PinnedLayout:
+        """The layout of ``program``, whose calls are those of ``local`` on the stages ``stage_of_call``."""
+        stages: dict[str, list[int]] = defaultdict(list)
+        readers: dict[str, set[int]] = defaultdict(set)
+        for call, stage in zip(local.model.calls, stage_of_call, strict=True):
+            if not (call.shared or call.prologue):
+                stages[call.path].append(stage)
+                for name in call.states:
+                    readers[name].add(stage)
+        kept = {n: s for n, s in local.sharding.states.items() if local.model.states[n].kind != "constant"}
+        home = {name: min(found) for name, found in readers.items() if len(found) == 1}
+        return PinnedLayout(kept, {path: tuple(found) for path, found in stages.items()}, home, program)
+
+    def rules(self, model: FoldedModel, train: bool) -> LayoutRules:
+        """What the sharding of ``model`` over ``tp`` has to keep. Without training, no state has a gradient."""
+        found = {n: layout for n, layout in self.states.items() if n in model.states}
+        if not train:
+            found = {n: REPLICATED if layout == READ_SHARDED else layout for n, layout in found.items()}
+        return LayoutRules(states=found)
+
+    def pinned_calls(self, calls: Sequence[StageCall]) -> dict[int, int]:
+        """The stage by position of each call that has a stage in the first program: by its path, else by its states."""
+        seen: dict[str, int] = defaultdict(int)
+        counts: dict[str, int] = defaultdict(int)
+        for call in calls:
+            counts[call.path] += 1
+        pinned = {}
+        for place, call in enumerate(calls):
+            known, number = self.stages.get(call.path, ()), seen[call.path]
+            seen[call.path] += 1
+            homes = {self.home[s] for s in call.states if s in self.home}
+            if len(known) == counts[call.path]:
+                pinned[place] = known[number]
+            elif homes:
+                pinned[place] = max(homes)
+        ordered = sorted(pinned)
+        return pinned if all(pinned[a] <= pinned[b] for a, b in pairwise(ordered)) else {}

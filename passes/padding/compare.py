@@ -1,0 +1,83 @@
+"""Compare the graphs of a model for two sizes of the batch: which operators have numbers that follow from the size?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from partitioner.passes.ir.model import Captured
+from partitioner.passes.rules.factors import results_of
+
+# Operators with sizes among their arguments: the sizes of their results are compared instead.
+_SIZED = frozenset(
+    "view _unsafe_view reshape expand expand_copy arange full zeros ones empty new_full new_zeros new_ones new_empty "
+    "slice slice_copy narrow split_with_sizes split repeat slice_scatter unflatten".split()
+)
+_END = {"slice": 3, "slice_copy": 3, "slice_scatter": 4}  # the position of an argument that may be a size
+
+
+def operator_name(node: fx.Node) -> str:
+    """The name of an operator without its overload; operators of this project as ``partition::name``."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return str(getattr(target, "__name__", target))
+    return target._schema.name.removeprefix("aten::")
+
+
+def pair_nodes(main: Captured, other: Captured) -> dict[fx.Node, fx.Node] | None:
+    """Each node of ``main`` with the node of ``other`` that does the same; ``None`` if the graphs differ in more than
+    sizes."""
+    ours, theirs = list(main.graph.nodes), list(other.graph.nodes)
+    if len(ours) != len(theirs):
+        return None
+    pairs = dict(zip(ours, theirs, strict=True))
+    for a, b in pairs.items():
+        if a.op != b.op or (a.target != b.target and a.op == "call_function"):
+            return None
+        if [pairs[n] for n in a.all_input_nodes] != b.all_input_nodes:
+            return None
+        if a.op == "placeholder" and main.placeholders[a.name] != other.placeholders[b.name]:
+            return None
+    return pairs
+
+
+def has_own_number(node: fx.Node, other: fx.Node) -> bool:
+    """Whether an operator reads a number that follows from the size, such as the factor of a mean."""
+    name, end = operator_name(node), None
+    if name.startswith("partition::") and name not in ("partition::cross_entropy",) and _is_random(name):
+        return False
+    if name in _END:
+        end = _END[name]
+    elif name in _SIZED:
+        return False
+    for place, pair in enumerate(zip(node.args, other.args, strict=True)):
+        if place != end and _differ(*pair):
+            return True
+    return any(_differ(node.kwargs[k], other.kwargs[k]) for k in node.kwargs)
+
+
+def _is_random(name: str) -> bool:
+    return name.removeprefix("partition::") in ("uniform", "normal", "exponential", "bits", "fraction")
+
+
+def _differ(a: Any, b: Any) -> bool:
+    if isinstance(a, fx.Node) or isinstance(b, fx.Node):
+        return False  # operands are compared as nodes
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) != len(b) or any(_differ(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a != b)
+
+
+def shapes_of(node: fx.Node) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the results of a node."""
+    return tuple(tuple(result.shape) for result in results_of(node))
+
+
+def is_prefix(whole: Tensor, part: Tensor) -> bool:
+    """Whether a constant for one size is the first part, along its dims, of the constant for another size."""
+    if whole.dim() != part.dim():
+        return False
+    common = tuple(slice(min(a, b)) for a, b in zip(whole.shape, part.shape, strict=True))
+    return torch.equal(whole[common], part[common])

@@ -1,0 +1,76 @@
+"""The number in the padded places of a result, from those of its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from partitioner.passes.padding.compare import operator_name
+from partitioner.passes.rules.factors import get_meta_tensor, operands_of, with_operands
+from partitioner.passes.rules.pointwise import LINEAR, NONLINEAR
+
+VIEWS = frozenset(
+    "view _unsafe_view reshape expand expand_copy unsqueeze squeeze permute transpose t clone contiguous alias detach "
+    "flatten unflatten repeat".split()
+)
+CASTS = frozenset(("to", "_to_copy", "type_as"))
+POINTWISE = frozenset(
+    (*NONLINEAR, *LINEAR, *CASTS, "add", "sub", "rsub", "mul", "div", "where", "masked_fill", "clamp", "min", "max")
+)
+NEGATIVE = -1e30  # a score at or below it has no weight in a softmax beside any other
+
+_ZERO = frozenset(("mul", "bitwise_and", "logical_and", "__and__"))
+_ONE = frozenset(("bitwise_or", "logical_or", "__or__"))
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether each element of the result follows from one element of each operand."""
+    return operator_name(node) in POINTWISE and not isinstance(node.meta["val"], tuple | list)
+
+
+def apply_to_numbers(node: fx.Node, numbers: Sequence[float | None]) -> float | None:
+    """What a pointwise operator makes of one number of each operand; ``None`` where that is not known.
+
+    ``numbers``: by operand; ``None`` for one that is not known.
+    """
+    name, operands = operator_name(node), operands_of(node)
+    known = dict(zip(operands, numbers, strict=True))
+    if name == "where" and len(node.args) == 3:
+        condition = known.get(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+        return None if condition is None else _number_of(node.args[1 if condition else 2], known)
+    if name == "masked_fill":
+        mask = _number_of(node.args[1], known)
+        return None if mask is None else _number_of(node.args[2 if mask else 0], known)
+    if all(number is not None for number in numbers):
+        return _evaluate(node, numbers)
+    if name in _ZERO and any(n == 0 for n in numbers):
+        return 0.0
+    if name in _ONE and get_meta_tensor(node).dtype == torch.bool and any(n not in (None, 0) for n in numbers):
+        return 1.0
+    if name == "add" and any(n is not None and n <= NEGATIVE for n in numbers):
+        return -torch.inf
+    return None
+
+
+def _number_of(argument: Any, known: dict[fx.Node, float | None]) -> float | None:
+    if isinstance(argument, fx.Node):
+        return known.get(argument)
+    return float(argument) if isinstance(argument, bool | int | float) else None
+
+
+def _evaluate(node: fx.Node, numbers: Sequence[float | None]) -> float | None:
+    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    tensors: list[Any] = [
+        torch.tensor(number, dtype=get_meta_tensor(operand).dtype)
+        for number, operand in zip(numbers, operands_of(node), strict=True)
+    ]
+    args, kwargs = with_operands(node, tensors)
+    kwargs.pop("device", None)
+    try:
+        made = target(*args, **kwargs)
+        return float(made.item()) if made.numel() == 1 else None
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        return None

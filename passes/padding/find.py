@@ -1,0 +1,171 @@
+"""Find how the inputs of a model may be padded along one axis of the batch, so that nothing else changes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from partitioner.passes.ir.model import Captured
+from partitioner.passes.ir.rewrite import format_node_location
+from partitioner.passes.padding.compare import has_own_number, is_prefix, operator_name, pair_nodes, shapes_of
+from partitioner.passes.padding.fills import VIEWS
+from partitioner.passes.padding.propagate import Sizes, Values, propagate_padding
+from partitioner.passes.padding.values import PaddedValue, Part, find_created_part, plain_value
+from partitioner.passes.rules.factors import operands_of
+
+_MOST = 64  # combinations of numbers that are tried
+
+Fills = Mapping[str, float | None]  # path of an input -> the number in its new places; None: those of the last place
+
+
+@dataclass(frozen=True)
+class AxisPadding:
+    """How inputs are padded along one axis. ``fills``: by path. ``outputs``: path of an output -> the dim that grows,
+    and by how much it exceeds the batch. ``fault``: why no padding leaves the results as they are; empty if one does.
+    """
+
+    fills: dict[str, float | None] = field(default_factory=dict)
+    outputs: dict[str, tuple[int, int]] = field(default_factory=dict)
+    fault: str = ""
+
+
+def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], sizes: Sizes) -> AxisPadding:
+    """How the inputs of a model in normal form are padded along one axis.
+
+    ``main``, ``other``: the graphs for ``sizes`` elements along the axis. ``dims``: path of an input to its dim of that
+    axis. Real places of every output, the loss, and every update of a buffer have to be as they are without padding.
+    They then are so for every weight, so gradients are, too.
+    """
+    pairs = pair_nodes(main, other)
+    if pairs is None:
+        return AxisPadding(
+            fault="the model computes other operators for another size, so one cannot stand for the other"
+        )
+    faults: list[str] = []
+    for fills in itertools.islice(_list_fills(main, dims), _MOST):
+        values = _follow_graph(main, other, pairs, _Axis(dims, fills, sizes))
+        fault = next((v.fault for v in _kept_values(main, values) if v.fault), "")
+        if not fault:
+            return AxisPadding(dict(fills), _find_output_dims(main, values))
+        faults.append(fault)
+    return AxisPadding(fault=faults[-1])  # that of the most numbers that are left out
+
+
+@dataclass(frozen=True)
+class _Axis:
+    dims: Mapping[str, int]
+    fills: Fills
+    sizes: Sizes
+
+
+def _follow_graph(
+    main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _Axis
+) -> dict[fx.Node, Values]:
+    values: dict[fx.Node, Values] = {}
+    paths = {i.value: i.path for i in main.inputs}
+    for node, partner in pairs.items():
+        if node.op == "placeholder":
+            name = main.placeholders[node.name]
+            own = (
+                _describe_input(node, paths[name], axis) if name in paths else _describe_state(main, other, name, axis)
+            )
+            values[node] = (own,)
+        elif node.op == "call_function":
+            values[node] = _follow_node(node, partner, values, axis.sizes)
+    return values
+
+
+def _follow_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Values], sizes: Sizes) -> Values:
+    if operator_name(node) == "getitem":
+        source, index = node.args
+        assert isinstance(source, fx.Node) and isinstance(index, int)
+        return (values[source][index],)
+    operands = [values[o][0] for o in operands_of(node)]
+    found = propagate_padding(node, operands, shapes_of(partner), sizes)
+    if not has_own_number(node, partner):
+        return found
+    why = (
+        f"{operator_name(node)} at {format_node_location(node)} reads a number that follows from the batch size, as a "
+        "mean over all places does"
+    )
+    return tuple(v.with_fault(why) for v in found)
+
+
+def _describe_input(node: fx.Node, path: str, axis: _Axis) -> PaddedValue:
+    value = plain_value(shapes_of(node)[0])
+    if path not in axis.dims:
+        return value
+    return value.with_dim(axis.dims[path], Part(axis.sizes[0], grows=True, fill=axis.fills.get(path)))
+
+
+def _describe_state(main: Captured, other: Captured, name: str, axis: _Axis) -> PaddedValue:
+    shape, theirs = main.states[name].spec.shape, other.states[name].spec.shape
+    if shape == theirs:
+        same = name not in main.constants or torch.equal(main.constants[name], other.constants[name])
+        return plain_value(shape, "" if same else f"the constant {name} has other numbers for another size")
+    parts = [find_created_part(a, b, axis.sizes) for a, b in zip(shape, theirs, strict=True)]
+    held: Tensor | None = main.constants.get(name)
+    if held is None or any(p is None for p in parts) or not is_prefix(held, other.constants[name]):
+        return plain_value(shape, f"{name} has another shape for another size of the batch")
+    return PaddedValue(tuple((p,) for p in parts if p is not None))
+
+
+def _kept_values(main: Captured, values: Mapping[fx.Node, Values]) -> Iterator[PaddedValue]:
+    """What has to stay: the loss, what forward leaves in buffers, and the outputs."""
+    by_name = {node.name: found[0] for node, found in values.items()}
+    names = [main.loss, *main.updates.values(), *(o.value for o in main.outputs)]
+    yield from (by_name[n] for n in names if n is not None)
+    loss = by_name.get(main.loss or "")
+    if loss is not None and loss.grows:
+        yield loss.with_fault("the loss is not a sum over the batch")
+
+
+def _find_output_dims(main: Captured, values: Mapping[fx.Node, Values]) -> dict[str, tuple[int, int]]:
+    by_name = {node.name: found[0] for node, found in values.items()}
+    found: dict[str, tuple[int, int]] = {}
+    for output in main.outputs:
+        if output.value is None:
+            continue
+        for dim, parts in enumerate(by_name[output.value].dims):
+            if any(p.grows for p in parts):
+                part = by_name[output.value].growing_part(dim)
+                found[output.path] = (dim, part.offset if part is not None else 0)
+    return found
+
+
+def _list_fills(main: Captured, dims: Mapping[str, int]) -> Iterator[Fills]:
+    """The numbers that new places may have, the safest first: the last place again, an ignored target, zero."""
+    inputs = {i.value: i for i in main.inputs if i.path in dims}
+    options: list[list[float | None]] = []
+    for node in main.graph.nodes:
+        name = main.placeholders.get(node.name) if node.op == "placeholder" else None
+        if name not in inputs:
+            continue
+        ignored = sorted({*_find_ignored(node)}) if not inputs[name].spec.dtype.is_floating_point else []
+        options.append([None, *ignored, *([] if ignored else [0.0])])
+    order = [
+        inputs[main.placeholders[n.name]].path
+        for n in main.graph.nodes
+        if n.op == "placeholder" and main.placeholders[n.name] in inputs
+    ]
+    for chosen in itertools.product(*options):
+        yield dict(zip(order, chosen, strict=True))
+
+
+_PASSED = VIEWS | {"slice", "constant_pad_nd", "to", "_to_copy"}
+
+
+def _find_ignored(source: fx.Node) -> Iterator[float]:
+    """The numbers that elements of an input are compared with in order to leave them out, as ignored targets are."""
+    for reader in source.users:
+        name = operator_name(reader) if reader.op == "call_function" else ""
+        if name in _PASSED:
+            yield from _find_ignored(reader)
+        number: Any = reader.args[1] if name == "ne" and len(reader.args) > 1 else None
+        if isinstance(number, int | float):
+            yield float(number)

@@ -1,0 +1,577 @@
+"""Follow padded values through the operators of a graph.
+
+The factor rules say how the dims of operands and results belong together. Along a factor that grows with the batch an
+operator works element by element, so that real places depend on real places alone, or it adds elements up; then the
+padded ones have to be zero. Operators that move elements along a dim (slices, pads, running sums, attention) have
+functions of their own here. A value that does not follow gets a fault, and so does what is computed from it.
+"""
+
+from __future__ import annotations
+
+import operator as op
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from partitioner.passes.ir.rewrite import format_node_location
+from partitioner.passes.padding.compare import operator_name, shapes_of
+from partitioner.passes.padding.fills import CASTS, NEGATIVE, VIEWS, apply_to_numbers, is_pointwise
+from partitioner.passes.padding.values import (
+    Causal,
+    PaddedValue,
+    Part,
+    Parts,
+    assign_parts,
+    find_created_part,
+    plain_value,
+)
+from partitioner.passes.rules import factors_of
+from partitioner.passes.rules.attention import find_attention_band
+from partitioner.passes.rules.factors import OpFactors, as_dim, as_dims, get_node_argument, operands_of
+
+Values = tuple[PaddedValue, ...]  # the results of a node
+Sizes = tuple[int, int]  # of the batch: as it is planned, and in the other graph
+Rule = Callable[[fx.Node, Sequence[PaddedValue]], "PaddedValue | None"]
+
+
+def propagate_padding(
+    node: fx.Node, operands: Sequence[PaddedValue], other_shapes: Sequence[tuple[int, ...]], sizes: Sizes
+) -> Values:
+    """The results of an operator. ``other_shapes``: their shapes in the graph of the other size."""
+    shapes = shapes_of(node)
+    if not any(o.grows or o.fault for o in operands) and list(shapes) == list(other_shapes):
+        return (_describe_plain(node, operands),) if len(shapes) == 1 else tuple(plain_value(s) for s in shapes)
+    single = SINGLE_RULES.get(operator_name(node)) if len(shapes) == 1 else None
+    made = None if single is None else single(node, operands)
+    values = (made,) if made is not None else _by_factors(node, operands, other_shapes, sizes)
+    if operator_name(node) == "partition::band_attention":
+        attended = _attend_padded(node, operands)
+        values = (attended, replace(attended, dims=attended.dims[:-1]))
+    return tuple(
+        value.with_fault("" if _has_sizes(value, shape, other, sizes) else _explain(node, "has a size of its own"))
+        for value, shape, other in zip(values, shapes, other_shapes, strict=True)
+    )
+
+
+def _explain(node: fx.Node, what: str) -> str:
+    return f"{operator_name(node)} at {format_node_location(node)} {what}"
+
+
+def _describe_plain(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
+    value = plain_value(shapes_of(node)[0])
+    return replace(value, uniform=_find_uniform(node, operands))
+
+
+def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], sizes: Sizes) -> bool:
+    """Whether the parts of a value multiply to its shape at both sizes."""
+    for parts, own, theirs in zip(value.dims, shape, other, strict=True):
+        at = [1, 1]
+        for part in parts:
+            at[0] *= part.size
+            at[1] *= part.at(sizes)
+        if at != [own, theirs]:
+            return False
+    return True
+
+
+def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | None:
+    """The number that all elements of a result have; ``None`` if they may differ."""
+    name = operator_name(node)
+    if name in ("full", "new_full", "full_like"):
+        number = get_node_argument(node, "fill_value")
+        return float(number) if isinstance(number, bool | int | float) else None
+    if name in ("zeros", "new_zeros", "zeros_like", "ones", "new_ones", "ones_like"):
+        return float("ones" in name)
+    if name in VIEWS and operands:
+        return operands[0].uniform
+    lowest = operands[0].lowest if operands else None
+    number = node.args[1] if len(node.args) > 1 else None
+    if lowest is not None and isinstance(number, int | float) and lowest >= number:
+        if name == "lt":
+            return 0.0
+        if name == "ge":
+            return 1.0
+    return apply_to_numbers(node, [o.uniform for o in operands]) if is_pointwise(node) else None
+
+
+# --- by the factor rule -----------------------------------------------------------------------------------------------
+
+
+def _by_factors(
+    node: fx.Node, operands: Sequence[PaddedValue], others: Sequence[tuple[int, ...]], sizes: Sizes
+) -> Values:
+    shapes, fault = shapes_of(node), next((o.fault for o in operands if o.fault), "")
+    rule = factors_of(node)
+    if rule is None:
+        return tuple(plain_value(s, fault or _explain(node, "has no rule")) for s in shapes)
+    held: list[dict[str, Parts]] = []
+    for value, dims in zip(operands, rule.operands, strict=True):
+        mapped = _map_factors(value, dims, rule.sizes)
+        if mapped is None:
+            fault = fault or _explain(node, "takes apart or combines what is padded")
+        held.append(mapped or {})
+    kinds: dict[str, list[tuple[int, bool, int]]] = {}
+    for of in held:
+        for factor, parts in of.items():
+            grown = [p.kind for p in parts if p.grows]
+            if kinds.setdefault(factor, grown) != grown:
+                fault = fault or _explain(node, "brings together tensors of which one is padded")
+    fault = fault or _check_entrywise(node, rule, held, operands)
+    return tuple(
+        _build_result(node, rule, k, held, operands, others[k], sizes).with_fault(fault) for k in range(len(shapes))
+    )
+
+
+def _map_factors(
+    value: PaddedValue, dims: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
+) -> dict[str, Parts] | None:
+    """The parts of each factor that an operand has; ``None`` where they do not fit."""
+    found: dict[str, Parts] = {}
+    for parts, factors in zip(value.dims, dims, strict=True):
+        if not any(p.grows for p in parts):
+            found |= {f: (Part(sizes[f]),) for f in factors}
+            continue
+        assigned = assign_parts(parts, [sizes[f] for f in factors])
+        if assigned is None:
+            return None
+        found |= dict(zip(factors, assigned, strict=True))
+    return found
+
+
+def _has_no_later_keys(value: PaddedValue, rule: OpFactors, operand: int, factor: str) -> bool:
+    """Whether an operand is zero wherever a key, along ``factor``, is behind the query, which stays in the result."""
+    if value.causal is None or value.causal[2] != 0:
+        return False
+    (query, key), dims = value.causal[:2], rule.operands[operand]
+    own, other = value.growing_part(key), value.growing_part(query)
+    stays = any(dims[query] == result for result in rule.results[0])
+    return dims[key] == (factor,) and stays and own is not None and other is not None and own.kind == other.kind
+
+
+def _check_entrywise(
+    node: fx.Node, rule: OpFactors, held: Sequence[Mapping[str, Parts]], operands: Sequence[PaddedValue]
+) -> str:
+    """Why an operator does not work element by element along what is padded; empty if it does, or adds up zeros."""
+    made = {f for dims in rule.results for factors in dims for f in factors}
+    coupled = {*rule.whole, *rule.lower} | ({rule.spans.factor} if rule.spans is not None else set())
+    for factor in {f for of in held for f, parts in of.items() if any(p.grows for p in parts)}:
+        if factor in made and factor not in coupled:
+            continue
+        adds = factor not in made and factor not in rule.whole and bool(rule.linear)
+        zeros = [all(p.fill == 0 for p in of[factor] if p.grows) for of in held if factor in of]
+        if adds and (any(zeros) or any(_has_no_later_keys(v, rule, i, factor) for i, v in enumerate(operands))):
+            continue
+        return _explain(node, "adds up padded numbers" if adds else "combines real places with padded ones")
+    return ""
+
+
+def _build_result(
+    node: fx.Node,
+    rule: OpFactors,
+    index: int,
+    held: Sequence[Mapping[str, Parts]],
+    operands: Sequence[PaddedValue],
+    other: Sequence[int],
+    sizes: Sizes,
+) -> PaddedValue:
+    known: dict[str, Parts] = {}
+    for of in held:
+        known |= {f: parts for f, parts in of.items() if f not in known or any(p.grows for p in parts)}
+    dims: list[Parts] = []
+    shape = shapes_of(node)[index]
+    for dim, factors in enumerate(rule.results[index]):
+        parts: list[Part] = []
+        left, left_other = shape[dim], other[dim]
+        for factor in factors:
+            for part in known.get(factor, ()):
+                left, left_other = left // part.size, left_other // max(1, part.at(sizes))
+        for factor in factors or ("",):
+            if factor in known:
+                fills = [
+                    _find_fill(node, factor, i, held, operands) if p.grows else None
+                    for i, p in enumerate(known[factor])
+                ]
+                parts += [replace(p, fill=fill) for p, fill in zip(known[factor], fills, strict=True)]
+                continue
+            created = find_created_part(left, left_other, sizes)
+            if created is not None and (created.size > 1 or created.grows):
+                parts.append(replace(created, fill=_find_uniform(node, operands) if created.grows else None))
+            left = left_other = 1
+        dims.append(
+            tuple(parts) if any(p.grows for p in parts) else (_find_first_places(node, shape[dim], other[dim], sizes),)
+        )
+    value = PaddedValue(tuple(dims), uniform=_find_uniform(node, operands))
+    if index == 0 and len(rule.results) == 1:
+        return _with_coordinates(node, value, rule, operands)
+    return value
+
+
+def _find_first_places(node: fx.Node, size: int, other: int, sizes: Sizes) -> Part:
+    """The part of a dim without growing parts: it grows if it is the first places of a longer dim, as many as the batch
+    has."""
+    created = find_created_part(size, other, sizes)
+    first = operator_name(node) == "slice" and not get_node_argument(node, "start")
+    return created if first and created is not None else Part(size)
+
+
+def _find_fill(
+    node: fx.Node, factor: str, index: int, held: Sequence[Mapping[str, Parts]], operands: Sequence[PaddedValue]
+) -> float | None:
+    """The number in the padded places along part ``index`` of ``factor``, which grows."""
+    name = operator_name(node)
+    numbers = [
+        of[factor][index].fill if index < len(of.get(factor, ())) else value.uniform
+        for of, value in zip(held, operands, strict=True)
+    ]
+    if name in VIEWS:
+        return numbers[0]
+    if name in ("cat", "stack", "select", "slice"):  # along another dim
+        return numbers[0] if len({*numbers}) == 1 else None
+    return apply_to_numbers(node, numbers) if is_pointwise(node) else None
+
+
+def _with_coordinates(
+    node: fx.Node, value: PaddedValue, rule: OpFactors, operands: Sequence[PaddedValue]
+) -> PaddedValue:
+    """``value`` with what is known of its elements by their coordinates."""
+    name = operator_name(node)
+    if name == "arange" and get_node_argument(node, "step", 1) == 1 and isinstance(start := _start_of(node), int):
+        return replace(value, lowest=float(start), counts=0 if start == 0 else None)
+    if not operands:
+        return value
+    homes = [_map_dims(rule, i) for i in range(len(operands))]
+    first, to = operands[0], homes[0]
+    if name in VIEWS or name in CASTS:
+        keeps = name in VIEWS or not _is_short(node)
+        return replace(
+            value,
+            lowest=first.lowest if keeps else None,
+            counts=to.get(first.counts) if keeps and first.counts is not None else None,
+            distance=_move_pair(first.distance, to) if keeps else None,
+            causal=_move_pair(first.causal, to) if name in VIEWS else _combine_causal(node, operands, homes),
+        )
+    if name == "sub" and len(operands) == 2 and get_node_argument(node, "alpha", 1) == 1:
+        a, b = (_moved(o.counts, home) for o, home in zip(operands, homes, strict=True))
+        if a is not None and b is not None and a != b:
+            return replace(value, distance=(min(a, b), max(a, b), 1.0 if a > b else -1.0))
+    if name in ORDERS and len(operands) == 1 and first.distance is not None and len(node.args) > 1:
+        pair, known = _move_pair(first.distance, to), _compare_distance(name, first.distance[2], node.args[1])
+        return value if pair is None or known is None else replace(value, causal=(*pair[:2], known))
+    if name in ORDERS and len(operands) == 2:
+        a, b = (_moved(o.counts, home) for o, home in zip(operands, homes, strict=True))
+        if a is None or b is None or a == b:
+            return value
+        # the later dim is that of keys, as everywhere; where the key is behind, the order is known
+        query, key = min(a, b), max(a, b)
+        return replace(value, causal=(query, key, float(ORDERS[name](1, 0) if a == key else ORDERS[name](0, 1))))
+    return replace(value, causal=_combine_causal(node, operands, homes)) if is_pointwise(node) else value
+
+
+def _compare_distance(name: str, sign: float, number: Any) -> float | None:
+    """Whether a comparison with ``number`` holds (1) or fails (0) for every distance of a key behind the query, which
+    is at least 1, or at most -1 for a ``sign`` of -1; ``None`` where it depends on the distance."""
+    if not isinstance(number, int | float):
+        return None
+    if sign < 0:  # as of the distance with its sign turned
+        name, number = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}[name], -number
+    if name in ("gt", "le") and number < 1:
+        return float(name == "gt")
+    return float(name == "ge") if name in ("ge", "lt") and number <= 1 else None
+
+
+ORDERS: dict[str, Callable[[int, int], bool]] = {"le": op.le, "lt": op.lt, "ge": op.ge, "gt": op.gt}
+
+
+def _combine_causal(
+    node: fx.Node, operands: Sequence[PaddedValue], homes: Sequence[Mapping[int, int]]
+) -> Causal | None:
+    """What a pointwise operator has wherever the key is behind the query."""
+    moved = [_move_pair(o.causal, home) for o, home in zip(operands, homes, strict=True)]
+    for pair in moved:
+        if pair is not None:
+            known = [
+                m[2] if m is not None and m[:2] == pair[:2] else o.uniform for m, o in zip(moved, operands, strict=True)
+            ]
+            number = apply_to_numbers(node, known)
+            return None if number is None else (*pair[:2], number)
+    return None
+
+
+def _is_short(node: fx.Node) -> bool:
+    """Whether a cast gives a type that does not hold every coordinate exactly."""
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype in (torch.bool, torch.uint8, torch.int8, torch.float16, torch.bfloat16)
+
+
+def _start_of(node: fx.Node) -> Any:
+    return get_node_argument(node, "start", 0)
+
+
+def _map_dims(rule: OpFactors, operand: int) -> dict[int, int]:
+    """Dim of an operand -> the dim of the result that is the same loop."""
+    homes = {factors: d for d, factors in enumerate(rule.results[0]) if factors}
+    return {d: homes[factors] for d, factors in enumerate(rule.operands[operand]) if factors in homes}
+
+
+def _moved(dim: int | None, to: Mapping[int, int]) -> int | None:
+    return None if dim is None else to.get(dim)
+
+
+def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
+    if pair is None or pair[0] not in to or pair[1] not in to:
+        return None
+    return to[pair[0]], to[pair[1]], pair[2]
+
+
+# --- operators with a function of their own; ``None``: the factor rule holds ------------------------------------------
+
+
+def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    (x,) = operands[:1]
+    dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
+    part = x.growing_part(dim)
+    if part is None:
+        return None if not any(p.grows for p in x.dims[dim]) else x.with_fault(_explain(node, "cuts what is padded"))
+    size, length = part.size, shapes_of(node)[0][dim]
+    start = get_node_argument(node, "start") or 0
+    start = start + size if start < 0 else start
+    if get_node_argument(node, "step", 1) != 1 or len(operands) > 1:
+        return x.with_dim(dim, part).with_fault(_explain(node, "picks places of what is padded"))
+    cut = size - start - length  # at the end
+    if length == 1 and start == 0 and size > 1:  # the first place, which is real
+        return x.with_dim(dim, Part(1))
+    return x.with_dim(dim, Part(length, True, part.offset - start - cut, part.fill if cut == 0 else None))
+
+
+def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    (x,) = operands
+    amounts, value = get_node_argument(node, "pad"), x
+    number = get_node_argument(node, "value", 0)
+    for i in range(len(amounts) // 2):
+        dim, (before, after) = len(x.dims) - 1 - i, amounts[2 * i : 2 * i + 2]
+        part = x.growing_part(dim)
+        if not (before or after):
+            continue
+        if part is None:
+            if any(p.grows for p in x.dims[dim]):
+                return x.with_fault(_explain(node, "pads what is padded"))
+            value = replace(
+                value,
+                dims=tuple(
+                    ((Part(sum(p.size for p in ps) + before + after),) if d == dim else ps)
+                    for d, ps in enumerate(value.dims)
+                ),
+            )
+            continue
+        fits = after == 0 or (part.fill is not None and number is not None and part.fill == float(number))
+        value = value.with_dim(dim, Part(part.size + before + after, True, part.offset + before + after, part.fill))
+        if not fits:
+            value = value.with_fault(_explain(node, "writes behind the last place of what is padded"))
+    return replace(value, uniform=None)
+
+
+def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    dim = as_dim(get_node_argument(node, "dim", 0), len(operands[0].dims))
+    if not any(p.grows for o in operands for p in o.dims[dim]):
+        return None
+    part, *_ = (o.growing_part(dim) for o in operands[-1:])
+    fault = next((o.fault for o in operands if o.fault), "")
+    size = shapes_of(node)[0][dim]
+    if part is None or any(p.grows for o in operands[:-1] for p in o.dims[dim]):
+        return operands[-1].with_dim(dim, Part(size)).with_fault(fault or _explain(node, "joins behind what is padded"))
+    more = size - part.size
+    return operands[-1].with_dim(dim, Part(size, True, part.offset + more, part.fill)).with_fault(fault)
+
+
+def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    (x,) = operands[:1]
+    dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
+    if not any(p.grows for p in x.dims[dim]):
+        return None
+    left = PaddedValue(tuple(parts for d, parts in enumerate(x.dims) if d != dim), x.fault)
+    first = x.growing_part(dim) is not None and index == 0
+    return left if first else left.with_fault(_explain(node, "picks a place of what is padded"))
+
+
+def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    x, source = operands
+    dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
+    part, given = x.growing_part(dim), source.growing_part(dim)
+    if part is None and given is None:
+        return None
+    fault = x.fault or source.fault
+    start = get_node_argument(node, "start") or 0
+    whole = part is not None and given is not None and start >= 0 and start + given.size == part.size
+    if not whole or get_node_argument(node, "step", 1) != 1:
+        return x.with_fault(fault or _explain(node, "writes into a part of what is padded"))
+    assert part is not None and given is not None
+    return x.with_dim(dim, replace(part, fill=given.fill)).with_fault(fault)
+
+
+def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    x, source = operands
+    dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
+    if not any(p.grows for p in x.dims[dim]):
+        return None
+    fault = x.fault or source.fault or ("" if index == 0 else _explain(node, "writes at a place of what is padded"))
+    return replace(x, uniform=None, lowest=None, counts=None, causal=None).with_fault(fault)
+
+
+def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    """Running sums and differences to the place before: real places depend on places before them."""
+    x = operands[0]
+    dim = as_dim(get_node_argument(node, "dim", -1), len(x.dims))
+    if not any(p.grows for p in x.dims[dim]):
+        return None
+    part, fault = x.growing_part(dim), next((o.fault for o in operands if o.fault), "")
+    if part is None or (operator_name(node) == "diff" and (len(operands) != 2 or get_node_argument(node, "n", 1) != 1)):
+        return x.with_fault(fault or _explain(node, "combines places of what is padded"))
+    return replace(x.with_dim(dim, replace(part, fill=None)), uniform=None).with_fault(fault)
+
+
+def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    x, index = operands
+    dim, rank = as_dim(get_node_argument(node, "dim"), len(x.dims)), len(x.dims)
+    fault = x.fault or index.fault
+    dims: list[Parts] = []
+    for d in range(rank):
+        own, asked = x.growing_part(d), index.growing_part(d)
+        if d != dim:
+            if own is not None and asked is not None and own.kind == asked.kind:
+                dims.append((replace(asked, fill=None),))
+            elif own is None and asked is None and not any(p.grows for v in (x, index) for p in v.dims[d]):
+                dims.append(index.dims[d])
+            else:
+                return index.with_fault(fault or _explain(node, "brings together tensors of which one is padded"))
+        elif own is None and not any(p.grows for p in x.dims[d]):
+            dims.append(tuple(replace(p, fill=None) for p in index.dims[d]))
+        elif own is not None and asked is not None and own.kind == asked.kind and index.counts == d:
+            dims.append((own,))  # each place reads itself
+        else:
+            return index.with_fault(fault or _explain(node, "reads places of what is padded"))
+    return PaddedValue(tuple(dims), fault)
+
+
+def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    """``where`` with one and the same condition everywhere is one of its branches."""
+    if len(node.args) < 3 or operands[0].uniform is None or operands[0].fault:
+        return None
+    branch = node.args[1 if operands[0].uniform else 2]
+    if not isinstance(branch, fx.Node) or shapes_of(branch) != shapes_of(node):
+        return None
+    return operands[operands_of(node).index(branch)]
+
+
+def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    """Softmax along a dim whose padded places have no weight."""
+    (x,) = operands[:1]
+    (dim,) = as_dims(get_node_argument(node, "dim"), len(x.dims))
+    part = x.growing_part(dim)
+    if part is None:
+        return None
+    causal = x.causal is not None and x.causal[1] == dim and x.causal[2] <= NEGATIVE
+    causal = causal and x.growing_part(x.causal[0] if x.causal else 0) is not None
+    hidden = causal or (part.fill is not None and part.fill <= NEGATIVE)
+    fault = "" if hidden else _explain(node, "gives weight to padded places")
+    fill = 0.0 if part.fill is not None and part.fill <= NEGATIVE else None
+    made = replace(x.with_dim(dim, replace(part, fill=fill)), uniform=None).with_fault(fault)
+    return replace(made, causal=(*x.causal[:2], 0.0)) if causal and x.causal is not None else made
+
+
+def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
+    """Attention: padded keys are masked, by number or by their position behind every real query."""
+    query, key, value, *masks = operands
+    rank = len(query.dims)
+    fault = next((o.fault for o in operands if o.fault), "")
+    own, keys, values = (o.growing_part(len(o.dims) - 2) for o in (query, key, value))
+    if any(p.grows for o in (query, key, value) for p in o.dims[-1]):
+        return query.with_fault(fault or _explain(node, "adds up padded numbers"))
+    made = _find_batch_dims(query, key, value)
+    if made is None or not all(_fits_scores(mask, query, key) for mask in masks):
+        return query.with_fault(fault or _explain(node, "brings together tensors of which one is padded"))
+    if keys is not None or values is not None:
+        band = find_attention_band(node)
+        ordered = own is not None and keys is not None and own.kind == keys.kind
+        causal = bool(get_node_argument(node, "is_causal")) or (
+            band is not None and band.after is not None and band.after <= 0
+        )
+        hidden = (
+            keys is not None
+            and values is not None
+            and keys.kind == values.kind
+            and ((ordered and causal) or any(_hides_keys(node, mask, ordered) for mask in masks))
+        )
+        fault = fault or ("" if hidden else _explain(node, "gives weight to padded positions"))
+    dims = (*made, query.dims[rank - 2], value.dims[-1])
+    return PaddedValue(tuple(tuple(replace(p, fill=None) for p in parts) for parts in dims), fault)
+
+
+def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> bool:
+    """Whether the dims of a mask grow as those of the scores do."""
+    scores = (*query.dims[:-1], key.dims[-2])
+    for own, of in zip(reversed(mask.dims), reversed(scores), strict=False):
+        grown = [tuple(p.kind for p in parts if p.grows) for parts in (own, of)]
+        if [p.size for p in own] != [1] and grown[0] != grown[1]:
+            return False
+    return True
+
+
+def _find_batch_dims(*operands: PaddedValue) -> list[Parts] | None:
+    """The dims in front of positions and features, in which queries, keys and values have to agree."""
+    dims: list[Parts] = []
+    for d, parts in enumerate(operands[0].dims[:-2]):
+        kinds = {tuple(p.kind for p in o.dims[d] if p.grows) for o in operands}
+        if len(kinds) > 1:
+            return None
+        dims.append(parts)
+    return dims
+
+
+def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
+    """Whether a mask hides padded keys from every real query."""
+    rank, chooses = len(mask.dims), operands_of(node)[-1].meta["val"].dtype == torch.bool
+    part = mask.growing_part(rank - 1)
+    if part is None or mask.fault:
+        return False
+    by_number = part.fill is not None and (part.fill <= NEGATIVE or (chooses and part.fill == 0))
+    if mask.causal is None or not ordered or mask.causal[:2] != (rank - 2, rank - 1):
+        return by_number
+    return by_number or mask.causal[2] <= NEGATIVE or (chooses and mask.causal[2] == 0)
+
+
+def _reduce_truth(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    """``any`` of padded places that are false, ``all`` of padded places that are true."""
+    (x,) = operands
+    neutral = 0.0 if operator_name(node) == "any" else 1.0
+    dims = as_dims(get_node_argument(node, "dim"), len(x.dims))
+    if not any(p.grows for d in dims for p in x.dims[d]):
+        return None
+    fits = all(p.fill == neutral for d in dims for p in x.dims[d] if p.grows)
+    keep = get_node_argument(node, "keepdim", False)
+    left = [((Part(1),) if d in dims else parts) for d, parts in enumerate(x.dims) if keep or d not in dims]
+    left = [tuple(replace(p, fill=None) for p in parts) for parts in left]
+    return PaddedValue(tuple(left), x.fault).with_fault(
+        "" if fits else _explain(node, "combines real places with padded ones")
+    )
+
+
+SINGLE_RULES: dict[str, Rule] = {
+    "slice": _slice_padded,
+    "constant_pad_nd": _pad_padded,
+    "cat": _join_padded,
+    "select": _select_padded,
+    "slice_scatter": _scatter_slice,
+    "select_scatter": _scatter_place,
+    "cumsum": _sum_so_far,
+    "diff": _sum_so_far,
+    "gather": _gather_padded,
+    "where": _choose_branch,
+    "softmax": _soften_padded,
+    "_softmax": _soften_padded,
+    "scaled_dot_product_attention": _attend_padded,
+    "any": _reduce_truth,
+    "all": _reduce_truth,
+}

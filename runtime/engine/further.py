@@ -1,0 +1,126 @@
+"""Executors of a plan's further programs on the state of one engine: no parameter is copied.
+
+An executor has instructions, and tensors of its own only for a run. Parameters and buffers are the engine's. Programs
+that train add to the engine's gradients; programs that evaluate have none. Constants belong to each program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from partitioner.passes.ops.random import SEED
+from partitioner.runtime.comm.group import Communicator
+from partitioner.runtime.engine.padding import BatchShape, trim_outputs
+from partitioner.runtime.errors import LaunchError
+from partitioner.runtime.execute.bind import Library
+from partitioner.runtime.execute.executor import Executor
+from partitioner.runtime.family.data import FurtherProgram, ProgramFamily
+from partitioner.runtime.program.membership import PipelineEdge, gathers_of, groups_of, links_of
+from partitioner.runtime.program.program import Program, RankProgram, Stage
+from partitioner.runtime.prove.layouts import prove_same_layout
+from partitioner.runtime.state.gradients import RankGradients
+from partitioner.runtime.state.host_offload import HostParameters, TransientParameters
+from partitioner.runtime.state.parameters import load_constants
+from partitioner.runtime.state.sharded_parameters import ShardedParameters
+
+
+@dataclass
+class EngineState:
+    """What all programs of an engine share: tensors by name, gradients, and gathered or hosted parameters."""
+
+    shards: Mapping[str, Tensor]
+    gradients: RankGradients
+    sharded: ShardedParameters
+    hosted: HostParameters
+
+
+@dataclass
+class FurtherExecutors:
+    """The executors of the further programs of one rank, each made when it is first asked for."""
+
+    family: ProgramFamily
+    communicator: Communicator
+    state: EngineState
+    compile: bool | str = False
+    keep_outputs: bool = False
+    _made: dict[str, Executor] = field(default_factory=dict)
+
+    @cached_property
+    def seed(self) -> Tensor:
+        """The seed that random operators of all programs read."""
+        return self.state.shards.get(SEED, torch.zeros((), dtype=torch.int64, device=self.communicator.device))
+
+    def find(self, name: str, purpose: str) -> FurtherProgram:
+        """The program ``name`` for ``purpose``. Raises :class:`LaunchError` if the plan has none."""
+        found = self.family.further.get(name)
+        if found is None or found.purpose != purpose:
+            known = [n for n, f in self.family.further.items() if f.purpose == purpose]
+            raise LaunchError(
+                f"the plan has no program {name!r} to {purpose}: it has {', '.join(map(repr, known)) or 'none'}; plan "
+                f"with partition(..., programs={{{name!r}: Evaluate()}}) and make the engine of the plan or its file"
+            )
+        return found
+
+    def executor(self, name: str) -> Executor:
+        """The executor of the program ``name``."""
+        if name not in self._made:
+            self._made[name] = self._build_executor(self.family.further[name].program)
+        return self._made[name]
+
+    def trim(self, name: str, executor: Executor, real: BatchShape | None) -> None:
+        """Take padded places out of the outputs of the program ``name`` (empty: the first) after a batch that had the
+        shape ``real`` before it was padded."""
+        padding = self.family.further[name].padding if name else self.family.padding
+        if real is not None and padding is not None:
+            executor.outputs = trim_outputs(executor.rank, padding, real, executor.outputs)
+
+    def _build_executor(self, program: Program) -> Executor:
+        rank, state, device = program.rank(self.communicator.rank), self.state, self.communicator.device
+        trains = program.objective == "train"
+        kept = {n: t for n, t in state.shards.items() if n in self.family.first.states and not self._is_constant(n)}
+        shards = kept | load_constants(rank, device)
+        if SEED in shards:
+            shards[SEED] = self.seed
+        gradients = state.gradients if trains else RankGradients(rank, shards, self.communicator)
+        sharded = state.sharded.for_buckets(self._numbers_of_buckets(rank))
+        return Executor(
+            rank,
+            shards | sharded.whole,
+            gradients,
+            self.communicator,
+            Library(program, device, self.compile),
+            self.keep_outputs,
+            TransientParameters(sharded, state.hosted),
+        )
+
+    def _is_constant(self, name: str) -> bool:
+        return self.family.first.states[name].kind == "constant"
+
+    def _numbers_of_buckets(self, rank: RankProgram) -> dict[int, int]:
+        """Number of a bucket -> the number of the bucket of the first program that has the same states."""
+        first: Stage = self.family.first.stages[rank.stage_index]
+        places = {bucket.states: number for number, bucket in enumerate(first.buckets)}
+        return {number: places[bucket.states] for number, bucket in enumerate(rank.stage.buckets)}
+
+
+def prepare_programs(family: ProgramFamily, communicator: Communicator) -> None:
+    """Open the groups and links of all programs; called by all ranks.
+
+    Raises :class:`partitioner.runtime.prove.layouts.LayoutError` for programs with another layout of the state.
+    """
+    groups: dict[tuple[int, ...], None] = {}
+    links: dict[PipelineEdge, None] = {}
+    gathers: dict[tuple[int, ...], None] = {}
+    for name, further in family.further.items():
+        prove_same_layout(family.first, name, further.program)
+    for program in (family.first, *(further.program for further in family.further.values())):
+        rank = program.rank(communicator.rank)
+        groups |= dict.fromkeys(groups_of(rank))
+        links |= dict.fromkeys(links_of(rank))
+        gathers |= dict.fromkeys(gathers_of(rank))
+    communicator.prepare([*groups], [*links], [*gathers])

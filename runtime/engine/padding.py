@@ -1,0 +1,167 @@
+"""Pad a batch to the shape of a program, and take what is padded out of the outputs.
+
+Which numbers new samples and positions have is data of the plan (:class:`BatchPadding`): the planner has shown that
+they change neither the loss nor a gradient nor an output at real places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from partitioner.passes.ir.layouts import Layout, take_shard
+from partitioner.runtime.engine.batches import BatchEntries
+from partitioner.runtime.errors import BatchError
+from partitioner.runtime.family.data import BatchPadding, ProgramFamily
+from partitioner.runtime.program.program import OutputData, Program, RankProgram
+
+
+class BatchShape(NamedTuple):
+    """The number of samples and of positions of a batch; 0 positions: its inputs have no such dim."""
+
+    batch: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.batch} samples" + (f" of {self.length} positions" if self.length else "")
+
+
+class ChosenProgram(NamedTuple):
+    """The program of a batch: its name (empty: the first one of the plan), the batch in its shape, and the shape that
+    the batch had (``None``: the planned one)."""
+
+    name: str
+    batch: Any
+    real: BatchShape | None
+
+
+def choose_program(family: ProgramFamily, batch: Any) -> ChosenProgram:
+    """The fastest program for a training step on ``batch``, which is padded to its shape.
+
+    Raises :class:`BatchError` if the batch fits no program, or may not be padded.
+    """
+    if family.padding is None:
+        return ChosenProgram("", batch, None)
+    real = find_shape(family.first, family.padding, batch)
+    offered = [("", family.padding, float("inf"))]
+    offered += [(n, f.padding, f.seconds) for n, f in family.further.items() if f.purpose == "step" and f.padding]
+    refusals = {name: explain_misfit(padding, real) for name, padding, _ in offered}
+    fitting = [each for each in offered if not refusals[each[0]]]
+    if not fitting:
+        shapes = "; ".join(str(BatchShape(p.batch, p.length)) for _, p, _ in offered)
+        why = next((refusals[n] for n, p, _ in offered if p.batch >= real.batch and p.length >= real.length), "")
+        raise BatchError(
+            f"the batch has {real}: expected one of the plan's shapes ({shapes}), or fewer"
+            f"{f', but {why}' if why else ''}; pass such a batch, or plan again with its shape among "
+            "partition(..., shapes=Shapes(...))"
+        )
+    name, padding, _ = min(fitting, key=lambda each: (each[2], each[1].batch * max(1, each[1].length)))
+    return ChosenProgram(name, *fit_batch(family.further[name].program if name else family.first, padding, batch))
+
+
+def explain_misfit(padding: BatchPadding, real: BatchShape) -> str:
+    """Why a batch of the shape ``real`` cannot run as one of ``padding``; empty if it can."""
+    if real.batch > padding.batch or real.length > padding.length:
+        return f"it is larger than {BatchShape(padding.batch, padding.length)}"
+    if real.batch < padding.batch and padding.fewer:
+        return f"fewer samples cannot be padded exactly: {padding.fewer}"
+    if real.length < padding.length and padding.shorter:
+        return f"fewer positions cannot be padded exactly: {padding.shorter}"
+    return ""
+
+
+def fit_batch(program: Program, padding: BatchPadding | None, batch: Any) -> tuple[Any, BatchShape | None]:
+    """``batch`` in the shape of ``program``, and the shape that it had (``None``: that one already).
+
+    Raises :class:`BatchError` if it may not be padded.
+    """
+    if padding is None:
+        return batch, None
+    real = find_shape(program, padding, batch)
+    if real == (padding.batch, padding.length):
+        return batch, None
+    why = explain_misfit(padding, real)
+    if why:
+        raise BatchError(
+            f"the batch has {real}, the program is for {BatchShape(padding.batch, padding.length)}, and {why}; pass a "
+            "batch of that shape, or plan again for this one"
+        )
+    entries = BatchEntries(program, batch)
+    leaves = dict(entries.leaves)
+    for path, how in padding.inputs.items():
+        place = entries.resolve_argument_path(path)
+        leaf = leaves.get(place)
+        if not isinstance(leaf, Tensor):
+            continue
+        if how.length_dim is not None:
+            leaf = _pad_dim(leaf, how.length_dim, padding.length, how.length_fill)
+        if how.batch_dim is not None:
+            leaf = _pad_dim(leaf, how.batch_dim, padding.batch, how.batch_fill)
+        leaves[place] = leaf
+    return leaves, real
+
+
+def find_shape(program: Program, padding: BatchPadding, batch: Any) -> BatchShape:
+    """The shape of ``batch``. Raises :class:`BatchError` if inputs disagree, or have none."""
+    entries = BatchEntries(program, batch)
+    found: dict[str, dict[str, int]] = {"samples": {}, "positions": {}}
+    for path, how in padding.inputs.items():
+        leaf = entries.leaves.get(entries.resolve_argument_path(path))
+        for what, dim in (("samples", how.batch_dim), ("positions", how.length_dim)):
+            if isinstance(leaf, Tensor) and dim is not None and leaf.dim() > dim:
+                found[what][path] = int(leaf.shape[dim])
+    for what, sizes in found.items():
+        if len({*sizes.values()}) > 1 or 0 in sizes.values():
+            told = ", ".join(f"{path} has {size}" for path, size in sizes.items())
+            raise BatchError(f"the inputs differ in their {what}: {told}; expected one number, of 1 or more, in all")
+    batch_size, length = (next(iter(sizes.values()), 0) for sizes in found.values())
+    return BatchShape(batch_size or padding.batch, length if found["positions"] else padding.length)
+
+
+def _pad_dim(leaf: Tensor, dim: int, size: int, fill: float | None) -> Tensor:
+    missing = size - leaf.shape[dim]
+    if missing <= 0:
+        return leaf
+    last = leaf.narrow(dim, leaf.shape[dim] - 1, 1)
+    sizes = list(leaf.shape)
+    sizes[dim] = missing
+    new = last.expand(sizes) if fill is None else last.new_full(sizes, fill)
+    return torch.cat([leaf, new], dim)
+
+
+def trim_outputs(
+    rank: RankProgram, padding: BatchPadding, real: BatchShape, outputs: Mapping[str, Mapping[int, Tensor]]
+) -> dict[str, dict[int, Tensor]]:
+    """The parts of outputs at the real places of a batch of the shape ``real``; those of padded samples are empty."""
+    trimmed: dict[str, dict[int, Tensor]] = {value: dict(parts) for value, parts in outputs.items()}
+    for output in rank.program.outputs:
+        dims = padding.outputs.get(output.path)
+        if dims is None or output.value not in trimmed:
+            continue
+        length = real.length + padding.trimmed.get(output.path, 0)
+        for microbatch, part in trimmed[output.value].items():
+            if dims[1] is not None and real.length < padding.length:
+                whole = padding.length + padding.trimmed.get(output.path, 0)
+                part = _keep_places(rank, output, part, dims[1], torch.arange(whole) < length)
+            if dims[0] is not None and real.batch < padding.batch:
+                count = padding.batch // rank.program.batch_microbatches
+                rows = torch.arange(count) + rank.share[microbatch] * count
+                part = _keep_places(rank, output, part, dims[0], rows < real.batch)
+            trimmed[output.value][microbatch] = part
+    return trimmed
+
+
+def _keep_places(rank: RankProgram, output: OutputData, part: Tensor, dim: int, kept: Tensor) -> Tensor:
+    """``part`` at the places of ``dim`` that are ``kept`` of the whole dim, of which this rank may have a shard."""
+    mesh, at = rank.program.mesh, rank.coordinates
+    for text, axis in ((output.context, "cp"), (output.layout, "tp")):
+        layout = Layout.parse(text)
+        if layout.is_shard and layout.dim == dim:
+            kept = take_shard(
+                kept.view([-1 if d == dim else 1 for d in range(dim + 1)]), layout, mesh.get(axis, 1), at[axis]
+            )
+            kept = kept.reshape(-1)
+    return part.index_select(dim, kept.nonzero().flatten().to(part.device))

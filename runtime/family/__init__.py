@@ -1,0 +1,1 @@
+"""Several programs over one layout of the state: as data, in plan files, and how their batches are padded."""

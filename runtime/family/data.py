@@ -1,0 +1,64 @@
+"""Further programs of a plan, as data: what each is for, and how a batch is padded to its shape.
+
+All programs of a plan have one layout of the state, that of its first program (``runtime/prove/layouts.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from pydantic import Field
+
+from partitioner.runtime.program.instructions import Data
+from partitioner.runtime.program.program import Program
+
+
+class InputPadding(Data):
+    """How one input is padded: the dims that grow, and what the new elements are."""
+
+    batch_dim: int | None = Field(default=None, description="The dim of samples. None: the input has none.")
+    length_dim: int | None = Field(default=None, description="The dim of positions. None: the input has none.")
+    batch_fill: float | None = Field(default=None, description="Number in new samples. None: the last sample again.")
+    length_fill: float | None = Field(
+        default=None, description="Number at new positions. None: what is at the last position again."
+    )
+
+
+class BatchPadding(Data):
+    """The shape of the batches of a program, and how smaller batches are padded to it.
+
+    Padding changes neither the loss nor a gradient nor what the outputs have at real samples and positions:
+    ``passes/padding`` has shown that from the model's graph.
+    """
+
+    batch: int = Field(description="Samples of the program's batch.")
+    length: int = Field(default=0, description="Positions of the program's batch; 0: inputs have no such dim.")
+    weight: float = Field(default=1.0, description="Share of the batches that have this shape.")
+    inputs: dict[str, InputPadding] = Field(default_factory=dict, description="Path of an input to its padding.")
+    outputs: dict[str, tuple[int | None, int | None]] = Field(
+        default_factory=dict, description="Output to its dims of samples and of positions."
+    )
+    trimmed: dict[str, int] = Field(
+        default_factory=dict, description="Output to the positions that it has more than the batch, where it has."
+    )
+    fewer: str = Field(default="", description="Why a batch may not have fewer samples; empty: it may.")
+    shorter: str = Field(default="", description="Why a batch may not have fewer positions; empty: it may.")
+
+
+class FurtherProgram(Data):
+    """One more program over the layout of a plan's first program."""
+
+    program: Program = Field(description="The program of all ranks.")
+    purpose: Literal["evaluate", "step"] = Field(description="What runs it: Engine.run, or Engine.step.")
+    seconds: float = Field(description="Estimated seconds of one run.")
+    memory: int = Field(description="Most bytes of a rank while it runs, the state included.")
+    padding: BatchPadding | None = Field(default=None, description="Its shape. None: batches have the planned shape.")
+
+
+class ProgramFamily(NamedTuple):
+    """All programs of a plan: the first one, the padding of its batches, and the others by name."""
+
+    first: Program
+    padding: BatchPadding | None
+    further: Mapping[str, FurtherProgram]

@@ -1,0 +1,139 @@
+"""Read all programs of a plan, in memory or in a plan's file.
+
+A file holds once what its programs have in common: a further program is there as its difference from the one before it.
+A difference is ``{"=": value}`` (another value), ``{"keys": {...}, "gone": [...]}`` for dicts, or ``{"items": {...}}``
+for lists of one length, whose entries are differences again. ``{}`` is none. Programs for two lengths differ in the
+same numbers everywhere; ``{"numbers": {"512": 256}, "rest": ...}`` replaces these first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from partitioner.runtime.errors import LaunchError
+from partitioner.runtime.family.data import BatchPadding, FurtherProgram, ProgramFamily
+from partitioner.runtime.program.load import program_of
+from partitioner.runtime.program.program import Program
+
+Delta = dict[str, Any]
+
+
+def family_of(plan: Any) -> ProgramFamily:
+    """All programs of ``plan``: a :class:`Program`, a plan, or the path of a plan file.
+
+    Raises :class:`LaunchError` if there are none, or if the file cannot be read.
+    """
+    first = program_of(plan)
+    if isinstance(plan, Program):
+        return ProgramFamily(first, None, {})
+    if not isinstance(plan, str | Path):
+        return ProgramFamily(first, getattr(plan, "padding", None), getattr(plan, "further", {}))
+    content = unfold_programs(json.loads(Path(plan).read_text()))
+    try:
+        further = {n: FurtherProgram.model_validate(data) for n, data in content.get("further", {}).items()}
+        padding = content.get("padding")
+        return ProgramFamily(first, None if padding is None else BatchPadding.model_validate(padding), further)
+    except ValueError as error:
+        raise LaunchError(f"{plan} does not hold programs of this version: {error}") from None
+
+
+def fold_programs(content: dict[str, Any]) -> dict[str, Any]:
+    """The content of a plan file in which each further program is its difference from the one before it."""
+    if not content.get("further"):
+        return content
+    before, folded = content["program"], {}
+    for name, data in content["further"].items():
+        numbers = find_numbers(before, data["program"])
+        rest = make_delta(replace_numbers(before, numbers), data["program"])
+        folded[name] = {**data, "program": {"numbers": {str(a): b for a, b in numbers.items()}, "rest": rest}}
+        before = data["program"]
+    return {**content, "further": folded}
+
+
+def unfold_programs(content: dict[str, Any]) -> dict[str, Any]:
+    """The content of a plan file in which each further program is whole again.
+
+    Raises :class:`LaunchError` for differences from another program.
+    """
+    if not content.get("further"):
+        return content
+    before, whole = content["program"], {}
+    try:
+        for name, data in content["further"].items():
+            folded = data["program"]
+            numbers = {int(a): b for a, b in folded["numbers"].items()}
+            before = apply_delta(replace_numbers(before, numbers), folded["rest"])
+            whole[name] = {**data, "program": before}
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise LaunchError(f"the further programs of the plan do not follow from its first one ({error})") from None
+    return {**content, "further": whole}
+
+
+def find_numbers(base: Any, other: Any) -> dict[int, int]:
+    """The whole numbers of ``base`` that mostly have another number in their places in ``other``, and that number."""
+    counts: dict[int, Counter[int]] = {}
+    _count_numbers(base, other, counts)
+    found = {number: places.most_common(1)[0][0] for number, places in counts.items()}
+    return {number: new for number, new in found.items() if new != number}
+
+
+def _count_numbers(base: Any, other: Any, counts: dict[int, Counter[int]]) -> None:
+    if isinstance(base, dict) and isinstance(other, dict):
+        for key in base.keys() & other.keys():
+            _count_numbers(base[key], other[key], counts)
+    elif isinstance(base, list) and isinstance(other, list) and len(base) == len(other):
+        for a, b in zip(base, other, strict=True):
+            _count_numbers(a, b, counts)
+    elif type(base) is int and type(other) is int:
+        counts.setdefault(base, Counter())[other] += 1
+
+
+def replace_numbers(value: Any, numbers: Mapping[int, int]) -> Any:
+    """``value`` with other whole numbers in place of ``numbers``."""
+    if not numbers:
+        return value
+    if isinstance(value, dict):
+        return {key: replace_numbers(entry, numbers) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [replace_numbers(entry, numbers) for entry in value]
+    return numbers.get(value, value) if type(value) is int else value
+
+
+def make_delta(base: Any, other: Any) -> Delta:
+    """The difference that :func:`apply_delta` adds to ``base`` to get ``other``."""
+    if type(base) is type(other):
+        if base == other and repr(base) == repr(other):  # 1, 1.0 and True are equal, but other JSON
+            return {}
+        if isinstance(base, dict):
+            changed = {k: make_delta(base[k], v) if k in base else {"=": v} for k, v in other.items()}
+            gone = [k for k in base if k not in other]
+            delta: Delta = {"keys": {k: d for k, d in changed.items() if d}}
+            return delta | ({"gone": gone} if gone else {})
+        if isinstance(base, list) and len(base) == len(other):
+            items = {str(i): d for i, pair in enumerate(zip(base, other, strict=True)) if (d := make_delta(*pair))}
+            return {"items": items} if len(items) <= len(base) / 2 or _is_nested(other) else {"=": other}
+    return {"=": other}
+
+
+def _is_nested(value: list[Any]) -> bool:
+    return any(isinstance(entry, dict | list) for entry in value)
+
+
+def apply_delta(base: Any, delta: Delta) -> Any:
+    """``base`` with a difference added.
+
+    Raises ``KeyError``, ``IndexError`` or ``TypeError`` for a difference from another base.
+    """
+    if "=" in delta:
+        return delta["="]
+    if "keys" in delta:
+        gone, changed = set(delta.get("gone", ())), delta["keys"]
+        kept = {k: apply_delta(v, changed[k]) if k in changed else v for k, v in base.items() if k not in gone}
+        return kept | {k: d["="] for k, d in changed.items() if k not in base}
+    if "items" in delta:
+        return [apply_delta(v, delta["items"].get(str(i), {})) for i, v in enumerate(base)]
+    return base

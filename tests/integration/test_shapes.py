@@ -1,0 +1,311 @@
+"""One layout, several programs: batches of several shapes and evaluation between steps, as one process has them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partitioner import (
+    BatchError,
+    ConstraintError,
+    Constraints,
+    Engine,
+    Evaluate,
+    InputsError,
+    LaunchError,
+    LocalRanks,
+    Plan,
+    ShapeError,
+    Shapes,
+    Topology,
+    partition,
+)
+from partitioner.runtime.family.load import family_of
+from partitioner.runtime.prove.layouts import LayoutError, prove_same_layout
+from tests.helpers.every_rank import on_every_rank
+from tests.helpers.models import CASES, float64
+from tests.helpers.shape_training import (
+    MESHES,
+    VOCAB,
+    Trained,
+    list_batches,
+    planned,
+    train_alone,
+    train_rank,
+    writer,
+    written,
+)
+
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
+EVALUATED = written(5, 12, seed=9)  # fewer and shorter than what was planned
+CLOSE = 1e-9
+
+
+def check_runs(runs: list[Trained], alone: Trained) -> None:
+    for run in runs:
+        assert run.losses == pytest.approx(alone.losses, rel=CLOSE)
+        assert run.evaluations == pytest.approx(alone.evaluations, rel=CLOSE)
+    first = runs[0]
+    for name, gradient in alone.gradients.items():
+        assert (first.gradients[name] - gradient).abs().max() < CLOSE, name
+    for name, weight in alone.weights.items():
+        assert (first.weights[name] - weight).abs().max() < CLOSE, name
+
+
+def train_over_gloo(plan: str) -> Trained:
+    return train_rank(plan, writer(), list_batches(written), EVALUATED)
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(m, marks=pytest.mark.slow if m in ("cp2", "dp2 zero1") else ()) for m in MESHES]
+)
+def test_mixed_shapes_train_as_one_process_does(mesh: str, tmp_path: Path):
+    """Losses, evaluations, every gradient and the weights after steps of six shapes, on processes over Gloo."""
+    plan = planned(mesh)
+    assert plan.padding is not None and (plan.padding.fewer, plan.padding.shorter) == ("", "")
+    assert [*plan.further] == ["step 8x8", "step 4x16", "step 4x8", "eval"]
+    plan.prove()
+    plan.save(tmp_path / "plan.json")
+    with LocalRanks(plan.world_size) as ranks:
+        runs = ranks.call(train_over_gloo, str(tmp_path / "plan.json"))
+    check_runs(runs, train_alone(writer(), list_batches(written), EVALUATED))
+
+
+def test_outputs_have_the_real_places_alone():
+    plan, batches = planned("dp2 tp2"), list_batches(written)
+    runs = on_every_rank(plan.program, lambda c: train_rank(plan, writer(), batches, EVALUATED, c))
+    alone = train_alone(writer(), batches, EVALUATED)
+    for step, (expected,) in enumerate(alone.logits):  # such as three samples of seven positions, in a program of 4x8
+        halves = []  # of the samples, each on two ranks of tp
+        for place in (0, 2):
+            parts = [torch.cat(run.logits[step]) for run in runs[place : place + 2]]
+            halves.append(parts[0] if parts[0].shape[-1] == VOCAB else torch.cat(parts, -1))
+        whole = torch.cat(halves)
+        assert whole.shape == expected.shape
+        assert (whole - expected).abs().max() < CLOSE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp2", "pp2", "dp2 tp2", "dp2 zero3", "cp2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "bert", "t5", "gemma2", "gpt2"])
+def test_families_of_models(family: str, mesh: str):
+    case = CASES[family]
+    whole = dict(case.inputs(8))
+
+    def cut(samples: int, positions: int, seed: int) -> dict[str, Tensor]:
+        order = torch.randperm(8, generator=torch.Generator().manual_seed(seed))[:samples]
+        return {n: x[order][:, :positions].contiguous() for n, x in whole.items()}
+
+    batches, evaluated = list_batches(cut), cut(5, 12, 9)
+    axes = MESHES[mesh]
+    ranks = axes["dp"] * axes["tp"] * axes["pp"] * axes.get("cp", 1)
+    with float64():
+        plan = partition(
+            case.build().double(),
+            Topology.local(ranks),
+            whole,
+            constraints=Constraints(**axes),
+            precision="fp64",
+            shapes=Shapes(batch=(4, 8), length=(8, 16)),
+            programs={"eval": Evaluate()},
+        )
+        weights, reference = case.build().double(), case.build().double()
+    runs = on_every_rank(plan.program, lambda c: train_rank(plan, weights, batches, evaluated, c))
+    with float64():
+        alone = train_alone(reference, batches, evaluated)
+    check_runs(runs, alone)
+
+
+def test_an_evaluation_changes_nothing_of_the_training():
+    """Dropout and batch norm: gradients, buffers, random numbers and later losses are those without evaluations."""
+    plan = planned("dp2 tp2", 0.3, True)
+    batch, model = written(8, 16), writer(0.3, True)
+
+    def train(communicator: Any, evaluates: bool) -> tuple[list[float], list[Tensor], dict[str, Tensor]]:
+        engine = Engine(plan, model, communicator=communicator)
+        optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
+        losses, gradients = [], []
+        for _ in range(3):
+            losses.append(float(engine.step(batch)))  # type: ignore[arg-type]
+            if evaluates:
+                engine.run("eval", written(6, 16))
+                assert engine.steps == len(losses)
+            gradients += [p.grad.clone() for p in engine.parameters() if p.grad is not None]
+            optimizer.step()
+        return losses, gradients, engine.state_dict(full=True)
+
+    plain, mixed = (on_every_rank(plan.program, lambda c, e=e: train(c, e)) for e in (False, True))
+    for one, other in zip(plain, mixed, strict=True):
+        assert one[0] == other[0]
+        assert all(map(torch.equal, one[1], other[1]))
+        assert all(torch.equal(t, other[2][n]) for n, t in one[2].items())
+
+
+@pytest.mark.parametrize("mesh", ["pp2", "dp2 zero3"])
+def test_an_evaluation_is_the_model_in_evaluation_mode(mesh: str):
+    plan, model, batch = planned(mesh, 0.3, True), writer(0.3, True), written(6, 16)
+    losses = on_every_rank(plan.program, lambda c: float(Engine(plan, model, communicator=c).run("eval", batch)))
+    assert model.training
+    with torch.no_grad():
+        expected = float(model.eval()(**batch)["loss"])
+    assert losses == pytest.approx([expected] * plan.world_size, rel=CLOSE)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Mean(nn.Module):
+    """A mean over all positions, whatever they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(8, 4), nn.Linear(4, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.tokens(tokens)).square().mean()
+
+
+def plan_small(model: nn.Module, inputs: Any, shapes: Shapes | None = None, **more: Any) -> Plan:
+    fixed = Constraints(dp=1, tp=1, pp=1)
+    return partition(model, Topology.local(1), inputs, constraints=fixed, shapes=shapes, **more)
+
+
+def test_a_mean_over_all_places_is_not_padded():
+    tokens = torch.randint(8, (4, 6))
+    plan = plan_small(Mean(), {"tokens": tokens}, Shapes(batch=(2, 4), length=(3, 6)))
+    engine = Engine(plan, Mean())
+    assert engine.step({"tokens": tokens[:2, :3]}) is not None  # a planned shape, which needs no padding
+    with pytest.raises(BatchError, match=r"3 samples of 6 positions.*test_shapes.py:\d+\) adds up padded numbers"):
+        engine.step({"tokens": tokens[:3]})
+    with pytest.raises(BatchError, match="fewer positions cannot be padded exactly"):
+        engine.step({"tokens": tokens[:, :4]})
+
+
+def test_statistics_of_the_batch_are_not_padded():
+    plan = planned("dp2 tp2", 0.3, True)
+    assert plan.padding is not None
+    assert "batch_norm" in plan.padding.fewer or "adds up" in plan.padding.fewer or "number" in plan.padding.fewer
+    evaluation = plan.further["eval"].padding
+    assert evaluation is not None and (evaluation.fewer, evaluation.shorter) == ("", "")
+
+
+def test_batches_that_fit_no_program():
+    plan = planned("tp2")
+
+    def refused(communicator: Any) -> list[str]:
+        engine, told = Engine(plan, writer(), communicator=communicator), []
+        wrong = {"tokens": written(4, 8)["tokens"], "labels": written(4, 7)["labels"]}
+        for batch in (written(9, 16), written(8, 17), wrong):
+            with pytest.raises(BatchError) as error:
+                engine.step(batch)
+            told.append(str(error.value))
+        with pytest.raises(BatchError, match="larger than 6 samples of 16 positions"):
+            engine.run("eval", written(7, 16))
+        with pytest.raises(LaunchError, match=r"no program 'test' to evaluate: it has 'eval'"):
+            engine.run("test", written(6, 16))
+        return told
+
+    for told in on_every_rank(plan.program, refused):
+        assert "the batch has 9 samples of 16 positions: expected one of the plan's shapes" in told[0]
+        assert "the batch has 8 samples of 17 positions" in told[1]
+        assert "the inputs differ in their positions: tokens has 8, labels has 7" in told[2]
+
+
+def test_requests_that_say_nothing():
+    inputs = written(4, 8)
+    with pytest.raises(ShapeError, match="expected a name and Evaluate"):
+        plan_small(writer(), inputs, programs={"eval": inputs})
+    with pytest.raises(ShapeError, match="expected a dict"):
+        plan_small(writer(), inputs, programs=[Evaluate()])
+    with pytest.raises(ShapeError, match="unknown field of Shapes 'lengths'"):
+        Shapes(lengths=(4,))
+    with pytest.raises(ShapeError, match="expected lengths among"):
+        Shapes(length=(4, 8), weights={6: 1.0})
+    with pytest.raises(ShapeError, match="no input has a dim of positions"):
+        plan_small(nn.Linear(4, 4), (torch.zeros(2, 4),), Shapes(length=8), loss=lambda y: y.sum())
+    with pytest.raises(ConstraintError, match="need a plan with programs"):
+        plan_small(writer(), inputs, programs={"eval": Evaluate()}, estimate_only=True)
+    exported = torch.export.export(writer(), (), inputs, strict=False)
+    with pytest.raises(InputsError, match="an exported program has one mode"):
+        plan_small(exported, None, programs={"eval": Evaluate()})
+    for error in (ShapeError, BatchError):
+        assert issubclass(error, ValueError)
+
+
+# --- plans and their files --------------------------------------------------------------------------------------------
+
+
+def test_files_hold_all_programs(tmp_path: Path):
+    plan = planned("dp2 zero3")
+    path = plan.save(tmp_path / "plan.json")
+    assert Plan.load(path) == plan
+    family = family_of(path)
+    assert (family.first, family.further, family.padding) == (plan.program, plan.further, plan.padding)
+    alone = plan.model_copy(update={"further": {}, "padding": None})
+    old = alone.save(tmp_path / "old.json")
+    assert "further" not in json.loads(old.read_text())
+    assert Plan.load(old) == alone
+    each = path.stat().st_size - old.stat().st_size
+    whole = len(json.dumps([f.model_dump(mode="json", exclude_defaults=True) for f in plan.further.values()]))
+    assert each < whole / 2  # what programs have in common is there once
+
+
+def test_the_layout_minimises_the_expected_step_time():
+    """Long batches are divided by samples and positions, short ones by weights: how often they come decides."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=8192,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    inputs = {n: torch.empty(2, 8192, dtype=torch.int64, device="meta") for n in ("input_ids", "labels")}
+    topology = Topology.preset("dgx-h100", nodes=1)
+    plans = {
+        weights: partition(model, topology, inputs, shapes=Shapes(length=(256, 8192), weights={weights: 1.0}))
+        for weights in (256, 8192)
+    }
+    assert plans[256].mesh != plans[8192].mesh
+    short = {length: plan.further["step 2x256"].seconds for length, plan in plans.items()}
+    assert plans[256].expected_step_time == short[256] < short[8192]
+    assert plans[8192].expected_step_time == plans[8192].estimate.step_time < plans[256].estimate.step_time
+    assert any("least expected step time" in note for note in plans[256].notes)
+    assert plans[256].certificate.gap > 0
+    for plan in plans.values():
+        plan.prove()
+
+
+def test_the_summary_lists_the_programs():
+    text = planned("tp2").summary()
+    for shown in ("step 4x8", "eval", "8 samples of 16 positions"):
+        assert shown in text, text
+
+
+def test_another_layout_is_refused():
+    plan = planned("dp2 zero3")
+    program = plan.further["eval"].program
+    name = next(n for n, s in program.states.items() if s.zero_axes)
+    other = program.states[name].model_copy(update={"zero_axes": ()})
+    changed = program.model_copy(update={"states": {**program.states, name: other}})
+    with pytest.raises(LayoutError, match=f"'{name}' in program 'eval' has zero_axes"):
+        prove_same_layout(plan.program, "eval", changed)
+    further = {**plan.further, "eval": plan.further["eval"].model_copy(update={"program": changed})}
+    with pytest.raises(LayoutError):
+        Engine(plan.model_copy(update={"further": further}), communicator=_Rank())
+
+
+class _Rank:
+    """Enough of a communicator for an engine that is refused before anything is sent."""
+
+    rank, device = 0, torch.device("cpu")

@@ -1,0 +1,353 @@
+"""Exact padding: what the graph says may be padded is padded without any change, and the rest is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from partitioner import Shapes, Topology, prepare
+from partitioner.passes.ir.model import Captured
+from partitioner.passes.rules.factors import results_of
+from partitioner.programs.shapes import ShapeFamily
+from partitioner.runtime.engine.padding import fit_batch
+from partitioner.runtime.family.data import BatchPadding
+from partitioner.runtime.program.program import ArgumentData, InputData, Program, SignatureData
+from tests.helpers.context_models import MASKS
+from tests.helpers.models import CASES, float64
+
+VOCAB, WIDTH, HEADS, IGNORED = 24, 16, 8, -100
+SAMPLES, POSITIONS = 6, 24  # twice a window and more
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def tokens_and_labels(samples: int, positions: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(samples * 100 + positions)
+    tokens = torch.randint(1, VOCAB, (samples, positions), generator=generator)
+    return {"tokens": tokens, "labels": tokens.masked_fill(tokens % 5 == 0, IGNORED)}
+
+
+def with_mask(samples: int, positions: int) -> dict[str, Tensor]:
+    shorter = positions - torch.arange(samples)[:, None] % 3
+    return {**tokens_and_labels(samples, positions), "mask": (torch.arange(positions) < shorter).long()}
+
+
+class Reader(nn.Module):
+    """A decoder of one layer with the attention ``attend``, and what ``change`` does to its numbers and losses."""
+
+    def __init__(self, attend: Attention, mixed: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.tokens, self.qkv = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.attend, self.mixed = attend, mixed
+
+    def hidden(self, tokens: Tensor, *mask: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.attend(q, k, v, *mask).transpose(1, 2).flatten(-2)
+        return x if self.mixed is None else self.mixed(x)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.hidden(tokens))
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+        return {"loss": loss, "logits": logits}
+
+
+class Masked(Reader):
+    """Attention of both sides, under a mask of the batch."""
+
+    def forward(self, tokens: Tensor, labels: Tensor, mask: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = self.head(self.hidden(tokens, mask))
+        return {"loss": F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED), "logits": logits}
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+
+
+def eager_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    place = torch.arange(q.shape[-2])
+    hidden = torch.where(place[:, None] >= place, 0.0, -1e38)
+    return (scores(q, k) + hidden).softmax(-1) @ v
+
+
+def eager_triangle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    place = torch.arange(q.shape[-2])
+    return scores(q, k).masked_fill(place > place[:, None], -math.inf).softmax(-1) @ v
+
+
+def boolean(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.bool()[:, None, None, :])
+
+
+def additive(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    hidden = (1.0 - mask.to(q.dtype))[:, None, None, :] * torch.finfo(q.dtype).min
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=hidden)
+
+
+def eager_additive(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    hidden = (1.0 - mask.to(q.dtype))[:, None, None, :] * torch.finfo(q.dtype).min
+    return (scores(q, k) + hidden).softmax(-1) @ v
+
+
+def so_far(x: Tensor) -> Tensor:
+    return x + x.cumsum(1)
+
+
+def shifted(x: Tensor) -> Tensor:
+    """Each position has the one before it; the first has zeros."""
+    return x + F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def find_padding(model: nn.Module, inputs: dict[str, Tensor]) -> BatchPadding:
+    family = ShapeFamily.of(prepare(model, inputs), Shapes(), None, Topology.local(1))
+    return family.padding_at(family.shapes[0])
+
+
+def pad(padding: BatchPadding, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``batch`` as the engine pads it."""
+    program = Program.model_construct(
+        inputs=tuple(InputData(value=n, path=n, shape=tuple(x.shape), dtype="int64") for n, x in batch.items()),
+        signature=SignatureData(arguments=tuple(ArgumentData(name=n) for n in batch)),
+    )
+    padded, real = fit_batch(program, padding, batch)
+    assert real is not None
+    return padded  # type: ignore[no-any-return]
+
+
+def gradients(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
+    model.zero_grad()
+    found = model(**batch)
+    loss = found["loss"] if isinstance(found, dict) else found.loss
+    loss.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), grads, found
+
+
+def check_exact(model: nn.Module, padding: BatchPadding, batch: dict[str, Tensor]) -> None:
+    """Loss, every gradient and the outputs' real places are those of the batch that is not padded."""
+    loss, grads, found = gradients(model, batch)
+    padded_loss, padded_grads, padded = gradients(model, pad(padding, batch))
+    assert torch.allclose(loss, padded_loss, rtol=1e-12, atol=0)
+    for name, gradient in grads.items():
+        assert (gradient - padded_grads[name]).abs().max() < 1e-12, name
+    for path, dims in padding.outputs.items():
+        whole, real = padded[path], found[path]
+        for dim in dims:
+            whole = whole if dim is None else whole.narrow(dim, 0, real.shape[dim])
+        assert (whole - real).abs().max() < 1e-12, path
+
+
+EXACT: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "causal": (lambda: Reader(MASKS["causal"]), tokens_and_labels),
+    "window": (lambda: Reader(MASKS["window"]), tokens_and_labels),
+    "alibi": (lambda: Reader(MASKS["alibi"]), tokens_and_labels),
+    "soft cap": (lambda: Reader(MASKS["soft_cap"]), tokens_and_labels),
+    "eager causal": (lambda: Reader(eager_causal), tokens_and_labels),
+    "eager triangle": (lambda: Reader(eager_triangle), tokens_and_labels),
+    "boolean mask": (lambda: Masked(boolean), with_mask),
+    "additive mask": (lambda: Masked(additive), with_mask),
+    "eager additive mask": (lambda: Masked(eager_additive), with_mask),
+    "running sums": (lambda: Reader(MASKS["causal"], so_far), tokens_and_labels),
+    "the position before": (lambda: Reader(MASKS["causal"], shifted), tokens_and_labels),
+}
+
+
+def make(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build().double()
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_is_said_to_be_exact_is(name: str):
+    build, inputs = EXACT[name]
+    model = make(build)
+    padding = find_padding(model, inputs(SAMPLES, POSITIONS))
+    assert (padding.fewer, padding.shorter) == ("", "")
+    for samples, positions in ((SAMPLES, 7), (4, POSITIONS), (1, 3), (5, 11)):
+        check_exact(model, padding, inputs(samples, positions))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in CASES if n not in ("skip-mlp", "transformer-encoder", "vit")])
+def test_the_zoo(name: str):
+    case = CASES[name]
+    inputs = dict(case.inputs(8))
+    with float64():
+        model = case.build().double()
+        padding = find_padding(model, inputs)
+        assert padding.fewer == ""
+        for samples, positions in ((8, 9), (3, 16), (5, 11)):
+            if positions < 16 and padding.shorter:
+                continue
+            check_exact(model, padding, {n: x[:samples, :positions].contiguous() for n, x in inputs.items()})
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Scored(nn.Module):
+    """A regression over positions: ``reduce`` makes the loss."""
+
+    def __init__(self, reduce: Callable[[Tensor], Tensor], first: nn.Module | None = None) -> None:
+        super().__init__()
+        self.tokens, self.head, self.reduce = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 1), reduce
+        self.first = first or nn.Identity()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.reduce(self.head(self.first(self.tokens(tokens)))[..., 0])
+
+
+class Statistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+def whole_mean(x: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
+    "a mean": (lambda: Scored(whole_mean), lambda b, s: {"tokens": tokens_and_labels(b, s)["tokens"]}, "adds", "adds"),
+    "the last place": (
+        lambda: Reader(MASKS["causal"], lambda x: x + x[:, -1:]),
+        tokens_and_labels,
+        "",
+        "",
+    ),
+    "reversed": (lambda: Reader(MASKS["causal"], lambda x: x + x.flip(1)), tokens_and_labels, "", "flip"),
+    "a number of the size": (
+        lambda: Reader(MASKS["causal"], lambda x: x / x.shape[1]),
+        tokens_and_labels,
+        "",
+        "follows from the batch size",
+    ),
+    "places over the size": (
+        lambda: Reader(MASKS["causal"], lambda x: x + (torch.arange(x.shape[1]) / x.shape[1])[:, None]),
+        tokens_and_labels,
+        "",
+        "follows from the batch size",
+    ),
+    "attention of both sides": (
+        lambda: Reader(MASKS["full"]),
+        tokens_and_labels,
+        "",
+        "gives weight to padded positions",
+    ),
+    "a softmax over positions": (
+        lambda: Reader(MASKS["causal"], lambda x: x * x.softmax(1)),
+        tokens_and_labels,
+        "",
+        "gives weight to padded places",
+    ),
+    "a softmax over samples": (
+        lambda: Reader(MASKS["causal"], lambda x: x * x.softmax(0)),
+        tokens_and_labels,
+        "gives weight to padded places",
+        "",
+    ),
+    "a maximum": (
+        lambda: Reader(MASKS["causal"], lambda x: x + x.amax(1, keepdim=True)),
+        tokens_and_labels,
+        "",
+        "combines real places",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [n for n in REFUSED if n != "the last place"])
+def test_what_padding_would_change_is_refused(name: str):
+    build, inputs, fewer, shorter = REFUSED[name]
+    padding = find_padding(make(build), inputs(SAMPLES, POSITIONS))
+    for told, expected in ((padding.fewer, fewer), (padding.shorter, shorter)):
+        assert (expected in told) if expected else told == "", told
+
+
+def test_the_last_place_is_refused():
+    padding = find_padding(make(REFUSED["the last place"][0]), tokens_and_labels(SAMPLES, POSITIONS))
+    assert padding.fewer == ""
+    assert "slice" in padding.shorter or "select" in padding.shorter
+
+
+def test_statistics_in_training_are_refused():
+    class Normed(Reader):
+        def __init__(self) -> None:
+            super().__init__(MASKS["causal"])
+            self.statistics = Statistics()
+            self.mixed = self.statistics
+
+    model, inputs = make(Normed), tokens_and_labels(SAMPLES, POSITIONS)
+    padding = find_padding(model.train(), inputs)
+    assert padding.fewer
+    assert padding.shorter
+    padding = find_padding(model.eval(), inputs)
+    assert (padding.fewer, padding.shorter) == ("", "")
+    check_exact(model, padding, tokens_and_labels(4, 7))
+
+
+def test_new_places_repeat_real_ones_and_targets_are_ignored():
+    padding = find_padding(make(EXACT["boolean mask"][0]), with_mask(SAMPLES, POSITIONS))
+    fills = {path: (how.batch_fill, how.length_fill) for path, how in padding.inputs.items()}
+    assert fills == {"tokens": (None, None), "labels": (IGNORED, IGNORED), "mask": (None, 0.0)}
+    padded = pad(padding, with_mask(4, 7))
+    assert (padded["labels"][:, 7:] == IGNORED).all()
+    assert (padded["labels"][4:] == IGNORED).all()
+    assert not padded["mask"][:, 7:].any()
+    assert torch.equal(padded["tokens"][4:, :7], padded["tokens"][3:4, :7].expand(2, 7))
+
+
+# --- graphs for sizes in between --------------------------------------------------------------------------------------
+
+
+def list_nodes(captured: Captured) -> list[tuple[Any, ...]]:
+    """Every operator with its arguments and shapes."""
+    return [
+        (n.name, n.op, str(n.target), str(n.args), str(n.kwargs), [tuple(v.shape) for v in results_of(n)])
+        for n in captured.graph.nodes
+        if n.op != "output"
+    ]
+
+
+@pytest.mark.parametrize("name", ["causal", "alibi", "eager additive mask", "running sums"])
+def test_graphs_in_between_are_those_that_are_captured(name: str):
+    build, inputs = EXACT[name]
+    family = ShapeFamily.of(
+        prepare(make(build), inputs(SAMPLES, POSITIONS)),
+        Shapes(batch=(2, 4, 6), length=(10, 15, 24)),
+        None,
+        Topology.local(1),
+    )
+    for shape in ((6, 15), (4, 24), (4, 15)):
+        found, captured = family._derive(shape), family._capture(shape)
+        assert found is not None
+        assert list_nodes(found) == list_nodes(captured)
+        assert [i.spec for i in found.inputs] == [i.spec for i in captured.inputs]
+        assert {n: s.spec for n, s in found.states.items()} == {n: s.spec for n, s in captured.states.items()}
+        for constant, value in captured.constants.items():
+            assert torch.equal(found.constants[constant], value)
+
+
+def test_graphs_that_do_not_grow_evenly_are_captured():
+    """A mean, whose factor is no line, and a forward with other operators for short inputs."""
+
+    def decides(x: Tensor) -> Tensor:
+        return x + x.cumsum(1) if x.shape[1] > 12 else x
+
+    for model, inputs in (
+        (make(lambda: Scored(whole_mean)), {"tokens": tokens_and_labels(6, 24)["tokens"]}),
+        (make(lambda: Reader(MASKS["causal"], decides)), tokens_and_labels(6, 24)),
+    ):
+        family = ShapeFamily.of(prepare(model, inputs), Shapes(length=(10, 15, 24)), None, Topology.local(1))
+        assert family._derive((6, 15)) is None
+        assert family._normal_at((6, 15)).inputs[0].spec.shape == (6, 15)
+        assert family.padding_at((6, 24)).shorter

@@ -2,9 +2,8 @@
 
     python examples/lengths.py
 
-Four processes of this machine train a small Llama. Batches have 64, 128 or 256 positions at most, and the last one of
-the epoch has fewer samples: each runs in the fastest program that fits. The loss is that of the model on the batch as
-it is given.
+Four processes of this machine train a small Llama. Batches have 64, 128 or 256 positions at most, and the last one
+of the epoch fewer samples: each runs in the fastest program that fits. The loss is that of the model on the batch.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ from partitioner.units import bytes_text, list_divisors, seconds_text
 Purpose = Literal["evaluate", "step"]
 
 _SIZES = 3  # of microbatches that are tried for a further program
+_COMPARED = 3  # shapes by which layouts are compared, besides the largest
 _LAYOUTS = 4  # that are compared by their expected time
 _GAIN = 0.01  # of the expected time, for which another layout is taken
 
@@ -157,7 +158,8 @@ def solve_microbatchings(
 ) -> tuple[list[SolvedCandidate], list[PartitionError]]:
     """The ways to split a job's batch on the mesh of ``candidate``, the fastest first, and why others fail.
 
-    Microbatches have as many samples as the candidate's, or fewer; a few sizes are tried.
+    Microbatches have as many samples as the candidate's, or fewer. In a pipeline a few sizes are tried; without one the
+    largest that fits is the fastest.
     """
     job, solved, errors = evaluator.job, list[SolvedCandidate](), list[PartitionError]()
     sizes = [s for s in list_divisors(job.global_batch) if s <= candidate.microbatch_size]
@@ -167,6 +169,8 @@ def solve_microbatchings(
                 solved.append(evaluator.solve(replace(candidate, microbatch_size=size), devices))
             except PartitionError as error:
                 errors.append(error)
+        if solved and candidate.pp == 1:
+            break
     return sorted(solved, key=lambda each: each.estimate.step_time), errors
 
 
@@ -203,13 +207,20 @@ def _expect_step_time(first: FirstProgram, row: Candidate, least: float = math.i
     family, candidate = first.family, _candidate_of(row)
     assert family is not None
     total = family.weight_of(family.shapes[0]) * (row.step_time or 0.0)
-    for shape in family.shapes[1:]:
-        if family.weight_of(shape):
-            solved, _ = solve_microbatchings(first.evaluator_at(shape), candidate)
-            total += family.weight_of(shape) * (solved[0].estimate.step_time if solved else math.inf)
+    for shape, weight in _pick_shapes(family):
+        solved, _ = solve_microbatchings(first.evaluator_at(shape), candidate)
+        total += weight * (solved[0].estimate.step_time if solved else math.inf)
         if total >= least:
             break
     return total
+
+
+def _pick_shapes(family: ShapeFamily) -> list[tuple[Shape, float]]:
+    """A few shapes besides the largest that stand for all of them, each with the weight of those next to it."""
+    others = [(shape, family.weight_of(shape)) for shape in family.shapes[1:] if family.weight_of(shape)]
+    each = max(1, math.ceil(len(others) / _COMPARED))
+    groups = [others[at : at + each] for at in range(0, len(others), each)]
+    return [(max(group, key=lambda pair: pair[1])[0], sum(weight for _, weight in group)) for group in groups]
 
 
 def _candidate_of(row: Candidate) -> MeshCandidate:

@@ -435,7 +435,7 @@ def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
 def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     x, index = operands
     dim, rank = as_dim(get_node_argument(node, "dim"), len(x.dims)), len(x.dims)
-    fault = x.fault or index.fault
+    fault, itself = x.fault or index.fault, False
     dims: list[Parts] = []
     for d in range(rank):
         own, asked = x.growing_part(d), index.growing_part(d)
@@ -450,9 +450,10 @@ def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
             dims.append(tuple(replace(p, fill=None) for p in index.dims[d]))
         elif own is not None and asked is not None and own.kind == asked.kind and index.counts == d:
             dims.append((own,))  # each place reads itself
+            itself = True
         else:
             return index.with_fault(fault or _explain(node, "reads places of what is padded"))
-    return PaddedValue(tuple(dims), fault)
+    return PaddedValue(tuple(dims), fault, counts=x.counts if itself else None, lowest=x.lowest)
 
 
 def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:

@@ -78,8 +78,8 @@ def test_mixed_shapes_train_as_one_process_does(mesh: str, tmp_path: Path):
 
 
 def test_outputs_have_the_real_places_alone():
-    plan, batches = planned("dp2 tp2"), list_batches(written)
-    runs = on_every_rank(plan.program, lambda c: train_rank(plan, writer(), batches, EVALUATED, c))
+    plan, batches, weights = planned("dp2 tp2"), list_batches(written), writer()
+    runs = on_every_rank(plan.program, lambda c: train_rank(plan, weights, batches, EVALUATED, c))
     alone = train_alone(writer(), batches, EVALUATED)
     for step, (expected,) in enumerate(alone.logits):  # such as three samples of seven positions, in a program of 4x8
         halves = []  # of the samples, each on two ranks of tp
@@ -196,10 +196,10 @@ def test_statistics_of_the_batch_are_not_padded():
 
 
 def test_batches_that_fit_no_program():
-    plan = planned("tp2")
+    plan, weights = planned("tp2"), writer()
 
     def refused(communicator: Any) -> list[str]:
-        engine, told = Engine(plan, writer(), communicator=communicator), []
+        engine, told = Engine(plan, weights, communicator=communicator), []
         wrong = {"tokens": written(4, 8)["tokens"], "labels": written(4, 7)["labels"]}
         for batch in (written(9, 16), written(8, 17), wrong):
             with pytest.raises(BatchError) as error:

@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from partitioner.constraints import Constraints
     from partitioner.errors import CapacityError, ConstraintError, PlanError, TopologyError
     from partitioner.execution_profile import ExecutionProfile
+    from partitioner.interop.formats import read_layout, write_layout
+    from partitioner.interop.layout import (
+        ContradictionError,
+        Layout,
+        LayoutError,
+        OptionValueError,
+        UnknownOptionError,
+        UnusedOption,
+    )
+    from partitioner.interop.predict import Prediction, predict_layout
     from partitioner.passes.errors import (
         CaptureError,
         InputsError,
@@ -77,6 +87,7 @@ __all__ = [
     "Checkpoints",
     "ConstraintError",
     "Constraints",
+    "ContradictionError",
     "DTensorError",
     "DamagedCheckpointError",
     "Engine",
@@ -87,16 +98,20 @@ __all__ = [
     "InternalError",
     "Largest",
     "LaunchError",
+    "Layout",
+    "LayoutError",
     "Loader",
     "LocalRanks",
     "LossSpikes",
     "Monitor",
     "OffloadError",
     "OptimizerError",
+    "OptionValueError",
     "PartitionError",
     "Plan",
     "PlanError",
     "PlanFileError",
+    "Prediction",
     "PreparedModel",
     "Program",
     "RankError",
@@ -114,7 +129,9 @@ __all__ = [
     "StepLog",
     "Topology",
     "TopologyError",
+    "UnknownOptionError",
     "UnsupportedError",
+    "UnusedOption",
     "UserCodeError",
     "Verification",
     "Watch",
@@ -126,13 +143,16 @@ __all__ = [
     "init_process_group",
     "largest_that_fits",
     "partition",
+    "predict_layout",
     "prepare",
+    "read_layout",
     "rule",
     "run_local",
     "run_reference",
     "run_threads",
     "size_cluster",
     "timed",
+    "write_layout",
 ]
 
 # A name is imported when it is first used: a command that needs no PyTorch then starts without it.
@@ -142,6 +162,16 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "partitioner.constraints": ("Constraints",),
     "partitioner.errors": ("CapacityError", "ConstraintError", "PlanError", "TopologyError"),
     "partitioner.execution_profile": ("ExecutionProfile",),
+    "partitioner.interop.formats": ("read_layout", "write_layout"),
+    "partitioner.interop.layout": (
+        "ContradictionError",
+        "Layout",
+        "LayoutError",
+        "OptionValueError",
+        "UnknownOptionError",
+        "UnusedOption",
+    ),
+    "partitioner.interop.predict": ("Prediction", "predict_layout"),
     "partitioner.passes.errors": (
         "CaptureError",
         "InputsError",

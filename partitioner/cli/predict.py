@@ -56,9 +56,7 @@ def predict(
     ] = None,
     torchtitan: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE", help="TOML, or `FILE.py:FUNCTION` of torchtitan 0.3.", show_default=False
-        ),
+        typer.Option(metavar="FILE", help="TOML, or `FILE.py:FUNCTION` of torchtitan 0.3.", show_default=False),
     ] = None,
     deepspeed: Annotated[
         str | None, typer.Option(metavar="FILE", help="JSON of DeepSpeed.", show_default=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +133,8 @@ def _read_axes(options: Options, zero: int) -> dict[str, Any]:
         raise ContradictionError(f"{_WHERE}: cp_size and sp_size are both above 1; expected one of them")
     if max(sizes["tp"], sizes["cp"]) > 1 and sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1:
         raise ContradictionError(
-            f"{_WHERE}: tp_size or cp_size with dp_replicate_size={sizes['dp_replicate']} and dp_shard_size=1; expected "
-            "dp_shard_size of 2 or more, or one replica"
+            f"{_WHERE}: tp_size or cp_size with dp_replicate_size={sizes['dp_replicate']} and dp_shard_size=1; "
+            "expected dp_shard_size of 2 or more, or one replica"
         )
     cp = sizes["cp"] * sizes["sp"]
     found: dict[str, Any] = {"tp": sizes["tp"], "cp": cp, "dp": sizes["dp_replicate"] * sizes["dp_shard"]}
@@ -223,7 +222,15 @@ def write_accelerate(layout: Layout) -> tuple[str, tuple[UnusedOption, ...]]:
     if layout.zero not in (0, 2, 3):
         leave_out("zero", "FSDP shards parameters, too, or gradients; nothing is sharded")
     if layout.pp > 1:
-        for field in ("pp", "schedule", "virtual_stages", "layers_per_stage", "stage_layers", "first_less", "last_less"):
+        for field in (
+            "pp",
+            "schedule",
+            "virtual_stages",
+            "layers_per_stage",
+            "stage_layers",
+            "first_less",
+            "last_less",
+        ):
             if getattr(layout, field) not in (None, (), 0):
                 leave_out(field, "accelerate has no pipeline for training")
     if layout.ep > 1:

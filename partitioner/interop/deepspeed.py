@@ -122,7 +122,12 @@ def _read_batch(options: Options) -> dict[str, Any]:
         )
     if micro and not total:
         steps = steps or 1
-    if micro and total and options.has("tensor_parallel.autotp_size") and (options.given["tensor_parallel.autotp_size"] not in (0, 1)):
+    if (
+        micro
+        and total
+        and options.has("tensor_parallel.autotp_size")
+        and (options.given["tensor_parallel.autotp_size"] not in (0, 1))
+    ):
         # DeepSpeed multiplies by all processes; ranks of tp share samples, so the samples of a step are fewer
         options.note(_TOTAL, "counts each rank of tensor parallelism as a replica; micro batch and steps are taken")
         return {"microbatch_size": micro, "microbatches": steps} if steps else {"microbatch_size": micro}
@@ -144,8 +149,8 @@ def _read_states(options: Options) -> dict[str, Any]:
     share = options.take_share("zero_optimization.offload_optimizer.ratio", 1.0)
     if share < 1 and stage != 3:
         raise ContradictionError(
-            f"{options.where}: zero_optimization.offload_optimizer.ratio={share:g} with stage {stage}; expected stage 3, "
-            "or a ratio of 1"
+            f"{options.where}: zero_optimization.offload_optimizer.ratio={share:g} with stage {stage}; expected "
+            "stage 3, or a ratio of 1"
         )
     if share < 1:
         options.note("zero_optimization.offload_optimizer.ratio", "all states of the optimizer are taken to be moved")
@@ -159,7 +164,10 @@ def _read_states(options: Options) -> dict[str, Any]:
     offload = {"optimizer"} if moved != _NOTHING or weights != _NOTHING else set()
     offload |= {"disk"} if moved == _DISK else set()
     offload |= {"parameters"} if weights != _NOTHING else set()
-    found: dict[str, Any] = {"zero": stage, "offload": tuple(k for k in ("optimizer", "parameters", "disk") if k in offload)}
+    found: dict[str, Any] = {
+        "zero": stage,
+        "offload": tuple(k for k in ("optimizer", "parameters", "disk") if k in offload),
+    }
     group = options.take_number("zero_optimization.mics_shard_size", -1, least=-1)
     if group > 0 and stage == 3:
         found["dp_shard"] = group

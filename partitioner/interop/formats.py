@@ -62,8 +62,8 @@ def _write_megatron(layout: Layout, path: Path) -> Written:
 
 @dataclass(frozen=True)
 class Format:
-    """A format of configurations. ``read``: from a source to a layout. ``write``: from a layout and the path of the file
-    to its text, and what the format cannot express.
+    """A format of configurations. ``read``: from a source to a layout. ``write``: from a layout and the path of the
+    file to its text, and what the format cannot express.
     """
 
     read: Callable[[_Source], Layout]
@@ -148,7 +148,8 @@ def _detect_format(source: _Source) -> str:
 
 
 def write_layout(layout: Layout, format: str, path: str | os.PathLike[str]) -> tuple[UnusedOption, ...]:
-    """Write a layout to the file ``path`` in a ``format``, atomically. Return the fields that the format cannot express.
+    """Write a layout to the file ``path`` in a ``format``, atomically. Return the fields that the format cannot
+    express.
 
     The ending of the file decides where a format has several forms: torchtitan ``.toml`` (up to version 0.2) or a
     Python module; Megatron ``.yaml`` (Megatron-Bridge) or a command line. Raise :class:`LayoutError` for an unknown
@@ -158,5 +159,3 @@ def write_layout(layout: Layout, format: str, path: str | os.PathLike[str]) -> t
     text, missing = _find_format(format).write(layout, target)
     write_text(target, text)
     return missing
-
-

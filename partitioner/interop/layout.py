@@ -162,7 +162,9 @@ class Layout(BaseModel, metaclass=DocumentedModel):
                 f"{self.pp * chunks}"
             )
         if self.pp == 1 and chunks > 1:
-            raise ContradictionError(f"{chunks} virtual stages with pp=1, which has no pipeline; expected pp of 2 or more")
+            raise ContradictionError(
+                f"{chunks} virtual stages with pp=1, which has no pipeline; expected pp of 2 or more"
+            )
 
     def _check_devices(self, num_devices: int) -> int:
         """Return the data-parallel ranks on ``num_devices`` devices. Raise :class:`ContradictionError` if the sizes do

@@ -22,7 +22,13 @@ from partitioner.interop.options import Options, load_known_options, parse_mappi
 from partitioner.topology.validate import format_suggestion
 
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-_CONTEXT = {"p2p": "ring", "all_gather": "all_gather", "allgather": "all_gather", "a2a": "ulysses", "a2a+p2p": "ulysses"}
+_CONTEXT = {
+    "p2p": "ring",
+    "all_gather": "all_gather",
+    "allgather": "all_gather",
+    "a2a": "ulysses",
+    "a2a+p2p": "ulysses",
+}
 _OPTIMIZERS = {"adam": "adamw", "sgd": "sgd_momentum", "muon": "sgd_momentum", "dist_muon": "sgd_momentum"}
 _QUICK = ("layernorm", "moe_act")  # modules whose results are made quickly
 _PLACES = re.compile(r"[EtmL]")
@@ -324,8 +330,12 @@ def _read_stages(options: Options, pp: int) -> dict[str, Any]:
     first = options.take_number("decoder-first-pipeline-num-layers", least=0)
     last = options.take_number("decoder-last-pipeline-num-layers", least=0)
     ends = [options.take_flag(f"account-for-{end}-in-pipeline-split") for end in ("embedding", "loss")]
-    given = [n for n, v in (("pipeline-model-parallel-layout", text),
-             ("num-layers-per-virtual-pipeline-stage", per_chunk), ("num-virtual-stages-per-pipeline-rank", chunks)) if v]  # fmt: skip
+    cuts = {
+        "pipeline-model-parallel-layout": text,
+        "num-layers-per-virtual-pipeline-stage": per_chunk,
+        "num-virtual-stages-per-pipeline-rank": chunks,
+    }
+    given = [name for name, value in cuts.items() if value]
     if len(given) > 1:
         raise ContradictionError(f"{' and '.join(map(options.name, given))} together; expected one of them")
     if pp == 1:
@@ -368,7 +378,7 @@ def _divide_rest(options: Options, stages: int, first: int | None, last: int | N
         )
     others = stages - (first is not None) - (last is not None)
     rest = layers - (first or 0) - (last or 0)
-    if others < 1 and rest or rest < 0 or (others and rest % others):
+    if (others < 1 and rest) or rest < 0 or (others and rest % others):
         raise ContradictionError(
             f"of {layers} layers, {rest} are left for {others} stages; expected a multiple of their number"
         )
@@ -426,7 +436,9 @@ def _read_profile(options: Options, precision: str, sharded: bool) -> dict[str, 
 
 def _read_expert_profile(options: Options) -> dict[str, Any]:
     facts: dict[str, Any] = {}
-    kind = options.take_choice("moe-token-dispatcher-type", {k: k for k in ("allgather", "alltoall", "alltoall_seq", "flex")})
+    kind = options.take_choice(
+        "moe-token-dispatcher-type", {k: k for k in ("allgather", "alltoall", "alltoall_seq", "flex")}
+    )
     backend = options.take_choice("moe-flex-dispatcher-backend", {"deepep": "deepep", "hybridep": "hybridep"})
     if options.take_flag("moe-enable-deepep") or kind == "flex":
         facts["dispatch"] = "once"
@@ -589,9 +601,12 @@ def _add_states(layout: Layout, given: dict[str, Any], leave_out: Any) -> None:
         leave_out("offload", "states of the optimizer alone are written; how much else is moved depends on the model")
     if layout.precision is None:
         leave_out("precision", "it is float32 unless a type is given")
-    given |= {"bf16": {"bf16": True}, "fp8": {"bf16": True, "fp8-format": "hybrid"}, "fp16": {"fp16": True}}.get(
-        layout.precision or "", {}
-    )
+    types: dict[str, dict[str, Any]] = {
+        "bf16": {"bf16": True},
+        "fp8": {"bf16": True, "fp8-format": "hybrid"},
+        "fp16": {"fp16": True},
+    }
+    given |= types.get(layout.precision or "", {})
     name = layout.optimizer
     given["optimizer"] = "sgd" if name in ("sgd", "sgd_momentum") else "adam"
     given |= {"sgd-momentum": 0.0} if name == "sgd" else {}

@@ -194,7 +194,11 @@ def _list_layers(model: nn.Module) -> list[list[str]]:
 def prediction_parts(found: Prediction) -> list[RenderableType]:
     """Return a prediction as parts to print on a terminal."""
     plan, layout = found.plan, found.layout
-    name = layout.profile.name if layout.profile.name == layout.framework else f"{layout.framework} ({layout.profile.name})"
+    name = (
+        layout.profile.name
+        if layout.profile.name == layout.framework
+        else f"{layout.framework} ({layout.profile.name})"
+    )
     parts: list[RenderableType] = [
         format_heading(f"{plan.model} as {name} runs it on {format_plural(plan.world_size, 'device')}"),
         format_text_line(str(layout)),

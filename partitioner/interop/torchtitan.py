@@ -126,8 +126,8 @@ def _build_layout(nested: Mapping[str, Any], *, new: bool) -> Layout:
     graphs = new and not flag("training.disable_cuda_graphs")
     if graphs and pp > 1:
         raise ContradictionError(
-            "torchtitan: parallelism.pipeline_parallel_degree above 1 needs training.disable_cuda_graphs=True; expected "
-            "it on, or one pipeline rank"
+            "torchtitan: parallelism.pipeline_parallel_degree above 1 needs training.disable_cuda_graphs=True; "
+            "expected it on, or one pipeline rank"
         )
     length, sequence = take("training.seq_len", _SAMPLE), flag("parallelism.enable_sequence_parallel", True)
     unit = (tp if sequence else 1) * (2 * cp if cp > 1 else 1)
@@ -145,7 +145,7 @@ def _build_layout(nested: Mapping[str, Any], *, new: bool) -> Layout:
     }  # fmt: skip
     facts: dict[str, Any] = {"graphs": "all" if graphs and ep == 1 else "none"}
     asynchronous = [f"{section}.enable_async_tensor_parallel" for section in ("compile", "parallelism", "experimental")]
-    facts["overlap_tensor"] = any([flag(name) for name in asynchronous])
+    facts["overlap_tensor"] = any(list(map(flag, asynchronous)))
     forced = [flag(name) for name in ("debug.moe_force_load_balance", "training.debug_moe_force_load_balance")]
     facts["even_experts"] = "routed" if any(forced) else "none"
     facts["current_scaling"] = layout["precision"] == "fp8"
@@ -169,7 +169,9 @@ def _read_data_axes(options: Options, pp: int) -> dict[str, Any]:
     if shard == 0:
         raise options.wrong_value(name, "1 or more, or -1 for the rest")
     keep = options.take_choice(
-        "parallelism.fsdp_reshard_after_forward", {"default": "default", "always": "always", "never": "never"}, "default"
+        "parallelism.fsdp_reshard_after_forward",
+        {"default": "default", "always": "always", "never": "never"},
+        "default",
     )
     zero = 2 if keep == "never" or (keep == "default" and pp > 1) else 3
     cp = options.given.get("parallelism.context_parallel_degree")
@@ -268,9 +270,7 @@ def _read_precision(options: Options, nested: Mapping[str, Any]) -> str:
         options.note("training.dtype", "copies of weights and moments are taken to be in float32")
     names = options.take("model.converters")
     listed = names if isinstance(names, list) else str(names or "").split(",")
-    float8 = any(_FLOAT8.search(str(name)) for name in listed) or bool(
-        options.take_flag("float8.enable_float8_linear")
-    )
+    float8 = any(_FLOAT8.search(str(name)) for name in listed) or bool(options.take_flag("float8.enable_float8_linear"))
     model = nested.get("model_spec")
     if isinstance(model, Unreadable) and re.search(r"(Float8|MXFP8|NVFP4)\w*Converter", model):
         float8 = True
@@ -305,8 +305,8 @@ def _write_toml(value: Any) -> str:
 
 
 def write_torchtitan_module(layout: Layout) -> tuple[str, tuple[UnusedOption, ...]]:
-    """Return a Python module for torchtitan 0.3, with a function ``planned`` that returns a ``Trainer.Config``, and what
-    it cannot express. The model, its data and the learning rate are added by the user.
+    """Return a Python module for torchtitan 0.3, with a function ``planned`` that returns a ``Trainer.Config``, and
+    what it cannot express. The model, its data and the learning rate are added by the user.
     """
     sections, missing = _list_options(layout, new=True)
     recompute = sections.pop("activation_checkpoint")["mode"]
@@ -419,7 +419,9 @@ def _add_axes(layout: Layout, parallelism: dict[str, Any], new: bool, leave_out:
         leave_out("etp", "an expert is on one rank")
     if layout.cp > 1:
         if layout.context in ("all_gather", "ring") and not new:
-            parallelism["context_parallel_rotate_method"] = "allgather" if layout.context == "all_gather" else "alltoall"
+            parallelism["context_parallel_rotate_method"] = (
+                "allgather" if layout.context == "all_gather" else "alltoall"
+            )
         elif layout.context != "all_gather":
             leave_out("context", "attention over cp gathers keys and values" + (", or is a ring" if not new else ""))
 

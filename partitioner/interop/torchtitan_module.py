@@ -111,8 +111,10 @@ class _Reader:
             return Unreadable(ast.unparse(node))
         if isinstance(node, ast.Attribute):
             base = self._value(node.value, names, depth)
-            return base.get(node.attr, Unreadable(ast.unparse(node))) if isinstance(base, dict) else Unreadable(
-                ast.unparse(node)
+            return (
+                base.get(node.attr, Unreadable(ast.unparse(node)))
+                if isinstance(base, dict)
+                else Unreadable(ast.unparse(node))
             )
         try:
             return ast.literal_eval(node)

@@ -1,4 +1,4 @@
-"""Configurations of transformers, in and out: ``DistributedConfig``, and ``TrainingArguments`` with FSDP or DeepSpeed."""
+"""Configurations of transformers, in and out: ``DistributedConfig``, ``TrainingArguments`` with FSDP or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_transformers(text: str, folder: Path | None = None) -> Layout:
     """
     nested = parse_mapping(text, "json", _WHERE)
     own = {*load_known_options()["transformers"]["distributed_config"]}
-    if nested and {*map(str, nested)} <= own | {"distributed_config"} or any(name in nested for name in _SIZES[1:]):
+    if (nested and {*map(str, nested)} <= own | {"distributed_config"}) or any(name in nested for name in _SIZES[1:]):
         return _read_distributed(Options(nested, _WHERE))
     sections = ["fsdp_config", "distributed_config"]
     options = Options(flatten_sections(nested, sections), _WHERE)
@@ -224,11 +224,9 @@ def write_transformers(layout: Layout) -> tuple[str, tuple[UnusedOption, ...]]:
         leave_out("offload", "FSDP moves parameters and states of the optimizer together, or nothing")
     elif layout.offload:
         found["fsdp_cpu_offload"] = True
-    others = ("cp", "context", "microbatch_size", "microbatches", "global_batch", "recompute", "optimizer", "seq_length",
-              "virtual_stages", "layers_per_stage", "stage_layers", "first_less", "last_less")  # fmt: skip
+    others = ("cp", "context", "microbatch_size", "microbatches", "global_batch", "recompute", "optimizer",
+              "seq_length", "virtual_stages", "layers_per_stage", "stage_layers", "first_less", "last_less")  # fmt: skip
     for field in others:
         if getattr(layout, field) != plain[field]:
             leave_out(field, "the format has no such field")
     return json.dumps(found, indent=2) + "\n", tuple(missing)
-
-

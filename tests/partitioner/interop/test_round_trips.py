@@ -31,7 +31,9 @@ def test_a_written_layout_is_read_back(case: str, layout: Layout, tmp_path: Path
     # sizes of a mesh that lacks an axis are those of another number of devices
     lost = {"pp", "tp", "cp", "dp"} & missing
     back = read if lost else read.at(layout.devices)
-    follows = {"dp", "dp_shard", "dp_replicate", "zero", "microbatches", "global_batch", "devices", "etp"} if lost else set()
+    follows = (
+        {"dp", "dp_shard", "dp_replicate", "zero", "microbatches", "global_batch", "devices", "etp"} if lost else set()
+    )
     batch = {"microbatches", "global_batch"} if missing & {"microbatch_size", "microbatches", "global_batch"} else set()
     skipped = missing | follows | batch | ({"dp_shard", "dp_replicate"} if "zero" in missing else set())
     found = {name: (value, back.facts[name]) for name, value in layout.facts.items() if name not in skipped}

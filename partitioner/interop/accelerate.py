@@ -19,8 +19,8 @@ from partitioner.interop.options import (
     read_text_file,
 )
 
-_KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
-          "FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")  # fmt: skip
+_DEVICES = ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU")
+_KINDS = ("NO", *(f"MULTI_{kind}" for kind in _DEVICES), "FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
 _STRATEGIES = {
     "FULL_SHARD": (3, False), "SHARD_GRAD_OP": (2, False), "NO_SHARD": (0, False), "HYBRID_SHARD": (3, True),
     "HYBRID_SHARD_ZERO2": (2, True), "_HYBRID_SHARD_ZERO2": (2, True),

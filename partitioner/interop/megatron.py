@@ -538,7 +538,10 @@ def _list_options(layout: Layout) -> tuple[dict[str, Any], tuple[UnusedOption, .
     if layout.tp > 1 and layout.sequence_parallel is None:
         leave_out("sequence_parallel", "it is off unless it is asked for")
     given |= {"micro-batch-size": layout.microbatch_size, "global-batch-size": layout.global_batch}
-    given["seq-length"] = layout.seq_length
+    length, unit = layout.seq_length, 2 * layout.cp if layout.cp > 1 else 1
+    given["seq-length"] = -(-length // unit) * unit if length else None
+    if length and length % unit:
+        leave_out("seq_length", f"a multiple of 2 x cp = {unit} is needed; {given['seq-length']} is written")
     _add_stages(layout, given, leave_out)
     _add_states(layout, given, leave_out)
     if layout.profile.overlap:

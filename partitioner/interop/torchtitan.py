@@ -346,12 +346,10 @@ def _list_options(layout: Layout, *, new: bool) -> tuple[dict[str, dict[str, Any
     _add_batch(layout, training, parallelism, leave_out)
     if layout.pp > 1:
         _add_stages(layout, parallelism, leave_out)
-    if layout.seq_length is not None:
-        training["seq_len"] = layout.seq_length
-    else:
-        unit = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
-        training["seq_len"] = -(-_SAMPLE // unit) * unit
-        leave_out("seq_length", f"the configuration always has it; {training['seq_len']} is written")
+    unit = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
+    training["seq_len"] = -(-(layout.seq_length or _SAMPLE) // unit) * unit
+    if training["seq_len"] != layout.seq_length:
+        leave_out("seq_length", f"a multiple of tp x 2 cp = {unit} is needed; {training['seq_len']} is written")
     if layout.offload and {*layout.offload} != {*_BOTH}:
         leave_out("offload", "parameters and states of the optimizer are offloaded together, or nothing")
     elif layout.offload:

@@ -224,8 +224,10 @@ def write_transformers(layout: Layout) -> tuple[str, tuple[UnusedOption, ...]]:
         leave_out("offload", "FSDP moves parameters and states of the optimizer together, or nothing")
     elif layout.offload:
         found["fsdp_cpu_offload"] = True
-    others = ("cp", "context", "microbatch_size", "microbatches", "global_batch", "recompute", "optimizer",
-              "seq_length", "virtual_stages", "layers_per_stage", "stage_layers", "first_less", "last_less")  # fmt: skip
+    others = (
+        *("cp", "context", "microbatch_size", "microbatches", "global_batch", "recompute", "optimizer", "seq_length"),
+        *("virtual_stages", "layers_per_stage", "stage_layers", "first_less", "last_less"),
+    )
     for field in others:
         if getattr(layout, field) != plain[field]:
             leave_out(field, "the format has no such field")

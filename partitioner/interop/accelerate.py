@@ -253,7 +253,8 @@ def _add_fsdp(layout: Layout, found: dict[str, Any], sharded: bool, leave_out: A
     if wanted and (wanted != {"optimizer", "parameters"} or not sharded):
         leave_out("offload", "FSDP moves parameters and states of the optimizer together, or nothing")
     if layout.recompute not in ("full", "none") and (sharded or layout.recompute):
-        leave_out("recompute", "FSDP recomputes whole layers, or nothing; nothing is chosen")
+        whole = layout.recompute in ("selective", "alternate")
+        leave_out("recompute", "FSDP recomputes whole layers" if whole else "nothing is recomputed")
     elif not sharded:
         leave_out("recompute", "the training script says what is recomputed")
     if sharded:
@@ -261,7 +262,7 @@ def _add_fsdp(layout: Layout, found: dict[str, Any], sharded: bool, leave_out: A
             "fsdp_version": 2,
             "fsdp_reshard_after_forward": layout.zero == 3,
             "fsdp_offload_params": wanted == {"optimizer", "parameters"},
-            "fsdp_activation_checkpointing": layout.recompute == "full",
+            "fsdp_activation_checkpointing": layout.recompute in ("full", "selective", "alternate"),
         }
 
 

@@ -596,8 +596,11 @@ def _add_states(layout: Layout, given: dict[str, Any], leave_out: Any) -> None:
     elif layout.recompute == "selective":
         given |= {"recompute-granularity": "selective", "recompute-modules": "layernorm"}
         leave_out("recompute", "norms are recomputed, and not everything that is quick")
-    elif layout.recompute != "none":
-        leave_out("recompute", "nothing is recomputed; Megatron-LM has no such choice of operators")
+    elif layout.recompute == "alternate":
+        given |= {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
+        leave_out("recompute", "whole layers are recomputed")
+    elif layout.recompute is None:
+        leave_out("recompute", "nothing is recomputed")
     if "optimizer" in layout.offload:
         given |= {"optimizer-cpu-offload": True, "use-precision-aware-optimizer": True}
     if {*layout.offload} - {"optimizer"}:

@@ -285,16 +285,13 @@ def _explain_time(found: Prediction) -> list[RenderableType]:
 
 
 def _explain_gain(found: Prediction) -> str:
-    assert found.gain is not None
+    assert found.ours is not None and found.gain is not None
+    taken = seconds_text(found.ours.estimate.step_time)
     if not found.fits:
-        return "It fits. The step times compare with the layout as if it had enough memory: " + _compare(found.gain)
-    return _compare(found.gain)
-
-
-def _compare(gain: float) -> str:
-    if gain >= 1:
-        return f"a step is {gain:.2f} times as fast, {format_percent(1 - 1 / gain)} less time."
+        return f"It fits, and takes {taken} for a step."
+    if found.gain >= 1:
+        return f"A step takes {taken}: {found.gain:.2f} times as fast, {format_percent(1 - 1 / found.gain)} less time."
     return (
-        f"a step takes {format_percent(1 / gain - 1)} more time: the configuration's framework executes something that "
-        "our runtime does not, or its layout leaves less memory free."
+        f"Nothing: a step takes {taken}, {format_percent(1 / found.gain - 1)} more. The configuration's framework "
+        "executes something that our runtime does not, or less memory is left free under it."
     )

@@ -362,9 +362,10 @@ def _list_options(layout: Layout, *, new: bool) -> tuple[dict[str, dict[str, Any
     elif layout.precision != "bf16":
         how = "a converter of the model, which the module does not have" if layout.precision == "fp8" else "bfloat16"
         leave_out("precision", f"the type is {how}")
-    modes = {"full": "full", "alternate": "selective", "none": "none"}
-    if layout.recompute not in modes:
-        leave_out("recompute", "whole layers are recomputed, every second product, or nothing; nothing is chosen")
+    modes = {"full": "full", "alternate": "selective", "none": "none", "selective": "selective"}
+    if layout.recompute not in modes or layout.recompute == "selective":
+        done = "every second product is recomputed, too" if layout.recompute else "nothing is recomputed"
+        leave_out("recompute", "nothing is recomputed" if layout.recompute == "scores" else done)
     sections["activation_checkpoint"] = {"mode": modes.get(layout.recompute or "", "none")}
     if sections["activation_checkpoint"]["mode"] == "selective" and not new:
         sections["activation_checkpoint"]["selective_ac_option"] = "op"

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from partitioner.interop.formats import read_layout, write_layout
     from partitioner.interop.layout import (
         ContradictionError,
-        Layout,
         LayoutError,
         OptionValueError,
+        TrainingLayout,
         UnknownOptionError,
         UnusedOption,
     )
@@ -98,7 +98,6 @@ __all__ = [
     "InternalError",
     "Largest",
     "LaunchError",
-    "Layout",
     "LayoutError",
     "Loader",
     "LocalRanks",
@@ -129,6 +128,7 @@ __all__ = [
     "StepLog",
     "Topology",
     "TopologyError",
+    "TrainingLayout",
     "UnknownOptionError",
     "UnsupportedError",
     "UnusedOption",
@@ -165,9 +165,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "partitioner.interop.formats": ("read_layout", "write_layout"),
     "partitioner.interop.layout": (
         "ContradictionError",
-        "Layout",
         "LayoutError",
         "OptionValueError",
+        "TrainingLayout",
         "UnknownOptionError",
         "UnusedOption",
     ),

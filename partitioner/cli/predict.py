@@ -79,6 +79,14 @@ def predict(
             show_default=False,
         ),
     ] = None,
+    ignore: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Options that belong to the training script, not the framework.",
+            show_default=False,
+        ),
+    ] = None,
     precision: Precision = None,
     global_batch: GlobalBatch = None,
     meta: Meta = False,
@@ -104,7 +112,7 @@ def predict(
             f"{len(source)} configurations are given; expected one of --{', --'.join(given)}: give exactly one"
         )
     check_outputs(out)
-    layout = read_layout(source[0][1], source[0][0])
+    layout = read_layout(source[0][1], source[0][0], ignore=[*filter(None, (ignore or "").split(","))])
     changes: dict[str, Any] = read_options(more or "")
     changes |= {"precision": precision} if precision else {}
     changes |= {"global_batch": global_batch, "microbatches": None} if global_batch else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import yaml
 
 from partitioner.execution_profile import OURS, PROFILES
 from partitioner.interop.deepspeed import build_deepspeed_layout
-from partitioner.interop.layout import ContradictionError, Layout, LayoutError, UnusedOption
+from partitioner.interop.layout import ContradictionError, LayoutError, TrainingLayout, UnusedOption
 from partitioner.interop.options import (
     Options,
     flatten_sections,
@@ -43,15 +44,16 @@ _BEYOND = {
 }  # fmt: skip
 
 
-def read_accelerate(text: str, folder: Path | None = None) -> Layout:
+def read_accelerate(text: str, folder: Path | None = None, ignore: Collection[str] = ()) -> TrainingLayout:
     """Return the layout of a YAML configuration of accelerate. ``folder``: where a file of DeepSpeed that it names is.
+    ``ignore``: options that belong to the training script.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
     nested = parse_mapping(text, "yaml", _WHERE)
     sections = [name for name in load_known_options()["accelerate"] if name]
     flat = flatten_sections(nested, sections)
-    options = Options(flat, _WHERE)
+    options = Options(flat, _WHERE, ignore=ignore)
     options.reject_unknown(list_known_names("accelerate") | {*sections})
     options.take("compute_environment")
     kind = options.take_choice("distributed_type", {name: name for name in _KINDS}, "NO")
@@ -79,7 +81,7 @@ def read_accelerate(text: str, folder: Path | None = None) -> Layout:
     if parallel:
         layout |= _read_axes(options, layout["zero"])
     _note_beyond(options)
-    return Layout(**layout, profile=OURS.model_copy(update=facts), unused=options.list_unused())
+    return TrainingLayout(**layout, profile=OURS.model_copy(update=facts), unused=options.list_unused())
 
 
 def _note_beyond(options: Options) -> None:
@@ -144,7 +146,7 @@ def _read_axes(options: Options, zero: int) -> dict[str, Any]:
     return found | ({"seq_length": length} if length and sizes["sp"] > 1 else {})
 
 
-def _read_deepspeed_section(options: Options, folder: Path | None, processes: int | None) -> Layout:
+def _read_deepspeed_section(options: Options, folder: Path | None, processes: int | None) -> TrainingLayout:
     """Return the layout of a configuration whose section ``deepspeed_config`` names a file, or has the options."""
     file = options.take_text("deepspeed_config.deepspeed_config_file")
     if file is not None:
@@ -188,7 +190,7 @@ def _translate_deepspeed(options: Options) -> dict[str, Any]:
     return found
 
 
-def _read_megatron_section(options: Options, layout: dict[str, Any]) -> Layout:
+def _read_megatron_section(options: Options, layout: dict[str, Any]) -> TrainingLayout:
     name = "megatron_lm_config.megatron_lm_"
     tp, pp = options.take_number(f"{name}tp_degree", 1), options.take_number(f"{name}pp_degree", 1)
     layout |= {"tp": tp, "pp": pp, "schedule": "1f1b" if pp > 1 else None}
@@ -198,10 +200,10 @@ def _read_megatron_section(options: Options, layout: dict[str, Any]) -> Layout:
     layout |= {"sequence_parallel": bool(sequence)} if tp > 1 else {}
     layout["recompute"] = "scores" if options.take_flag(f"{name}recompute_activations") else "none"
     _note_beyond(options)
-    return Layout(**layout, profile=PROFILES["megatron-core"], unused=options.list_unused())
+    return TrainingLayout(**layout, profile=PROFILES["megatron-core"], unused=options.list_unused())
 
 
-def write_accelerate(layout: Layout) -> tuple[str, tuple[UnusedOption, ...]]:
+def write_accelerate(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
     """Return a YAML configuration of accelerate with FSDP 2 and a ``ParallelismConfig``, and what it cannot express."""
     missing: list[UnusedOption] = []
 
@@ -247,7 +249,7 @@ def write_accelerate(layout: Layout) -> tuple[str, tuple[UnusedOption, ...]]:
     return yaml.safe_dump(found, sort_keys=False), tuple(missing)
 
 
-def _add_fsdp(layout: Layout, found: dict[str, Any], sharded: bool, leave_out: Any) -> None:
+def _add_fsdp(layout: TrainingLayout, found: dict[str, Any], sharded: bool, leave_out: Any) -> None:
     """Add the section of FSDP."""
     wanted = {*layout.offload}
     if wanted and (wanted != {"optimizer", "parameters"} or not sharded):
@@ -266,7 +268,7 @@ def _add_fsdp(layout: Layout, found: dict[str, Any], sharded: bool, leave_out: A
         }
 
 
-def _add_parallelism(layout: Layout, found: dict[str, Any], sharded: bool, leave_out: Any) -> None:
+def _add_parallelism(layout: TrainingLayout, found: dict[str, Any], sharded: bool, leave_out: Any) -> None:
     """Add the section of the mesh."""
     replicas = 1 if sharded else layout.dp or 1
     shard, replicate = (layout.dp_shard or layout.dp or 1, layout.dp_replicate or 1) if sharded else (1, replicas)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from partitioner.execution_profile import PROFILES
-from partitioner.interop.layout import ContradictionError, Layout, UnusedOption
+from partitioner.interop.layout import ContradictionError, TrainingLayout, UnusedOption
 from partitioner.interop.options import Options, flatten_sections, list_known_names, load_known_options, parse_mapping
 
 _NOTHING, _HOST, _DISK = "none", "cpu", "nvme"
@@ -55,15 +55,18 @@ _BEYOND = {
 }  # fmt: skip
 
 
-def read_deepspeed(text: str, where: str = "the DeepSpeed configuration") -> Layout:
+def read_deepspeed(
+    text: str, where: str = "the DeepSpeed configuration", ignore: Collection[str] = ()
+) -> TrainingLayout:
     """Return the layout of a JSON configuration of DeepSpeed. ``where``: the name of the source, for messages.
+    ``ignore``: options that belong to the training script.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
-    return build_deepspeed_layout(parse_mapping(text, "json", where), where)
+    return build_deepspeed_layout(parse_mapping(text, "json", where), where, ignore)
 
 
-def build_deepspeed_layout(nested: Mapping[str, Any], where: str) -> Layout:
+def build_deepspeed_layout(nested: Mapping[str, Any], where: str, ignore: Collection[str] = ()) -> TrainingLayout:
     """Return the layout of the options of DeepSpeed in a mapping; see :func:`read_deepspeed`."""
     sections = [name for name in load_known_options()["deepspeed"] if name]
     flat = flatten_sections(nested, sections)
@@ -72,7 +75,7 @@ def build_deepspeed_layout(nested: Mapping[str, Any], where: str) -> Layout:
             Options(flat, where).reject_unknown(list_known_names("deepspeed") | {name})
             if name in ("zero_optimization", "bf16", "fp16", "tensor_parallel"):
                 raise Options(flat, where).wrong_value(name, "a section with options")
-    options = Options(flat, where)
+    options = Options(flat, where, ignore=ignore)
     lax = {name for name in flat if name.startswith(tuple(f"{section}." for section in _LAX))}
     misspelt = lax - list_known_names("deepspeed")
     options.reject_unknown(list_known_names("deepspeed") | {*sections} | misspelt)
@@ -85,7 +88,7 @@ def build_deepspeed_layout(nested: Mapping[str, Any], where: str) -> Layout:
     for option, reason in _BEYOND.items():
         if options.has(option) and options.given[option] is not False:
             options.note(option, reason)
-    return Layout(**layout, profile=profile, unused=options.list_unused())
+    return TrainingLayout(**layout, profile=profile, unused=options.list_unused())
 
 
 def _read_axes(options: Options) -> dict[str, Any]:
@@ -214,7 +217,7 @@ def _read_profile(options: Options, stage: int) -> dict[str, Any]:
     return facts
 
 
-def write_deepspeed(layout: Layout) -> tuple[str, tuple[UnusedOption, ...]]:
+def write_deepspeed(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
     """Return a JSON configuration of DeepSpeed with the layout, and what it cannot express."""
     missing: list[UnusedOption] = []
 
@@ -264,7 +267,7 @@ def write_deepspeed(layout: Layout) -> tuple[str, tuple[UnusedOption, ...]]:
     return json.dumps(found, indent=2) + "\n", tuple(missing)
 
 
-def _add_offload(layout: Layout, zero: dict[str, Any], leave_out: Any) -> None:
+def _add_offload(layout: TrainingLayout, zero: dict[str, Any], leave_out: Any) -> None:
     """Add what is in host memory to the section of state sharding."""
     wanted = {*layout.offload}
     if "activations" in wanted or (wanted and not layout.zero) or ("parameters" in wanted and layout.zero != 3):
@@ -277,7 +280,7 @@ def _add_offload(layout: Layout, zero: dict[str, Any], leave_out: Any) -> None:
         zero["offload_param"] = {"device": _HOST}
 
 
-def _add_axes(layout: Layout, found: dict[str, Any], leave_out: Any) -> None:
+def _add_axes(layout: TrainingLayout, found: dict[str, Any], leave_out: Any) -> None:
     """Add the sizes of the mesh to ``found``."""
     if layout.tp > 1:
         found["tensor_parallel"] = {"autotp_size": layout.tp}

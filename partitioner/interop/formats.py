@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from partitioner.interop.accelerate import read_accelerate, write_accelerate
 from partitioner.interop.deepspeed import read_deepspeed, write_deepspeed
-from partitioner.interop.layout import Layout, LayoutError, UnusedOption
+from partitioner.interop.layout import LayoutError, TrainingLayout, UnusedOption
 from partitioner.interop.megatron import read_megatron, read_megatron_bridge, write_megatron, write_megatron_bridge
 from partitioner.interop.options import parse_mapping, read_text_file
 from partitioner.interop.torchtitan import read_torchtitan, write_torchtitan_module, write_torchtitan_toml
@@ -24,12 +24,13 @@ Written = tuple[str, tuple[UnusedOption, ...]]
 @dataclass(frozen=True)
 class _Source:
     """A configuration that is read. ``path``: its file; ``None``: the text itself was given. ``function``: the function
-    of a Python module.
+    of a Python module. ``ignore``: options that belong to the training script.
     """
 
     text: str
     path: Path | None = None
     function: str | None = None
+    ignore: tuple[str, ...] = ()
 
     @property
     def ending(self) -> str:
@@ -40,23 +41,23 @@ class _Source:
         return self.path.parent if self.path is not None else None
 
 
-def _read_torchtitan(source: _Source) -> Layout:
+def _read_torchtitan(source: _Source) -> TrainingLayout:
     kinds = {".py": "py", ".json": "json", ".toml": "toml"}
     plain = "flags" if source.text.lstrip().startswith("--") or "--parallelism." in source.text else "toml"
-    return read_torchtitan(source.text, kinds.get(source.ending, plain), source.function)
+    return read_torchtitan(source.text, kinds.get(source.ending, plain), source.function, source.ignore)
 
 
-def _read_megatron(source: _Source) -> Layout:
+def _read_megatron(source: _Source) -> TrainingLayout:
     if source.ending in (".yaml", ".yml"):
         return read_megatron_bridge(source.text)
-    return read_megatron(source.text)
+    return read_megatron(source.text, source.ignore)
 
 
-def _write_torchtitan(layout: Layout, path: Path) -> Written:
+def _write_torchtitan(layout: TrainingLayout, path: Path) -> Written:
     return write_torchtitan_toml(layout) if path.suffix == ".toml" else write_torchtitan_module(layout)
 
 
-def _write_megatron(layout: Layout, path: Path) -> Written:
+def _write_megatron(layout: TrainingLayout, path: Path) -> Written:
     return write_megatron_bridge(layout) if path.suffix in (".yaml", ".yml") else write_megatron(layout)
 
 
@@ -66,28 +67,32 @@ class Format:
     file to its text, and what the format cannot express.
     """
 
-    read: Callable[[_Source], Layout]
-    write: Callable[[Layout, Path], Written]
+    read: Callable[[_Source], TrainingLayout]
+    write: Callable[[TrainingLayout, Path], Written]
 
 
 FORMATS: dict[str, Format] = {
     "megatron": Format(_read_megatron, _write_megatron),
     "torchtitan": Format(_read_torchtitan, _write_torchtitan),
     "deepspeed": Format(
-        lambda source: read_deepspeed(source.text, str(source.path or "the DeepSpeed configuration")),
+        lambda source: read_deepspeed(source.text, str(source.path or "the DeepSpeed configuration"), source.ignore),
         lambda layout, path: write_deepspeed(layout),
     ),
     "accelerate": Format(
-        lambda source: read_accelerate(source.text, source.folder), lambda layout, path: write_accelerate(layout)
+        lambda source: read_accelerate(source.text, source.folder, source.ignore),
+        lambda layout, path: write_accelerate(layout),
     ),
     "transformers": Format(
-        lambda source: read_transformers(source.text, source.folder), lambda layout, path: write_transformers(layout)
+        lambda source: read_transformers(source.text, source.folder, source.ignore),
+        lambda layout, path: write_transformers(layout),
     ),
 }
 
 
 @typed_errors("read_layout()")
-def read_layout(source: str | os.PathLike[str], format: str | None = None) -> Layout:
+def read_layout(
+    source: str | os.PathLike[str], format: str | None = None, *, ignore: Iterable[str] = ()
+) -> TrainingLayout:
     """Return the layout that a configuration of another framework describes, with its execution profile and the options
     that have no effect on a plan or cannot be expressed.
 
@@ -96,13 +101,14 @@ def read_layout(source: str | os.PathLike[str], format: str | None = None) -> La
             Megatron-LM command line. Nothing in it is executed.
         format: ``megatron`` (command line, shell script, or YAML of Megatron-Bridge), ``torchtitan``, ``deepspeed``,
             ``accelerate`` or ``transformers``; ``None``: found by the content.
+        ignore: names of options that belong to the training script, and not to the framework.
 
     Raises :class:`partitioner.LayoutError`, or one of its types, for an option that is unknown, has a wrong value, or
     contradicts another.
     """
     if not isinstance(source, str | os.PathLike):
         raise LayoutError(f"expected the path of a configuration or its text, got {type(source).__name__}")
-    found = _load_source(source)
+    found = replace(_load_source(source), ignore=tuple(map(str, ignore)))
     name = format or _detect_format(found)
     return _find_format(name).read(found)
 
@@ -147,7 +153,7 @@ def _detect_format(source: _Source) -> str:
     )
 
 
-def write_layout(layout: Layout, format: str, path: str | os.PathLike[str]) -> tuple[UnusedOption, ...]:
+def write_layout(layout: TrainingLayout, format: str, path: str | os.PathLike[str]) -> tuple[UnusedOption, ...]:
     """Write a layout to the file ``path`` in a ``format``, atomically. Return the fields that the format cannot
     express.
 

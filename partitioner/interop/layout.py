@@ -52,7 +52,7 @@ class UnusedOption(BaseModel, metaclass=DocumentedModel):
         return f"{self.option}={self.value}: {self.reason}" if self.value else f"{self.option}: {self.reason}"
 
 
-class Layout(BaseModel, metaclass=DocumentedModel):
+class TrainingLayout(BaseModel, metaclass=DocumentedModel):
     """How a framework's configuration divides a training step over devices.
 
     :func:`partitioner.read_layout` makes one. ``None`` means that the configuration does not say it.
@@ -121,7 +121,9 @@ class Layout(BaseModel, metaclass=DocumentedModel):
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise LayoutError(explain_validation_error(error, [*Layout.model_fields], "layout field")) from error
+            raise LayoutError(
+                explain_validation_error(error, [*TrainingLayout.model_fields], "layout field")
+            ) from error
         self._check()
 
     def _check(self) -> None:
@@ -185,7 +187,7 @@ class Layout(BaseModel, metaclass=DocumentedModel):
             )
         return dp
 
-    def at(self, num_devices: int) -> Layout:
+    def at(self, num_devices: int) -> TrainingLayout:
         """Return the layout on ``num_devices`` devices, with all sizes that follow from their number. Fields of an axis
         that has one rank are reset.
 
@@ -248,10 +250,10 @@ class Layout(BaseModel, metaclass=DocumentedModel):
             )
         return {"global_batch": batch, "microbatches": count or (batch // (size * dp) if batch and size else None)}
 
-    def replace(self, **changes: Any) -> Layout:
+    def replace(self, **changes: Any) -> TrainingLayout:
         """Return the layout with some fields changed."""
         kept = {name: getattr(self, name) for name in type(self).model_fields}
-        return Layout(**(kept | changes))
+        return TrainingLayout(**(kept | changes))
 
     @property
     def constraints(self) -> Constraints:
@@ -288,7 +290,7 @@ class Layout(BaseModel, metaclass=DocumentedModel):
         return {name: getattr(self, name) for name in FACTS}
 
     def __str__(self) -> str:
-        plain = {name: field.default for name, field in Layout.model_fields.items()}
+        plain = {name: field.default for name, field in TrainingLayout.model_fields.items()}
         shown = [f"{name}={_show_value(value)}" for name, value in self.facts.items() if value != plain[name]]
         return f"{self.framework}: {', '.join(shown) or 'one rank'}"
 
@@ -297,7 +299,7 @@ def _show_value(value: Any) -> str:
     return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def divide_layers(layout: Layout, num_layers: int) -> tuple[int, ...]:
+def divide_layers(layout: TrainingLayout, num_layers: int) -> tuple[int, ...]:
     """Return the layers of each (virtual) stage of ``layout`` in a model of ``num_layers`` layers.
 
     The first and the last stage have ``first_less`` and ``last_less`` layers less than the others; what does not divide

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import yaml
@@ -11,9 +11,9 @@ import yaml
 from partitioner.execution_profile import PROFILES
 from partitioner.interop.layout import (
     ContradictionError,
-    Layout,
     LayoutError,
     OptionValueError,
+    TrainingLayout,
     UnknownOptionError,
     UnusedOption,
 )
@@ -84,19 +84,22 @@ _BRIDGE_NAMES = {  # field of Megatron-Bridge -> option that means it
 }
 
 
-def read_megatron(text: str) -> Layout:
-    """Return the layout of a Megatron-LM command line, or of a shell script that has one.
+def read_megatron(text: str, ignore: Collection[str] = ()) -> TrainingLayout:
+    """Return the layout of a Megatron-LM command line, or of a shell script that has one. ``ignore``: options that
+    belong to the training script.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
-    given, devices = parse_arguments(read_words(text))
+    given, devices = parse_arguments(read_words(text), ignore)
     if not given:
-        raise LayoutError("the command line has no options; expected arguments of Megatron-LM, like "
-                          "--tensor-model-parallel-size 2 --micro-batch-size 1")  # fmt: skip
-    return _build_layout(Options(given, "Megatron-LM", "--{}"), "megatron", devices)
+        raise LayoutError(
+            "the command line has no options; expected arguments of Megatron-LM, like --tensor-model-parallel-size 2"
+        )
+    own = [name.replace("_", "-") for name in ignore]
+    return _build_layout(Options(given, "Megatron-LM", "--{}", ignore=own), "megatron", devices)
 
 
-def read_megatron_bridge(text: str) -> Layout:
+def read_megatron_bridge(text: str) -> TrainingLayout:
     """Return the layout of a YAML file of Megatron-Bridge's ``ConfigContainer``, or of the fields of a
     ``TransformerConfig`` of Megatron-Core.
 
@@ -169,7 +172,7 @@ def _read_recipe(name: str) -> dict[str, Any]:
     return fields
 
 
-def _build_layout(options: Options, name: str, devices: int | None) -> Layout:
+def _build_layout(options: Options, name: str, devices: int | None) -> TrainingLayout:
     take = options.take_number
     pp, tp = take("pipeline-model-parallel-size", 1), take("tensor-model-parallel-size", 1)
     cp, ep = take("context-parallel-size", 1), take("expert-model-parallel-size", 1)
@@ -211,7 +214,7 @@ def _build_layout(options: Options, name: str, devices: int | None) -> Layout:
         "offload": _read_offload(options), "optimizer": _read_optimizer(options), **_read_stages(options, pp),
     }  # fmt: skip
     profile = PROFILES["megatron-core"].model_copy(update=_read_profile(options, precision, bool(zero)))
-    return Layout(**layout, profile=profile, unused=options.list_unused())
+    return TrainingLayout(**layout, profile=profile, unused=options.list_unused())
 
 
 def _read_precision(options: Options) -> str:
@@ -471,14 +474,14 @@ def _read_graphs(options: Options) -> str:
     return "all" if whole and not modules else "part"
 
 
-def write_megatron(layout: Layout) -> tuple[str, tuple[UnusedOption, ...]]:
+def write_megatron(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
     """Return a command line of Megatron-LM with the layout, one option a line, and what it cannot express."""
     given, missing = _list_options(layout)
     lines = [f"--{name}" if value is True else f"--{name} {value}" for name, value in given.items()]
     return "\n".join(lines) + "\n", missing
 
 
-def write_megatron_bridge(layout: Layout) -> tuple[str, tuple[UnusedOption, ...]]:
+def write_megatron_bridge(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
     """Return a YAML file with fields of Megatron-Bridge's ``ConfigContainer``, and what it cannot express."""
     given, missing = _list_options(layout)
     if given.pop("num-layers-per-virtual-pipeline-stage", None):
@@ -510,7 +513,7 @@ def write_megatron_bridge(layout: Layout) -> tuple[str, tuple[UnusedOption, ...]
     return yaml.safe_dump(found, sort_keys=False), missing
 
 
-def _list_options(layout: Layout) -> tuple[dict[str, Any], tuple[UnusedOption, ...]]:
+def _list_options(layout: TrainingLayout) -> tuple[dict[str, Any], tuple[UnusedOption, ...]]:
     """Return the options of Megatron-LM for a layout, and what they cannot express."""
     missing: list[UnusedOption] = []
 
@@ -550,7 +553,7 @@ def _list_options(layout: Layout) -> tuple[dict[str, Any], tuple[UnusedOption, .
     return {name: value for name, value in given.items() if value is not None}, tuple(missing)
 
 
-def _add_stages(layout: Layout, given: dict[str, Any], leave_out: Any) -> None:
+def _add_stages(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -> None:
     """Add the options of the pipeline to ``given``."""
     if layout.pp == 1:
         return
@@ -578,7 +581,7 @@ def _add_stages(layout: Layout, given: dict[str, Any], leave_out: Any) -> None:
             given[f"account-for-{end}-in-pipeline-split"] = True
 
 
-def _add_states(layout: Layout, given: dict[str, Any], leave_out: Any) -> None:
+def _add_states(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -> None:
     """Add the options of state sharding, recomputation, offload, types and the optimizer to ``given``."""
     if layout.zero is None:
         leave_out("zero", "states are not sharded unless it is asked for")

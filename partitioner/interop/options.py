@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -98,11 +98,16 @@ class Options:
     """The options that a configuration gives, by name. Each ``take`` marks an option as read.
 
     ``write``: how messages write an option, with ``{}`` for its name, such as ``--{}``. ``written``: how they write
-    single options, by name.
+    single options, by name. ``ignore``: options that belong to the training script.
     """
 
     def __init__(
-        self, given: Mapping[str, Any], where: str, write: str = "{}", written: Mapping[str, str] | None = None
+        self,
+        given: Mapping[str, Any],
+        where: str,
+        write: str = "{}",
+        written: Mapping[str, str] | None = None,
+        ignore: Collection[str] = (),
     ) -> None:
         self.given = dict(given)
         self.where = where
@@ -110,6 +115,10 @@ class Options:
         self.written = written or {}
         self._taken: set[str] = set()
         self._notes: list[UnusedOption] = []
+        self._ignore = frozenset(name.lstrip("-") for name in ignore)
+        for option in self.given:
+            if self._is_ignored(option):
+                self.note(option, "belongs to the training script")
 
     def name(self, option: str) -> str:
         """Return an option as the configuration writes it."""
@@ -207,12 +216,16 @@ class Options:
         """Raise :class:`UnknownOptionError` for the first given option that is not ``known``."""
         names = frozenset(known)
         for option in self.given:
-            if option not in names:
+            if option not in names and not self._is_ignored(option):
                 meant = format_suggestion(str(option).rpartition(".")[2], _shorten(names, str(option)))
                 raise UnknownOptionError(
                     f"{self.where}: unknown option {self.name(option)}; {meant}expected an option of the framework: "
-                    "correct the name, or leave it out"
+                    f"correct the name, leave it out, or give ignore={option} if it belongs to the training script"
                 )
+
+    def _is_ignored(self, option: str) -> bool:
+        """Whether the user said that an option, or its section, belongs to the training script."""
+        return option in self._ignore or option.split(".")[0] in self._ignore
 
     def list_unused(self) -> tuple[UnusedOption, ...]:
         """Return what was recorded, and all given options that were not read."""

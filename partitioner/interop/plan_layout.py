@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 from partitioner.interop.formats import write_layout
-from partitioner.interop.layout import Layout, LayoutError, UnusedOption
+from partitioner.interop.layout import LayoutError, TrainingLayout, UnusedOption
 from partitioner.plan import Plan
 from partitioner.simulate.weight_precision import common_precision
 
@@ -16,7 +16,7 @@ _LAYER = re.compile(r"^(.*?)\.?(\d+)(?:\.|$)")
 _FORMAT_OFFLOADS = ("optimizer", "activations", "parameters", "disk")
 
 
-def describe_plan_layout(plan: Plan) -> tuple[Layout, tuple[UnusedOption, ...]]:
+def describe_plan_layout(plan: Plan) -> tuple[TrainingLayout, tuple[UnusedOption, ...]]:
     """Return the layout of a plan, and what of the plan a layout does not have.
 
     Raise :class:`LayoutError` for a plan of inference.
@@ -39,7 +39,7 @@ def describe_plan_layout(plan: Plan) -> tuple[Layout, tuple[UnusedOption, ...]]:
     context = Counter(way.algorithm for way in plan.context for _ in range(way.calls)).most_common(1)
     limits = plan.certificate.limits
     sharded = bool(chosen.zero)
-    layout = Layout(
+    layout = TrainingLayout(
         framework="partitioner",
         pp=pp, dp=dp, cp=cp, tp=tp, ep=ep,
         etp=(chosen.etp or tp) if ep > 1 else None,

@@ -15,7 +15,7 @@ from partitioner.constraints import Constraints
 from partitioner.errors import CapacityError
 from partitioner.explain.explain import memory_words, time_shares
 from partitioner.explain.tables import build_bar_chart, build_empty_table, format_heading, format_text_line
-from partitioner.interop.layout import ContradictionError, Layout, divide_layers
+from partitioner.interop.layout import ContradictionError, TrainingLayout, divide_layers
 from partitioner.passes.capture.wrappers import unwrap_model
 from partitioner.passes.faults import typed_errors
 from partitioner.plan import Plan
@@ -38,7 +38,7 @@ class Prediction:
     asked for, or if there is none. ``notes``: what was assumed, a sentence each.
     """
 
-    layout: Layout
+    layout: TrainingLayout
     plan: Plan
     missing_bytes: int
     ours: Plan | None
@@ -65,7 +65,7 @@ class Prediction:
 
 @typed_errors("predict_layout()")
 def predict_layout(
-    layout: Layout,
+    layout: TrainingLayout,
     model: nn.Module,
     topology: Topology,
     inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
@@ -110,7 +110,7 @@ def predict_layout(
 
 
 def _price_layout(
-    layout: Layout,
+    layout: TrainingLayout,
     model: nn.Module,
     topology: Topology,
     inputs: Any,
@@ -149,7 +149,7 @@ def _count_missing_bytes(plan: Plan, topology: Topology) -> int:
     return max(0, *(peak - room for peak, room in zip(plan.estimate.memory, rooms, strict=True)))
 
 
-def _add_cuts(layout: Layout, model: nn.Module, notes: list[str]) -> Constraints:
+def _add_cuts(layout: TrainingLayout, model: nn.Module, notes: list[str]) -> Constraints:
     """Return the constraints of a layout with the cuts of its pipeline, as modules of the model."""
     pins = layout.constraints
     if layout.pp == 1:

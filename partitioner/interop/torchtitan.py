@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from partitioner.execution_profile import PROFILES
-from partitioner.interop.layout import ContradictionError, Layout, OptionValueError, UnusedOption
+from partitioner.interop.layout import ContradictionError, OptionValueError, TrainingLayout, UnusedOption
 from partitioner.interop.options import Options, flatten_sections, list_known_names, load_known_options, parse_mapping
 from partitioner.interop.torchtitan_module import Unreadable, read_config_function
 
@@ -52,11 +52,14 @@ _BEYOND = {
 _FLOAT8 = re.compile(r"(float8|mx|mxfp8|nvfp4)", re.IGNORECASE)
 
 
-def read_torchtitan(text: str, kind: str = "toml", function: str | None = None) -> Layout:
+def read_torchtitan(
+    text: str, kind: str = "toml", function: str | None = None, ignore: Collection[str] = ()
+) -> TrainingLayout:
     """Return the layout of a configuration of torchtitan.
 
     ``kind``: ``toml`` (up to version 0.2), ``json`` (as ``debug.save_config_file`` writes it), ``flags`` (options like
     ``--parallelism.tensor_parallel_degree 2``) or ``py`` (a module of version 0.3, with the name of its ``function``).
+    ``ignore``: options that belong to the training script.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
@@ -67,7 +70,7 @@ def read_torchtitan(text: str, kind: str = "toml", function: str | None = None) 
         nested = _read_flags(text)
     else:
         nested = parse_mapping(text, kind, where)
-    return _build_layout(nested, new=kind in ("py", "json"))
+    return _build_layout(nested, new=kind in ("py", "json"), ignore=ignore)
 
 
 def _read_flags(text: str) -> dict[str, Any]:
@@ -103,9 +106,9 @@ def _flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _build_layout(nested: Mapping[str, Any], *, new: bool) -> Layout:
+def _build_layout(nested: Mapping[str, Any], *, new: bool, ignore: Collection[str]) -> TrainingLayout:
     flat = _flatten(nested)
-    options = Options(flat, "torchtitan")
+    options = Options(flat, "torchtitan", ignore=ignore)
     known = list_known_names("torchtitan")
     beside = ("job", "model", "optimizer", "dataloader", "loss", "tokenizer", "metrics", "checkpoint", "lr_scheduler",
               "validator", "profiler", "experimental", "training.dataloader", "validation.dataloader")  # fmt: skip
@@ -152,7 +155,7 @@ def _build_layout(nested: Mapping[str, Any], *, new: bool) -> Layout:
     for option, reason in _BEYOND.items():
         options.note(option, reason)
     profile = PROFILES["torchtitan"].model_copy(update=facts)
-    return Layout(**layout, profile=profile, unused=options.list_unused())
+    return TrainingLayout(**layout, profile=profile, unused=options.list_unused())
 
 
 def _is_offloaded(options: Options) -> bool:
@@ -287,7 +290,7 @@ def _read_optimizer(options: Options, nested: Mapping[str, Any]) -> str:
     return _OPTIMIZERS.get(name.lower(), "adamw")
 
 
-def write_torchtitan_toml(layout: Layout) -> tuple[str, tuple[UnusedOption, ...]]:
+def write_torchtitan_toml(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
     """Return a TOML file for torchtitan up to version 0.2, and what it cannot express."""
     sections, missing = _list_options(layout, new=False)
     lines: list[str] = []
@@ -304,7 +307,7 @@ def _write_toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def write_torchtitan_module(layout: Layout) -> tuple[str, tuple[UnusedOption, ...]]:
+def write_torchtitan_module(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
     """Return a Python module for torchtitan 0.3, with a function ``planned`` that returns a ``Trainer.Config``, and
     what it cannot express. The model, its data and the learning rate are added by the user.
     """
@@ -331,7 +334,7 @@ def write_torchtitan_module(layout: Layout) -> tuple[str, tuple[UnusedOption, ..
     return "\n".join([*lines, f"        activation_checkpoint={made},", "    )", ""]), missing
 
 
-def _list_options(layout: Layout, *, new: bool) -> tuple[dict[str, dict[str, Any]], tuple[UnusedOption, ...]]:
+def _list_options(layout: TrainingLayout, *, new: bool) -> tuple[dict[str, dict[str, Any]], tuple[UnusedOption, ...]]:
     """Return the options of torchtitan for a layout by section, and what they cannot express. ``new``: for version
     0.3.
     """
@@ -382,7 +385,7 @@ def _list_options(layout: Layout, *, new: bool) -> tuple[dict[str, dict[str, Any
     return sections, tuple(missing)
 
 
-def _add_axes(layout: Layout, parallelism: dict[str, Any], new: bool, leave_out: Any) -> None:
+def _add_axes(layout: TrainingLayout, parallelism: dict[str, Any], new: bool, leave_out: Any) -> None:
     """Add the sizes of the mesh and the stage of state sharding to ``parallelism``."""
     replicate, shard = layout.dp_replicate or 1, layout.dp_shard or -1
     zero = layout.zero
@@ -425,7 +428,7 @@ def _add_axes(layout: Layout, parallelism: dict[str, Any], new: bool, leave_out:
             leave_out("context", "attention over cp gathers keys and values" + (", or is a ring" if not new else ""))
 
 
-def _add_batch(layout: Layout, training: dict[str, Any], parallelism: dict[str, Any], leave_out: Any) -> None:
+def _add_batch(layout: TrainingLayout, training: dict[str, Any], parallelism: dict[str, Any], leave_out: Any) -> None:
     """Add the sizes of the batch."""
     size, batch = layout.microbatch_size, layout.global_batch
     if size is None:
@@ -444,7 +447,7 @@ def _add_batch(layout: Layout, training: dict[str, Any], parallelism: dict[str, 
         leave_out("microbatches", "the number of accumulation steps follows from a global batch, which is not given")
 
 
-def _add_stages(layout: Layout, parallelism: dict[str, Any], leave_out: Any) -> None:
+def _add_stages(layout: TrainingLayout, parallelism: dict[str, Any], leave_out: Any) -> None:
     """Add the schedule and the cuts of the pipeline to ``parallelism``."""
     names = {ours: theirs for theirs, ours in _SCHEDULES.items() if ours}
     schedule, chunks = layout.schedule, layout.virtual_stages or 1

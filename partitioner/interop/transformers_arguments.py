@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from partitioner.execution_profile import OURS
 from partitioner.interop.deepspeed import build_deepspeed_layout
-from partitioner.interop.layout import ContradictionError, Layout, UnusedOption
+from partitioner.interop.layout import ContradictionError, TrainingLayout, UnusedOption
 from partitioner.interop.options import (
     Options,
     flatten_sections,
@@ -28,9 +28,9 @@ _WORDS = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "hybrid_shard": 3,
 _SIZES = ("tp_size", "pp_size", "fsdp_size", "dp_replicate_size", "ep_size")
 
 
-def read_transformers(text: str, folder: Path | None = None) -> Layout:
+def read_transformers(text: str, folder: Path | None = None, ignore: Collection[str] = ()) -> TrainingLayout:
     """Return the layout of a JSON file with the fields of a ``DistributedConfig`` or of ``TrainingArguments``.
-    ``folder``: where a file of DeepSpeed that it names is.
+    ``folder``: where a file of DeepSpeed that it names is. ``ignore``: options that belong to the training script.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
@@ -41,12 +41,12 @@ def read_transformers(text: str, folder: Path | None = None) -> Layout:
     sections = ["fsdp_config", "distributed_config"]
     options = Options(flatten_sections(nested, sections), _WHERE)
     strip = {name: name.replace("fsdp_config.fsdp_", "fsdp_config.") for name in options.given}
-    options = Options({strip[name]: value for name, value in options.given.items()}, _WHERE)
+    options = Options({strip[name]: value for name, value in options.given.items()}, _WHERE, ignore=ignore)
     options.reject_unknown(list_known_names("transformers") | {"fsdp_config"})
     return _read_arguments(options, folder)
 
 
-def _read_distributed(options: Options) -> Layout:
+def _read_distributed(options: Options) -> TrainingLayout:
     options.reject_unknown(load_known_options()["transformers"]["distributed_config"])
     tp, pp, shard, replicate, ep = (options.take_number(name, 1) for name in _SIZES)
     old = options.take_flag("enable_expert_parallel")
@@ -82,10 +82,10 @@ def _read_distributed(options: Options) -> Layout:
     }  # fmt: skip
     layout |= {"dp_shard": shard, "dp_replicate": replicate} if shard > 1 else {}
     profile = OURS.model_copy(update={"name": "transformers"})
-    return Layout(framework="transformers", **layout, profile=profile, unused=options.list_unused())
+    return TrainingLayout(framework="transformers", **layout, profile=profile, unused=options.list_unused())
 
 
-def _read_arguments(options: Options, folder: Path | None) -> Layout:
+def _read_arguments(options: Options, folder: Path | None) -> TrainingLayout:
     size = options.take_number("per_device_train_batch_size", options.take_number("per_gpu_train_batch_size", 8))
     steps = options.take_number("gradient_accumulation_steps", 1)
     bf16, fp16 = options.take_flag("bf16"), options.take_flag("fp16")
@@ -111,7 +111,7 @@ def _read_arguments(options: Options, folder: Path | None) -> Layout:
         if options.take_flag("fsdp_config.activation_checkpointing"):
             layout["recompute"] = "full"
         facts["short_gradients"] = bf16 or fp16
-    return Layout(**layout, profile=OURS.model_copy(update=facts), unused=options.list_unused())
+    return TrainingLayout(**layout, profile=OURS.model_copy(update=facts), unused=options.list_unused())
 
 
 def _read_optimizer(options: Options) -> str:
@@ -146,7 +146,7 @@ def _read_fsdp(options: Options, given: Any) -> dict[str, Any]:
     return {"zero": zero, "offload": ("optimizer", "parameters") if moved or "offload" in words else ()}
 
 
-def _add_deepspeed(options: Options, layout: dict[str, Any], given: Any, folder: Path | None) -> Layout:
+def _add_deepspeed(options: Options, layout: dict[str, Any], given: Any, folder: Path | None) -> TrainingLayout:
     """Return the layout of a trainer that uses DeepSpeed. ``given``: its options, or the path of a file."""
     where = "deepspeed"
     if isinstance(given, str):
@@ -180,14 +180,14 @@ def _add_deepspeed(options: Options, layout: dict[str, Any], given: Any, folder:
     )
 
 
-def write_transformers(layout: Layout) -> tuple[str, tuple[UnusedOption, ...]]:
+def write_transformers(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
     """Return a JSON file with the fields of a ``DistributedConfig``, and what it cannot express."""
     missing: list[UnusedOption] = []
 
     def leave_out(field: str, reason: str) -> None:
         missing.append(UnusedOption(option=field, value=str(getattr(layout, field)), reason=reason))
 
-    plain = {name: field.default for name, field in Layout.model_fields.items()}
+    plain = {name: field.default for name, field in TrainingLayout.model_fields.items()}
     found: dict[str, Any] = {}
     shard, replicate = layout.dp_shard or layout.dp or 1, layout.dp_replicate or 1
     if layout.zero != 3:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from partitioner.interop.layout import Layout
+from partitioner.interop.layout import TrainingLayout
 
 SIZES = st.sampled_from([1, 1, 2, 3, 4])
 OFFLOADS = st.sampled_from([(), (), ("optimizer",), ("optimizer", "parameters"), ("activations",)])
@@ -13,7 +13,7 @@ SCHEDULES = st.sampled_from([None, "1f1b", "gpipe", "interleaved", "zb-1p"])
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
+def layouts(draw: st.DrawFn) -> TrainingLayout:
     """A layout on some number of devices, with all that follows from it."""
     pp, tp, cp, dp = draw(SIZES), draw(SIZES), draw(SIZES), draw(SIZES)
     ranks = dp * cp * tp
@@ -31,7 +31,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         stages["stage_layers"] = tuple(draw(st.lists(st.integers(1, 4), min_size=pp * (chunks or 1),
                                                      max_size=pp * (chunks or 1))))  # fmt: skip
     size, count = draw(st.integers(1, 4)), draw(st.integers(1, 8))
-    return Layout(
+    return TrainingLayout(
         framework="any", pp=pp, tp=tp, cp=cp, dp=dp, ep=ep, etp=etp, schedule=schedule if pp > 1 else None,
         dp_replicate=draw(st.sampled_from([n for n in range(1, dp + 1) if dp % n == 0])),
         microbatch_size=size, microbatches=count, zero=draw(st.sampled_from([0, 1, 2, 3])),

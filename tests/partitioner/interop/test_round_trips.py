@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from partitioner.interop.formats import read_layout, write_layout
-from partitioner.interop.layout import FACTS, Layout
+from partitioner.interop.layout import FACTS, TrainingLayout
 from tests.helpers.random_layouts import layouts
 
 FILES = {
@@ -23,7 +23,7 @@ FILES = {
 @pytest.mark.parametrize("case", FILES)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layout=layouts())
-def test_a_written_layout_is_read_back(case: str, layout: Layout, tmp_path: Path) -> None:
+def test_a_written_layout_is_read_back(case: str, layout: TrainingLayout, tmp_path: Path) -> None:
     format_name, file = FILES[case]
     missing = {each.option for each in write_layout(layout, format_name, tmp_path / file)}
     assert missing <= set(FACTS)
@@ -43,7 +43,7 @@ def test_a_written_layout_is_read_back(case: str, layout: Layout, tmp_path: Path
 @pytest.mark.parametrize("case", FILES)
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layout=layouts())
-def test_what_is_written_has_an_effect(case: str, layout: Layout, tmp_path: Path) -> None:
+def test_what_is_written_has_an_effect(case: str, layout: TrainingLayout, tmp_path: Path) -> None:
     """The reader of a format knows the meaning of each option that its writer writes."""
     format_name, file = FILES[case]
     write_layout(layout, format_name, tmp_path / file)

@@ -63,10 +63,9 @@ def read_accelerate(text: str, folder: Path | None = None, ignore: Collection[st
             f"{_WHERE}: num_processes={processes} is not divisible by num_machines={machines}; expected a multiple"
         )
     of_node = processes // machines if processes else None
-    steps = options.take_number("gradient_accumulation_steps")
     if kind == "DEEPSPEED":
         return _read_deepspeed_section(options, folder, processes)
-    layout: dict[str, Any] = {"framework": "accelerate", "devices": processes, "microbatches": steps, "zero": 0}
+    layout: dict[str, Any] = {"framework": "accelerate", "devices": processes, "zero": 0}
     layout["precision"] = _read_precision(options)
     facts: dict[str, Any] = {"name": "accelerate"}
     parallel = any(name.startswith(_PREFIX) for name in flat)
@@ -194,7 +193,7 @@ def _read_megatron_section(options: Options, layout: dict[str, Any]) -> Training
     name = "megatron_lm_config.megatron_lm_"
     tp, pp = options.take_number(f"{name}tp_degree", 1), options.take_number(f"{name}pp_degree", 1)
     layout |= {"tp": tp, "pp": pp, "schedule": "1f1b" if pp > 1 else None}
-    layout["microbatches"] = options.take_number(f"{name}num_micro_batches", layout["microbatches"])
+    layout["microbatches"] = options.take_number(f"{name}num_micro_batches")
     layout["zero"] = int(options.take_flag(f"{name}use_distributed_optimizer"))
     sequence = options.take_flag(f"{name}sequence_parallelism")
     layout |= {"sequence_parallel": bool(sequence)} if tp > 1 else {}
@@ -239,11 +238,9 @@ def write_accelerate(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, .
         for field in ("ep", "etp"):
             if getattr(layout, field) is not None:
                 leave_out(field, "accelerate does not spread experts")
-    for field in ("microbatch_size", "global_batch", "optimizer", "seq_length"):
+    for field in ("microbatch_size", "microbatches", "global_batch", "optimizer", "seq_length"):
         if getattr(layout, field) is not None:
             leave_out(field, "the training script says it")
-    if layout.microbatches:
-        found["gradient_accumulation_steps"] = layout.microbatches
     _add_fsdp(layout, found, sharded, leave_out)
     _add_parallelism(layout, found, sharded, leave_out)
     return yaml.safe_dump(found, sort_keys=False), tuple(missing)

@@ -242,11 +242,8 @@ def write_deepspeed(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ..
         leave_out("zero", "states are not sharded unless it is asked for")
     _add_offload(layout, zero, leave_out)
     if (layout.dp_replicate or 1) > 1 and layout.zero:
-        if layout.zero == 3 and layout.dp_shard:
-            zero["mics_shard_size"] = layout.dp_shard
-        else:
-            leave_out("dp_shard", "states are sharded over all data-parallel ranks")
-            leave_out("dp_replicate", "states are sharded over all data-parallel ranks")
+        for field in ("dp_shard", "dp_replicate"):  # MiCS is refused since 0.19
+            leave_out(field, "states are sharded over all data-parallel ranks")
     found["zero_optimization"] = zero
     found |= {"bf16": {"enabled": True}} if layout.precision == "bf16" else {}
     found |= {"fp16": {"enabled": True}} if layout.precision == "fp16" else {}

@@ -495,7 +495,7 @@ def write_megatron_bridge(layout: TrainingLayout) -> tuple[str, tuple[UnusedOpti
     found: dict[str, dict[str, Any]] = {}
     for option, value in given.items():
         field = back.get(option, option).replace("-", "_")
-        order = ("model", "train", "ddp", "optimizer", "mixed_precision", "comm_overlap")
+        order = ("ddp", "dist", "model", "train", "optimizer", "mixed_precision", "comm_overlap")
         first = {"bf16": "mixed_precision", "fp16": "mixed_precision", "grad_reduce_in_fp32": "ddp"}.get(field)
         section = first or next((name for name in order if field in places[name]), None)
         if field == "seq_length":
@@ -507,6 +507,8 @@ def write_megatron_bridge(layout: TrainingLayout) -> tuple[str, tuple[UnusedOpti
         found.setdefault(section, {})[field] = value
     if "use-distributed-optimizer" in given:
         found["optimizer"] |= {"use_distributed_optimizer": True}
+    if "use-megatron-fsdp" in given:
+        found["dist"] = {"use_megatron_fsdp": True}
     if layout.pp > 1:
         types = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}
         found["model"]["pipeline_dtype"] = f"torch.{types.get(layout.precision or '', 'float32')}"

@@ -97,7 +97,7 @@ def _join_lines(text: str) -> Iterator[str]:
     open_line = ""
     for line in text.splitlines():
         joined = f"{open_line} {line.strip()}" if open_line else line.strip()
-        if re.match(r"(?:export\s+)?\w+\+?=\(", joined) and not joined.endswith(")"):
+        if re.match(r"(?:export\s+)?\w+\+?=\(", joined) and joined.count("(") > joined.count(")"):
             open_line = joined
             continue
         if _has_open_quote(joined):

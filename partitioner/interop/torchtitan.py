@@ -456,10 +456,10 @@ def _add_stages(layout: TrainingLayout, parallelism: dict[str, Any], leave_out: 
         parallelism["pipeline_parallel_schedule"] = "PipelineScheduleMulti" if chunks > 1 else "PipelineScheduleSingle"
         if chunks > 1:
             leave_out("virtual_stages", "the table of the schedule has them")
-    elif schedule in names:
+    elif schedule in names and (names[schedule] not in _LOOPED or chunks > 1 or layout.layers_per_stage):
         parallelism["pipeline_parallel_schedule"] = names[schedule]
     else:
-        leave_out("schedule", "torchtitan does not have it; it is 1F1B")
+        leave_out("schedule", "it is 1F1B; schedules with several stages on each rank need them")
         schedule = "1f1b"
     implied = {"interleaved": 2, "zb-1p": 2, "zb-v": 2, "dualpipe-v": 2}.get(schedule or "", 1)
     if layout.layers_per_stage:
@@ -469,8 +469,10 @@ def _add_stages(layout: TrainingLayout, parallelism: dict[str, Any], leave_out: 
         if chunks > 1 and schedule not in _FOLDED:
             leave_out("virtual_stages", "follows from the number of layers of a stage")
     elif chunks != implied and not (schedule or "").endswith(".csv"):
-        leave_out("virtual_stages", f"the schedule has {implied} for each rank, unless the number of layers of a stage "
-                  "is given")  # fmt: skip
+        leave_out(
+            "virtual_stages",
+            f"the schedule has {implied} for each rank, unless the number of layers of a stage is given",
+        )
     if layout.stage_layers:
         leave_out("stage_layers", "cuts are given by names of modules of torchtitan's own models")
     parallelism["pipeline_parallel_first_stage_less_layers"] = layout.first_less

@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from partitioner.constraints import Constraints
     from partitioner.errors import CapacityError, ConstraintError, PlanError, TopologyError
     from partitioner.execution_profile import ExecutionProfile
+    from partitioner.interop.formats import read_layout, write_layout
+    from partitioner.interop.layout import (
+        ContradictionError,
+        LayoutError,
+        OptionValueError,
+        TrainingLayout,
+        UnknownOptionError,
+        UnusedOption,
+    )
+    from partitioner.interop.predict import Prediction, predict_layout
     from partitioner.passes.errors import (
         CaptureError,
         InputsError,
@@ -78,6 +88,7 @@ __all__ = [
     "Checkpoints",
     "ConstraintError",
     "Constraints",
+    "ContradictionError",
     "DTensorError",
     "DamagedCheckpointError",
     "Engine",
@@ -89,16 +100,19 @@ __all__ = [
     "InternalError",
     "Largest",
     "LaunchError",
+    "LayoutError",
     "Loader",
     "LocalRanks",
     "LossSpikes",
     "Monitor",
     "OffloadError",
     "OptimizerError",
+    "OptionValueError",
     "PartitionError",
     "Plan",
     "PlanError",
     "PlanFileError",
+    "Prediction",
     "PreparedModel",
     "Program",
     "RankError",
@@ -118,7 +132,10 @@ __all__ = [
     "StepLog",
     "Topology",
     "TopologyError",
+    "TrainingLayout",
+    "UnknownOptionError",
     "UnsupportedError",
+    "UnusedOption",
     "UserCodeError",
     "Verification",
     "Watch",
@@ -130,13 +147,16 @@ __all__ = [
     "init_process_group",
     "largest_that_fits",
     "partition",
+    "predict_layout",
     "prepare",
+    "read_layout",
     "rule",
     "run_local",
     "run_reference",
     "run_threads",
     "size_cluster",
     "timed",
+    "write_layout",
 ]
 
 # A name is imported when it is first used: a command that needs no PyTorch then starts without it.
@@ -146,6 +166,16 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "partitioner.constraints": ("Constraints",),
     "partitioner.errors": ("CapacityError", "ConstraintError", "PlanError", "TopologyError"),
     "partitioner.execution_profile": ("ExecutionProfile",),
+    "partitioner.interop.formats": ("read_layout", "write_layout"),
+    "partitioner.interop.layout": (
+        "ContradictionError",
+        "LayoutError",
+        "OptionValueError",
+        "TrainingLayout",
+        "UnknownOptionError",
+        "UnusedOption",
+    ),
+    "partitioner.interop.predict": ("Prediction", "predict_layout"),
     "partitioner.passes.errors": (
         "CaptureError",
         "InputsError",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from partitioner.advise.why_not import WhyNot
+    from partitioner.interop.layout import UnusedOption
     from partitioner.plans.training_run import TrainingRun
     from partitioner.plans.verify import Verification
     from partitioner.runtime.prove.prove import Proof
@@ -485,6 +486,18 @@ class Plan(Data):
         from partitioner.plans.files import export_ranks
 
         return export_ranks(self, Path(folder))
+
+    @typed_errors("Plan.export()")
+    def export(self, format: str, path: str | Path) -> tuple[UnusedOption, ...]:
+        """Write the plan's layout to the file ``path`` as a configuration of another framework, atomically. Return what
+        the format cannot express.
+
+        ``format``: ``megatron``, ``torchtitan``, ``deepspeed``, ``accelerate`` or ``transformers``. Raise
+        :class:`LayoutError` for another format, or a plan of inference.
+        """
+        from partitioner.interop.plan_layout import export_plan
+
+        return export_plan(self, format, path)
 
 
 def operator_share(

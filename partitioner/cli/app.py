@@ -41,6 +41,7 @@ from partitioner.cli.options import (
     format_examples,
     load_target,
 )
+from partitioner.cli.predict import add_predict_commands
 from partitioner.cli.run import add_launch_commands, add_watch_commands
 from partitioner.cli.size import add_budget_command, add_largest_command, add_size_command
 from partitioner.option_text import read_options
@@ -447,6 +448,7 @@ add_launch_commands(app)
 add_size_command(app)
 add_budget_command(app)
 add_largest_command(app)
+add_predict_commands(app)
 
 if __name__ == "__main__":
     app()

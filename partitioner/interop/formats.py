@@ -1,0 +1,167 @@
+"""The formats of configurations: read a configuration of any of them, write a layout to any of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from partitioner.interop.accelerate import read_accelerate, write_accelerate
+from partitioner.interop.deepspeed import read_deepspeed, write_deepspeed
+from partitioner.interop.layout import LayoutError, TrainingLayout, UnusedOption
+from partitioner.interop.megatron import read_megatron, read_megatron_bridge, write_megatron, write_megatron_bridge
+from partitioner.interop.options import parse_mapping, read_text_file
+from partitioner.interop.torchtitan import read_torchtitan, write_torchtitan_module, write_torchtitan_toml
+from partitioner.interop.transformers_arguments import read_transformers, write_transformers
+from partitioner.passes.faults import typed_errors
+from partitioner.runtime.files import write_text
+from partitioner.topology.validate import format_suggestion
+
+Written = tuple[str, tuple[UnusedOption, ...]]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A configuration that is read. ``path``: its file; ``None``: the text itself was given. ``function``: the function
+    of a Python module. ``ignore``: options that belong to the training script.
+    """
+
+    text: str
+    path: Path | None = None
+    function: str | None = None
+    ignore: tuple[str, ...] = ()
+
+    @property
+    def ending(self) -> str:
+        return self.path.suffix.lower() if self.path is not None else ""
+
+    @property
+    def folder(self) -> Path | None:
+        return self.path.parent if self.path is not None else None
+
+
+def _read_torchtitan(source: _Source) -> TrainingLayout:
+    kinds = {".py": "py", ".json": "json", ".toml": "toml"}
+    plain = "flags" if source.text.lstrip().startswith("--") or "--parallelism." in source.text else "toml"
+    return read_torchtitan(source.text, kinds.get(source.ending, plain), source.function, source.ignore)
+
+
+def _read_megatron(source: _Source) -> TrainingLayout:
+    if source.ending in (".yaml", ".yml"):
+        return read_megatron_bridge(source.text)
+    return read_megatron(source.text, source.ignore)
+
+
+def _write_torchtitan(layout: TrainingLayout, path: Path) -> Written:
+    return write_torchtitan_toml(layout) if path.suffix == ".toml" else write_torchtitan_module(layout)
+
+
+def _write_megatron(layout: TrainingLayout, path: Path) -> Written:
+    return write_megatron_bridge(layout) if path.suffix in (".yaml", ".yml") else write_megatron(layout)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of configurations. ``read``: from a source to a layout. ``write``: from a layout and the path of the
+    file to its text, and what the format cannot express.
+    """
+
+    read: Callable[[_Source], TrainingLayout]
+    write: Callable[[TrainingLayout, Path], Written]
+
+
+FORMATS: dict[str, Format] = {
+    "megatron": Format(_read_megatron, _write_megatron),
+    "torchtitan": Format(_read_torchtitan, _write_torchtitan),
+    "deepspeed": Format(
+        lambda source: read_deepspeed(source.text, str(source.path or "the DeepSpeed configuration"), source.ignore),
+        lambda layout, path: write_deepspeed(layout),
+    ),
+    "accelerate": Format(
+        lambda source: read_accelerate(source.text, source.folder, source.ignore),
+        lambda layout, path: write_accelerate(layout),
+    ),
+    "transformers": Format(
+        lambda source: read_transformers(source.text, source.folder, source.ignore),
+        lambda layout, path: write_transformers(layout),
+    ),
+}
+
+
+@typed_errors("read_layout()")
+def read_layout(
+    source: str | os.PathLike[str], format: str | None = None, *, ignore: Iterable[str] = ()
+) -> TrainingLayout:
+    """Return the layout that a configuration of another framework describes, with its execution profile and the options
+    that have no effect on a plan or cannot be expressed.
+
+    Args:
+        source: the path of a configuration (``FILE.py:FUNCTION`` for a module of torchtitan), or the text of a
+            Megatron-LM command line. Nothing in it is executed.
+        format: ``megatron`` (command line, shell script, or YAML of Megatron-Bridge), ``torchtitan``, ``deepspeed``,
+            ``accelerate`` or ``transformers``; ``None``: found by the content.
+        ignore: names of options that belong to the training script, and not to the framework.
+
+    Raises :class:`partitioner.LayoutError`, or one of its types, for an option that is unknown, has a wrong value, or
+    contradicts another.
+    """
+    if not isinstance(source, str | os.PathLike):
+        raise LayoutError(f"expected the path of a configuration or its text, got {type(source).__name__}")
+    found = replace(_load_source(source), ignore=tuple(map(str, ignore)))
+    name = format or _detect_format(found)
+    return _find_format(name).read(found)
+
+
+def _find_format(name: str) -> Format:
+    if name not in FORMATS:
+        raise LayoutError(
+            f"unknown format {name!r}; {format_suggestion(str(name), [*FORMATS])}expected one of {', '.join(FORMATS)}"
+        )
+    return FORMATS[name]
+
+
+def _load_source(source: str | os.PathLike[str]) -> _Source:
+    text = os.fspath(source)
+    if not isinstance(text, str):
+        raise LayoutError("expected the path of a configuration as text, got bytes")
+    place, colon, function = text.rpartition(":")
+    if colon and place.endswith(".py") and function.isidentifier():
+        return _Source(read_text_file(Path(place)), Path(place), function)
+    if "\n" in text or text.lstrip().startswith("--") or " --" in text:
+        return _Source(text)
+    return _Source(read_text_file(Path(text)), Path(text))
+
+
+def _detect_format(source: _Source) -> str:
+    """Return the format of a source by the ending of its file and its first options."""
+    if source.ending in (".py", ".toml") or "--parallelism." in source.text:
+        return "torchtitan"
+    if source.ending == ".json":
+        nested = parse_mapping(source.text, "json", str(source.path))
+        if {"parallelism", "training"} <= {*nested}:
+            return "torchtitan"
+        keys = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}
+        return "deepspeed" if keys & {*nested} else "transformers"
+    if source.ending in (".yaml", ".yml"):
+        nested = parse_mapping(source.text, "yaml", str(source.path))
+        return "accelerate" if "distributed_type" in nested or "compute_environment" in nested else "megatron"
+    if "--" in source.text:
+        return "megatron"
+    raise LayoutError(
+        f"the format of {source.path or 'the text'} is not known; expected format=..., one of {', '.join(FORMATS)}"
+    )
+
+
+def write_layout(layout: TrainingLayout, format: str, path: str | os.PathLike[str]) -> tuple[UnusedOption, ...]:
+    """Write a layout to the file ``path`` in a ``format``, atomically. Return the fields that the format cannot
+    express.
+
+    The ending of the file decides where a format has several forms: torchtitan ``.toml`` (up to version 0.2) or a
+    Python module; Megatron ``.yaml`` (Megatron-Bridge) or a command line. Raise :class:`LayoutError` for an unknown
+    format.
+    """
+    target = Path(path)
+    text, missing = _find_format(format).write(layout, target)
+    write_text(target, text)
+    return missing

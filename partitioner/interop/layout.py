@@ -1,0 +1,330 @@
+"""A training layout that another framework's configuration describes, and the errors of reading one."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+
+from partitioner.constraints import Constraints, Recompute
+from partitioner.execution_profile import OURS, ExecutionProfile
+from partitioner.option_text import explain_validation_error
+from partitioner.passes.documented_model import DocumentedModel
+from partitioner.passes.errors import PartitionError
+from partitioner.runtime.program.program import Offload
+
+Precision = Literal["bf16", "fp16", "fp32", "fp8"]
+
+# The fields that say how a model is trained. The others say where the layout comes from and how it is executed.
+FACTS = (
+    "pp", "dp", "cp", "tp", "ep", "etp", "dp_shard", "dp_replicate", "devices", "microbatch_size", "microbatches",
+    "global_batch", "schedule", "virtual_stages", "layers_per_stage", "stage_layers", "first_less", "last_less", "zero",
+    "sequence_parallel", "context", "recompute", "offload", "precision", "optimizer", "seq_length",
+)  # fmt: skip
+
+
+class LayoutError(PartitionError):
+    """A configuration of another framework cannot be read, or cannot be written."""
+
+
+class UnknownOptionError(LayoutError):
+    """A configuration has an option that its framework does not know. The message names similar options."""
+
+
+class OptionValueError(LayoutError):
+    """An option of a configuration has a value of a wrong type, or one that its framework does not know."""
+
+
+class ContradictionError(LayoutError):
+    """Options of a configuration contradict each other, the number of devices or the model."""
+
+
+class UnusedOption(BaseModel, metaclass=DocumentedModel):
+    """An option of a configuration that does not change the plan, or that a layout cannot express."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    option: str = Field(description="The option as the configuration writes it.")
+    value: str = Field(description="The given value, as text.")
+    reason: str = Field(description="Why it has no effect on the plan, or what cannot be expressed.")
+
+    def __str__(self) -> str:
+        return f"{self.option}={self.value}: {self.reason}" if self.value else f"{self.option}: {self.reason}"
+
+
+class TrainingLayout(BaseModel, metaclass=DocumentedModel):
+    """How a framework's configuration divides a training step over devices.
+
+    :func:`partitioner.read_layout` makes one. ``None`` means that the configuration does not say it.
+
+    Raises :class:`LayoutError` for a malformed value, and :class:`ContradictionError` for values that exclude each
+    other.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    framework: str = Field(description="The format of the configuration: megatron, torchtitan, deepspeed, ...")
+
+    # Mesh
+
+    pp: PositiveInt = Field(default=1, description="Pipeline ranks.")
+    dp: PositiveInt | None = Field(default=None, description="Data-parallel ranks. None: the rest of the devices.")
+    cp: PositiveInt = Field(default=1, description="Context-parallel ranks, which share each sequence.")
+    tp: PositiveInt = Field(default=1, description="Tensor-parallel ranks.")
+    ep: PositiveInt = Field(default=1, description="Expert-parallel ranks.")
+    etp: PositiveInt | None = Field(default=None, description="Ranks that share one expert. None: not said.")
+    dp_shard: PositiveInt | None = Field(
+        default=None, description="Data-parallel ranks that share states. None: all of a replica."
+    )
+    dp_replicate: PositiveInt | None = Field(
+        default=None, description="Groups of data-parallel ranks that each hold all states. None: not said."
+    )
+    devices: PositiveInt | None = Field(default=None, description="The number of devices, where it is stated.")
+
+    # Batch and pipeline
+
+    microbatch_size: PositiveInt | None = Field(default=None, description="Samples of a microbatch on one rank of dp.")
+    microbatches: PositiveInt | None = Field(default=None, description="Microbatches of a step on each rank of dp.")
+    global_batch: PositiveInt | None = Field(default=None, description="Samples of a step.")
+    schedule: str | None = Field(default=None, description="The pipeline schedule, by its name in this project.")
+    virtual_stages: PositiveInt | None = Field(default=None, description="Stages on each pipeline rank.")
+    layers_per_stage: PositiveInt | None = Field(default=None, description="Layers of each (virtual) stage.")
+    stage_layers: tuple[NonNegativeInt, ...] = Field(
+        default=(), description="Layers of each (virtual) stage, where they differ. (): evenly divided."
+    )
+    first_less: NonNegativeInt = Field(default=0, description="Layers that the first stage has less than others.")
+    last_less: NonNegativeInt = Field(default=0, description="Layers that the last stage has less than others.")
+
+    # Memory and numbers
+
+    zero: int | None = Field(default=None, ge=0, le=3, description="Stage of state sharding (ZeRO); FSDP is 3.")
+    sequence_parallel: bool | None = Field(
+        default=None, description="Whether values between layers are sharded over tp."
+    )
+    context: Literal["all_gather", "ring", "ulysses"] | None = Field(
+        default=None, description="How attention runs over cp."
+    )
+    recompute: Recompute | None = Field(default=None, description="What backward recomputes.")
+    offload: tuple[Offload, ...] = Field(default=(), description="What is in host memory between uses.")
+    precision: Precision | None = Field(default=None, description="The precision of products.")
+    optimizer: str | None = Field(default=None, description="The optimizer, by the name whose states are as large.")
+    seq_length: PositiveInt | None = Field(default=None, description="Tokens of a sample.")
+
+    # Execution
+
+    profile: ExecutionProfile = Field(default=OURS, description="How the framework executes the layout.")
+    unused: tuple[UnusedOption, ...] = Field(
+        default=(), description="Given options without effect on the plan, and those that a layout cannot express."
+    )
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise LayoutError(
+                explain_validation_error(error, [*TrainingLayout.model_fields], "layout field")
+            ) from error
+        self._check()
+
+    def _check(self) -> None:
+        """Raise :class:`ContradictionError` for values that exclude each other on any number of devices."""
+        shard, replicate = self.dp_shard, self.dp_replicate
+        if shard and replicate and self.dp not in (None, shard * replicate):
+            raise ContradictionError(
+                f"dp={self.dp}, but dp_replicate={replicate} x dp_shard={shard} is {shard * replicate}; expected the "
+                "product of the two, or one of the three left out"
+            )
+        for name, part in (("dp_shard", shard), ("dp_replicate", replicate)):
+            if self.dp and part and self.dp % part:
+                raise ContradictionError(f"{name}={part} does not divide dp={self.dp}; expected a divisor of it")
+        size, dp = self.microbatch_size, self.dp
+        if self.global_batch and size and self.global_batch % (size * (dp or 1)):
+            parts = f"microbatch_size={size}" + (f" x dp={dp}" if dp else "")
+            raise ContradictionError(
+                f"the global batch of {self.global_batch} is not divisible by {parts}; expected a multiple of "
+                f"{size * (dp or 1)}"
+            )
+        if self.global_batch and size and self.microbatches and self.global_batch % (size * self.microbatches):
+            raise ContradictionError(
+                f"the global batch of {self.global_batch} is not divisible by microbatch_size={size} x "
+                f"{self.microbatches} microbatches; expected a multiple of {size * self.microbatches}, or one of the "
+                "three left out"
+            )
+        if self.devices:
+            self._check_devices(self.devices)
+        chunks = self.virtual_stages or 1
+        if self.stage_layers and len(self.stage_layers) % self.pp:
+            raise ContradictionError(
+                f"{len(self.stage_layers)} stages with pp={self.pp}; expected a multiple of {self.pp}, as many for "
+                "each pipeline rank"
+            )
+        if self.stage_layers and self.virtual_stages and len(self.stage_layers) != self.pp * chunks:
+            raise ContradictionError(
+                f"{len(self.stage_layers)} stages with pp={self.pp} and {chunks} virtual stages; expected "
+                f"{self.pp * chunks}"
+            )
+        if self.pp == 1 and chunks > 1:
+            raise ContradictionError(
+                f"{chunks} virtual stages with pp=1, which has no pipeline; expected pp of 2 or more"
+            )
+
+    def _check_devices(self, num_devices: int) -> int:
+        """Return the data-parallel ranks on ``num_devices`` devices. Raise :class:`ContradictionError` if the sizes do
+        not divide them.
+        """
+        ranks = self.pp * self.tp * self.cp
+        shown = f"pp={self.pp} x cp={self.cp} x tp={self.tp}"
+        if num_devices % ranks:
+            raise ContradictionError(
+                f"{shown} is {ranks} ranks, which does not divide the {num_devices} devices; expected sizes whose "
+                f"product divides {num_devices}, or a multiple of {ranks} devices"
+            )
+        dp = num_devices // ranks
+        if self.dp not in (None, dp):
+            raise ContradictionError(
+                f"{shown} x dp={self.dp} is {ranks * (self.dp or 1)} ranks; expected the {num_devices} devices: change "
+                "a size, or the number of devices"
+            )
+        return dp
+
+    def at(self, num_devices: int) -> TrainingLayout:
+        """Return the layout on ``num_devices`` devices, with all sizes that follow from their number. Fields of an axis
+        that has one rank are reset.
+
+        Raise :class:`ContradictionError` if the layout does not fit them.
+        """
+        if self.devices not in (None, num_devices):
+            raise ContradictionError(
+                f"the configuration is for {self.devices} devices; expected a topology of as many, got {num_devices}"
+            )
+        dp = self._check_devices(num_devices)
+        shard, replicate = self.dp_shard, self.dp_replicate
+        part = shard or replicate or 1
+        if dp % part or (shard and replicate and shard * replicate != dp):
+            given = " x ".join(f"{n}={v}" for n, v in (("dp_replicate", replicate), ("dp_shard", shard)) if v)
+            raise ContradictionError(
+                f"{given} on {num_devices} devices, of which pp={self.pp} x cp={self.cp} x tp={self.tp} leaves {dp} "
+                f"data-parallel ranks; expected a product of {dp}"
+            )
+        shard = shard or dp // (replicate or 1)
+        experts = self.ep * (self.etp or 1)
+        if dp * self.cp * self.tp % experts:
+            raise ContradictionError(
+                f"ep={self.ep}{f' x etp={self.etp}' if self.etp else ''} does not divide dp={dp} x cp={self.cp} x "
+                f"tp={self.tp} = {dp * self.cp * self.tp} ranks; expected a divisor"
+            )
+        zero = 0 if self.zero and shard * self.cp == 1 else self.zero
+        idle: dict[str, Any] = {}
+        if self.pp == 1:
+            idle |= {"schedule": None, "virtual_stages": None, "layers_per_stage": None}
+            idle |= {"stage_layers": (), "first_less": 0, "last_less": 0}
+        if self.virtual_stages == 1:
+            idle["virtual_stages"] = None
+        idle |= {"sequence_parallel": None} if self.tp == 1 else {}
+        idle |= {"context": None} if self.cp == 1 else {}
+        idle |= {"etp": None} if self.ep == 1 else {}
+        return self.replace(
+            dp=dp,
+            devices=num_devices,
+            dp_shard=shard if zero else None,
+            dp_replicate=dp // shard if zero else None,
+            zero=zero,
+            **idle,
+            **self._resolve_batch(dp),
+        )
+
+    def _resolve_batch(self, dp: int) -> dict[str, Any]:
+        """Return global batch and microbatches with ``dp`` data-parallel ranks, as far as they follow."""
+        batch, size, count = self.global_batch, self.microbatch_size, self.microbatches
+        if size and count and batch not in (None, size * count * dp):
+            raise ContradictionError(
+                f"the global batch is {batch}, but microbatch_size={size} x {count} microbatches x dp={dp} is "
+                f"{size * count * dp}; expected them to be equal: change one"
+            )
+        if size and count:
+            batch = size * count * dp
+        if batch and size and batch % (size * dp):
+            raise ContradictionError(
+                f"the global batch of {batch} is not divisible by microbatch_size={size} x dp={dp} = {size * dp}; "
+                f"expected a multiple of {size * dp}"
+            )
+        return {"global_batch": batch, "microbatches": count or (batch // (size * dp) if batch and size else None)}
+
+    def replace(self, **changes: Any) -> TrainingLayout:
+        """Return the layout with some fields changed."""
+        kept = {name: getattr(self, name) for name in type(self).model_fields}
+        return TrainingLayout(**(kept | changes))
+
+    @property
+    def constraints(self) -> Constraints:
+        """The layout as constraints of :func:`partitioner.partition`, without the cuts between stages, which need the
+        model. The batch, the precision and the optimizer are arguments of ``partition``.
+
+        All usable memory is available (``memory_margin=0``), and ranks are placed on devices in order.
+        """
+        known: dict[str, Any] = {"pp": self.pp, "cp": self.cp, "tp": self.tp, "ep": self.ep, "dp": self.dp}
+        known |= {"microbatch_size": self.microbatch_size, "recompute": self.recompute, "zero": self.zero}
+        if self.etp is not None and self.ep > 1:
+            known["etp"] = self.etp
+        if self.pp > 1:
+            known |= {"schedule": self.schedule, "virtual_stages": self.virtual_stages}
+        if self.cp > 1:
+            known["context"] = self.context
+        if self.tp > 1 and self.sequence_parallel is False:
+            known["sequence_parallel"] = False
+        shard = self.dp_shard or (self.dp // self.dp_replicate if self.dp and self.dp_replicate else None)
+        if self.zero and shard and shard != self.dp:
+            known["dp_shard"] = shard
+        return Constraints(
+            **{name: value for name, value in known.items() if value is not None},
+            offload=self.offload,
+            placement="in_order",
+            memory_margin=0.0,
+        )
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The fields that say how a model is trained, by name: without the framework, its profile and unused
+        options.
+        """
+        return {name: getattr(self, name) for name in FACTS}
+
+    def __str__(self) -> str:
+        plain = {name: field.default for name, field in TrainingLayout.model_fields.items()}
+        shown = [f"{name}={_show_value(value)}" for name, value in self.facts.items() if value != plain[name]]
+        return f"{self.framework}: {', '.join(shown) or 'one rank'}"
+
+
+def _show_value(value: Any) -> str:
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def divide_layers(layout: TrainingLayout, num_layers: int) -> tuple[int, ...]:
+    """Return the layers of each (virtual) stage of ``layout`` in a model of ``num_layers`` layers.
+
+    The first and the last stage have ``first_less`` and ``last_less`` layers less than the others; what does not divide
+    evenly goes to the first stages. Raise :class:`ContradictionError` if the layers do not give these stages.
+    """
+    if layout.stage_layers:
+        if sum(layout.stage_layers) != num_layers:
+            raise ContradictionError(
+                f"the stages have {sum(layout.stage_layers)} layers together, but the model has {num_layers}; expected "
+                "a configuration of this model"
+            )
+        return layout.stage_layers
+    weight = num_layers + layout.first_less + layout.last_less
+    count = layout.pp * (layout.virtual_stages or 1)
+    if layout.layers_per_stage:
+        count = -(-weight // layout.layers_per_stage)
+        if count % layout.pp:
+            raise ContradictionError(
+                f"{num_layers} layers with {layout.layers_per_stage} on each stage are {count} stages; expected a "
+                f"multiple of pp={layout.pp}"
+            )
+    each, more = divmod(weight, count)
+    sizes = [each + (index < more) for index in range(count)]
+    sizes[0] -= layout.first_less
+    sizes[-1] -= layout.last_less
+    if min(sizes) < 0 or max(sizes) == 0:
+        raise ContradictionError(f"{num_layers} layers do not divide into {count} stages; expected fewer stages")
+    return tuple(sizes)

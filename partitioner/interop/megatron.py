@@ -1,0 +1,625 @@
+"""Megatron-LM command lines, and configurations of Megatron-Bridge and Megatron-Core, in and out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import yaml
+
+from partitioner.execution_profile import PROFILES
+from partitioner.interop.layout import (
+    ContradictionError,
+    LayoutError,
+    OptionValueError,
+    TrainingLayout,
+    UnknownOptionError,
+    UnusedOption,
+)
+from partitioner.interop.megatron_words import parse_arguments, read_words
+from partitioner.interop.options import Options, load_known_options, parse_mapping
+from partitioner.topology.validate import format_suggestion
+
+_SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_CONTEXT = {
+    "p2p": "ring",
+    "all_gather": "all_gather",
+    "allgather": "all_gather",
+    "a2a": "ulysses",
+    "a2a+p2p": "ulysses",
+}
+_OPTIMIZERS = {"adam": "adamw", "sgd": "sgd_momentum", "muon": "sgd_momentum", "dist_muon": "sgd_momentum"}
+_QUICK = ("layernorm", "moe_act")  # modules whose results are made quickly
+_PLACES = re.compile(r"[EtmL]")
+_MOST_REPEATED = 10_000
+
+# Options that change time or memory and that a layout cannot express.
+_BEYOND = {
+    "rampup-batch-size": "steps with smaller batches at the start are not predicted",
+    "step-batch-size-schedule": "steps with other batches are not predicted",
+    "distribute-saved-activations": "saved activations are not divided over tp",
+    "optimizer-offload-fraction": "all optimizer states are taken to be in host memory",
+    "use-precision-aware-optimizer": "moments and copies of weights in short types are not known",
+    "main-grads-dtype": "the type of accumulated gradients follows from grad-reduce-in-bf16",
+    "main-params-dtype": "copies of weights are in float32",
+    "exp-avg-dtype": "moments are in float32",
+    "exp-avg-sq-dtype": "moments are in float32",
+    "fp8-param-gather": "parameters are gathered in 16 bits",
+    "fp8-wgrad": "all products of weights are in fp8",
+    "first-last-layers-bf16": "all layers are in the same type",
+    "overlap-param-gather-with-optimizer-step": "gathers of parameters do not overlap the optimizer",
+    "delay-wgrad-compute": "gradients of weights are made with those of inputs",
+    "hierarchical-context-parallel-sizes": "attention over cp has one level",
+    "cpu-offloading-num-layers": "activations of all layers are taken to be in host memory",
+    "fine-grained-activation-offloading": "all activations are taken to be in host memory",
+    "offload-modules": "all activations are taken to be in host memory",
+    "encoder-tensor-model-parallel-size": "an encoder with a mesh of its own is not expressed",
+    "encoder-pipeline-model-parallel-size": "an encoder with a mesh of its own is not expressed",
+    "use-tp-pp-dp-mapping": "ranks are placed in the default order",
+    "microbatch-group-size-per-virtual-pipeline-stage": "groups of microbatches are as large as pp",
+    "microbatch-group-size-per-vp-stage": "groups of microbatches are as large as pp",
+    "moe-expert-capacity-factor": "the capacity matters with moe-pad-expert-input-to-capacity alone",
+    "gradient-accumulation-fusion": "the profile of the framework has it",
+    "nccl-ub": "memory and speed of registered buffers are not known",
+    "fp4-format": "fp4 is priced as fp8",
+    "fp4": "fp4 is priced as fp8",
+    "mtp-num-layers": "layers that predict further tokens belong to the model that is given",
+}  # fmt: skip
+_OF_MODEL = frozenset(
+    "num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups group-query-attention kv-channels "
+    "max-position-embeddings num-experts num-moe-experts moe-router-topk moe-ffn-hidden-size vocab-size swiglu "
+    "untie-embeddings-and-output-weights moe-shared-expert-intermediate-size moe-layer-freq multi-latent-attention "
+    "make-vocab-size-divisible-by".split()
+)
+_MODEL_REASON = "describes the model, which is given by itself"
+_BRIDGE_NAMES = {  # field of Megatron-Bridge -> option that means it
+    "virtual-pipeline-model-parallel-size": "num-virtual-stages-per-pipeline-rank",
+    "num-layers-in-first-pipeline-stage": "decoder-first-pipeline-num-layers",
+    "num-layers-in-last-pipeline-stage": "decoder-last-pipeline-num-layers",
+    "num-moe-experts": "num-experts",
+    "sequence-length": "seq-length",
+    "grad-reduce-in-fp32": "accumulate-allreduce-grads-in-fp32",
+    "fp8": "fp8-format",
+}
+
+
+def read_megatron(text: str, ignore: Collection[str] = ()) -> TrainingLayout:
+    """Return the layout of a Megatron-LM command line, or of a shell script that has one. ``ignore``: options that
+    belong to the training script.
+
+    Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
+    """
+    given, devices = parse_arguments(read_words(text), ignore)
+    if not given:
+        raise LayoutError(
+            "the command line has no options; expected arguments of Megatron-LM, like --tensor-model-parallel-size 2"
+        )
+    own = [name.replace("_", "-") for name in ignore]
+    return _build_layout(Options(given, "Megatron-LM", "--{}", ignore=own), "megatron", devices)
+
+
+def read_megatron_bridge(text: str) -> TrainingLayout:
+    """Return the layout of a YAML file of Megatron-Bridge's ``ConfigContainer``, or of the fields of a
+    ``TransformerConfig`` of Megatron-Core.
+
+    Raise :class:`LayoutError` for unknown fields, wrong values and contradictions.
+    """
+    nested = parse_mapping(text, "yaml", "the Megatron configuration")
+    flat = {name: value for name, value in nested.items() if not isinstance(value, Mapping)}
+    sections = {str(name): content for name, content in nested.items() if isinstance(content, Mapping)}
+    if isinstance(flat.get("mixed_precision"), str):
+        sections["mixed_precision"] = _read_recipe(flat.pop("mixed_precision"))
+    given: dict[str, Any] = {}
+    written: dict[str, str] = {}
+    beside: dict[str, Any] = {}
+    for section, content in [("", flat), *sections.items()]:
+        for field, value in content.items():
+            name, place = str(field).replace("_", "-"), f"{section}.{field}" if section else str(field)
+            name = _BRIDGE_NAMES.get(name, name)
+            _check_field(section, str(field), place)
+            if value is None or field == "_target_" or not _is_read(section, name):
+                beside[place] = value
+                continue
+            if name in given and given[name] != value:
+                raise ContradictionError(
+                    f"{written[name]}={given[name]}, but {place}={value}; expected one value: leave one out"
+                )
+            given[name], written[name] = value, place
+    layout = _build_layout(Options(given, "Megatron-Bridge", written=written), "megatron-bridge", None)
+    reason = "has no effect on the time or memory of a planned step"
+    more = (UnusedOption(option=name, value=str(value)[:60], reason=reason) for name, value in beside.items())
+    return layout.replace(unused=(*layout.unused, *more))
+
+
+def _is_read(section: str, name: str) -> bool:
+    """Whether a field of a section of Megatron-Bridge is read as an option of Megatron-LM."""
+    if section == "dataset":
+        return name == "seq-length"
+    return section in ("", *load_known_options()["megatron-bridge"])
+
+
+def _check_field(section: str, field: str, place: str) -> None:
+    """Raise :class:`UnknownOptionError` for a field that a section does not have. Sections that are not read may have
+    any.
+    """
+    sections = load_known_options()["megatron-bridge"]
+    if section and section not in sections:
+        return
+    known = {*sections[section]} if section else {name for names in sections.values() for name in names}
+    known |= {"_target_", "seq_length", "mixed_precision", *(() if section else ("sequence_length",))}
+    if field not in known:
+        section_text = f"section {section}" if section else "the configuration"
+        raise UnknownOptionError(
+            f"unknown field {place} of Megatron-Bridge; {format_suggestion(field, sorted(known))}expected a field of "
+            f"{section_text}: correct the name, or leave it out"
+        )
+
+
+def _read_recipe(name: str) -> dict[str, Any]:
+    """Return the fields of a named recipe of mixed precision, such as ``bf16_with_fp8_current_scaling_mixed``."""
+    found = re.fullmatch(r"\w*?(bf16|fp16)(?:_with_(\w+?))?_mixed", name.replace("-", "_"))
+    if found is None:
+        raise OptionValueError(
+            f"mixed_precision={name!r} is no recipe of Megatron-Bridge; expected one like bf16_mixed or "
+            "bf16_with_fp8_current_scaling_mixed: correct the name"
+        )
+    short = bool(found[2]) or found[1] == "fp16"
+    fields: dict[str, Any] = {found[1]: True, "grad_reduce_in_fp32": not short}
+    if found[2]:
+        scaling = {"fp8_delayed_scaling": "delayed", "fp8_current_scaling": "tensorwise", "mxfp8": "mxfp8"}
+        fields |= {"fp8": "hybrid", "fp8_recipe": scaling.get(found[2], "blockwise")}
+    return fields
+
+
+def _build_layout(options: Options, name: str, devices: int | None) -> TrainingLayout:
+    take = options.take_number
+    pp, tp = take("pipeline-model-parallel-size", 1), take("tensor-model-parallel-size", 1)
+    cp, ep = take("context-parallel-size", 1), take("expert-model-parallel-size", 1)
+    etp = take("expert-tensor-parallel-size")
+    precision = _read_precision(options)
+    zero = _read_zero(options)
+    replicate = take("num-distributed-optimizer-instances", 1)
+    if replicate > 1 and not zero:
+        raise ContradictionError(
+            f"{options.name('num-distributed-optimizer-instances')}={replicate} without a distributed optimizer; "
+            f"expected {options.name('use-distributed-optimizer')}, or one instance"
+        )
+    size, batch = take("micro-batch-size"), take("global-batch-size")
+    sequence = options.take_flag("sequence-parallel")
+    if sequence and tp == 1:
+        if name == "megatron-bridge":
+            raise ContradictionError(
+                f"{options.name('sequence-parallel')} with tp=1, over which nothing is sharded; expected it off, or tp "
+                "of 2 or more"
+            )
+        options.note("sequence-parallel", "has no effect with one rank of tensor parallelism")
+    length = take("seq-length")
+    if length and cp > 1 and length % (2 * cp):
+        raise ContradictionError(
+            f"{options.name('seq-length')}={length} is not divisible by 2 x cp = {2 * cp}; expected a multiple of it"
+        )
+    for option, reason in _BEYOND.items():
+        if options.has(option) and options.given[option] is not False:
+            options.note(option, reason)
+    for option in sorted(_OF_MODEL & options.given.keys()):
+        options.note(option, _MODEL_REASON)
+    layout: dict[str, Any] = {
+        "framework": name, "pp": pp, "tp": tp, "cp": cp, "ep": ep, "devices": devices, "precision": precision,
+        "etp": etp or (tp if ep > 1 else None), "zero": zero, "microbatch_size": size, "global_batch": batch,
+        "microbatches": 1 if size and batch is None and not options.has("rampup-batch-size") else None,
+        "dp_replicate": replicate if zero else None,
+        "sequence_parallel": bool(sequence) if tp > 1 else None, "seq_length": length,
+        "context": _read_context(options) if cp > 1 else None, "recompute": _read_recompute(options),
+        "offload": _read_offload(options), "optimizer": _read_optimizer(options), **_read_stages(options, pp),
+    }  # fmt: skip
+    profile = PROFILES["megatron-core"].model_copy(update=_read_profile(options, precision, bool(zero)))
+    return TrainingLayout(**layout, profile=profile, unused=options.list_unused())
+
+
+def _read_precision(options: Options) -> str:
+    bf16, fp16 = options.take_flag("bf16"), options.take_flag("fp16")
+    if bf16 and fp16:
+        raise ContradictionError(f"{options.name('bf16')} and {options.name('fp16')} together; expected one of them")
+    options.take("pipeline-dtype")
+    short = "bf16" if bf16 else "fp16" if fp16 else "fp32"
+    for option in ("fp8-format", "fp8", "fp4-format", "fp4"):
+        value = options.take(option)
+        if value not in (None, False, "none", ""):
+            return "fp8"
+    options.take_flag("fp32")
+    return short
+
+
+def _read_zero(options: Options) -> int:
+    distributed = options.take_flag("use-distributed-optimizer")
+    own, torch = options.take_flag("use-megatron-fsdp"), options.take_flag("use-torch-fsdp2")
+    own = options.take_flag("use-custom-fsdp") or own
+    sharding = options.take_choice("data-parallel-sharding-strategy", _SHARDING)
+    if own and torch:
+        raise ContradictionError(
+            f"{options.name('use-megatron-fsdp')} and {options.name('use-torch-fsdp2')} together; expected one of them"
+        )
+    kept = options.take_flag("torch-fsdp2-reshard-after-forward", True)
+    if options.take_flag("torch-fsdp2-no-reshard-after-forward"):
+        kept = False
+    if torch:
+        return 3 if kept else 2
+    if own:
+        return _SHARDING["no_shard"] if sharding is None else int(sharding)
+    if sharding is not None:
+        options.note("data-parallel-sharding-strategy", "has no effect without Megatron's FSDP")
+    return 1 if distributed else 0
+
+
+def _read_context(options: Options) -> str:
+    given = options.take("cp-comm-type")
+    kinds = [given] if isinstance(given, str) else given if isinstance(given, list) else ["p2p"]
+    for kind in kinds:
+        if kind not in _CONTEXT:
+            raise options.wrong_value("cp-comm-type", f"one of {', '.join(_CONTEXT)}")
+    if len({*kinds}) > 1:
+        options.note("cp-comm-type", "attention of all layers is taken to run as in the first")
+    elif "a2a+p2p" in kinds:
+        options.note("cp-comm-type", "is taken to exchange heads alone")
+    return _CONTEXT[kinds[0]] if kinds else "ring"
+
+
+def _read_recompute(options: Options) -> str:
+    kind = options.take_choice("recompute-granularity", {"full": "full", "selective": "selective"})
+    method = options.take_choice("recompute-method", {"uniform": "uniform", "block": "block"})
+    count = options.take_number("recompute-num-layers")
+    modules = options.take("recompute-modules")
+    modules = modules.split() if isinstance(modules, str) else modules
+    if options.take_flag("recompute-activations") and kind is None:
+        kind = "selective"
+    if options.take_flag("checkpoint-activations"):
+        kind, method = kind or "full", method or "uniform"
+    if modules is not None and not (isinstance(modules, list) and all(isinstance(each, str) for each in modules)):
+        raise options.wrong_value("recompute-modules", "names of modules, like core_attn layernorm")
+    if kind == "full":
+        if method is None:
+            raise ContradictionError(
+                f"{options.name('recompute-granularity')}=full without {options.name('recompute-method')}; expected "
+                "uniform or block"
+            )
+        if method == "block" and count:
+            options.note("recompute-num-layers", "all layers are taken to be recomputed, not some of each stage")
+        elif count and count > 1:
+            options.note("recompute-num-layers", "each layer is taken to be saved by itself, not groups of layers")
+        return "full"
+    if kind is None:
+        for option in ("recompute-method", "recompute-num-layers", "recompute-modules"):
+            options.note(option, "has no effect without recompute-granularity")
+        return "none"
+    if method is not None or count is not None:
+        raise ContradictionError(
+            f"{options.name('recompute-granularity')}=selective with a method or a number of layers, which belong to "
+            "full; expected neither"
+        )
+    names = [*(modules or ["core_attn"])]
+    if names == ["core_attn"]:
+        return "scores"
+    if all(each in _QUICK for each in names):
+        return "selective"
+    known = "what is quickly recomputed is taken to be, and products are not"
+    options.note("recompute-modules", known)
+    return "scores" if "core_attn" in names and len(names) == 1 else "selective"
+
+
+def _read_offload(options: Options) -> tuple[str, ...]:
+    found = ["optimizer"] if options.take_flag("optimizer-cpu-offload") else []
+    layers = options.take_number("cpu-offloading-num-layers", 0, least=0)
+    fine = options.take_flag("fine-grained-activation-offloading")
+    return (*found, "activations") if layers or fine else tuple(found)
+
+
+def _read_optimizer(options: Options) -> str:
+    name = str(options.take_text("optimizer", "adam")).lower()
+    momentum = options.take_share("sgd-momentum", 0.9)
+    if name not in _OPTIMIZERS:
+        options.note("optimizer", "is not known here; its states are taken to be those of Adam")
+        return "adamw"
+    if name not in ("adam", "sgd"):
+        options.note("optimizer", "one moment is taken for every weight")
+    return "sgd" if name == "sgd" and not momentum else _OPTIMIZERS[name]
+
+
+def _read_stages(options: Options, pp: int) -> dict[str, Any]:
+    """Return schedule, virtual stages and cuts of the pipeline."""
+    chunks = options.take_number("num-virtual-stages-per-pipeline-rank")
+    per_chunk = options.take_number("num-layers-per-virtual-pipeline-stage")
+    text = options.take("pipeline-model-parallel-layout")
+    first = options.take_number("decoder-first-pipeline-num-layers", least=0)
+    last = options.take_number("decoder-last-pipeline-num-layers", least=0)
+    ends = [options.take_flag(f"account-for-{end}-in-pipeline-split") for end in ("embedding", "loss")]
+    cuts = {
+        "pipeline-model-parallel-layout": text,
+        "num-layers-per-virtual-pipeline-stage": per_chunk,
+        "num-virtual-stages-per-pipeline-rank": chunks,
+    }
+    given = [name for name, value in cuts.items() if value]
+    if len(given) > 1:
+        raise ContradictionError(f"{' and '.join(map(options.name, given))} together; expected one of them")
+    if pp == 1:
+        if chunks and chunks > 1:
+            raise ContradictionError(
+                f"{options.name('num-virtual-stages-per-pipeline-rank')}={chunks} with one pipeline rank; expected a "
+                "pipeline of 2 or more ranks"
+            )
+        return {}
+    found: dict[str, Any] = {"first_less": int(bool(ends[0])), "last_less": int(bool(ends[1]))}
+    if text is not None:
+        found["stage_layers"] = _parse_stage_layout(options, text)
+        chunks = max(1, len(found["stage_layers"]) // pp)
+    elif first is not None or last is not None:
+        found["stage_layers"] = _divide_rest(options, pp * (chunks or 1), first, last)
+    if per_chunk:
+        found["layers_per_stage"] = per_chunk
+        layers = options.take_number("num-layers")
+        count = layers + sum(map(bool, ends)) if layers else 0
+        if count and count % (pp * per_chunk):
+            raise ContradictionError(
+                f"{layers} layers do not divide into pp={pp} ranks with stages of {per_chunk} layers; expected a "
+                f"multiple of {pp * per_chunk}"
+            )
+        chunks = count // (pp * per_chunk) if count else None
+    found["virtual_stages"] = chunks if chunks and chunks > 1 else None
+    unsure = bool(per_chunk) and chunks is None
+    found["schedule"] = "interleaved" if unsure or (chunks or 1) > 1 else "1f1b"
+    return found
+
+
+def _divide_rest(options: Options, stages: int, first: int | None, last: int | None) -> tuple[int, ...]:
+    """Return the layers of each stage where the numbers of the first or the last stage are given."""
+    layers = options.take_number("num-layers")
+    if layers is None:
+        raise ContradictionError(
+            f"{options.name('decoder-first-pipeline-num-layers')} or "
+            f"{options.name('decoder-last-pipeline-num-layers')} without {options.name('num-layers')}; expected the "
+            "number of layers, from which those of the other stages follow"
+        )
+    others = stages - (first is not None) - (last is not None)
+    rest = layers - (first or 0) - (last or 0)
+    if (others < 1 and rest) or rest < 0 or (others and rest % others):
+        raise ContradictionError(
+            f"of {layers} layers, {rest} are left for {others} stages; expected a multiple of their number"
+        )
+    middle = [rest // others] * others if others else []
+    return (*([] if first is None else [first]), *middle, *([] if last is None else [last]))
+
+
+def _parse_stage_layout(options: Options, given: Any) -> tuple[int, ...]:
+    """Return the layers of each stage in a layout like ``Ett|ttL``, or a list of lists of names of layers."""
+    option = "pipeline-model-parallel-layout"
+    expected = "stages like Ett|ttL, with E, t, m and L for embedding, layer, prediction ahead and loss"
+    if isinstance(given, list):
+        if not all(isinstance(stage, list) for stage in given) or not given:
+            raise options.wrong_value(option, expected)
+        return tuple(sum(name == "decoder" for name in stage) for stage in given)
+    if not isinstance(given, str) or not given or len(given) > _MOST_REPEATED:
+        raise options.wrong_value(option, expected)
+    text = re.sub(r"[,\s\"']", "", given)
+    for pattern in (r"\(([^()]*)\)\*(\d{1,4})", r"([EtmL|])\*(\d{1,4})"):
+        text = re.sub(pattern, lambda match: (match[1] * int(match[2]))[:_MOST_REPEATED], text)
+    text = re.sub(r"\(([^()]*)\)", r"\1", text)
+    if not text or _PLACES.sub("", text).strip("|").replace("|", ""):
+        raise options.wrong_value(option, expected)
+    return tuple(stage.count("t") for stage in text.split("|"))
+
+
+def _read_profile(options: Options, precision: str, sharded: bool) -> dict[str, Any]:
+    """Return the facts of the execution profile that options of a configuration change."""
+    facts: dict[str, Any] = {}
+    gradients, parameters = options.take_flag("overlap-grad-reduce"), options.take_flag("overlap-param-gather")
+    if parameters and not gradients:
+        raise ContradictionError(
+            f"{options.name('overlap-param-gather')} without {options.name('overlap-grad-reduce')}; expected both"
+        )
+    facts["overlap"] = bool(gradients)
+    if gradients and sharded and not parameters:
+        options.note("overlap-grad-reduce", "gathers of parameters are taken to overlap, too")
+    facts["overlap_tensor"] = bool(options.take_flag("tp-comm-overlap"))
+    long = options.take_flag("accumulate-allreduce-grads-in-fp32", None)
+    short = options.take_flag("grad-reduce-in-bf16")
+    if long and short:
+        raise ContradictionError(
+            f"{options.name('accumulate-allreduce-grads-in-fp32')} and {options.name('grad-reduce-in-bf16')} together; "
+            "expected one of them"
+        )
+    facts["short_gradients"] = bool(short) or long is False or (precision == "fp16" and not long)
+    if options.take_flag("no-scatter-gather-tensors-in-pipeline"):
+        facts["sends"] = "whole"
+    facts |= _read_expert_profile(options)
+    recipe = options.take_text("fp8-recipe", "delayed")
+    facts["current_scaling"] = precision == "fp8" and recipe == "tensorwise"
+    facts["graphs"] = _read_graphs(options)
+    return facts
+
+
+def _read_expert_profile(options: Options) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    kind = options.take_choice(
+        "moe-token-dispatcher-type", {k: k for k in ("allgather", "alltoall", "alltoall_seq", "flex")}
+    )
+    backend = options.take_choice("moe-flex-dispatcher-backend", {"deepep": "deepep", "hybridep": "hybridep"})
+    if options.take_flag("moe-enable-deepep") or kind == "flex":
+        facts["dispatch"] = "once"
+    elif backend is not None:
+        options.note("moe-flex-dispatcher-backend", "has no effect without the flex dispatcher")
+    if kind == "allgather":
+        options.note("moe-token-dispatcher-type", "rows are taken to be exchanged, not gathered")
+    facts["overlap_experts"] = bool(options.take_flag("overlap-moe-expert-parallel-comm"))
+    if options.take_flag("moe-use-legacy-grouped-gemm"):
+        facts["expert_kernels"] = "grouped"
+    options.take_flag("moe-grouped-gemm")
+    padded = options.take_flag("moe-pad-expert-input-to-capacity")
+    if options.take_flag("moe-router-force-load-balancing"):
+        facts["even_experts"] = "routed"
+    elif padded:
+        options.take("moe-expert-capacity-factor")
+        facts["even_experts"] = "padded"
+    return facts
+
+
+def _read_graphs(options: Options) -> str:
+    kind = options.take_text("cuda-graph-impl", "none")
+    on = options.take_flag("enable-cuda-graph") or options.take_flag("external-cuda-graph")
+    scope = options.take("cuda-graph-scope")
+    scope = scope if isinstance(scope, list) else [scope] if isinstance(scope, str) else []
+    modules = options.take("cuda-graph-modules")
+    if kind in ("none", None) and not on:
+        return "none"
+    whole = any("full" in str(each) for each in scope) or kind == "full_iteration"
+    return "all" if whole and not modules else "part"
+
+
+def write_megatron(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
+    """Return a command line of Megatron-LM with the layout, one option a line, and what it cannot express."""
+    given, missing = _list_options(layout)
+    lines = [f"--{name}" if value is True else f"--{name} {value}" for name, value in given.items()]
+    return "\n".join(lines) + "\n", missing
+
+
+def write_megatron_bridge(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
+    """Return a YAML file with fields of Megatron-Bridge's ``ConfigContainer``, and what it cannot express."""
+    given, missing = _list_options(layout)
+    if given.pop("num-layers-per-virtual-pipeline-stage", None):
+        reason = "the number of virtual stages is given, which follows from the number of layers"
+        fields = ("layers_per_stage", "schedule", *(() if layout.virtual_stages is None else ("virtual_stages",)))
+        kept = tuple(each for each in missing if each.option not in fields)
+        more = (UnusedOption(option=name, value=str(getattr(layout, name)), reason=reason) for name in fields)
+        missing = (*kept, *more)
+    back = {option: field for field, option in _BRIDGE_NAMES.items() if option != "seq-length"}
+    places = load_known_options()["megatron-bridge"]
+    found: dict[str, dict[str, Any]] = {}
+    for option, value in given.items():
+        field = back.get(option, option).replace("-", "_")
+        order = ("ddp", "dist", "model", "train", "optimizer", "mixed_precision", "comm_overlap")
+        first = {"bf16": "mixed_precision", "fp16": "mixed_precision", "grad_reduce_in_fp32": "ddp"}.get(field)
+        section = first or next((name for name in order if field in places[name]), None)
+        if field == "seq_length":
+            section = "model"
+        if section is None:  # what the command line says by itself
+            continue
+        if field in ("recompute_modules",):
+            value = str(value).split()
+        found.setdefault(section, {})[field] = value
+    if "use-distributed-optimizer" in given:
+        found["optimizer"] |= {"use_distributed_optimizer": True}
+    if "use-megatron-fsdp" in given:
+        found["dist"] = {"use_megatron_fsdp": True}
+    if layout.pp > 1:
+        types = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}
+        found["model"]["pipeline_dtype"] = f"torch.{types.get(layout.precision or '', 'float32')}"
+    return yaml.safe_dump(found, sort_keys=False), missing
+
+
+def _list_options(layout: TrainingLayout) -> tuple[dict[str, Any], tuple[UnusedOption, ...]]:
+    """Return the options of Megatron-LM for a layout, and what they cannot express."""
+    missing: list[UnusedOption] = []
+
+    def leave_out(field: str, reason: str) -> None:
+        missing.append(UnusedOption(option=field, value=str(getattr(layout, field)), reason=reason))
+
+    given: dict[str, Any] = {
+        "tensor-model-parallel-size": layout.tp,
+        "pipeline-model-parallel-size": layout.pp,
+        "context-parallel-size": layout.cp,
+        "expert-model-parallel-size": layout.ep,
+    }
+    if layout.ep > 1:
+        whole = (layout.dp or 1) * layout.cp * layout.tp % (layout.ep * layout.tp) == 0
+        given["expert-tensor-parallel-size"] = layout.etp or (layout.tp if whole else 1)
+        if layout.etp is None:
+            leave_out("etp", f"an expert is on {given['expert-tensor-parallel-size']} ranks")
+    if layout.cp > 1:
+        back = {"ring": "p2p", "all_gather": "all_gather", "ulysses": "a2a"}
+        if layout.context is None:
+            leave_out("context", "attention over cp runs in a ring (p2p) by default")
+        given["cp-comm-type"] = back[layout.context or "ring"]
+    if layout.tp > 1 and layout.sequence_parallel:
+        given["sequence-parallel"] = True
+    if layout.tp > 1 and layout.sequence_parallel is None:
+        leave_out("sequence_parallel", "it is off unless it is asked for")
+    given |= {"micro-batch-size": layout.microbatch_size, "global-batch-size": layout.global_batch}
+    length, unit = layout.seq_length, 2 * layout.cp if layout.cp > 1 else 1
+    given["seq-length"] = -(-length // unit) * unit if length else None
+    if length and length % unit:
+        leave_out("seq_length", f"a multiple of 2 x cp = {unit} is needed; {given['seq-length']} is written")
+    _add_stages(layout, given, leave_out)
+    _add_states(layout, given, leave_out)
+    if layout.profile.overlap:
+        given["overlap-grad-reduce"] = True
+        given |= {"overlap-param-gather": True} if layout.zero else {}
+    return {name: value for name, value in given.items() if value is not None}, tuple(missing)
+
+
+def _add_stages(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -> None:
+    """Add the options of the pipeline to ``given``."""
+    if layout.pp == 1:
+        return
+    chunks = layout.virtual_stages or 1
+    written = "interleaved" if chunks > 1 or layout.layers_per_stage else "1f1b"
+    if layout.schedule is not None and layout.schedule != written:
+        leave_out("schedule", f"the schedule is {written}; Megatron-LM has 1F1B and interleaved 1F1B")
+    if layout.schedule is None:
+        leave_out("schedule", f"the schedule is {written}")
+    if layout.stage_layers:
+        stages = ["t" * count for count in layout.stage_layers]
+        given["pipeline-model-parallel-layout"] = "|".join(["E" + stages[0], *stages[1:-1], stages[-1] + "L"])
+    elif layout.layers_per_stage:
+        given["num-layers-per-virtual-pipeline-stage"] = layout.layers_per_stage
+        if layout.virtual_stages:
+            leave_out("virtual_stages", "follows from the number of layers of a stage")
+    elif chunks > 1:
+        given["num-virtual-stages-per-pipeline-rank"] = chunks
+    for field, end in (("first_less", "embedding"), ("last_less", "loss")):
+        less = getattr(layout, field)
+        if less and (less > 1 or layout.stage_layers):
+            leave_out(field, "stages that are given one by one have no such number" if layout.stage_layers
+                      else f"the {end} counts as one layer or none")  # fmt: skip
+        elif less:
+            given[f"account-for-{end}-in-pipeline-split"] = True
+
+
+def _add_states(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -> None:
+    """Add the options of state sharding, recomputation, offload, types and the optimizer to ``given``."""
+    if layout.zero is None:
+        leave_out("zero", "states are not sharded unless it is asked for")
+    if layout.zero:
+        given["use-distributed-optimizer"] = True
+        if layout.zero > 1:
+            given["use-megatron-fsdp"] = True
+            given["data-parallel-sharding-strategy"] = next(n for n, z in _SHARDING.items() if z == layout.zero)
+        if (layout.dp_replicate or 1) > 1:
+            given["num-distributed-optimizer-instances"] = layout.dp_replicate
+    if layout.recompute == "full":
+        given |= {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
+    elif layout.recompute == "scores":
+        given |= {"recompute-granularity": "selective", "recompute-modules": "core_attn"}
+    elif layout.recompute == "selective":
+        given |= {"recompute-granularity": "selective", "recompute-modules": "layernorm"}
+        leave_out("recompute", "norms are recomputed, and not everything that is quick")
+    elif layout.recompute == "alternate":
+        given |= {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
+        leave_out("recompute", "whole layers are recomputed")
+    elif layout.recompute is None:
+        leave_out("recompute", "nothing is recomputed")
+    if "optimizer" in layout.offload:
+        given |= {"optimizer-cpu-offload": True, "use-precision-aware-optimizer": True}
+    if {*layout.offload} - {"optimizer"}:
+        leave_out("offload", "states of the optimizer alone are written; how much else is moved depends on the model")
+    if layout.precision is None:
+        leave_out("precision", "it is float32 unless a type is given")
+    types: dict[str, dict[str, Any]] = {
+        "bf16": {"bf16": True},
+        "fp8": {"bf16": True, "fp8-format": "hybrid"},
+        "fp16": {"fp16": True},
+    }
+    given |= types.get(layout.precision or "", {})
+    name = layout.optimizer
+    given["optimizer"] = "sgd" if name in ("sgd", "sgd_momentum") else "adam"
+    given |= {"sgd-momentum": 0.0} if name == "sgd" else {}
+    if name not in ("adamw", "sgd", "sgd_momentum"):
+        leave_out("optimizer", "the optimizer is AdamW")

@@ -1,0 +1,234 @@
+"""Read command lines of Megatron-LM, and shell scripts that start it. Nothing is executed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from partitioner.interop.layout import LayoutError, OptionValueError, UnknownOptionError
+from partitioner.interop.options import load_known_options
+from partitioner.topology.validate import format_suggestion
+
+_SHORT = {"nproc_per_node": "per_node", "nnodes": "nodes", "num_processes": "all", "ntasks": "all"}
+_ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
+_ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
+_COMPARISON = re.compile(r"\[+\s*[\"']?([^\"'\s]*)[\"']?\s*(==?|!=)\s*[\"']?([^\"'\s]*)[\"']?\s*\]+")
+_EMPTINESS = re.compile(r"\[+\s*-([zn])\s+[\"']?([^\"'\]]*)[\"']?\s*\]+")
+_MOST_DIGITS = 18
+_LONGEST = 200_000  # characters of a script
+_ENDS = ("&&", "|", "||", ";", ">", "2>&1", "&", ">>")
+
+
+def read_words(text: str) -> list[str]:
+    """Return the words of a command line. Of a shell script, return the words of the line that starts a Python script
+    with options, with variables and arrays replaced; without such a line, those of all arrays of options.
+
+    Assignments in branches of a condition count if the condition holds, or if it is not known. Raise
+    :class:`LayoutError` for an unbalanced quote.
+    """
+    if len(text) > _LONGEST:
+        raise LayoutError(f"the command has {len(text)} characters; expected a command line or a shell script")
+    variables: dict[str, str] = {}
+    started: list[str] = []
+    options: list[str] = []
+    branches: list[list[bool]] = []  # of each open condition: whether this branch is taken, and whether one was
+    for line in _join_lines(text):
+        if _follow_condition(line, variables, branches) or not all(taken for taken, _ in branches):
+            continue
+        found = _ASSIGNMENT.fullmatch(line)
+        if found and not re.match(r"[^\s'\"(]*\s+\S", found[3]):
+            _assign(found, variables)
+            continue
+        words = _split(line, variables)
+        if any(word.startswith("--") for word in words):
+            options += words
+            started = words if any(word.endswith(".py") for word in words) else started
+    if started or options:
+        return started or options
+    return [word for value in variables.values() if "--" in value for word in _split(value, variables)]
+
+
+def _assign(found: re.Match[str], variables: dict[str, str]) -> None:
+    """Record an assignment. An array keeps the quotes of its words."""
+    text = found[3].strip()
+    if text.startswith("("):
+        value = _replace_variables(text.removeprefix("(").removesuffix(")"), variables)
+    else:
+        value = " ".join(_split(text, variables))
+    before = variables.get(found[1], "") if found[2] else ""
+    variables[found[1]] = f"{before} {value}".strip()[:_LONGEST]
+
+
+def _follow_condition(line: str, variables: dict[str, str], branches: list[list[bool]]) -> bool:
+    """Return whether a line is part of a condition, and record which branch is taken in ``branches``."""
+    word = line.split(None, 1)[0].rstrip(";")
+    if word == "if":
+        holds = _holds(line, variables)
+        branches.append([holds, holds])
+    elif word == "elif" and branches:
+        holds = not branches[-1][1] and _holds(line, variables)
+        branches[-1] = [holds, holds or branches[-1][1]]
+    elif word == "else" and branches:
+        branches[-1] = [not branches[-1][1], True]
+    elif word == "fi" and branches:
+        branches.pop()
+    return word in ("if", "elif", "else", "fi", "then", "echo", "exit")
+
+
+def _holds(line: str, variables: dict[str, str]) -> bool:
+    """Return whether the condition of a line holds; ``True`` for one that is not known."""
+    text = _replace_variables(line, variables)
+    if found := _COMPARISON.search(text):
+        return (found[1] == found[3]) != (found[2] == "!=")
+    if found := _EMPTINESS.search(text):
+        return (not found[2].strip()) == (found[1] == "z")
+    return " -f " not in text and " -d " not in text
+
+
+def _join_lines(text: str) -> Iterator[str]:
+    """Yield the lines of a script without comments; lines that a backslash or an open parenthesis continues are
+    joined.
+    """
+    text = re.sub(r"\\\r?\n", " ", text)
+    text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text)
+    open_line = ""
+    for line in text.splitlines():
+        joined = f"{open_line} {line.strip()}" if open_line else line.strip()
+        if re.match(r"(?:export\s+)?\w+\+?=\(", joined) and joined.count("(") > joined.count(")"):
+            open_line = joined
+            continue
+        if _has_open_quote(joined):
+            open_line = joined
+            continue
+        open_line = ""
+        if joined:
+            yield joined
+    if open_line:
+        yield open_line
+
+
+def _has_open_quote(line: str) -> bool:
+    return line.count('"') % 2 == 1 or line.count("'") % 2 == 1
+
+
+def _split(line: str, variables: dict[str, str]) -> list[str]:
+    """Return the words of a line, with variables replaced by their values. A variable of unknown value stays as it
+    is.
+    """
+    line = _replace_variables(line, variables)
+    try:
+        parts = shlex.split(line)
+        return [
+            word
+            for part in parts
+            for word in (shlex.split(part) if " --" in part or (part.startswith("--") and " " in part) else [part])
+        ]
+    except ValueError as error:
+        raise LayoutError(f"the command is malformed ({error}): {line[:80]!r}; expected balanced quotes") from None
+
+
+def _replace_variables(line: str, variables: dict[str, str]) -> str:
+    for _ in range(3):  # a value may name another variable
+        replaced = _VARIABLE.sub(lambda match: _replace(match, variables), line)
+        if replaced == line or len(replaced) > _LONGEST:
+            break
+        line = replaced
+    return _ARITHMETIC.sub(lambda match: _compute(match[1]) or match[0], line)
+
+
+def _replace(match: re.Match[str], variables: dict[str, str]) -> str:
+    name = match[1] or match[3]
+    if name in variables:
+        return variables[name]
+    return match[2] if match[2] is not None else match[0]
+
+
+def _compute(text: str) -> str:
+    """Return the value of products and quotients of whole numbers as text; ``""`` for anything else."""
+    parts = re.findall(r"\d+|[*/]", text)
+    if "".join(parts) != re.sub(r"\s", "", text) or not parts or not parts[0].isdigit():
+        return ""
+    value, operator = int(parts[0][:_MOST_DIGITS]), ""
+    for part in parts[1:]:
+        if part in "*/":
+            operator = part
+        elif operator == "*":
+            value *= int(part[:_MOST_DIGITS])
+        elif operator == "/" and int(part[:_MOST_DIGITS]):
+            value //= int(part[:_MOST_DIGITS])
+        else:
+            return ""
+    return str(value)
+
+
+def parse_arguments(words: list[str], ignore: Collection[str] = ()) -> tuple[dict[str, Any], int | None]:
+    """Return the options of a Megatron-LM command line by name, and the number of devices if its launcher has it.
+    ``ignore``: names of options that belong to the training script.
+
+    Words before the script that is started belong to the launcher. Raise :class:`UnknownOptionError` for an unknown
+    option, and :class:`OptionValueError` for a missing value.
+    """
+    start = next((i + 1 for i, word in enumerate(words) if word.endswith(".py")), None)
+    if start is None:  # words of a launcher or of a shell come before the first option
+        start = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    rest = words[start:]
+    end = next((i for i, word in enumerate(rest) if word in _ENDS), len(rest))
+    kinds = {name: kind for kind, names in load_known_options()["megatron"].items() for name in names}
+    kinds |= {name.lstrip("-").replace("_", "-"): "list" for name in ignore}
+    given: dict[str, Any] = {}
+    index = 0
+    while index < end:
+        word = rest[index]
+        index += 1
+        if not word.startswith("--"):
+            raise OptionValueError(
+                f"{word!r} follows no option that takes a value; expected --name value: correct the command line"
+            )
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("_", "-")
+        if name not in kinds:
+            meant = format_suggestion(name, sorted(kinds))
+            raise UnknownOptionError(
+                f"unknown option --{name} of Megatron-LM; {meant}expected one of its arguments: correct the name, "
+                f"leave it out, or give ignore={name} if it belongs to the training script"
+            )
+        last = next((i for i in range(index, end) if rest[i].startswith("--")), end)
+        values = [value] if equals else rest[index:last]
+        taken = _count_values(kinds[name], values)
+        given[name] = _read_value(name, kinds[name], values[:taken])
+        index += 0 if equals else taken
+    return given, _count_devices(words[:start])
+
+
+def _count_values(kind: str, values: list[str]) -> int:
+    """Return how many of the words after an option belong to it."""
+    if kind == "list":
+        return len(values)
+    if kind == "flag":
+        return int(bool(values) and values[0].lower() in ("true", "false"))
+    return min(1, len(values))
+
+
+def _read_value(name: str, kind: str, values: list[str]) -> Any:
+    if kind == "flag":
+        return values[0].lower() == "true" if values else True
+    if not values and kind != "list":
+        raise OptionValueError(f"--{name} has no value; expected one after it: give it, or leave the option out")
+    return values if kind == "list" else values[0]
+
+
+def _count_devices(words: list[str]) -> int | None:
+    """Return the number of processes that a launcher starts; ``None`` if its words do not say it."""
+    found: dict[str, int] = {}
+    for index, word in enumerate(words):
+        name, equals, value = word.lstrip("-").partition("=")
+        value = value if equals else (words[index + 1] if index + 1 < len(words) else "")
+        key = _SHORT.get(name.replace("-", "_"))
+        if word.startswith("-") and key and value.isdecimal() and len(value) < 8 and int(value):
+            found[key] = int(value)
+    if "all" in found:
+        return found["all"]
+    return found["per_node"] * found.get("nodes", 1) if "per_node" in found else None

@@ -1,0 +1,246 @@
+"""Typed access to the options of a configuration, which remembers the ones that were read."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from partitioner.interop.layout import LayoutError, OptionValueError, UnknownOptionError, UnusedOption
+from partitioner.topology.validate import format_suggestion
+
+_NO_EFFECT = "has no effect on the time or memory of a planned step"
+_SHOWN = 60  # characters of a value in a message
+_TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
+_DEEPEST = 100  # levels of nested sections
+
+
+@cache
+def load_known_options() -> dict[str, dict[str, list[str]]]:
+    """Return the names of the options that frameworks know: format to section to names. For ``megatron`` a section is a
+    kind of value.
+    """
+    text = resources.files("partitioner.interop").joinpath("data/options.yaml").read_text()
+    found: dict[str, dict[str, list[str]]] = yaml.safe_load(text)
+    return found
+
+
+def list_known_names(format_name: str) -> frozenset[str]:
+    """Return the options of a format, those in sections as ``section.name``."""
+    sections = load_known_options()[format_name]
+    return frozenset(f"{section}.{name}" if section else name for section, names in sections.items() for name in names)
+
+
+def read_text_file(path: Path) -> str:
+    """Return the text of ``path``. Raise :class:`LayoutError` if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise LayoutError(f"cannot read {path}: {error}; expected a text file in UTF-8") from None
+
+
+def parse_mapping(text: str, kind: str, where: str) -> dict[str, Any]:
+    """Return the mapping that a text describes. ``kind``: ``json``, ``toml`` or ``yaml``. ``where``: the name of the
+    source, for messages.
+
+    Raise :class:`LayoutError` for malformed text, or if its content is no mapping.
+    """
+    try:
+        if kind == "toml":
+            found: Any = tomllib.loads(text)
+        elif kind == "yaml":
+            found = yaml.safe_load(text)
+        else:
+            found = json.loads(text, object_pairs_hook=lambda pairs: _build_unique_mapping(pairs, where))
+    except LayoutError:
+        raise
+    except (ValueError, yaml.YAMLError, RecursionError, TypeError, AttributeError) as error:
+        first = " ".join(str(error).split())[:200]
+        raise LayoutError(f"{where} is not {kind.upper()}: {first}; correct the file") from None
+    if not isinstance(found, dict):
+        raise LayoutError(f"{where} has {type(found).__name__}; expected a mapping of options to values")
+    return found
+
+
+def _build_unique_mapping(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise LayoutError(f"{where} gives {name!r} twice; expected it once")
+        found[name] = value
+    return found
+
+
+def flatten_sections(
+    nested: Mapping[Any, Any], sections: Iterable[str], prefix: str = "", depth: int = 0
+) -> dict[str, Any]:
+    """Return nested options as ``section.name`` to value. Mappings under names that are not in ``sections`` stay
+    values.
+    """
+    known = frozenset(sections)
+    found: dict[str, Any] = {}
+    for key, value in nested.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and name in known and depth < _DEEPEST:
+            found |= flatten_sections(value, known, f"{name}.", depth + 1)
+        else:
+            found[name] = value
+    return found
+
+
+class Options:
+    """The options that a configuration gives, by name. Each ``take`` marks an option as read.
+
+    ``write``: how messages write an option, with ``{}`` for its name, such as ``--{}``. ``written``: how they write
+    single options, by name. ``ignore``: options that belong to the training script.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        where: str,
+        write: str = "{}",
+        written: Mapping[str, str] | None = None,
+        ignore: Collection[str] = (),
+    ) -> None:
+        self.given = dict(given)
+        self.where = where
+        self.write = write
+        self.written = written or {}
+        self._taken: set[str] = set()
+        self._notes: list[UnusedOption] = []
+        self._ignore = frozenset(name.lstrip("-") for name in ignore)
+        for option in self.given:
+            if self._is_ignored(option):
+                self.note(option, "belongs to the training script")
+
+    def name(self, option: str) -> str:
+        """Return an option as the configuration writes it."""
+        return self.written.get(option) or self.write.format(option)
+
+    def has(self, option: str) -> bool:
+        """Whether an option is given, with a value other than ``None`` and ``auto``."""
+        return self.given.get(option) not in (None, "auto")
+
+    def take(self, option: str) -> Any:
+        """Return the value of an option, ``None`` if it is not given or ``auto``, and mark it as read."""
+        if option in self.given:
+            self._taken.add(option)
+        value = self.given.get(option)
+        if value == "auto":
+            self.note(option, "is left to the launcher; its default is taken")
+            return None
+        return value
+
+    def take_number(self, option: str, default: Any = None, least: int = 1) -> Any:
+        """Return a whole number of at least ``least``; ``default`` if the option is not given."""
+        value = self.take(option)
+        if value is None:
+            return default
+        if isinstance(value, str) and value.strip().lstrip("+-").isdecimal() and len(value) < 19:
+            value = int(value)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.wrong_value(option, f"a whole number of {least} or more")
+        if value < least or value >= 2**63:
+            raise self.wrong_value(option, f"a whole number of {least} or more")
+        return value
+
+    def take_share(self, option: str, default: float) -> float:
+        """Return a number; ``default`` if the option is not given."""
+        value = self.take(option)
+        if value is None:
+            return default
+        try:
+            found = float(value)
+        except (TypeError, ValueError, OverflowError):
+            raise self.wrong_value(option, "a number") from None
+        if found != found:
+            raise self.wrong_value(option, "a number")
+        return found
+
+    def take_flag(self, option: str, default: Any = False) -> Any:
+        """Return whether an option is on; ``default`` if it is not given."""
+        value = self.take(option)
+        if value is None:
+            return default
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str | int) and str(value).lower() in _TRUE + _FALSE:
+            return str(value).lower() in _TRUE
+        raise self.wrong_value(option, "true or false")
+
+    def take_choice(self, option: str, choices: Mapping[str, Any], default: Any = None) -> Any:
+        """Return what ``choices`` has for the value of an option, upper and lower case alike; ``default`` if the option
+        is not given.
+        """
+        value = self.take(option)
+        if value is None:
+            return default
+        folded = {name.lower(): meaning for name, meaning in choices.items()}
+        text = str(value).lower() if isinstance(value, str | int) else ""
+        if text not in folded:
+            meant = format_suggestion(text, [*choices]) if text else ""
+            raise self.wrong_value(option, f"{meant}one of {', '.join(choices)}")
+        return folded[text]
+
+    def take_text(self, option: str, default: Any = None) -> Any:
+        """Return the text of an option; ``default`` if it is not given."""
+        value = self.take(option)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.wrong_value(option, "text")
+        return value
+
+    def wrong_value(self, option: str, expected: str) -> OptionValueError:
+        """Return the error for an option whose value is not as ``expected``."""
+        got = repr(self.given.get(option))
+        got = got if len(got) <= _SHOWN else f"{got[:_SHOWN]}..."
+        return OptionValueError(f"{self.where}: {self.name(option)}: expected {expected}, got {got}; correct the value")
+
+    def note(self, option: str, reason: str) -> None:
+        """Record that a given option has no effect, or cannot be expressed, for a ``reason``."""
+        if option in self.given:
+            self._taken.add(option)
+            self._notes.append(self._unused(option, reason))
+
+    def reject_unknown(self, known: Iterable[str]) -> None:
+        """Raise :class:`UnknownOptionError` for the first given option that is not ``known``."""
+        names = frozenset(known)
+        for option in self.given:
+            if option not in names and not self._is_ignored(option):
+                meant = format_suggestion(str(option).rpartition(".")[2], _shorten(names, str(option)))
+                raise UnknownOptionError(
+                    f"{self.where}: unknown option {self.name(option)}; {meant}expected an option of the framework: "
+                    f"correct the name, leave it out, or give ignore={option} if it belongs to the training script"
+                )
+
+    def _is_ignored(self, option: str) -> bool:
+        """Whether the user said that an option, or its section, belongs to the training script."""
+        return option in self._ignore or option.split(".")[0] in self._ignore
+
+    def list_unused(self) -> tuple[UnusedOption, ...]:
+        """Return what was recorded, and all given options that were not read."""
+        left = [self._unused(option, _NO_EFFECT) for option in self.given if option not in self._taken]
+        return (*self._notes, *left)
+
+    def _unused(self, option: str, reason: str) -> UnusedOption:
+        value = self.given[option]
+        text = "" if value is True and self.write.startswith("-") else str(value)
+        text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        return UnusedOption(option=self.name(option), value=text, reason=reason)
+
+
+def _shorten(names: Iterable[str], like: str) -> list[str]:
+    """Return names of the section of ``like`` without the section, or all names if there is no such section."""
+    section = like.rpartition(".")[0]
+    inside = sorted(name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section)
+    return inside or sorted(names)

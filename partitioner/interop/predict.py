@@ -1,0 +1,297 @@
+"""Predict a step of another framework's layout, and compare it with this project's own plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+from torch import Tensor, nn
+
+from partitioner.api import partition
+from partitioner.constraints import Constraints
+from partitioner.errors import CapacityError
+from partitioner.explain.explain import memory_words, time_shares
+from partitioner.explain.tables import build_bar_chart, build_empty_table, format_heading, format_text_line
+from partitioner.interop.layout import ContradictionError, TrainingLayout, divide_layers
+from partitioner.passes.capture.wrappers import unwrap_model
+from partitioner.passes.faults import typed_errors
+from partitioner.plan import Plan
+from partitioner.plans.figures import candidate_text, list_rank_capacities, memory_text
+from partitioner.topology import Topology
+from partitioner.topology.files import with_memory
+from partitioner.units import bytes_text, format_percent, format_plain_text, format_plural, seconds_text
+
+_GROWTH = (4.0, 32.0, 1024.0)  # times the memory, on which a layout that does not fit is priced
+_SMALL = 0.05  # of the memory: what is left is little
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a layout takes on a cluster, and the plan of this project for the same job.
+
+    ``layout``: the layout on the devices of the cluster. ``plan``: the layout as a plan without a program: step time
+    and memory of every rank. ``missing_bytes``: bytes that the fullest rank lacks; 0 if the layout fits. A layout that
+    does not fit is priced as if devices had enough memory. ``ours``: this project's own plan; ``None`` if it was not
+    asked for, or if there is none. ``notes``: what was assumed, a sentence each.
+    """
+
+    layout: TrainingLayout
+    plan: Plan
+    missing_bytes: int
+    ours: Plan | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has enough memory."""
+        return not self.missing_bytes
+
+    @property
+    def step_time(self) -> float:
+        """Seconds of a step of the layout."""
+        return self.plan.estimate.step_time
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast a step of this project's own plan is; ``None`` without that plan."""
+        return self.step_time / self.ours.estimate.step_time if self.ours is not None else None
+
+    def __str__(self) -> str:
+        return format_plain_text(prediction_parts(self))
+
+
+@typed_errors("predict_layout()")
+def predict_layout(
+    layout: TrainingLayout,
+    model: nn.Module,
+    topology: Topology,
+    inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    compare: bool = True,
+    time_limit_s: float | None = None,
+) -> Prediction:
+    """Predict a training step of ``layout``: its time and the memory of every rank, before a job is launched.
+
+    Args:
+        layout: from :func:`partitioner.read_layout`. What it leaves open is chosen by the search:
+            ``layout.replace(recompute="full")`` fixes more.
+        model: as for :func:`partitioner.partition`.
+        inputs: one global batch, or a sample of it if the layout says how large the batch is.
+        loss: as for :func:`partitioner.partition`.
+        compare: also make this project's own plan for the job.
+        time_limit_s: seconds after which each search ends with its best plan so far; ``None``: no limit.
+
+    Raises :class:`partitioner.ContradictionError` if the layout does not fit the devices, the batch or the model, and
+    :class:`partitioner.PartitionError` if the cost model cannot price it.
+    """
+    placed = layout.at(topology.num_devices)
+    notes: list[str] = []
+    pins = _add_cuts(placed, model, notes)
+    given: dict[str, Any] = {"global_batch": placed.global_batch, "loss": loss, "precision": placed.precision}
+    given |= {"optimizer": placed.optimizer or "adamw", "time_limit_s": time_limit_s}
+    plan, missing = _price_layout(placed, model, topology, inputs, (pins, given, notes))
+    limits = plan.certificate.limits
+    if placed.seq_length and limits is not None and limits.length not in (0, placed.seq_length):
+        notes.append(
+            f"The configuration has samples of {placed.seq_length} tokens, the inputs have {limits.length}: the "
+            "inputs count. Make inputs of that length to predict the configuration."
+        )
+    ours = None
+    if compare:
+        try:
+            ours = partition(model, topology, inputs, **given)
+        except CapacityError as error:
+            notes.append(f"This project has no plan for the job: {error.message}.")
+    return Prediction(placed, plan, missing, ours, tuple(notes))
+
+
+def _price_layout(
+    layout: TrainingLayout,
+    model: nn.Module,
+    topology: Topology,
+    inputs: Any,
+    job: tuple[Constraints, dict[str, Any], list[str]],
+) -> tuple[Plan, int]:
+    """Return the plan of a layout, and the bytes that the fullest rank lacks. ``job``: constraints, arguments of
+    ``partition``, and notes, which are added to.
+    """
+    pins, given, notes = job
+
+    def price(where: Topology, constraints: Constraints) -> Plan:
+        return partition(
+            model, where, inputs, constraints=constraints, profile=layout.profile, estimate_only=True, **given
+        )
+
+    try:
+        return price(topology, pins), 0
+    except CapacityError:
+        if pins.recompute is None:
+            pins = pins.model_copy(update={"recompute": "full"})
+            notes.append("The configuration does not say what backward recomputes; whole layers are taken to be.")
+        for times in _GROWTH:
+            larger = with_memory(topology, times)
+            try:
+                if larger is not None:
+                    plan = price(larger, pins)
+                    return plan, _count_missing_bytes(plan, topology)
+            except CapacityError:
+                continue
+        raise
+
+
+def _count_missing_bytes(plan: Plan, topology: Topology) -> int:
+    """Return the bytes that the fullest rank of a plan lacks on ``topology``."""
+    rooms = list_rank_capacities(plan.model_copy(update={"topology": topology}))
+    return max(0, *(peak - room for peak, room in zip(plan.estimate.memory, rooms, strict=True)))
+
+
+def _add_cuts(layout: TrainingLayout, model: nn.Module, notes: list[str]) -> Constraints:
+    """Return the constraints of a layout with the cuts of its pipeline, as modules of the model."""
+    pins = layout.constraints
+    if layout.pp == 1:
+        return pins
+    lists = _list_layers(model)
+    wanted = sum(layout.stage_layers)
+    found = next((paths for paths in lists if len(paths) == wanted), None) if wanted else next(iter(lists), None)
+    if found is None:
+        if wanted:
+            have = ", ".join(str(len(paths)) for paths in lists) or "none"
+            raise ContradictionError(
+                f"the stages have {wanted} layers together, but lists of layers in the model have {have}; expected a "
+                "configuration of this model"
+            )
+        notes.append("The model has no list of layers; the search divides it into stages.")
+        return pins
+    sizes = divide_layers(layout, len(found))
+    stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
+    chunks = len(sizes) // layout.pp
+    update: dict[str, Any] = {"stage_of": dict(zip(found, stages, strict=True))}
+    if layout.layers_per_stage:
+        update["virtual_stages"] = chunks
+        update["schedule"] = "1f1b" if chunks == 1 and layout.schedule == "interleaved" else layout.schedule
+    return Constraints(**(pins.given | update))
+
+
+def _list_layers(model: nn.Module) -> list[list[str]]:
+    """Return the module paths of the layers in each list of modules that is in no other list, the longest list
+    first.
+    """
+    found: list[list[str]] = []
+    inside: list[str] = []
+    for path, module in unwrap_model(model)[0].named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1:
+            if any(path.startswith(f"{outer}.") for outer in inside):
+                continue
+            inside.append(path)
+            found.append([f"{path}.{index}" if path else str(index) for index in range(len(module))])
+    return sorted(found, key=lambda paths: -len(paths))
+
+
+def prediction_parts(found: Prediction) -> list[RenderableType]:
+    """Return a prediction as parts to print on a terminal."""
+    plan, layout = found.plan, found.layout
+    name = (
+        layout.profile.name
+        if layout.profile.name == layout.framework
+        else f"{layout.framework} ({layout.profile.name})"
+    )
+    parts: list[RenderableType] = [
+        format_heading(f"{plan.model} as {name} runs it on {format_plural(plan.world_size, 'device')}"),
+        format_text_line(str(layout)),
+        "",
+        _build_comparison(found),
+        "",
+        format_heading("Does it fit?"),
+        *_explain_memory(found),
+        "",
+        format_heading("What limits it?"),
+        *_explain_time(found),
+    ]
+    if found.ours is not None and found.gain is not None:
+        parts += ["", format_heading("What would our plan gain?"), format_text_line(_explain_gain(found))]
+    if found.notes:
+        parts += ["", format_heading("What was assumed"), *(format_text_line(f"- {note}") for note in found.notes)]
+    if layout.unused:
+        parts += ["", format_heading("Options that do not change the prediction")]
+        parts += [format_text_line(f"- {option}") for option in layout.unused]
+    return parts
+
+
+def _build_comparison(found: Prediction) -> RenderableType:
+    """Return the table of the layout and our own plan."""
+    table = build_empty_table([("", False), ("configuration", True), *([("our plan", True)] if found.ours else [])])
+    plans = [found.plan, *([found.ours] if found.ours else [])]
+
+    def add(name: str, value: Callable[[Plan], str]) -> None:
+        table.add_row(Text(name), *(Text(value(plan)) for plan in plans))
+
+    add("layout", lambda plan: candidate_text(plan.chosen))
+    add("schedule", lambda plan: plan.schedule if plan.num_stages > 1 else "one stage")
+    add("microbatch size", lambda plan: str(plan.chosen.microbatch_size))
+    add("microbatches", lambda plan: str(plan.num_microbatches))
+    add("step time", lambda plan: seconds_text(plan.estimate.step_time))
+    if all(plan.tokens_per_step for plan in plans):
+        add("tokens per second", lambda plan: f"{plan.tokens_per_step / plan.estimate.step_time:,.0f}")
+    add("MFU", lambda plan: format_percent(plan.estimate.mfu))
+    add("bubble", lambda plan: format_percent(plan.estimate.bubble))
+    add("memory, fullest rank", lambda plan: bytes_text(max(plan.estimate.memory)) if plan is found.plan
+        else memory_text(plan))  # fmt: skip
+    return table
+
+
+def _find_fullest(found: Prediction) -> tuple[int, int]:
+    """Return the rank with the least memory left, and its usable bytes."""
+    memory = found.plan.estimate.memory
+    peak = max(range(len(memory)), key=lambda rank: memory[rank])
+    rooms = list_rank_capacities(found.plan)
+    return peak, rooms[peak]
+
+
+def _explain_memory(found: Prediction) -> list[RenderableType]:
+    plan = found.plan
+    rank, room = _find_fullest(found)
+    peak, stage = plan.estimate.memory[rank], rank // (plan.world_size // plan.num_stages)
+    where = f"rank {rank}" + (f", on stage {stage}," if plan.num_stages > 1 else "")
+    if found.missing_bytes:
+        usable = peak - found.missing_bytes
+        lines = [
+            f"No: {where} needs {bytes_text(peak)}, {bytes_text(found.missing_bytes)} more than the "
+            f"{bytes_text(usable)} that a device has for it. The figures are those of devices with enough memory."
+        ]
+    else:
+        lines = [f"Yes: {where} needs {bytes_text(peak)} of {bytes_text(room)}; {bytes_text(room - peak)} are left."]
+        if room - peak < _SMALL * room:
+            lines += ["That is little: fragmentation and libraries may need it."]
+    parts = sorted(plan.estimate.stages[stage].memory.items(), key=lambda item: -item[1])
+    total = max(1, sum(size for _, size in parts))
+    words = memory_words(plan)
+    chart = build_bar_chart([(words.get(kind, kind), size / total, bytes_text(size)) for kind, size in parts if size])
+    return [*map(format_text_line, [*lines, "Its peak consists of:"]), chart]
+
+
+def _explain_time(found: Prediction) -> list[RenderableType]:
+    plan = found.plan
+    shares = time_shares(plan)
+    lines = [f"Most of the step is {shares[0][0]}."] if shares else []
+    if found.missing_bytes:
+        lines = ["Memory: the layout does not fit.", *lines]
+    seconds = plan.estimate.step_time
+    chart = build_bar_chart([(name, share, seconds_text(share * seconds)) for name, share in shares])
+    return [*map(format_text_line, lines), chart]
+
+
+def _explain_gain(found: Prediction) -> str:
+    assert found.ours is not None and found.gain is not None
+    taken = seconds_text(found.ours.estimate.step_time)
+    if not found.fits:
+        return f"It fits, and takes {taken} for a step."
+    if found.gain >= 1:
+        return f"A step takes {taken}: {found.gain:.2f} times as fast, {format_percent(1 - 1 / found.gain)} less time."
+    return (
+        f"Nothing: a step takes {taken}, {format_percent(1 / found.gain - 1)} more. The configuration's framework "
+        "executes something that our runtime does not, or less memory is left free under it."
+    )

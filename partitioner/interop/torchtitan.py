@@ -1,0 +1,479 @@
+"""Configurations of torchtitan, in and out: TOML of versions up to 0.2, Python modules and flags of 0.3."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from partitioner.execution_profile import PROFILES
+from partitioner.interop.layout import ContradictionError, OptionValueError, TrainingLayout, UnusedOption
+from partitioner.interop.options import Options, flatten_sections, list_known_names, load_known_options, parse_mapping
+from partitioner.interop.torchtitan_module import Unreadable, read_config_function
+
+_SCHEDULES = {
+    "1F1B": "1f1b",
+    "GPipe": "gpipe",
+    "Interleaved1F1B": "interleaved",
+    "InterleavedZeroBubble": "zb-1p",
+    "ZBVZeroBubble": "zb-v",
+    "DualPipeV": "dualpipe-v",
+    "LoopedBFS": None,
+    "PipelineScheduleSingle": None,
+    "PipelineScheduleMulti": None,
+    "_PipelineScheduleRuntime": None,
+}
+_LOOPED = ("Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble", "DualPipeV")
+_FOLDED = ("zb-v", "dualpipe-v")  # two stages on each rank, by definition
+_OPTIMIZERS = {"adamw": "adamw", "adam": "adam", "sgd": "sgd_momentum"}
+_TYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
+_BOTH = ("optimizer", "parameters")
+_SAMPLE = 2048  # tokens of a sample by default
+_FULL_AC = {"full": "full", "selective": "alternate", "none": "none", "memory_budget": None}
+
+_BEYOND = {
+    "optimizer.implementation": "the kernel of the optimizer is not known",
+    "optimizer.early_step_in_backward": "the optimizer steps after backward",
+    "parallelism.enable_compiled_autograd": "compiled autograd is not known",
+    "parallelism.fsdp_disable_prefetch": "gathers of parameters overlap computation",
+    "parallelism.enable_fsdp_symm_mem": "symmetric memory is not known",
+    "parallelism.expert_parallel_comm_backend": "rows are taken to be exchanged by an all-to-all",
+    "parallelism.expert_parallel_a2a_dispatch_impl": "rows are taken to be exchanged by an all-to-all",
+    "parallelism.pipeline_parallel_expert_parallel_overlap": "the schedule follows from its name",
+    "parallelism.disable_loss_parallel": "the loss is sharded where this is cheaper",
+    "parallelism.enable_loss_parallel": "the loss is sharded where this is cheaper",
+    "parallelism.module_fqns_per_model_part": "names of modules are those of torchtitan; stages are divided evenly",
+    "parallelism.pipeline_parallel_split_points": "names of modules are those of torchtitan; stages are divided evenly",
+    "activation_checkpoint.memory_budget": "what the compiler recomputes is not known",
+    "activation_checkpoint.force_recompute_mm_shapes_by_fqns": "products are recomputed by turns",
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": "products are recomputed by turns",
+    "training.mixed_precision_reduce": "gradients are reduced in float32",
+}
+_FLOAT8 = re.compile(r"(float8|mx|mxfp8|nvfp4)", re.IGNORECASE)
+
+
+def read_torchtitan(
+    text: str, kind: str = "toml", function: str | None = None, ignore: Collection[str] = ()
+) -> TrainingLayout:
+    """Return the layout of a configuration of torchtitan.
+
+    ``kind``: ``toml`` (up to version 0.2), ``json`` (as ``debug.save_config_file`` writes it), ``flags`` (options like
+    ``--parallelism.tensor_parallel_degree 2``) or ``py`` (a module of version 0.3, with the name of its ``function``).
+    ``ignore``: options that belong to the training script.
+
+    Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
+    """
+    where = "the torchtitan configuration"
+    if kind == "py":
+        nested: Mapping[str, Any] = read_config_function(text, function, where)
+    elif kind == "flags":
+        nested = _read_flags(text)
+    else:
+        nested = parse_mapping(text, kind, where)
+    return _build_layout(nested, new=kind in ("py", "json"), ignore=ignore)
+
+
+def _read_flags(text: str) -> dict[str, Any]:
+    """Return flags such as ``--training.seq_len 4096`` as options by name."""
+    words = text.replace("=", " ").split()
+    found: dict[str, Any] = {}
+    index = 0
+    while index < len(words):
+        name = words[index]
+        index += 1
+        if not name.startswith("--"):
+            if not found:  # words of a launcher
+                continue
+            raise OptionValueError(f"{name!r} follows no option; expected --section.name value")
+        value: Any = True
+        if index < len(words) and not words[index].startswith("--"):
+            value = words[index]
+            index += 1
+        name = name[2:].replace("-", "_")
+        if name in ("module", "config") or ("." not in name and name not in ("hf_assets_path", "dump_folder")):
+            continue
+        found[name] = value
+    return found
+
+
+def _flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options by ``section.name``, without the classes of components."""
+    sections = [name for name in load_known_options()["torchtitan"] if name]
+    parents = {".".join(name.split(".")[:i]) for name in sections for i in range(1, name.count(".") + 2)}
+    flat = flatten_sections(nested, parents)
+    for name in [name for name in flat if name.endswith(".class") or name == "class"]:
+        del flat[name]
+    return flat
+
+
+def _build_layout(nested: Mapping[str, Any], *, new: bool, ignore: Collection[str]) -> TrainingLayout:
+    flat = _flatten(nested)
+    options = Options(flat, "torchtitan", ignore=ignore)
+    known = list_known_names("torchtitan")
+    beside = ("job", "model", "optimizer", "dataloader", "loss", "tokenizer", "metrics", "checkpoint", "lr_scheduler",
+              "validator", "profiler", "experimental", "training.dataloader", "validation.dataloader")  # fmt: skip
+    own = {name for name in flat if name.rpartition(".")[0] in beside and new}  # components have fields of their own
+    sections = {name for name in load_known_options()["torchtitan"] if name} | {"activation_checkpoint"}
+    whole = {name for name in flat if name in sections}  # one that is replaced as a whole
+    options.reject_unknown({*known, *own, *whole})
+    for name, value in flat.items():
+        if isinstance(value, Unreadable):
+            options.note(name, "is not known without running the module")
+            options.given[name] = None
+    take, flag = options.take_number, options.take_flag
+    pp, tp = take("parallelism.pipeline_parallel_degree", 1), take("parallelism.tensor_parallel_degree", 1)
+    pp = take("experimental.pipeline_parallel_degree", pp)
+    tp = take("training.tensor_parallel_degree", tp)
+    cp = take("parallelism.context_parallel_degree", take("experimental.context_parallel_degree", 1))
+    ep, etp = take("parallelism.expert_parallel_degree", 1), take("parallelism.expert_tensor_parallel_degree")
+    graphs = new and not flag("training.disable_cuda_graphs")
+    if graphs and pp > 1:
+        raise ContradictionError(
+            "torchtitan: parallelism.pipeline_parallel_degree above 1 needs training.disable_cuda_graphs=True; "
+            "expected it on, or one pipeline rank"
+        )
+    length, sequence = take("training.seq_len", _SAMPLE), flag("parallelism.enable_sequence_parallel", True)
+    unit = (tp if sequence else 1) * (2 * cp if cp > 1 else 1)
+    if length % unit:
+        raise ContradictionError(
+            f"torchtitan: training.seq_len={length} is not divisible by tp x 2 cp = {unit}; expected a multiple of it"
+        )
+    recompute = _read_recompute(options, nested)
+    layout: dict[str, Any] = {
+        "framework": "torchtitan", "pp": pp, "tp": tp, "cp": cp, "ep": ep, "etp": (etp or 1) if ep > 1 else None,
+        "sequence_parallel": bool(sequence) if tp > 1 else None, "seq_length": length, "recompute": recompute,
+        "context": _read_context(options) if cp > 1 else None, "offload": _BOTH if _is_offloaded(options) else (),
+        "precision": _read_precision(options, nested), "optimizer": _read_optimizer(options, nested),
+        **_read_data_axes(options, pp), **_read_batch(options, pp), **_read_stages(options, pp),
+    }  # fmt: skip
+    facts: dict[str, Any] = {"graphs": "all" if graphs and ep == 1 else "none"}
+    asynchronous = [f"{section}.enable_async_tensor_parallel" for section in ("compile", "parallelism", "experimental")]
+    facts["overlap_tensor"] = any(list(map(flag, asynchronous)))
+    forced = [flag(name) for name in ("debug.moe_force_load_balance", "training.debug_moe_force_load_balance")]
+    facts["even_experts"] = "routed" if any(forced) else "none"
+    facts["current_scaling"] = layout["precision"] == "fp8"
+    for option, reason in _BEYOND.items():
+        options.note(option, reason)
+    profile = PROFILES["torchtitan"].model_copy(update=facts)
+    return TrainingLayout(**layout, profile=profile, unused=options.list_unused())
+
+
+def _is_offloaded(options: Options) -> bool:
+    return bool(options.take_flag("training.enable_cpu_offload"))
+
+
+def _read_data_axes(options: Options, pp: int) -> dict[str, Any]:
+    """Return the data-parallel sizes and the stage of state sharding."""
+    replicate = options.take_number("parallelism.data_parallel_replicate_degree", 1)
+    replicate = options.take_number("training.data_parallel_replicate_degree", replicate)
+    name = "training.data_parallel_shard_degree"
+    name = name if options.has(name) else "parallelism.data_parallel_shard_degree"
+    shard = options.take_number(name, -1, least=-1)
+    if shard == 0:
+        raise options.wrong_value(name, "1 or more, or -1 for the rest")
+    keep = options.take_choice(
+        "parallelism.fsdp_reshard_after_forward",
+        {"default": "default", "always": "always", "never": "never"},
+        "default",
+    )
+    zero = 2 if keep == "never" or (keep == "default" and pp > 1) else 3
+    cp = options.given.get("parallelism.context_parallel_degree")
+    alone = shard == 1 and cp in (None, 1, "1")
+    found: dict[str, Any] = {"zero": 0 if alone else zero}
+    if not alone:
+        found["dp_replicate"] = replicate
+    if shard > 0:
+        found |= {"dp": replicate * shard} | ({} if alone else {"dp_shard": shard})
+    return found
+
+
+def _read_batch(options: Options, pp: int) -> dict[str, Any]:
+    local = options.take_number("training.local_batch_size", options.take_number("training.batch_size", 8))
+    batch = options.take_number("training.global_batch_size", -1, least=-1)
+    size = options.take_number("parallelism.pipeline_parallel_microbatch_size", 1)
+    if pp > 1 and local % size:
+        raise ContradictionError(
+            f"torchtitan: training.local_batch_size={local} is not divisible by "
+            f"parallelism.pipeline_parallel_microbatch_size={size}; expected a multiple of it"
+        )
+    count = options.take_number("parallelism.pipeline_parallel_microbatches")
+    count = options.take_number("experimental.pipeline_parallel_microbatches", count)
+    if pp > 1 and count and local % count == 0:  # of versions that give their number
+        size = local // count
+    found: dict[str, Any] = {"microbatch_size": size if pp > 1 else local}
+    if batch < 1:
+        return found | {"microbatches": local // found["microbatch_size"]}
+    if batch % local:
+        raise ContradictionError(
+            f"torchtitan: training.global_batch_size={batch} is not divisible by training.local_batch_size={local}; "
+            "expected a multiple of it and of the data-parallel ranks"
+        )
+    if pp > 1:
+        options.note("training.global_batch_size", "rounds of accumulation are taken to follow without draining the "
+                     "pipeline, if there are several")  # fmt: skip
+    return found | {"global_batch": batch}
+
+
+def _read_stages(options: Options, pp: int) -> dict[str, Any]:
+    name = "parallelism.pipeline_parallel_schedule"
+    if not options.has(name) and options.has("experimental.pipeline_parallel_schedule"):
+        name = "experimental.pipeline_parallel_schedule"
+    given = options.take_choice(name, {n: n for n in _SCHEDULES}, "1F1B")
+    table = options.take_text("parallelism.pipeline_parallel_schedule_csv", "")
+    per_stage = options.take_number("parallelism.pipeline_parallel_layers_per_stage")
+    first = options.take_number("parallelism.pipeline_parallel_first_stage_less_layers", 1, least=0)
+    last = options.take_number("parallelism.pipeline_parallel_last_stage_less_layers", 1, least=0)
+    if pp == 1:
+        return {}
+    schedule = table or _SCHEDULES[given]
+    if schedule is None:
+        options.note(name, "this schedule is not known; the search chooses one")
+    found: dict[str, Any] = {"schedule": schedule, "first_less": first, "last_less": last}
+    if schedule in _FOLDED:
+        found["virtual_stages"] = 2
+    elif per_stage:
+        found["layers_per_stage"] = per_stage
+    elif given in _LOOPED and not table:
+        found["virtual_stages"] = 2
+    return found
+
+
+def _read_context(options: Options) -> str:
+    names = [f"{section}.context_parallel_rotate_method" for section in ("parallelism", "experimental")]
+    ways = [options.take_choice(name, {"allgather": "all_gather", "alltoall": "ring"}) for name in names]
+    options.take("parallelism.context_parallel_load_balancer")
+    return next((way for way in ways if way), "all_gather")
+
+
+def _read_recompute(options: Options, nested: Mapping[str, Any]) -> str | None:
+    section = nested.get("activation_checkpoint", {})
+    if section is None:
+        options.take("activation_checkpoint")
+        return "none"
+    kind = str(section.get("class", "")) if isinstance(section, Mapping) else ""
+    mode = options.take_choice("activation_checkpoint.mode", _FULL_AC, "alternate")
+    if "FullAC" in kind:
+        return "full"
+    if "MemoryBudget" in kind or (mode is None and not kind):
+        options.note("activation_checkpoint.mode", "what the compiler recomputes is not known; the search chooses it")
+        return None
+    way = str(options.take("activation_checkpoint.selective_ac_option") or "op")
+    if mode == "alternate" and way.isdecimal():
+        if way == "1":
+            return "full"
+        options.note("activation_checkpoint.selective_ac_option", "every so many layers are recomputed whole; it is "
+                     "taken to be every second product of all")  # fmt: skip
+    return str(mode)
+
+
+def _read_precision(options: Options, nested: Mapping[str, Any]) -> str:
+    kind = options.take_choice("training.mixed_precision_param", _TYPES, "bf16")
+    whole = options.take_choice("training.dtype", _TYPES, "fp32")
+    if whole == "bf16":
+        options.note("training.dtype", "copies of weights and moments are taken to be in float32")
+    names = options.take("model.converters")
+    listed = names if isinstance(names, list) else str(names or "").split(",")
+    float8 = any(_FLOAT8.search(str(name)) for name in listed) or bool(options.take_flag("float8.enable_float8_linear"))
+    model = nested.get("model_spec")
+    if isinstance(model, Unreadable) and re.search(r"(Float8|MXFP8|NVFP4)\w*Converter", model):
+        float8 = True
+    return "fp8" if float8 else "bf16" if whole == "bf16" else str(kind)
+
+
+def _read_optimizer(options: Options, nested: Mapping[str, Any]) -> str:
+    name = str(options.take_text("optimizer.name", "AdamW"))
+    own = nested.get("optimizer")
+    if isinstance(own, Unreadable) and "adamw" not in own.lower():
+        options.note("optimizer", "is not known without running the module; it is taken to be AdamW")
+    if name.lower() not in _OPTIMIZERS:
+        options.note("optimizer.name", "is not known here; its states are taken to be those of AdamW")
+    return _OPTIMIZERS.get(name.lower(), "adamw")
+
+
+def write_torchtitan_toml(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
+    """Return a TOML file for torchtitan up to version 0.2, and what it cannot express."""
+    sections, missing = _list_options(layout, new=False)
+    lines: list[str] = []
+    for section, options in sections.items():
+        lines += [f"[{section}]", *(f"{name} = {_write_toml(value)}" for name, value in options.items()), ""]
+    return "\n".join(lines), missing
+
+
+def _write_toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(map(_write_toml, value))}]"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def write_torchtitan_module(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
+    """Return a Python module for torchtitan 0.3, with a function ``planned`` that returns a ``Trainer.Config``, and
+    what it cannot express. The model, its data and the learning rate are added by the user.
+    """
+    sections, missing = _list_options(layout, new=True)
+    recompute = sections.pop("activation_checkpoint")["mode"]
+    classes = {"training": "TrainingConfig", "parallelism": "ParallelismConfig", "compile": "CompileConfig"}
+    lines = [
+        '"""The layout of a plan. Add the model: config.model_spec, hf_assets_path, dataloader, optimizer and loss."""',
+        "",
+        f"from torchtitan.config import {', '.join(sorted(classes[name] for name in sections if name in classes))}",
+        "from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC",
+        "from torchtitan.trainer import Trainer",
+        "",
+        "",
+        "def planned() -> Trainer.Config:",
+        "    return Trainer.Config(",
+    ]
+    for section, options in sections.items():
+        if section in classes:
+            lines += [f"        {section}={classes[section]}("]
+            lines += [f"            {name}={value!r}," for name, value in options.items()]
+            lines += ["        ),"]
+    made = {"full": "FullAC.Config()", "selective": "SelectiveAC.Config()", "none": "None"}[recompute]
+    return "\n".join([*lines, f"        activation_checkpoint={made},", "    )", ""]), missing
+
+
+def _list_options(layout: TrainingLayout, *, new: bool) -> tuple[dict[str, dict[str, Any]], tuple[UnusedOption, ...]]:
+    """Return the options of torchtitan for a layout by section, and what they cannot express. ``new``: for version
+    0.3.
+    """
+    missing: list[UnusedOption] = []
+
+    def leave_out(field: str, reason: str) -> None:
+        missing.append(UnusedOption(option=field, value=str(getattr(layout, field)), reason=reason))
+
+    parallelism: dict[str, Any] = {}
+    training: dict[str, Any] = {}
+    _add_axes(layout, parallelism, new, leave_out)
+    _add_batch(layout, training, parallelism, leave_out)
+    if layout.pp > 1:
+        _add_stages(layout, parallelism, leave_out)
+    unit = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
+    training["seq_len"] = -(-(layout.seq_length or _SAMPLE) // unit) * unit
+    if training["seq_len"] != layout.seq_length:
+        leave_out("seq_length", f"a multiple of tp x 2 cp = {unit} is needed; {training['seq_len']} is written")
+    if layout.offload and {*layout.offload} != {*_BOTH}:
+        leave_out("offload", "parameters and states of the optimizer are offloaded together, or nothing")
+    elif layout.offload:
+        training["enable_cpu_offload"] = True
+    sections: dict[str, dict[str, Any]] = {"training": training, "parallelism": parallelism}
+    if layout.precision == "fp32":
+        training["mixed_precision_param"] = "float32"
+    elif layout.precision == "fp8" and not new:
+        sections["model"] = {"converters": ["quantize.linear.float8"]}
+    elif layout.precision != "bf16":
+        how = "a converter of the model, which the module does not have" if layout.precision == "fp8" else "bfloat16"
+        leave_out("precision", f"the type is {how}")
+    modes = {"full": "full", "alternate": "selective", "none": "none", "selective": "selective"}
+    if layout.recompute not in modes or layout.recompute == "selective":
+        done = "every second product is recomputed, too" if layout.recompute else "nothing is recomputed"
+        leave_out("recompute", "nothing is recomputed" if layout.recompute == "scores" else done)
+    sections["activation_checkpoint"] = {"mode": modes.get(layout.recompute or "", "none")}
+    if sections["activation_checkpoint"]["mode"] == "selective" and not new:
+        sections["activation_checkpoint"]["selective_ac_option"] = "op"
+    if layout.optimizer == "adam" and not new:
+        sections["optimizer"] = {"name": "Adam"}
+    elif layout.optimizer != "adamw":
+        leave_out("optimizer", "the optimizer is AdamW")
+    if new:
+        training["disable_cuda_graphs"] = layout.profile.graphs == "none" or layout.pp > 1 or layout.ep > 1
+    if layout.profile.overlap_tensor and layout.tp > 1:
+        name = "enable_async_tensor_parallel"
+        sections["compile"] = {"enable": True, **({name: True} if new else {})}
+        parallelism |= {} if new else {name: True}
+    return sections, tuple(missing)
+
+
+def _add_axes(layout: TrainingLayout, parallelism: dict[str, Any], new: bool, leave_out: Any) -> None:
+    """Add the sizes of the mesh and the stage of state sharding to ``parallelism``."""
+    replicate, shard = layout.dp_replicate or 1, layout.dp_shard or -1
+    zero = layout.zero
+    cut = (layout.dp_shard or layout.dp or 2) * layout.cp > 1  # whether there is anything to shard over
+    if zero == 0 and layout.dp is not None:
+        replicate, shard = layout.dp, 1
+        if layout.cp > 1:
+            leave_out("zero", "states are sharded over cp, too")
+    elif zero in (None, 0, 1):
+        leave_out("zero", "states are sharded as in ZeRO-3, or ZeRO-2 with a pipeline")
+    parallelism |= {"data_parallel_replicate_degree": replicate, "data_parallel_shard_degree": shard}
+    if zero in (2, 3) and cut:
+        parallelism["fsdp_reshard_after_forward"] = "always" if zero == 3 else "never"
+    parallelism |= {
+        "tensor_parallel_degree": layout.tp,
+        "pipeline_parallel_degree": layout.pp,
+        "context_parallel_degree": layout.cp,
+        "expert_parallel_degree": layout.ep,
+    }
+    if layout.tp > 1:
+        if layout.sequence_parallel is None:
+            leave_out("sequence_parallel", "it is on unless it is switched off")
+        elif not new and not layout.sequence_parallel:
+            leave_out("sequence_parallel", "versions up to 0.2 always have it")
+        elif new:
+            parallelism["enable_sequence_parallel"] = layout.sequence_parallel
+    if layout.ep > 1 and layout.etp not in (None, 1):
+        if new:
+            leave_out("etp", "experts are not divided over tensor-parallel ranks")
+        else:
+            parallelism["expert_tensor_parallel_degree"] = layout.etp
+    if layout.ep > 1 and layout.etp is None:
+        leave_out("etp", "an expert is on one rank")
+    if layout.cp > 1:
+        if layout.context in ("all_gather", "ring") and not new:
+            parallelism["context_parallel_rotate_method"] = (
+                "allgather" if layout.context == "all_gather" else "alltoall"
+            )
+        elif layout.context != "all_gather":
+            leave_out("context", "attention over cp gathers keys and values" + (", or is a ring" if not new else ""))
+
+
+def _add_batch(layout: TrainingLayout, training: dict[str, Any], parallelism: dict[str, Any], leave_out: Any) -> None:
+    """Add the sizes of the batch."""
+    size, batch = layout.microbatch_size, layout.global_batch
+    if size is None:
+        leave_out("microbatch_size", "its default is 1 with a pipeline, else 8")
+        for field in ("global_batch", "microbatches"):
+            if getattr(layout, field) is not None:
+                leave_out(field, "it is a multiple of microbatch_size, which is not given")
+        return
+    count = layout.microbatches or (batch // (size * layout.dp) if batch and layout.dp else None)
+    training["local_batch_size"] = size * (count or 1) if layout.pp > 1 else size
+    if layout.pp > 1:
+        parallelism["pipeline_parallel_microbatch_size"] = size
+    if batch is not None:
+        training["global_batch_size"] = batch
+    elif count is not None and layout.pp == 1 and count > 1:
+        leave_out("microbatches", "the number of accumulation steps follows from a global batch, which is not given")
+
+
+def _add_stages(layout: TrainingLayout, parallelism: dict[str, Any], leave_out: Any) -> None:
+    """Add the schedule and the cuts of the pipeline to ``parallelism``."""
+    names = {ours: theirs for theirs, ours in _SCHEDULES.items() if ours}
+    schedule, chunks = layout.schedule, layout.virtual_stages or 1
+    if schedule is not None and schedule.endswith(".csv"):
+        parallelism["pipeline_parallel_schedule_csv"] = schedule
+        parallelism["pipeline_parallel_schedule"] = "PipelineScheduleMulti" if chunks > 1 else "PipelineScheduleSingle"
+        if chunks > 1:
+            leave_out("virtual_stages", "the table of the schedule has them")
+    elif schedule in names and (names[schedule] not in _LOOPED or chunks > 1 or layout.layers_per_stage):
+        parallelism["pipeline_parallel_schedule"] = names[schedule]
+    else:
+        leave_out("schedule", "it is 1F1B; schedules with several stages on each rank need them")
+        schedule = "1f1b"
+    implied = {"interleaved": 2, "zb-1p": 2, "zb-v": 2, "dualpipe-v": 2}.get(schedule or "", 1)
+    if layout.layers_per_stage:
+        if schedule in _FOLDED:
+            leave_out("layers_per_stage", "the schedule has two stages on each rank")
+        parallelism["pipeline_parallel_layers_per_stage"] = layout.layers_per_stage
+        if chunks > 1 and schedule not in _FOLDED:
+            leave_out("virtual_stages", "follows from the number of layers of a stage")
+    elif chunks != implied and not (schedule or "").endswith(".csv"):
+        leave_out(
+            "virtual_stages",
+            f"the schedule has {implied} for each rank, unless the number of layers of a stage is given",
+        )
+    if layout.stage_layers:
+        leave_out("stage_layers", "cuts are given by names of modules of torchtitan's own models")
+    parallelism["pipeline_parallel_first_stage_less_layers"] = layout.first_less
+    parallelism["pipeline_parallel_last_stage_less_layers"] = layout.last_less

@@ -1,0 +1,128 @@
+"""Read a Python module that describes a configuration of torchtitan, without executing it."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from partitioner.interop.layout import LayoutError
+
+_MOST_CALLS = 50  # functions of a module that build on each other
+
+
+class Unreadable(str):
+    """The source text of an expression whose value is not known without running the module."""
+
+
+def read_config_function(source: str, function: str | None, where: str) -> dict[str, Any]:
+    """Return the options of the configuration that a function of a module returns, as nested sections.
+
+    ``function``: its name; ``None``: the only function of the module that returns a configuration. ``where``: the name
+    of the module, for messages. The class of a component is under the key ``class``. Raise :class:`LayoutError` if
+    there is no such function, or if its result is not known without running it.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise LayoutError(f"{where} is no Python module: {error}; correct the file") from None
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if function is None:
+        found = [name for name, node in functions.items() if _returns_config(node)]
+        if len(found) != 1:
+            listed = ", ".join(found[:20]) or "none"
+            raise LayoutError(
+                f"{where} has {len(found)} functions that return a configuration ({listed}); expected one, or its name "
+                "as FILE.py:FUNCTION"
+            )
+        function = found[0]
+    if function not in functions:
+        raise LayoutError(f"{where} has no function {function!r}; expected one of {', '.join(functions) or 'none'}")
+    try:
+        result = _Reader(functions, tree).call(function, 0)
+    except RecursionError:
+        raise LayoutError(f"{where} is nested too deeply; expected a configuration") from None
+    if not isinstance(result, dict):
+        raise LayoutError(
+            f"what {where}:{function} returns is not known without running it; expected Trainer.Config(...) with "
+            "values written out"
+        )
+    return result
+
+
+def _returns_config(node: ast.FunctionDef) -> bool:
+    """Whether the annotation of a function says that it returns a configuration."""
+    name = ast.unparse(node.returns).strip("'\"") if node.returns is not None else ""
+    return name.endswith("Config") and not node.args.args
+
+
+class _Reader:
+    """Evaluates literals, constructor calls and assignments of functions that build a configuration."""
+
+    def __init__(self, functions: dict[str, ast.FunctionDef], tree: ast.Module) -> None:
+        self._functions = functions
+        self._globals: dict[str, Any] = {}
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+                self._globals[node.targets[0].id] = self._value(node.value, {}, 0)
+
+    def call(self, name: str, depth: int) -> Any:
+        """Return the result of a function of the module."""
+        if depth > _MOST_CALLS:
+            raise RecursionError
+        names: dict[str, Any] = {}
+        for node in self._functions[name].body:
+            if isinstance(node, ast.Return):
+                return self._value(node.value, names, depth) if node.value is not None else None
+            if isinstance(node, ast.Assign) and len(node.targets) == 1:
+                self._assign(node.targets[0], self._value(node.value, names, depth), names)
+            elif isinstance(node, ast.AnnAssign) and node.value is not None:
+                self._assign(node.target, self._value(node.value, names, depth), names)
+        return None
+
+    def _assign(self, target: ast.expr, value: Any, names: dict[str, Any]) -> None:
+        if isinstance(target, ast.Name):
+            names[target.id] = value
+            return
+        path: list[str] = []
+        while isinstance(target, ast.Attribute):
+            path.insert(0, target.attr)
+            target = target.value
+        place = names.get(target.id) if isinstance(target, ast.Name) else None
+        for name in path[:-1]:
+            place = place.setdefault(name, {}) if isinstance(place, dict) else None
+        if isinstance(place, dict) and path:
+            place[path[-1]] = value
+
+    def _value(self, node: ast.expr, names: dict[str, Any], depth: int) -> Any:
+        if isinstance(node, ast.Name):
+            known = names if node.id in names else self._globals
+            return known.get(node.id, Unreadable(node.id))
+        if isinstance(node, ast.List | ast.Tuple):
+            return [self._value(each, names, depth) for each in node.elts]
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in self._functions and not node.args:
+                return self.call(called, depth + 1)
+            if called == "replace" or called.endswith(".replace"):
+                base = self._value(node.args[0], names, depth) if node.args else None
+                return self._add_keywords(dict(base) if isinstance(base, dict) else {}, node, names, depth)
+            if called.rpartition(".")[2].endswith("Config") or called.rpartition(".")[2] == "Config":
+                return self._add_keywords({"class": called}, node, names, depth)
+            return Unreadable(ast.unparse(node))
+        if isinstance(node, ast.Attribute):
+            base = self._value(node.value, names, depth)
+            return (
+                base.get(node.attr, Unreadable(ast.unparse(node)))
+                if isinstance(base, dict)
+                else Unreadable(ast.unparse(node))
+            )
+        try:
+            return ast.literal_eval(node)
+        except (ValueError, TypeError, MemoryError, SyntaxError):
+            return Unreadable(ast.unparse(node))
+
+    def _add_keywords(self, found: dict[str, Any], node: ast.Call, names: dict[str, Any], depth: int) -> dict[str, Any]:
+        for keyword in node.keywords:
+            if keyword.arg is not None:
+                found[keyword.arg] = self._value(keyword.value, names, depth)
+        return found

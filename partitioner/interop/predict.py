@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from partitioner.api import partition
 from partitioner.constraints import Constraints
 from partitioner.errors import CapacityError
-from partitioner.explain.explain import memory_words, time_shares
+from partitioner.explain.explain import memory_words
 from partitioner.explain.tables import build_bar_chart, build_empty_table, format_heading, format_text_line
+from partitioner.explain.time_parts import time_shares
 from partitioner.interop.layout import ContradictionError, TrainingLayout, divide_layers
 from partitioner.passes.capture.wrappers import unwrap_model
 from partitioner.passes.faults import typed_errors
 from partitioner.plan import Plan
-from partitioner.plans.figures import candidate_text, list_rank_capacities, memory_text
+from partitioner.plans.figures import candidate_text, list_usable_bytes, memory_text
 from partitioner.topology import Topology
 from partitioner.topology.files import with_memory
 from partitioner.units import bytes_text, format_percent, format_plain_text, format_plural, seconds_text
@@ -145,7 +146,7 @@ def _price_layout(
 
 def _count_missing_bytes(plan: Plan, topology: Topology) -> int:
     """Return the bytes that the fullest rank of a plan lacks on ``topology``."""
-    rooms = list_rank_capacities(plan.model_copy(update={"topology": topology}))
+    rooms = list_usable_bytes(plan.model_copy(update={"topology": topology}))
     return max(0, *(peak - room for peak, room in zip(plan.estimate.memory, rooms, strict=True)))
 
 
@@ -247,7 +248,7 @@ def _find_fullest(found: Prediction) -> tuple[int, int]:
     """Return the rank with the least memory left, and its usable bytes."""
     memory = found.plan.estimate.memory
     peak = max(range(len(memory)), key=lambda rank: memory[rank])
-    rooms = list_rank_capacities(found.plan)
+    rooms = list_usable_bytes(found.plan)
     return peak, rooms[peak]
 
 

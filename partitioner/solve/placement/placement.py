@@ -12,7 +12,7 @@ their errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Generic, TypeVar
@@ -213,36 +213,42 @@ class Placements:
                 costs.append((found.cost, number))
                 best = found if best is None or found.cost < best.cost * (1 - _BETTER) else best
         if best is not None and not self.complete(mesh):
-            best = self._improve_by_exchange(best, placement_evaluator, least, costs, errors, enough, exchanges, likely)
+            self._keep_best_candidates(mesh, costs)
+            best = self._improve_by_exchange(best, placement_evaluator, least, errors, enough, exchanges, likely)
         if best is None:
             raise find_least_shortage(errors)
         return best
+
+    def _keep_best_candidates(self, mesh: Mapping[str, int], costs: Collection[tuple[float, int]]) -> None:
+        """Reduce the placements of ``mesh`` that are evaluated when it is searched with another microbatch size. What is
+        left are the cheapest ones, and the placement of rank ``i`` on device ``i``. Do so once for each mesh.
+
+        ``costs``: pairs of the cost of a placement, or a lower bound on it, and its index among the candidates.
+        """
+        key = _mesh_to_key(mesh)
+        if key in self._narrowed:
+            return
+        self._narrowed.add(key)
+        near = min(costs)[0] * _AS_GOOD
+        kept = sorted({0, *(number for cost, number in sorted(costs)[:_KEPT] if cost <= near)})
+        self._candidates[key] = [self._candidates[key][number] for number in kept]
 
     def _improve_by_exchange(
         self,
         best: BestPlacement[Result],
         placement_evaluator: Callable[[PlacedMesh], tuple[float, Result]],
         least: Callable[[PlacedMesh, float], float] | None,
-        costs: list[tuple[float, int]],
         errors: list[PartitionError],
         enough: float,
         exchanges: int,
         likely: Callable[[PlacedMesh], float] | None,
     ) -> BestPlacement[Result]:
         """Return the best placement after exchanges of devices, or ``best`` if no exchange improves it. Exchanges are
-        tried once for each mesh.
+        tried once for each mesh. The other arguments are those of :meth:`best`, which collects ``errors``.
 
-        The cached candidates of the mesh are reduced to the best ones of ``costs`` and the placement of rank ``i`` on
-        device ``i``. They are evaluated again when the mesh is searched with another microbatch size. If ``likely`` is
-        given, a first series of exchanges minimizes its estimate instead of the evaluated cost.
+        If ``likely`` is given, a first series of exchanges minimizes its estimate instead of the evaluated cost.
         """
-        mesh = best.machine.mesh
-        key = _mesh_to_key(mesh)
-        if key not in self._narrowed:
-            self._narrowed.add(key)
-            near = min(costs)[0] * _AS_GOOD
-            kept = sorted({0, *(number for cost, number in sorted(costs)[:_KEPT] if cost <= near)})
-            self._candidates[key] = [self._candidates[key][number] for number in kept]
+        key = _mesh_to_key(best.machine.mesh)
         if key in self._exchanged or best.cost >= enough * (_NEAR_INSIDE if self._differ_inside else _NEAR):
             return best
         self._exchanged.add(key)

@@ -220,8 +220,8 @@ class Placements:
         return best
 
     def _keep_best_candidates(self, mesh: Mapping[str, int], costs: Collection[tuple[float, int]]) -> None:
-        """Reduce the placements of ``mesh`` that are evaluated when it is searched with another microbatch size. What is
-        left are the cheapest ones, and the placement of rank ``i`` on device ``i``. Do so once for each mesh.
+        """Reduce the placements of ``mesh`` that are evaluated for its other microbatch sizes. The cheapest ones are
+        left, and the placement of rank ``i`` on device ``i``. Do so once for each mesh.
 
         ``costs``: pairs of the cost of a placement, or a lower bound on it, and its index among the candidates.
         """

@@ -43,7 +43,6 @@ SMALL_MODULES = {  # module -> why it is one of its own although a single module
     "partitioner/solve/stages/split_for_step.py": "an integer program of its own",
     "partitioner/topology/network_cards.py": "one kind of link",
     "passes/padding/resize.py": "makes graphs, which the other modules of the folder only read",
-    "runtime/execute/overlap.py": "streams; generated code and the interpreter of instructions differ in nothing else",
     "runtime/prove/instruction_fields.py": "one table: which fields each kind of instruction has",
     "runtime/state/buffer_updates.py": "one kind of state",
 }

@@ -77,6 +77,8 @@ class LiftScope:
     """A record of how one run of forward used its lifted numbers.
 
     ``flipped``: conditions whose outcome is inverted, to trace the other branch. ``guards``: all conditions so far.
+    ``find_line``: returns the present source line of forward. ``problem``: the first use that a tensor cannot
+    represent, as text.
     """
 
     find_line: Callable[[], str]
@@ -108,10 +110,11 @@ class LiftScope:
 # --- operators: on Python numbers, and on 0-dimensional tensors -------------------------------------------------------
 @dataclass(frozen=True)
 class NumberOperator:
-    """An operator on numbers.
+    """An operator that traced code can apply to Python numbers, such as ``+`` or ``math.sqrt``.
 
     ``on_numbers`` is the Python function. ``on_tensors`` is the equivalent on 0-dimensional tensors of float64 or
-    int64; ``None`` for comparisons.
+    int64; ``None`` for comparisons. ``symbol``: how the operator is written in Python source; empty for a function.
+    ``real``: whether operands are converted to float64 first.
     """
 
     on_numbers: Callable[..., Any]

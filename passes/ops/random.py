@@ -226,7 +226,8 @@ def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: T
 
 
 def _few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
-    """Invert the binomial distribution function at ``u`` for ``n`` trials with success probability ``p``.
+    """Invert the binomial distribution function at ``u`` for ``n`` trials with success probability ``p``, element by
+    element.
 
     Valid if fewer than ``_FEW`` successes are expected: at most ``_MOST_SUCCESSES`` terms are summed.
     """
@@ -321,8 +322,9 @@ def draw_whole_tensor(
     """Draw the numbers of a whole tensor of ``shape`` by ``distribution``, one of ``DRAWS``, the operators that draw
     numbers.
 
-    ``at``: seed and stream number. ``group``: the number of groups of samples in front of this one; their elements are
-    counted first. ``parameters``: the distribution's own operands.
+    ``at``: the seed and the stream number, in this order. ``group``: the index of this group of samples; the elements
+    of earlier groups are counted first, so that each group has other numbers. ``parameters``: the distribution's own
+    operands.
     """
     places = (torch.tensor(v, device=device) for v in at)
     numbers: Tensor = distribution(element_index(shape, device, group), *places, *parameters)
@@ -332,8 +334,8 @@ def draw_whole_tensor(
 def apply_dropout(x: Tensor, p: float, seed: int, stream: int, group: int = 0) -> Tensor:
     """Return a whole tensor ``x`` after dropout with probability ``p``; kept elements are scaled by ``1 / (1 - p)``.
 
-    ``seed``, ``stream``: the numbers from which the mask is drawn. ``group``: the number of groups of samples in front
-    of this one.
+    ``seed``, ``stream``: the numbers from which the mask is drawn. ``group``: the index of the group of samples that
+    ``x`` belongs to; each group has another mask.
     """
     kept = draw_whole_tensor(ops.uniform.default, tuple(x.shape), x.device, [seed, stream], group) >= p
     return torch.where(kept, x * (1.0 / (1.0 - p) if p < 1 else 0.0), torch.zeros_like(x))

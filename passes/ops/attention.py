@@ -136,8 +136,8 @@ def most_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band
 def tiles_of(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...], band: Band) -> tuple[Tile, ...]:
     """Return the tiles (rectangles of queries and keys) that attention within ``band`` must compute.
 
-    Every query of a tile sees at least one key of it. ``queries``, ``keys``: the ranges of positions that are held of
-    each.
+    Every query of a tile sees at least one key of it. ``queries``, ``keys``: the ranges of positions of the queries and
+    of the keys that attention reads.
     """
     found: list[Tile] = []
     for q in queries:

@@ -62,7 +62,7 @@ class MaskedRows:
 class MaskCoordinate:
     """Describes a node that holds coordinate ``dim`` of the true elements of ``condition``, whose shape is ``shape``.
 
-    ``mask`` is the flattened ``condition``.
+    ``mask`` is the flattened ``condition``. An example is one of the results of ``torch.where(condition)``.
     """
 
     mask: fx.Node
@@ -197,7 +197,8 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
 def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Node]]) -> fx.Node:
     """Rewrite an index into rows ``x`` that a mask selects: by a further mask, or by one element of dim 1 for each row.
 
-    Returns the new node, which keeps all rows. Raises :class:`Unselectable` for other indices.
+    ``given``: the indices, each with the dim of ``x`` that it indexes. Returns the new node, which keeps all rows.
+    Raises :class:`Unselectable` for other indices.
     """
     rows = build.rows[x]
     dim, index = given[0]
@@ -291,8 +292,8 @@ def _match_mask_coordinates(
 ) -> tuple[tuple[int, ...], list[int]]:
     """Return the shape of the mask that ``indices`` are coordinates of, and the dims of the mask that they index.
 
-    Both are empty unless the mask's dims have the sizes of ``x`` from dim ``first`` on. If they do, each row has a
-    fixed position, and no index operator is needed.
+    ``first``: the dim of ``x`` at which the indexed dims begin. Both results are empty unless the mask's dims have the
+    sizes of ``x`` from dim ``first`` on. If they do, each row has a fixed position, and no index operator is needed.
     """
     places = [build.places.get(i) for i in indices]
     known = [place for place in places if place is not None]
@@ -421,6 +422,8 @@ def _permute_coordinates(
 
     Args:
         back: permute from the order ``along`` into sorted coordinates instead.
+        first: the first dim of ``value`` that stands for a dim of a mask.
+        along: the dims of the mask, in the wanted order.
     """
     if along == sorted(along):
         return value

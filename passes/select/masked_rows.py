@@ -250,7 +250,9 @@ _STRIDE_FREE: dict[Any, Any] = {aten.view.default: aten.reshape.default}  # stri
 class SelectedRows:
     """Copies the nodes of an exported program to ``graph``, and rewrites operators on rows that a mask selects.
 
-    The copies keep all rows; ``rows`` maps each such node to its mask and the dim of its rows.
+    The copies keep all rows; ``rows`` maps each such node to its mask and the dim of its rows. ``places`` maps nodes
+    that hold coordinates of a mask's true elements to a description. ``key`` gives equal numbers to nodes that compute
+    the same value.
     """
 
     def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
@@ -373,7 +375,7 @@ class SelectedRows:
         :class:`Unselectable` if the operator combines rows.
 
         Args:
-            plain: treat all operands as values without masks.
+            plain: return the result as a value without a mask, even if an operand has one.
         """
         sized = [a for a in args if isinstance(a, list | tuple) for a in a if isinstance(a, MaskedRowCount)]
         if any(is_number(a) for a in (*args, *kwargs.values())):
@@ -477,8 +479,11 @@ class SelectedRows:
         return self._masks[key]
 
     def make_once(self, mask: fx.Node, kind: Any, make: Callable[[], fx.Node]) -> fx.Node:
-        """Return the node that ``make`` builds; repeated calls with the same ``mask`` and ``kind`` return the same
-        node.
+        """Return the node that ``make`` builds, or the node that an earlier call with the same ``mask`` and ``kind``
+        built.
+
+        Args:
+            kind: a hashable key that says what is built from the mask, such as ``("flat", sizes, at)``.
         """
         if (mask, kind) not in self._made:
             self._made[mask, kind] = make()

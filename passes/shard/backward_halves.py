@@ -28,9 +28,9 @@ def choose_saved_nodes(
 ) -> tuple[list[fx.Node], set[fx.Node]]:
     """Choose the nodes to save for backward instead of ``saved``, and the nodes that backward recomputes; return both.
 
-    The saved nodes are in the order of ``nodes``. ``again``: nodes that should be recomputed rather than saved; their
-    views and copies are not saved either. ``nodes``: the forward nodes in order. ``results``: nodes that are never
-    recomputed.
+    The saved nodes are in the order of ``nodes``. ``saved``: the forward nodes that backward reads. ``again``: nodes
+    that should be recomputed rather than saved; their views and copies are not saved either. ``nodes``: the forward
+    nodes in order. ``results``: nodes that are never recomputed.
     """
     again = again.difference(n for n in results if n is not None)
     for node in nodes:
@@ -56,7 +56,8 @@ def insert_recomputed_nodes(body: Sequence[fx.Node], remade: set[fx.Node], order
     """Return ``body`` with the recomputed nodes that it reads, each right before its first reader, to shorten its
     lifetime.
 
-    ``remade``: all recomputed nodes. ``order``: the nodes of the graph of forward and backward, in order.
+    ``body``: operators of backward, in order. ``remade``: all forward nodes that backward recomputes. ``order``: the
+    nodes of the graph of forward and backward, in order.
     """
     place = {n: i for i, n in enumerate(order)}
     result: list[fx.Node] = []
@@ -134,7 +135,8 @@ class JointHalves:
     """Forward and backward of one piece of the model in one graph, to be cut into forward and two halves of backward.
 
     ``nodes``: all nodes, in order. ``forward``, ``backward``: the nodes of each part. ``remade``: forward nodes that
-    backward recomputes. ``start``: the values that backward reads.
+    backward recomputes. ``start``: the values that are given to backward: saved nodes of forward and the gradients of
+    the outputs.
     """
 
     nodes: Sequence[fx.Node]

@@ -101,7 +101,10 @@ def take_out_zeros(graph: fx.Graph) -> None:
 
 
 def _is_zero_result(node: fx.Node, first: bool, second: bool) -> bool:
-    """Whether ``node`` is always zero. ``first``, ``second``: whether its first and second operands are always zero."""
+    """Whether the result of the operator ``node`` is always zero.
+
+    ``first``, ``second``: whether its first and second operands are always zero.
+    """
     if node.target in _EITHER:
         return first or second
     if node.target in _FIRST:

@@ -229,8 +229,10 @@ def _find_connected_components(nodes: Sequence[fx.Node], order: Mapping[fx.Node,
 class _Folder:
     """Creates the blocks (graphs that equal layers share) and calls (runs of a block) of a model, in execution order.
 
-    ``shared``: groups of operators that become shared calls. ``units``: groups that become the other calls.
-    ``value_of``: the name of the value for every node that passes between calls.
+    ``shared``: groups of operators that become shared calls, which every pipeline stage may repeat. ``units``: groups
+    that become the other calls, such as one for each layer. ``keys``: for each call, the key of its block in
+    ``blocks``; equal computations have equal keys. ``value_of``: the name of the value for every node that passes
+    between calls.
     """
 
     def __init__(self, captured: Captured, shared: list[list[fx.Node]], units: list[Unit]) -> None:

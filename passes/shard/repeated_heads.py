@@ -45,10 +45,11 @@ _CASTS = frozenset((aten._to_copy.default, aten.to.dtype))
 
 @dataclass(frozen=True)
 class _RepeatedDim:
-    """Where the copies are in a tensor that was repeated along one dim.
+    """Describes a tensor that was repeated along one dim, and where in it the copies are.
 
-    In ``dim``, each of ``outer`` slices appears ``times`` in a row; a slice has ``inner`` elements of that dim.
-    ``shape``: the shape of the tensor without copies.
+    ``shape``: the shape of the tensor without copies. ``dim``: the repeated dim. ``outer``: the number of slices into
+    which the dim is cut. ``inner``: the number of elements of a slice along the dim. ``times``: how often each slice
+    appears, one copy after the other.
     """
 
     shape: tuple[int, ...]
@@ -193,7 +194,7 @@ def exchanged_times(heads: int, times: int, tp: int) -> int:
     """Return how many copies of each key head ranks must exchange so that the heads split evenly over ``tp`` ranks.
 
     It is the smallest such divisor of ``times``, or ``times`` itself. ``heads``: the number of key heads including
-    copies. ``times``: the number of copies of each.
+    copies. ``times``: the number of copies of each. ``tp``: the number of ranks that share the heads.
     """
     once = heads // times
     return next(n for n in range(1, times + 1) if times % n == 0 and (once * n % tp == 0 or n == times))

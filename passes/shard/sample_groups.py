@@ -35,10 +35,11 @@ _SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
 
 @dataclass
 class Recurrences:
-    """The buffers that forward changes, with the nodes of their new values.
+    """How forward changes the buffers of the model in one step.
 
-    ``updates``: for each buffer, the name of the node with its new value or, if groups are added up, its addend.
-    ``keeps``: for each buffer that is a sum, the factor of its old value over the whole step.
+    ``updates``: for each buffer that forward changes, the name of the node with its new value or, if the groups of
+    samples add up, with one group's addend. ``keeps``: for each buffer that is such a sum, the number by which its old
+    value is multiplied over the whole step.
     """
 
     updates: dict[str, str] = field(default_factory=dict)
@@ -50,8 +51,8 @@ def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) ->
     order.
 
     The graph is changed in place; the updates are returned. ``num_groups``: the number of groups in a step. ``apart``:
-    the nodes that depend on the samples of the group. Raise :class:`UnsupportedError` for a buffer whose update needs
-    the result of the previous group in another way.
+    the nodes whose values differ between groups, because they depend on samples or random numbers. Raise
+    :class:`UnsupportedError` for a buffer whose update needs the result of the previous group in another way.
     """
     found = Recurrences(dict(group.updates))
     if num_groups == 1 or not group.updates:
@@ -127,7 +128,8 @@ def _find_linear_factor(node: Any, old: fx.Node | None, chain: Collection[fx.Nod
     """Return the number ``a`` if ``node`` has the form ``a * old + b`` with ``b`` independent of ``old``; ``None``
     otherwise.
 
-    ``chain``: all nodes that depend on ``old``.
+    ``old``: the node with a buffer's old value; ``None`` if forward does not read it. ``chain``: all nodes that depend
+    on ``old``.
     """
     if node is old:
         return 1.0
@@ -162,8 +164,9 @@ def _build_group_addend(
 ) -> fx.Node:
     """Append the operators for the addend of one group to a buffer, and return the node.
 
-    It is ``factor^(n - 1 - i) * b`` for group i of n, where the buffer's new value is ``factor * old + b``. ``chain``:
-    all nodes that depend on ``old``.
+    It is ``factor^(n - 1 - i) * b`` for group i of n, where the buffer's new value is ``factor * old + b``. ``new``,
+    ``old``: the nodes of the new and the old value; ``old`` is ``None`` if forward does not read it. ``num_groups``: n.
+    ``chain``: all nodes that depend on ``old``.
     """
     build = Builder(graph, new)
     if old is not None and new in chain:
@@ -264,8 +267,9 @@ def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
 def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, apart: bool) -> Layout:
     """Return the layout that says how the groups' results of ``node`` combine: joined along a dim, summed, or equal.
 
-    ``larger``: its shape in a model with twice the samples; the dim of samples is the one that grew. ``apart``: whether
-    it depends on samples.
+    ``path``: the place of ``node`` in the model's result, for messages. ``larger``: the shape that ``node`` has in a
+    model with twice the samples, where the dim of samples is larger; ``None`` if that model was not captured.
+    ``apart``: whether ``node`` depends on samples.
     """
     one = list_node_sizes(node)
     if larger is not None and len(larger) != len(one):

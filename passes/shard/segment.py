@@ -132,8 +132,10 @@ class Unit:
 class _ModuleCall:
     """One call of a module, with its operators and its calls of submodules.
 
-    ``children``: the calls of submodules by name, in order. ``nodes``: all operators inside, in order. ``work``: a
-    rough number of operations. ``key``: equal for calls of equal structure.
+    ``name``: the module's path, with a number behind ``@`` for a repeated call. ``parent``: the call around it.
+    ``children``: the calls of submodules by name, in order. ``nodes``: all operators inside, in order. ``parameters``:
+    how often its operators read a parameter. ``work``: a rough number of arithmetic operations. ``key``: equal for
+    calls of equal structure.
     """
 
     name: str

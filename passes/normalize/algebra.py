@@ -56,7 +56,7 @@ def rewrite_bitwise_or(build: Builder, a: Any, b: Any) -> fx.Node:
 
 # --- numbers beside tensors of no dims: tensors themselves, so that a partial sum gets them once ----------------------
 def plus_number(sign: int) -> Rule:
-    """Return the rule for ``x + sign * alpha * number``; ``sign`` is 1 or -1.
+    """Return the rule for the addition (``sign`` 1) or subtraction (-1) of a number: ``x + sign * alpha * number``.
 
     If ``x`` is a 0-dimensional floating-point tensor, the number becomes a tensor, so that it is added only once if
     ``x`` is a partial sum over ranks. For any other ``x``, the rule only removes the addition of an integer zero to an

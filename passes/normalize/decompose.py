@@ -134,7 +134,9 @@ def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
 class RecurrentLayers(NamedTuple):
     """The arguments of torch's recurrent functions after the input, the initial state and the weights, in order.
 
-    ``p``: the probability of the dropout between layers.
+    ``biased``: whether there are biases among the weights. ``layers``: the number of layers. ``p``: the probability of
+    the dropout between layers. ``train``: whether dropout is on. ``both_ways``: whether each layer also reads its input
+    backward. ``batch_first``: whether the batch is dim 0 of the input, not dim 1.
     """
 
     biased: bool

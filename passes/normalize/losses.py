@@ -39,8 +39,9 @@ _PASSED: tuple[object, ...] = (*CASTS, *KEEPS, *SWAPS)
 def undo_target_shift(build: Builder, logits: fx.Node, target: fx.Node, ignore_index: int) -> tuple[fx.Node, fx.Node]:
     """Return the logits of all positions, and targets in which the positions without a target have ``ignore_index``.
 
-    ``logits`` ``[b * (s - n), classes]`` or ``[b, classes, s - n]`` must come from a slice of ``[b, s, classes]`` along
-    the positions. In any other form, return ``logits`` and ``target`` unchanged.
+    ``target``: the class of each of the given logits. ``ignore_index``: the class that the loss leaves out. ``logits``
+    ``[b * (s - n), classes]`` or ``[b, classes, s - n]`` must come from a slice of ``[b, s, classes]`` along the
+    positions. In any other form, return ``logits`` and ``target`` unchanged.
     """
     casts: list[fx.Node] = []
     swaps = 0
@@ -81,7 +82,9 @@ _MOVES = (*KEEPS, *SWAPS, aten.slice.Tensor)
 
 
 def _apply_reduction(build: Builder, terms: fx.Node, reduction: int) -> fx.Node:
-    """Return ``terms`` unchanged, their sum, or their mean over all elements, by ``reduction``."""
+    """Return the ``terms`` of a loss unchanged, their sum or their mean, by torch's number ``reduction``: 0 none, 1
+    mean, 2 sum.
+    """
     if reduction == NONE:
         return terms
     result = build(aten.sum.default, terms)
@@ -134,7 +137,7 @@ def target_terms(build: Builder, logits: fx.Node, index: fx.Node, dim: int) -> f
     """Return the cross entropy of each row of ``logits`` with the class in ``index``, with size 1 along ``dim``.
 
     If the logits were cast from a 16-bit type to float32, the operator reads them before the cast and returns float32.
-    This saves the memory of the float32 logits.
+    This saves the memory of the float32 logits. ``index``: the class of each row. ``dim``: the class dim.
     """
     narrow = _before_cast(build, logits)
     if narrow is None:

@@ -126,7 +126,8 @@ def _draw_random_numbers(
 ) -> fx.Node:
     """Append a draw of one random number for each element of a tensor of ``sizes``, and return its node.
 
-    Every call uses a new stream, so that no two operators draw the same numbers.
+    Every call uses a new stream, so that no two operators draw the same numbers. ``distribution``: the operator that
+    draws, such as ``partition::uniform``. ``parameters``: its own operands.
     """
     stream = stream_name(sum(is_stream(name) for name in build.constants))
     seed = build.constant(SEED, torch.tensor(0))

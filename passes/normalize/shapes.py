@@ -81,7 +81,10 @@ def rewrite_narrow(build: Builder, x: fx.Node, dim: int, start: Any, length: int
 
 
 def rewrite_split(build: Builder, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
-    """Rewrite ``split`` and ``chunk`` as ``split_with_sizes`` with explicit sizes."""
+    """Rewrite ``split`` and ``chunk`` as ``split_with_sizes`` with explicit sizes.
+
+    ``sizes``: the size or sizes of the pieces, or their number; not read, because the node's results have the sizes.
+    """
     assert build.node is not None
     dim %= len(list_node_sizes(x))
     return build(aten.split_with_sizes.default, x, [v.shape[dim] for v in build.node.meta["val"]], dim)
@@ -233,7 +236,11 @@ SHAPES: dict[Any, Rule] = {
 
 
 def as_strided(build: Builder, x: fx.Node, sizes: list[int], strides: list[int], offset: int | None = None) -> fx.Node:
-    """Rewrite ``as_strided`` as an index into the flattened tensor, because a rank's memory layout differs."""
+    """Rewrite ``as_strided`` as an index into the flattened tensor, because a rank's memory layout differs.
+
+    ``sizes``, ``strides``: the result's sizes, and the distance of neighbours along each dim in the memory of ``x``.
+    ``offset``: the position of the first element; ``None`` means 0.
+    """
     flat, _ = flat_in_memory(
         build, x, 1 + (offset or 0) + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
     )
@@ -257,7 +264,11 @@ def flat_in_memory(build: Builder, x: fx.Node, reach: int = 0) -> tuple[fx.Node,
 
 
 def strided_places(build: Builder, sizes: list[int], strides: list[int], offset: int | None) -> fx.Node:
-    """Return the int64 tensor of ``sizes`` with the memory position of each element that ``as_strided`` accesses."""
+    """Return the int64 tensor of ``sizes`` with the memory position of each element that ``as_strided`` accesses.
+
+    ``strides``: the distance in memory between neighbours along each dim. ``offset``: the position of the first
+    element; ``None`` means 0.
+    """
     places = build(aten.full.default, [], offset or 0, dtype=torch.int64, device=META)
     for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
         along = build(

@@ -94,8 +94,8 @@ class TextRule:
     def _solve_factor_sizes(self, pairs: list[tuple[tuple[str, ...], int]], where: str) -> dict[str, int]:
         """Return the size of each factor, computed from the sizes of the dims that consist of factors.
 
-        ``pairs``: the factors and the size of each dim. Raise :class:`RuleError` if the sizes disagree or do not
-        follow.
+        ``pairs``: for each dim, the names of its factors and its size. ``where``: the name of the call, for the
+        message. Raise :class:`RuleError` if the sizes disagree or do not follow.
         """
         sizes: dict[str, int] = {}
         pending = pairs

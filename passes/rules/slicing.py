@@ -63,7 +63,11 @@ def shard_split(node: fx.Node) -> OpFactors | None:
 
 
 def _unless_empty(names: Sequence[str], dim: int, size: int) -> list[str | None]:
-    """Return ``names`` with ``None`` (not sharded) at ``dim`` if the piece has size 0 there."""
+    """Return ``names`` with ``None`` (not sharded) at ``dim`` if the piece has size 0 there.
+
+    ``names``: the factor of each dim. ``dim``: the dim along which a tensor is cut or joined. ``size``: the size of the
+    piece along it.
+    """
     return [n if size or d != dim else None for d, n in enumerate(names)]
 
 

@@ -70,8 +70,9 @@ def spread_experts(
 class _Spreader:
     """Builds a block's graph in which each rank of a mesh axis has some of the experts.
 
-    ``env`` maps nodes outside of the expert regions (the parts that compute by expert) to their copies, ``inside`` maps
-    nodes within them.
+    ``axis``, ``size``: the mesh axis and its number of ranks. ``tables``: nodes that are computed only from the
+    experts' parameters, with the dim that indexes experts. ``env`` maps nodes outside of the expert regions (the parts
+    that compute by expert) to their copies, ``inside`` maps nodes within them.
     """
 
     def __init__(self, axis: str, size: int, merged: str | None, apart: Collection[str]) -> None:

@@ -107,8 +107,10 @@ def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion
 class _RegionFinder:
     """Finds one expert region, the part of a block that computes by expert, starting from its matrix products.
 
-    ``tables`` maps nodes that are computed only from the experts' parameters to the dim that indexes experts.
-    ``places`` has the operators of the region with the dims of their results.
+    ``tables`` maps nodes that are computed only from the experts' parameters to the dim that indexes experts. ``keys``:
+    the node with the expert number of each row; ``None`` if all experts compute every row. ``places`` has the operators
+    of the region, with the dims of their results that index rows and experts. ``entries`` has the values from outside
+    that they read, with the same dims.
     """
 
     def __init__(

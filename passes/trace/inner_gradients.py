@@ -179,7 +179,8 @@ class _GradientBody:
     """The part of a trace that a gradient is taken of.
 
     ``body`` has the operators between ``inputs`` and ``outputs`` in graph order. ``given`` has the values that the body
-    reads from outside, and the inputs that do not depend on another input.
+    reads from outside, and the inputs that do not depend on another input. ``outputs`` and ``inputs`` are nodes;
+    ``None`` for a tensor that is not part of the trace. ``tensors`` has the outputs as tensors.
     """
 
     outputs: list[fx.Node | None]

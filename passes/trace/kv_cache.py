@@ -110,6 +110,7 @@ def _standing_in(groups: Sequence[ModuleGroup], named: _TensorNamingMode) -> Ite
 
     Args:
         named: the mode that gives tensors identifiers.
+        groups: the groups of equal modules.
     """
     try:
         for group in groups:

@@ -141,9 +141,10 @@ def has_call_hooks(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Description:
-    """Key of a module that is equal for equal modules, and the integer and text attributes by (submodule path, name).
+    """What a module computes, for comparison with other modules.
 
-    The key has only the types of these attributes, because their values may differ.
+    ``key``: equal for modules that are equal except for the values of integer and text attributes. ``texts``: the
+    values of these attributes, by (submodule path, attribute name).
     """
 
     key: Any
@@ -337,7 +338,8 @@ class ParkedParameters:
     """Removes parameters of modules while the model is traced, because the time of a trace grows with their number.
 
     ``names`` has, for each such module by identity, the names of its parameters in the order of its submodules, and
-    ``None`` for each buffer. ``numbers`` gives each such module an index.
+    ``None`` for each buffer. ``numbers`` gives each such module an index, by the module's ``id``. ``parameters``: the
+    removed parameters, by name.
     """
 
     model: nn.Module

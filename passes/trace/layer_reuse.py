@@ -210,8 +210,10 @@ LAYER = torch.ops.partition.layer.default
 class _CallMemo:
     """Facts about equal calls: calls of modules of equal structure, with arguments of the same kind.
 
-    ``shown`` counts the calls that were run in full. ``leaves`` describes each value of the result: ("made", index of a
-    new tensor), ("operand", index of an operand that is returned unchanged) or ("plain", value).
+    ``number`` identifies the group of calls. ``shown`` counts the calls that were run in full. ``leaves`` describes
+    each value of the result: ("made", index of a new tensor), ("operand", index of an operand that is returned
+    unchanged) or ("plain", (type, value)). ``tree`` is the structure of the result. ``journal`` has the torch functions
+    that the first call called. ``alone``: each call must be traced, because the first could not stand for others.
     """
 
     number: int
@@ -226,8 +228,8 @@ class _CallMemo:
 class Repeats:
     """Groups of modules of equal structure, and what one trace found out about their calls.
 
-    ``refused`` lists the groups of which each call must be traced. ``away`` holds the parameters that are removed
-    during the trace.
+    ``memos`` has the facts about equal calls, by the index of their group and a key of the call. ``refused`` lists the
+    groups of which each call must be traced. ``away`` holds the parameters that are removed during the trace.
     """
 
     groups: list[ModuleGroup]
@@ -403,7 +405,8 @@ class Repeats:
     def _stand_in(self, away: ParkedParameters, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Append an operator ``partition::layer`` in place of a call of a module whose parameters are removed.
 
-        Returns the call's output. Raises :class:`ParkedParameterError` if no equal call was run before.
+        ``away``: the removed parameters. ``index``: the index of the module's group. Returns the call's output. Raises
+        :class:`ParkedParameterError` if no equal call was run before.
         """
         again = id(module) in self._called
         self._called.add(id(module))
@@ -444,7 +447,12 @@ def _hide_own_attributes(module: nn.Module, own: tuple[tuple[str, str], ...]) ->
 
 @dataclass(frozen=True)
 class _RepeatedCall:
-    """The tensors that a call of a module reads, and a key that is equal for calls that run the same operators."""
+    """The tensors that a call of a module reads, and a key that is equal for calls that run the same operators.
+
+    ``operands``: the module's parameters and buffers, then the tensors among the arguments. ``versions``: torch's
+    counter of in-place writes to each operand before the call. ``given``: the positional and keyword arguments.
+    ``leaves``: the values in them, in order.
+    """
 
     operands: list[Tensor]
     key: Any

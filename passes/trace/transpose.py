@@ -92,8 +92,9 @@ def transpose_backward(
 class _Traced:
     """Functional graph of a ``backward`` function.
 
-    ``seeds`` are the placeholders of the incoming gradients, ``held`` has the other tensors that it reads by
-    placeholder.
+    ``results``: the nodes of the gradients that it returns; ``None`` is zero. ``parts``: how each node's value depends
+    on the incoming gradients. ``seeds`` are the placeholders of the incoming gradients, ``held`` has the other tensors
+    that it reads by placeholder.
     """
 
     graph: fx.Graph
@@ -176,7 +177,9 @@ def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Tra
 
 
 class _Expressions:
-    """Gives expressions in graphs integer identifiers, which are equal for expressions of the same form."""
+    """Gives the values in graphs integer identifiers, which are equal for values that equal operators compute from
+    equal operands.
+    """
 
     def __init__(self) -> None:
         self.numbers: dict[Any, int] = {}
@@ -185,7 +188,7 @@ class _Expressions:
         """Return the identifiers of a graph's results; ``None`` for results that are zero.
 
         Args:
-            names: names for the graph's gradient inputs, in order.
+            names: an identifier for each of the graph's gradient inputs, in order.
             zeros: gradient inputs that are taken to be zero.
         """
         held_zero = [n for n, tensor in traced.held.items() if _is_zero(tensor)]

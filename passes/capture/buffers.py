@@ -286,6 +286,9 @@ class _HeldStates:
 
         The writes are to be done at the end of forward. Raises :class:`UnsupportedError` for assignments that a plan
         cannot keep, such as another shape or a parameter that is trained.
+
+        Args:
+            data: the record of forward's accesses to ``.data``.
         """
         for (module, key), plain in self.plain.items():
             if id(plain) in data.read and vars(module).get(key) is not plain:
@@ -424,6 +427,7 @@ def _check_apart(writes: Mapping[int, _Write], held: _HeldStates) -> None:
 
     Args:
         writes: the values that forward assigned, by identity of the tensor.
+        held: the model's tensors at the start of forward.
     """
     before = {id(t): t for t in held.states.values() if t is not None}
     after = {key: writes[key].value if key in writes else tensor for key, tensor in before.items()}
@@ -446,7 +450,7 @@ def _find_graph_nodes(some: Iterable[fx.Node | None]) -> Iterable[fx.Node]:
 
 
 def _can_share_elements(one: Tensor, other: Tensor) -> bool:
-    """Whether the address ranges of two tensors in the same memory overlap."""
+    """Whether two tensors in the same memory may have elements in common, because their address ranges overlap."""
     (start, end), (first, last) = (
         (t.storage_offset(), t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
         for t in (one, other)

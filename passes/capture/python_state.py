@@ -187,6 +187,10 @@ def attributes_of(module: nn.Module) -> Attributes:
 def _iterate_reachable_variables(module: nn.Module, functions: tuple[Any, ...]) -> Iterator[_Variable]:
     """Yield the variables that code can change: class attributes, closure variables, defaults and globals of the user's
     code.
+
+    Args:
+        module: the model; the code of its classes is searched.
+        functions: further code to search, such as the loss.
     """
     seen: set[int] = set()
     classes = {cls for part in module.modules() for cls in type(part).__mro__ if _has_code_of_users(cls.__module__)}

@@ -258,7 +258,12 @@ class Tracer:
         return made(twin, flatten_program(program, own), lambda captured: captured)
 
     def _prepare_retry_copy(self, twin: ParameterlessCopy, hits: TracedLoops, left: Attributes) -> ParameterlessCopy:
-        """Return a new twin (a copy of the model with fake tensors) for another attempt at the same trace."""
+        """Return a new twin (a copy of the model with fake tensors) for another attempt at the same trace.
+
+        Args:
+            hits: an empty record of loops over experts for the new trace.
+            left: receives the attributes of the twin's modules after forward.
+        """
         made = replace(self.renew(twin, hits=hits), scope=twin.scope)
         self.prepare(made, left)
         return made
@@ -302,6 +307,9 @@ def make_hookless_twin(
 def notes_on_fixed(signature: CallSignature, uses: Mapping[str, str]) -> Iterator[str]:
     """Yield a note for the user that lists the inputs whose values are fixed in the plan. Yields nothing if there are
     none.
+
+    Args:
+        uses: for each fixed number of the inputs, by path, what forward uses it for.
     """
     given = {path: value for path, value in signature.fixed.items() if value is not None}
     if given:
@@ -546,7 +554,12 @@ def _is_used(captured: Captured, name: str) -> bool:
 
 
 def _is_alike(before: PythonState, after: Attributes, key: tuple[str, str]) -> bool:
-    """Whether an attribute has the same value after forward as before."""
+    """Whether an attribute has the same value after forward as before.
+
+    Args:
+        after: the attributes after forward.
+        key: (module path, attribute name).
+    """
     return key in before.attributes and before.attributes[key][0] == after[key][0]
 
 

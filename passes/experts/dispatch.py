@@ -244,7 +244,12 @@ class _Spreader:
 
 
 def _local_sizes(node: fx.Node, region: ExpertRegion, size: int) -> list[int]:
-    """Return the shape argument of a reshape or expand that computes by expert, adapted to the experts of one rank."""
+    """Return the shape argument of a reshape or expand that computes by expert, adapted to the experts of one rank.
+
+    Args:
+        region: the part of the block that contains ``node``.
+        size: number of ranks over which the experts are spread.
+    """
     value: Tensor = node.meta["val"]
     sizes, (place,) = list(value.shape), region.nodes[node]
     if place.experts is not None:

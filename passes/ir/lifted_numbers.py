@@ -92,13 +92,17 @@ class LiftScope:
         self.problem = ""
 
     def refuse(self, use: str) -> NotLiftable:
-        """Record a use that a tensor cannot represent, and return the exception for the caller to raise."""
+        """Record that forward uses a number as in ``use`` (a text), which a tensor cannot represent, and return the
+        exception for the caller to raise.
+        """
         self.problem = self.problem or f"{use}{self.find_line()}"
         return NotLiftable(self.problem)
 
     def decide(self, expression: Expression, outcome: bool) -> bool:
         """Record a condition that forward branches on, and return its outcome, inverted if the condition is in
         ``flipped``.
+
+        ``outcome``: what the condition gives for the planned numbers.
         """
         outcome = outcome != (expression in self.flipped)
         guard = Guard(expression, outcome, self.find_line().strip(" ()"))
@@ -418,10 +422,11 @@ _OF_ONE_TYPE = frozenset({torch.lerp, Tensor.lerp, Tensor.lerp_})  # operands th
 
 
 def _match_number_dtype(number: LiftedNumber, others: Sequence[Tensor], of_one_type: bool = False) -> Tensor:
-    """Return the number's tensor, cast so that torch promotes results as for a Python number.
+    """Return the tensor of ``number``, cast so that torch promotes results as for a Python number.
 
     Args:
         of_one_type: whether the operator requires operands of one dtype.
+        others: the other tensor operands of the operator.
     """
     tensor = number.tensor
     real = [t for t in others if t.is_floating_point() or t.is_complex()]

@@ -125,7 +125,13 @@ def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> Aff
 
 
 def _has_zero_operands(operands: tuple[Any, ...], positions: Positions, found: Mapping[fx.Node, AffinePart]) -> bool:
-    """Whether all operands at ``positions`` are known to be zero if the graph's inputs are zero."""
+    """Whether all operands at ``positions`` are known to be zero if the graph's inputs are zero.
+
+    Args:
+        operands: the operator's operands.
+        positions: indices in ``operands``.
+        found: how each node depends on the inputs.
+    """
     return all(_is_zero(operands[i], found) for i in positions if i < len(operands))
 
 

@@ -125,7 +125,8 @@ def _compute_moments(
 ) -> tuple[fx.Node, fx.Node]:
     """Return the nodes of the variance and the mean of ``x`` over ``dims``, in this order.
 
-    ``correction``: what is subtracted from the number of elements in the variance's divisor.
+    ``correction``: what is subtracted from the number of elements in the variance's divisor. ``keepdim``: whether the
+    reduced dims stay with size 1.
     """
     centre = rewrite_mean(build, x, dims or list(range(len(list_node_sizes(x)))), True)
     distance = build(aten.sub.Tensor, x, centre)
@@ -171,7 +172,11 @@ def _checked_moments(
 
 # --- norms ------------------------------------------------------------------------------------------------------------
 class BatchNorm(NamedTuple):
-    """The arguments of torch's batch-norm operators after the input, in the order of ``aten.batch_norm``."""
+    """The arguments of torch's batch-norm operators after the input, in the order of ``aten.batch_norm``.
+
+    ``training``: whether the statistics are those of the batch. ``momentum``: the weight of the batch in the new
+    running statistics. ``eps``: the number that is added to the variance.
+    """
 
     weight: fx.Node | None
     bias: fx.Node | None

@@ -165,6 +165,7 @@ class RecurrentLayers(NamedTuple):
 def layer_by_layer(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node], *layers: Any) -> Any:
     """Rewrite a recurrent network of several layers as one call per layer, with dropout between them.
 
+    ``state``: the initial state of all layers; a list of two for an LSTM. ``weights``: those of all layers, in order.
     ``layers``: the fields of :class:`RecurrentLayers`. A network without dropout is left alone (``KEEP``).
     """
     stack = RecurrentLayers(*layers)

@@ -112,6 +112,9 @@ def rewrite_embedding(
 ) -> Any:
     """Rewrite an embedding with ``sparse=True`` as one with a dense gradient of the same values; leave others alone
     (``KEEP``).
+
+    ``ids``: the rows of ``weight`` to read. ``padding``: the id whose row gets no gradient; -1 for none.
+    ``by_frequency``: divide a row's gradient by how often its id occurs.
     """
     return build(aten.embedding.default, weight, ids, padding, by_frequency) if sparse else KEEP
 

@@ -105,7 +105,8 @@ def cross_entropy(
 
     ``logits``: ``[N, C, ...]`` or ``[C]``. ``target``: class indices, or class probabilities of the sizes of
     ``logits``. ``weight``: one weight per class. ``reduction``: ``NONE``, ``MEAN`` (over the weights of the targets) or
-    ``SUM``.
+    ``SUM``. ``ignore_index``: the class of targets that do not count. ``label_smoothing``: the probability that is
+    spread evenly over all classes.
     """
     dim = min(1, len(list_node_sizes(logits)) - 1)
     if get_node_tensor(target).dtype.is_floating_point:
@@ -170,7 +171,8 @@ def rewrite_nll_loss(
 ) -> fx.Node:
     """Rewrite ``nll_loss``: ``-logs[target]`` times the class weight per target that is not ignored, reduced.
 
-    ``logs``: log-probabilities ``[N, C, ...]`` or ``[C]``.
+    ``logs``: log-probabilities ``[N, C, ...]`` or ``[C]``. ``weight``: one weight per class. ``reduction``: 0 none, 1
+    mean, 2 sum. ``ignore_index``: the class of targets that do not count.
     """
     dim = min(1, len(list_node_sizes(logs)) - 1)
     counts, index = _mask_ignored_targets(build, target, ignore_index, dim)
@@ -211,7 +213,8 @@ def _smooth_terms(build: Builder, logits: fx.Node, normalizer: fx.Node, weight: 
     """Return the label-smoothing term of each row: the sum over classes of ``-log softmax(logits)`` times the class
     weight.
 
-    ``normalizer``: ``logsumexp(logits)`` along ``dim``.
+    ``normalizer``: ``logsumexp(logits)`` along ``dim``, the class dim. ``weight``: one weight per class; ``None`` means
+    1.
     """
     if weight is None:
         whole = build(aten.mul.Tensor, normalizer, list_node_sizes(logits)[dim])

@@ -282,7 +282,11 @@ def strided_places(build: Builder, sizes: list[int], strides: list[int], offset:
 def diagonal_scatter(
     build: Builder, x: fx.Node, source: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> fx.Node:
-    """Rewrite ``diagonal_scatter`` as a ``where``: ``source`` on the diagonal, ``x`` elsewhere."""
+    """Rewrite ``diagonal_scatter`` as a ``where``: ``source`` on the diagonal, ``x`` elsewhere.
+
+    ``dim1``, ``dim2``: the two dims that span the matrices. ``offset``: which diagonal; 0 is the main one, positive
+    numbers are above.
+    """
     sizes = list_node_sizes(x)
     first, second = dim1 % len(sizes), dim2 % len(sizes)
     along, across = (first, second) if offset >= 0 else (second, first)  # the diagonal is indexed along the first
@@ -307,8 +311,9 @@ def as_strided_scatter(
 ) -> fx.Node:
     """Rewrite ``as_strided_scatter`` as a write by index, or as a write to a diagonal if it is one.
 
-    The operator itself has a wrong gradient in torch 2.13: zero for the elements that are kept. Raise
-    :class:`UnsupportedError` if several elements are written to one position.
+    ``source``: the new values. ``sizes``, ``strides``, ``offset``: the positions in the memory of ``x`` that are
+    written, as in ``as_strided``. The operator itself has a wrong gradient in torch 2.13: zero for the elements that
+    are kept. Raise :class:`UnsupportedError` if several elements are written to one position.
     """
     assert build.node is not None
     old = build.node.args[0].meta["val"]  # type: ignore[union-attr]

@@ -32,7 +32,10 @@ _ROWS = 512  # most queries of a tile that an end of a window crosses
 
 
 class Band(NamedTuple):
-    """How many positions before and after its own a query of an attention sees; ``None`` means no limit."""
+    """The positions around its own whose keys a query of an attention sees.
+
+    ``before``, ``after``: the number of positions before and after its own; ``None`` means no limit.
+    """
 
     before: int | None = None
     after: int | None = None
@@ -175,7 +178,10 @@ _Tile = tuple[tuple[int, int], tuple[int, int], Literal["all", "diagonal", "band
 
 
 def _generate_band_tiles(num_queries: int, num_keys: int, offset: int, band: Band) -> Iterator[_Tile]:
-    """Yield the tiles (rows, keys, kind) that ``band`` touches, if query 0 is ``offset`` positions after key 0."""
+    """Yield the tiles (rows, keys, kind) that ``band`` touches, if query 0 is ``offset`` positions after key 0.
+
+    ``num_queries``, ``num_keys``: the numbers of queries and keys.
+    """
     before, after = band
     first = 0 if after is None else max(0, -offset - after)
     last = num_queries if before is None else min(num_queries, num_keys + before - offset)
@@ -375,7 +381,10 @@ class TileScoring(NamedTuple):
 
 
 def compute_tile_attention(q: Tensor, k: Tensor, v: Tensor, scoring: TileScoring) -> tuple[Tensor, Tensor]:
-    """Return the attention of the queries over the keys of one tile, and its logsumexp for each query."""
+    """Return the attention of the queries over the keys of one tile, and its logsumexp for each query.
+
+    ``q``, ``k``, ``v``: the tile's queries, keys and values. ``scoring``: how its scores are masked and scaled.
+    """
     diagonal, mask, scale = scoring
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, diagonal, attn_mask=mask, scale=scale)
@@ -392,8 +401,10 @@ def compute_tile_attention(q: Tensor, k: Tensor, v: Tensor, scoring: TileScoring
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: TileScoring
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values through one tile; ``out`` and ``lse`` are those over all
-    tiles.
+    """Return the gradients of queries, keys and values through one tile.
+
+    ``grad``: the gradient of the attention's result for the tile's queries. ``q``, ``k``, ``v``: the tile's queries,
+    keys and values. ``out`` and ``lse``: result and logsumexp of the tile's queries over the keys of all tiles.
     """
     diagonal, mask, scale = scoring
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
@@ -469,7 +480,7 @@ def band_attention(
     """Compute attention within a band: ``q`` ``[b, h, s, d]``, ``k`` and ``v`` ``[b, kv, t, d]``.
 
     Return the result and the logsumexp ``[b, h, s]``. ``before`` and ``after``: how many positions a query sees before
-    and after its own; -1 means no limit.
+    and after its own; -1 means no limit. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``.
     """
     attention = Attention(q, band_of(before, after), scale, v.shape[-1])
     for tile in tiles_of((PositionRange(0, q.shape[-2], 0),), (PositionRange(0, k.shape[-2], 0),), attention.band):
@@ -481,7 +492,10 @@ def band_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, before: int, after: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values of :func:`band_attention`."""
+    """Return the gradients of queries, keys and values of :func:`band_attention`.
+
+    ``grad``: the gradient of its first result. ``out``, ``lse``: its two results. The other arguments are its own.
+    """
     found = AttentionGradients(grad, q, out, lse, band_of(before, after), scale)
     of_k, of_v = (torch.zeros_like(x, dtype=found.of_q.dtype) for x in (k, v))
     for tile in tiles_of((PositionRange(0, q.shape[-2], 0),), (PositionRange(0, k.shape[-2], 0),), found.band):

@@ -152,10 +152,11 @@ def _all_done(left: Tensor) -> bool:
 def gamma(index: Tensor, seed: Tensor, stream: Tensor, concentration: Tensor) -> Tensor:
     """Draw numbers of the gamma distribution with rate 1, in the type of ``concentration``.
 
-    Uses the rejection method of Marsaglia and Tsang (2000) in float64 with ``ROUNDS`` rounds; each element takes its
-    first accepted candidate. A round accepts at least 95 of 100 candidates, so an element is left without one with a
-    probability below 1e-40; it is then ``concentration - 1/3``. For a concentration below 1, the number is drawn for
-    ``concentration + 1`` and multiplied by ``u ** (1 / concentration)`` with a uniform ``u``.
+    The first three operands are those of :func:`uniform`. Uses the rejection method of Marsaglia and Tsang (2000) in
+    float64 with ``ROUNDS`` rounds; each element takes its first accepted candidate. A round accepts at least 95 of 100
+    candidates, so an element is left without one with a probability below 1e-40; it is then ``concentration - 1/3``.
+    For a concentration below 1, the number is drawn for ``concentration + 1`` and multiplied by ``u ** (1 /
+    concentration)`` with a uniform ``u``.
     """
     own = _Sequence(index, seed, stream)
     alpha = concentration.to(torch.float64)
@@ -178,7 +179,8 @@ def gamma(index: Tensor, seed: Tensor, stream: Tensor, concentration: Tensor) ->
 def poisson(index: Tensor, seed: Tensor, stream: Tensor, rate: Tensor) -> Tensor:
     """Draw numbers of the Poisson distribution, in the type of ``rate``.
 
-    Inverts the distribution function, a regularised upper incomplete gamma function, by bisection in float64.
+    The first three operands are those of :func:`uniform`. Inverts the distribution function, a regularised upper
+    incomplete gamma function, by bisection in float64.
     """
     u, mean = fraction(index, seed, stream), rate.to(torch.float64)
     # The probability outside of the interval is below 2**-53 (Chernoff's bound).
@@ -196,9 +198,10 @@ def poisson(index: Tensor, seed: Tensor, stream: Tensor, rate: Tensor) -> Tensor
 def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: Tensor) -> Tensor:
     """Draw numbers of the binomial distribution, in the type of ``count``; computed in float64.
 
-    If fewer than 10 successes are expected, inverts the distribution function term by term. Otherwise uses BTRS
-    (Hormann 1993) with ``ROUNDS`` rounds; each element takes its first accepted candidate. A round accepts at least 3
-    of 4 candidates, so an element is left without one with a probability below 1e-19; it is then the mode.
+    The first three operands are those of :func:`uniform`. ``count``: the number of trials. ``prob``: the probability of
+    success. If fewer than 10 successes are expected, inverts the distribution function term by term. Otherwise uses
+    BTRS (Hormann 1993) with ``ROUNDS`` rounds; each element takes its first accepted candidate. A round accepts at
+    least 3 of 4 candidates, so an element is left without one with a probability below 1e-19; it is then the mode.
     """
     own = _Sequence(index, seed, stream)
     n, p = count.to(torch.float64).expand(index.shape), prob.to(torch.float64).expand(index.shape)

@@ -132,8 +132,8 @@ class OpFactors:
 class Local:
     """The context in which a rule appends the operators that one rank runs in place of ``node``.
 
-    ``operands``: the local operands, in ``graph``. ``axis``, ``num_ranks``: the mesh axis that ``strategy`` shards
-    along, and its size.
+    ``factors``: the factor rule of ``node``. ``strategy``: the layouts of its operands and results. ``operands``: the
+    local operands, in ``graph``. ``axis``, ``num_ranks``: the mesh axis that ``strategy`` shards along, and its size.
     """
 
     node: fx.Node

@@ -38,6 +38,7 @@ class DimPattern:
 class TextRule:
     """A rule as parsed from its text. :meth:`fit` converts it to the rule of one operator call with known shapes.
 
+    ``name``: the operator's name, for messages. ``operands``, ``results``: the factors of each tensor's dims.
     ``whole``: the factors marked ``!``, which must not be sharded. ``linear``: sets of operand positions; if these
     operands are partial sums, so are the results.
     """

@@ -133,7 +133,8 @@ def _start_and_step(node: fx.Node, size: int) -> tuple[int, int]:
 def _shard_strided_slice(node: fx.Node, names: list[str], dim: int, start: int, step: int) -> OpFactors:
     """Return the sharding rule of a slice that takes every ``step``-th element of ``dim``.
 
-    ``dim`` may be sharded only if its size is a multiple of ``step`` and the slice covers all of it.
+    ``names``: the factor of each dim. ``start``: the index of the first element. ``dim`` may be sharded only if its
+    size is a multiple of ``step`` and the slice covers all of it.
     """
     (x,) = operands_of(node)
     length = int(node.meta["val"].shape[dim])
@@ -242,7 +243,10 @@ def shard_stack(node: fx.Node) -> OpFactors:
 
 
 def _shard_unchanged_dims(node: fx.Node, dims: Sequence[int], is_linear: bool = True) -> OpFactors:
-    """Return the sharding rule of an operator that moves or adds elements along ``dims``: these must not be sharded."""
+    """Return the sharding rule of an operator that moves or adds elements along ``dims``: these must not be sharded.
+
+    ``is_linear``: whether a partial sum as operand gives a partial sum.
+    """
     rank = len(get_meta_shape(operands_of(node)[0]))
     names = [n if d not in dims else None for d, n in enumerate(NAMES[:rank])]
     return build_factor_rule(node, [names], [names for _ in results_of(node)], linear=FIRST if is_linear else ())

@@ -263,6 +263,11 @@ def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values:
     """Rewrite ``index_copy``, or ``index_fill`` with one number, at rows that a mask selects. Return the new node.
 
     Returns ``None`` if the operands have another form, and raises :class:`Unselectable` if there is no static form.
+
+    Args:
+        dim: the dim along which rows are written.
+        index: the rows to write.
+        values: the new rows, or one number.
     """
     if index.meta["val"].dim() != 1 or not x.meta["val"].dim():
         return None

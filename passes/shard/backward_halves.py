@@ -97,8 +97,8 @@ def _can_recompute_node(node: fx.Node, again: set[fx.Node]) -> bool:
 
 
 def _views_kept(node: fx.Node, kept: set[fx.Node]) -> bool:
-    """Whether ``node``, which is not saved, is a view of a saved value or of a placeholder, so that recomputing it
-    costs nothing.
+    """Whether ``node``, which is not among the saved nodes ``kept``, is a view of a saved value or of a placeholder, so
+    that recomputing it costs nothing.
     """
     if node in kept or node.op == "placeholder":
         return False
@@ -188,7 +188,8 @@ def is_early(size: int, summed: int) -> bool:
 def _find_weight_gradient_sums(gradients: Sequence[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
     """Return the nodes of weight gradients that are sums over much larger tensors.
 
-    The first half of backward computes these, so that it need not pass the large tensors to the second.
+    The first half of backward computes these, so that it need not pass the large tensors to the second. ``gradients``:
+    the nodes of the weight gradients. ``known``: nodes that forward or the first half computes.
     """
     found: set[fx.Node] = set()
     for gradient in gradients:

@@ -154,9 +154,9 @@ class Differentiated:
     grad_inputs, *grads of grad_states)``; ``backward_input(*saved, *grads) -> (*grads of grad_inputs, *carried)``;
     ``backward_weight(*carried) -> grads of grad_states``. States are the block's parameters, buffers and constants.
 
-    ``saved``: names of the nodes of the joint graph of forward and backward that forward keeps for backward.
-    ``grad_outputs``, ``grad_inputs`` and ``grad_states``: positions of the outputs, inputs and states that have a
-    gradient. A gradient of ``None`` is zero.
+    ``num_outputs``: the number of the block's outputs. ``saved``: names of the nodes of the joint graph of forward and
+    backward that forward keeps for backward. ``grad_outputs``, ``grad_inputs`` and ``grad_states``: positions of the
+    outputs, inputs and states that have a gradient. A gradient of ``None`` is zero.
     """
 
     forward: JointSubgraph

@@ -118,8 +118,8 @@ _DOMINANT = 0.5  # share of a module's work that repeated children must do to co
 class Unit:
     """Consecutive operators that become one call of the folded model, such as the run of one layer.
 
-    ``path``: the module call that they belong to. ``glue``: they belong to no module that is a unit and read no
-    parameter. ``leaf``: they are one module without submodules that have parameters.
+    ``path``: the path of the module that they belong to. ``nodes``: the operators. ``glue``: they belong to no module
+    that is a unit and read no parameter. ``leaf``: they are one module without submodules that have parameters.
     """
 
     path: str

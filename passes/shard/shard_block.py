@@ -210,7 +210,10 @@ class _Rewriter:
         return self.insert_collective("copy", local, self.axis, self.num_ranks)
 
     def spread_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Turn a tensor that is whole on every rank into a partial sum: each rank divides it by the number of ranks."""
+        """Turn a tensor that is whole on every rank into a partial sum: each rank divides it by the number of ranks.
+
+        ``source``, ``to``: the layouts before and after.
+        """
         if source.kind == "R" and local.meta.get("grad"):
             local = self.copy_whole(local, source, to)
         return insert_operator_node(self.graph, aten.mul.Tensor, (local, 1.0 / self.num_ranks), like=local)

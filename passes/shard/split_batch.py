@@ -234,8 +234,8 @@ def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
 def _localise_data_collectives(model: FoldedModel, num_microbatches: int) -> None:
     """Move collectives from the axis ``data`` to ``dp`` if each rank runs one microbatch, in place.
 
-    With several microbatches, replace slices by an index of the microbatch, and raise :class:`UnsupportedError` for a
-    collective that communicates.
+    ``num_microbatches``: the number of microbatches of each rank. With several, replace slices by an index of the
+    microbatch, and raise :class:`UnsupportedError` for a collective that communicates.
     """
     for block in model.blocks.values():
         for node in list(block.graph.nodes):

@@ -66,10 +66,10 @@ class Unread:
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """Modules of the model that compute the same with different weights, such as the decoder layers, and their names.
+    """Modules of the model that compute the same with different weights, such as the decoder layers.
 
-    ``own`` lists, as (path of a submodule, attribute name), the attributes in which all members differ, such as an
-    index.
+    ``names``: the path of each of ``members`` in the model. ``own`` lists, as (path of a submodule, attribute name),
+    the attributes in which all members differ, such as an index.
     """
 
     members: tuple[nn.Module, ...]
@@ -111,6 +111,10 @@ def _with_own(members: Sequence[_Member], least: int) -> Iterable[ModuleGroup]:
     """Split modules that are equal except for integer and text attributes into groups.
 
     Within a group each such attribute has either one value for all members or a different value for each member.
+
+    Args:
+        members: (name, module, integer and text attributes) of each module.
+        least: number of members that a group must have.
     """
     if len(members) < least:
         return

@@ -348,6 +348,12 @@ class Repeats:
         Returns the call's output and the list of its result tensors that are in the graph (empty if the call was not
         traced). The list is ``None`` if the first call cannot stand for others. Raises :class:`Unlike` if the second
         call differs from the first.
+
+        Args:
+            memo: facts about these equal calls.
+            call: the tensors that the call reads.
+            forward: runs the module and returns its output.
+            own: attributes in which the modules differ, as (path of a submodule, attribute name).
         """
         with _hide_own_attributes(module, own if memo.shown else ()):
             before, buffers = _read_module_state(module), _list_module_buffers(module)
@@ -373,6 +379,11 @@ class Repeats:
 
         The first is traced. The second is traced only if nothing else tells what it computes; otherwise it runs outside
         of the graph, and :class:`Unlike` is raised if it calls other torch functions than the first.
+
+        Args:
+            memo: facts about these equal calls.
+            call: the tensors that the call reads.
+            forward: runs the module and returns its output.
         """
         journal = Journal(call.operands)
         if memo.shown == 0:

@@ -267,7 +267,11 @@ def _make_zeros_like(value: Tensor) -> Tensor:
 
 
 def _other_addend(node: fx.Node, parts: Mapping[fx.Node, AffinePart]) -> fx.Node | None:
-    """Return the operand that a sum is equal to because the other operand is zero; ``None`` if there is none."""
+    """Return the operand that a sum is equal to because the other operand is zero; ``None`` if there is none.
+
+    Args:
+        parts: how each node's value depends on the incoming gradients, and whether it is zero.
+    """
     if node.target is not aten.add.Tensor or node.kwargs:
         return None
     wanted = node.meta["val"]
@@ -395,6 +399,10 @@ def _drop_seeds(made: fx.GraphModule, num_seeds: int) -> None:
     """Remove the placeholders of gradients from a transposed graph, which a linear ``backward`` does not need.
 
     Raises :class:`NotAffine` if their values are read.
+
+    Args:
+        made: the transposed graph.
+        num_seeds: number of these placeholders, which are the first ones.
     """
     graph = made.graph
     for node in list(graph.nodes):

@@ -220,8 +220,8 @@ def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | Non
 
 
 def is_turn(node: fx.Node, parity: int) -> bool:
-    """Whether ``node`` is the mask of an expert with an even (``parity`` 0) or odd (1) number in a traced loop over
-    experts.
+    """Whether ``node`` is the mask of the rows that chose an expert with an even (``parity`` 0) or odd (1) number in a
+    traced loop over experts.
     """
     args: Any = node.args
     if node.target is not aten.select.int or args[0].target is not HITS:

@@ -276,7 +276,7 @@ _SATURATED = 1.7580993408473766  # the negated limit of SELU at minus infinity
 def _draw_kept_mask(build: Builder, x: fx.Node, p: float, of_channels: bool) -> fx.Node:
     """Draw a tensor of ones where ``x`` is kept, with probability ``1 - p``, and zeros elsewhere.
 
-    ``p``: the probability of zeroing. It has the sizes of ``x``, or size 1 in every dim behind the channels if
+    ``p``: the probability of zeroing. The mask has the sizes of ``x``, or size 1 in every dim behind the channels if
     ``of_channels``.
     """
     sizes = list_node_sizes(x)

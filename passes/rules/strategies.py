@@ -281,7 +281,8 @@ def _choose_sections(factors: OpFactors, factor: str, wanted: Iterable[Sections]
     """Return the useful ways to cut ``factor`` into separately sharded sections, each as a tuple of sizes.
 
     They have the borders that the operator itself needs and, in further choices, those of each of ``wanted`` and of all
-    of them together. Ways with a section that is not divisible by ``num_ranks`` are left out.
+    of them together. ``wanted``: the sections that neighbouring operators prefer. Ways with a section that is not
+    divisible by ``num_ranks`` are left out.
     """
     spans = factors.spans
     if not wanted and spans is None:

@@ -49,9 +49,10 @@ INSTEAD: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class MaskedRows:
-    """Describes a value that keeps all rows in dim ``dim``, although the model selects some of them.
+    """Describes a value of the rewritten graph that has all rows where the model has only those that a mask selects.
 
-    ``mask`` is boolean, with one element for each row; the model selects the rows where it is true.
+    ``mask``: a boolean node with one element for each row; the model selects the rows where it is true. ``dim``: the
+    dim of the rows in the value.
     """
 
     mask: fx.Node

@@ -144,8 +144,9 @@ def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[f
     """Distribute the operators of ``free`` over the units, which are groups of operators that become the calls of the
     model.
 
-    An operator that only one unit reads moves into that unit. Return the other operators of ``free`` as connected
-    groups, which become shared calls, and the new units.
+    ``free``: operators that depend on no parameter and on no matrix product, in order. An operator that only one unit
+    reads moves into that unit. Return the other operators of ``free`` as connected groups, which become shared calls,
+    and the new units.
     """
     if not units:
         return [], [Unit("", list(free))] if free else []

@@ -189,8 +189,9 @@ def _build_group_addend(
 
 @dataclass(frozen=True)
 class GroupModel:
-    """The graph of one group of samples, and how inputs are cut and results are combined.
+    """The graph that computes one group of samples, and how inputs are cut into groups and results are combined.
 
+    A group is a number of consecutive samples of the batch, which do not interact with samples outside of it.
     ``inputs``: for each input path, the dim of its samples; ``None`` if every group reads the whole input. ``outputs``:
     for each output path, the layout that says how the results of the groups combine: sharded means joined, partial
     means summed, whole means equal.
@@ -201,7 +202,9 @@ class GroupModel:
     outputs: dict[str, Layout]
 
     def whole_shape(self, path: str, count: int) -> tuple[int, ...]:
-        """Return the shape of the input ``path`` of the model for ``count`` groups together."""
+        """Return the shape that an input of the model has for ``count`` groups together. ``path``: its place in the
+        arguments.
+        """
         part = next(i.spec.shape for i in self.captured.inputs if i.path == path)
         return tuple(size * count if d == self.inputs[path] else size for d, size in enumerate(part))
 
@@ -252,7 +255,10 @@ def _result_shapes(captured: Captured) -> dict[str, list[int]]:
 
 
 def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
-    """Return the nodes that depend on samples or on random numbers. ``paths``: the inputs that have samples."""
+    """Return the nodes that depend on samples or on random numbers.
+
+    ``paths``: the inputs that have a dim of samples, by their place in the arguments.
+    """
     values = {i.value for i in captured.inputs if i.path in paths}
     found: set[fx.Node] = set()
     for node in captured.graph.nodes:
@@ -265,7 +271,8 @@ def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
 
 
 def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, apart: bool) -> Layout:
-    """Return the layout that says how the groups' results of ``node`` combine: joined along a dim, summed, or equal.
+    """Return the layout that says how the results that the groups of samples have for the output ``node`` combine:
+    joined along a dim, summed, or equal.
 
     ``path``: the place of ``node`` in the model's result, for messages. ``larger``: the shape that ``node`` has in a
     model with twice the samples, where the dim of samples is larger; ``None`` if that model was not captured.
@@ -310,8 +317,10 @@ def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_grou
 
 
 def _draw_apart(graph: fx.Graph, num_groups: int) -> None:
-    """Offset the element indices of random operators by the group, in place, so that every group draws different
-    numbers.
+    """Offset the element indices of random operators by the index of the group of samples, so that every group draws
+    other numbers.
+
+    The graph is changed in place. ``num_groups``: the number of groups in a step.
     """
     for node in list(graph.nodes) if num_groups > 1 else ():
         if node.target not in DRAWS:

@@ -82,6 +82,9 @@ def _find_frequent_periods(tokens: np.ndarray[Any, Any]) -> list[int]:
 def _find_longest_repetition(tokens: np.ndarray[Any, Any], period: int) -> tuple[int, int, int]:
     """Return (length, start, period) of the longest stretch of ``tokens`` that repeats with ``period``; length 0 if
     none does.
+
+    ``tokens``: a number for each operator, equal for equal operators. ``period``: the distance of a token to the equal
+    one.
     """
     equal = np.concatenate([[False], tokens[:-period] == tokens[period:], [False]])
     edges = np.flatnonzero(equal[1:] != equal[:-1])

@@ -31,7 +31,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Reshard:
-    """The collectives of a change of layout: in forward, and for its gradient in backward; ``None`` means no
+    """The collectives that change a tensor from one layout to another.
+
+    ``forward``: the collective of forward. ``backward``: that for the tensor's gradient. ``None`` means no
     communication.
     """
 

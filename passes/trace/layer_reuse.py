@@ -91,6 +91,7 @@ class Journal(TorchFunctionMode):
             number: identifies the group of equal calls to which the nested call belongs.
             operands: tensors that the nested call reads.
             results: tensors that it returns.
+            mark: what :meth:`mark` returned before the nested call.
         """
         entries, held = mark
         del self.entries[entries:]
@@ -264,7 +265,9 @@ class Repeats:
         return Repeats([g for g in self.groups if g.names not in names])
 
     def refuse(self, number: int) -> None:
-        """Mark the group of modules of the memo ``number`` as one of which each call must be traced."""
+        """Mark a group of equal modules as one of which each call must be traced. ``number``: that of its
+        :class:`_CallMemo`.
+        """
         for (group, _), memo in self.memos.items():
             if memo.number == number:
                 self.refused.append(self.groups[group])

@@ -42,9 +42,10 @@ ASKS_NUMBERS = (GuardOnDataDependentSymNode, DataDependentOutputException, Dynam
 class Transposed:
     """Transpose of a function ``backward(g) = B g + c``, as a graph.
 
-    The graph takes changes of the inputs and the tensors ``held`` that backward reads. It returns ``num_results``
-    changes of the results (by ``B`` transposed), and then the parts ``c`` for the inputs at the indices ``constant``.
-    ``complete`` is whether every result depends on every input and there is no ``c``.
+    ``backward`` maps gradients ``g`` of a function's results to gradients of its inputs; ``B`` is a matrix, and ``c``
+    does not depend on ``g``. The graph takes changes of the inputs and the tensors ``held`` that backward reads. It
+    returns ``num_results`` changes of the results (by ``B`` transposed), and then the parts ``c`` for the inputs at the
+    indices ``constant``. ``complete`` is whether every result depends on every input and there is no ``c``.
     """
 
     graph: fx.GraphModule

@@ -272,6 +272,11 @@ def _collect_model_outputs(
 
     These are: the leaves of the result; the name of the loss node (or ``None``); the result's pytree as text (or
     ``None``); and for each changed buffer or parameter the name of the node with its new value.
+
+    Args:
+        env: maps nodes of the program to nodes of the new graph.
+        with_loss: whether the last result of the program is the loss.
+        canonical: maps every name of a state to the name that is used for it.
     """
     results: Any = next(n for n in program.graph.nodes if n.op == "output").args[0]
     leaves = []

@@ -179,7 +179,11 @@ def aliases_traced(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StateAlias:
-    """A place outside of modules that holds a parameter or buffer: ``holder[key]`` is the tensor ``states[name]``."""
+    """A place outside of the modules' tables that also holds a parameter or buffer, such as an entry of a list.
+
+    ``holder``: the list or dict (or an object's ``__dict__``). ``key``: the index or key in it. ``states``: the
+    module's own table of parameters or buffers. ``name``: the key of the same tensor in that table.
+    """
 
     holder: Any
     key: Any
@@ -252,7 +256,9 @@ class _Write:
 class _HeldStates:
     """The model's parameters and buffers at the start of forward, to find out what forward assigns to.
 
-    ``plain`` has tensors that are ordinary attributes, by module and name.
+    ``states``: the tensors, by (module, name of the module's table, key in the table). ``names``: the full name of each
+    tensor, by the tensor's ``id``. ``plain``: tensors that are ordinary attributes of a module, by (module, attribute
+    name).
     """
 
     model: nn.Module
@@ -280,6 +286,9 @@ class _HeldStates:
 
         The writes are to be done at the end of forward. Raises :class:`UnsupportedError` for assignments that a plan
         cannot keep, such as another shape or a parameter that is trained.
+
+        Args:
+            data: the record of forward's accesses to ``.data``.
         """
         for (module, key), plain in self.plain.items():
             if id(plain) in data.read and vars(module).get(key) is not plain:
@@ -328,8 +337,11 @@ class _HeldStates:
 
 
 class _DataAccess(TorchFunctionMode):
-    """Function mode that replaces reads and writes of ``x.data`` during a trace. ``read`` has the ids of plain tensors
-    read.
+    """Function mode that replaces reads and writes of ``x.data`` during a trace.
+
+    ``values``: each tensor to whose ``.data`` forward assigned, with the tensor that replaces it, by ``id``. ``read``:
+    the ids of tensors that forward read and that are neither parameters nor buffers of a module but ordinary
+    attributes.
     """
 
     def __init__(self, held: _HeldStates, inputs: Any, double: bool) -> None:
@@ -395,6 +407,8 @@ def _write_all(writes: Iterable[_Write], held: _HeldStates, double: bool) -> Non
 
     Args:
         double: whether floating-point dtypes may differ, because all of them are float64 in the trace.
+        writes: the tensors to change, with their new values.
+        held: the model's tensors at the start of forward.
     """
     last = {id(w.tensor): w for w in writes}  # under one of the names of a tensor that has several
     if not last:
@@ -413,6 +427,7 @@ def _check_apart(writes: Mapping[int, _Write], held: _HeldStates) -> None:
 
     Args:
         writes: the values that forward assigned, by identity of the tensor.
+        held: the model's tensors at the start of forward.
     """
     before = {id(t): t for t in held.states.values() if t is not None}
     after = {key: writes[key].value if key in writes else tensor for key, tensor in before.items()}
@@ -430,12 +445,12 @@ def _check_apart(writes: Mapping[int, _Write], held: _HeldStates) -> None:
 
 
 def _find_graph_nodes(some: Iterable[fx.Node | None]) -> Iterable[fx.Node]:
-    """Return all nodes of the graph to which the nodes in ``some`` belong; empty if there are none."""
+    """Return all nodes of the graph to which the nodes in ``some`` belong; empty if ``some`` has no node."""
     return next((node.graph.nodes for node in some if node is not None), ())
 
 
 def _can_share_elements(one: Tensor, other: Tensor) -> bool:
-    """Whether the address ranges of two tensors in the same memory overlap."""
+    """Whether two tensors in the same memory may have elements in common, because their address ranges overlap."""
     (start, end), (first, last) = (
         (t.storage_offset(), t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
         for t in (one, other)

@@ -166,6 +166,10 @@ def _with_caches_settled(
     """Decide whether the model is traced with its generation (key/value) caches. Return the twin to trace and notes.
 
     The twin is a copy of the model with fake parameters. It makes caches only if the result of forward depends on them.
+
+    Args:
+        arguments: positional and keyword arguments of forward.
+        dtype: the dtype to which floating-point tensors are cast; ``None`` keeps their dtypes.
     """
     if not twin.caches:
         return twin, ()

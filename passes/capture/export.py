@@ -85,12 +85,12 @@ class ParameterlessCopy:
 
     ``caches``: configurations in which generation caches were on; they are switched off unless ``kept`` is true.
     ``casts``: device type (``cpu`` or ``cuda``) whose ``torch.autocast`` regions take effect; ``None`` if none do.
-    ``held``: the original model's buffers with values, by name. ``asked``: names of the buffers whose values decided
-    what forward does. ``hits``: loops over the experts that have rows, found in the trace. ``numbers``: values of
-    inputs that are Python numbers, by path. Forward gets a tensor-like lifted number for each, and ``scope`` records
-    how forward used them. ``counters``: Python numbers that forward changes, held as buffers. ``attributes``: values by
-    (module path, attribute name) that are set before forward runs. ``warm_up``: called on each new twin before it is
-    traced, to run forward once.
+    ``module``: the copy. ``held``: the original model's buffers with values, by name. ``asked``: names of the buffers
+    whose values decided what forward does. ``hits``: loops over the experts that have rows, found in the trace.
+    ``numbers``: values of inputs that are Python numbers, by path. Forward gets a tensor-like lifted number for each,
+    and ``scope`` records how forward used them. ``counters``: Python numbers that forward changes, held as buffers.
+    ``attributes``: values by (module path, attribute name) that are set before forward runs. ``warm_up``: called on
+    each new twin before it is traced, to run forward once.
     """
 
     module: nn.Module

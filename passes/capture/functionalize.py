@@ -151,6 +151,9 @@ class StorageTracker:
         gradient needs.
 
         :meth:`finish` raises the error.
+
+        Args:
+            written: the operand whose memory ``made`` writes to.
         """
         memory = self._memory.get(written, written)
         apart = written not in self._without and self._history.get(written, written) is not memory
@@ -435,6 +438,10 @@ class _RegionInliner:
     def inline_region(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> Any:
         """Inline the sub-graph of a node that switches gradients or autocast. Return the copies of the sub-graph's
         outputs.
+
+        Args:
+            env: maps original nodes to their copies.
+            grad: whether gradients are on around the region.
         """
         args: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
         name = node.target.name()  # type: ignore[union-attr]
@@ -465,6 +472,10 @@ class _RegionInliner:
         """Append and return a call of a ``torch.autograd.Function`` that torch.export did not trace into.
 
         A later decomposition traces it. No operand requires a gradient, so only the function's forward matters.
+
+        Args:
+            node: the original node of the call, whose metadata is copied.
+            function: applies the ``torch.autograd.Function`` to ``args`` and ``kwargs``.
         """
         made = self.graph.call_function(function, args, kwargs)
         made.meta = dict(node.meta)

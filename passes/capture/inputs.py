@@ -168,7 +168,8 @@ def check_signature(name: str, forward: Callable[..., Any], args: tuple[Any, ...
 def without_numbers(tree: Any, twin: ParameterlessCopy, global_batch: int | None, dtype: torch.dtype | None) -> Any:
     """Return ``tree`` with each tensor replaced by a fake tensor, which has a shape but no values.
 
-    The batch dim of each is enlarged to ``global_batch``, and floating-point tensors are cast to ``dtype``.
+    The batch dim of each is enlarged to ``global_batch``, and floating-point tensors are cast to ``dtype``. ``tree``:
+    arguments of forward. ``global_batch``, ``dtype``: ``None`` leaves sizes or dtypes unchanged.
     """
     leaves, spec = pytree.tree_flatten(tree)
     sample = sample_batch(leaves)

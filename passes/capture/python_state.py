@@ -71,9 +71,11 @@ class StateChange:
 
 @dataclass
 class _Variable:
-    """A variable outside of the traced copy, which is shared with the caller, and its value before forward.
+    """A Python variable that forward can change and that the traced copy of the model shares with the caller.
 
-    ``content`` is a copy of the elements if the value is a container. ``told`` is a key to compare the value with.
+    An example is a global. ``what`` describes it for messages. ``read`` and ``write`` get and set its present value,
+    ``value`` is the value before forward. ``content`` is a copy of the elements if the value is a container. ``told``
+    is a key of the value before forward; a later value with another key has changed.
     """
 
     what: str
@@ -103,7 +105,12 @@ def _holds_same(one: Any, other: Any) -> bool:
 
 @dataclass
 class PythonState:
-    """Snapshot of everything besides tensors that the code of a model can change."""
+    """Snapshot of everything besides tensors that the code of a model can change.
+
+    ``attributes``: those of the traced copy's modules, by (module path, attribute name). ``places``: variables outside
+    of the modules, such as globals. ``generators``: random generators of Python and NumPy, each as (description,
+    generator, state).
+    """
 
     attributes: Attributes
     places: list[_Variable]
@@ -180,6 +187,10 @@ def attributes_of(module: nn.Module) -> Attributes:
 def _iterate_reachable_variables(module: nn.Module, functions: tuple[Any, ...]) -> Iterator[_Variable]:
     """Yield the variables that code can change: class attributes, closure variables, defaults and globals of the user's
     code.
+
+    Args:
+        module: the model; the code of its classes is searched.
+        functions: further code to search, such as the loss.
     """
     seen: set[int] = set()
     classes = {cls for part in module.modules() for cls in type(part).__mro__ if _has_code_of_users(cls.__module__)}
@@ -306,6 +317,7 @@ def _build_value_key(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
 
     Args:
         known: keys of objects that were visited already, by identity.
+        depth: number of containers and objects around ``value``; nothing is read beyond a limit.
     """
     kind = type(value)
     if kind in _PLAIN:

@@ -55,7 +55,9 @@ from partitioner.passes.trace.layer_reuse import Repeats
 class Trace:
     """Result of one trace of ``twin``, a copy of the model with fake tensors.
 
-    ``left`` has the twin's attributes after its forward had run.
+    ``captured``: the model's graph. ``left``: the attributes of the twin's modules after its forward had run, by
+    (module path, attribute name). ``arguments``: the inputs of forward. ``uses``: for each input that is a Python
+    number and fixed in the plan, by path, what forward uses it for.
     """
 
     captured: Captured
@@ -69,8 +71,10 @@ class Trace:
 class Tracer:
     """Settings that all traces of one capture share.
 
-    ``canonical`` maps each name of a parameter or buffer to the name that is used for it. ``functions`` has code
-    outside of modules that a trace runs, such as hooks.
+    ``dtype``: the dtype to which floating-point tensors are cast; ``None`` keeps their dtypes. ``loss``: computes the
+    loss from the model's output; ``None`` if there is none. ``train``: whether gradients are traced. ``canonical`` maps
+    each name of a parameter or buffer to the name that is used for it. ``functions`` has code outside of modules that a
+    trace runs, such as hooks.
     """
 
     model: nn.Module
@@ -254,7 +258,12 @@ class Tracer:
         return made(twin, flatten_program(program, own), lambda captured: captured)
 
     def _prepare_retry_copy(self, twin: ParameterlessCopy, hits: TracedLoops, left: Attributes) -> ParameterlessCopy:
-        """Return a new twin (a copy of the model with fake tensors) for another attempt at the same trace."""
+        """Return a new twin (a copy of the model with fake tensors) for another attempt at the same trace.
+
+        Args:
+            hits: an empty record of loops over experts for the new trace.
+            left: receives the attributes of the twin's modules after forward.
+        """
         made = replace(self.renew(twin, hits=hits), scope=twin.scope)
         self.prepare(made, left)
         return made
@@ -298,6 +307,9 @@ def make_hookless_twin(
 def notes_on_fixed(signature: CallSignature, uses: Mapping[str, str]) -> Iterator[str]:
     """Yield a note for the user that lists the inputs whose values are fixed in the plan. Yields nothing if there are
     none.
+
+    Args:
+        uses: for each fixed number of the inputs, by path, what forward uses it for.
     """
     given = {path: value for path, value in signature.fixed.items() if value is not None}
     if given:
@@ -332,7 +344,8 @@ class _Settling:
     """Decides what happens to Python state (attributes, globals, random generators) that forward changed during a
     trace.
 
-    A change without effect is ignored with a note, a number can become a buffer, and anything else is refused.
+    ``before``: the state before forward. ``first``: the trace that changed it. A change without effect is ignored with
+    a note, a number can become a buffer, and anything else is refused.
     """
 
     tracer: Tracer
@@ -541,7 +554,12 @@ def _is_used(captured: Captured, name: str) -> bool:
 
 
 def _is_alike(before: PythonState, after: Attributes, key: tuple[str, str]) -> bool:
-    """Whether an attribute has the same value after forward as before."""
+    """Whether an attribute has the same value after forward as before.
+
+    Args:
+        after: the attributes after forward.
+        key: (module path, attribute name).
+    """
     return key in before.attributes and before.attributes[key][0] == after[key][0]
 
 
@@ -569,7 +587,9 @@ def _restore_shared_layers(
 ) -> Captured:
     """Put copies of the operators of equal layers into ``captured``, in place of the single operators of their calls.
 
-    States that were removed during the trace are added.
+    ``states``: for each module whose parameters were removed during the trace, by number, its states in order; ``None``
+    for a state that the trace saw. ``canonical``: maps each name of a state to the name that is used for it, in the
+    order of the model.
     """
     return in_order(expand_layer_operators(captured, states), canonical.values())
 
@@ -577,7 +597,9 @@ def _restore_shared_layers(
 def _states_of(away: ParkedParameters, canonical: Mapping[str, str]) -> dict[int, list[ModelState | None]]:
     """Return the states (as :class:`ModelState`) of each module whose parameters were removed during the trace.
 
-    They are by number of the module, in order, with ``None`` for states that the trace saw.
+    The keys are numbers of the modules. Each list has the module's states in order, with ``None`` for states that the
+    trace saw. ``away``: the removed parameters. ``canonical``: maps each name of a state to the name that is used for
+    it.
     """
     names: dict[str, list[str]] = {}
     for alias, name in canonical.items():

@@ -239,6 +239,9 @@ def _find_wrapped_module(module: nn.Module) -> nn.Module | None:
 def _is_instance_of(value: Any, of: _Class) -> bool:
     """Whether ``value`` is an instance of a class that is given by module and name. False if the module is not
     imported.
+
+    Args:
+        of: (name of the Python module, name of the class).
     """
     kind = getattr(sys.modules.get(of[0]), of[1], None)
     return kind is not None and isinstance(value, kind)
@@ -285,6 +288,9 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
     ``copy.deepcopy`` does not copy functions, so that a ``forward`` wrapped around another one would run the original
     layers.
+
+    Args:
+        memo: the memo of ``copy.deepcopy``: maps the ``id`` of an original object to its copy.
     """
     made = copy.deepcopy(model, memo)
     for module in made.modules():

@@ -70,8 +70,9 @@ def spread_experts(
 class _Spreader:
     """Builds a block's graph in which each rank of a mesh axis has some of the experts.
 
-    ``env`` maps nodes outside of the expert regions (the parts that compute by expert) to their copies, ``inside`` maps
-    nodes within them.
+    ``axis``, ``size``: the mesh axis and its number of ranks. ``tables``: nodes that are computed only from the
+    experts' parameters, with the dim that indexes experts. ``env`` maps nodes outside of the expert regions (the parts
+    that compute by expert) to their copies, ``inside`` maps nodes within them.
     """
 
     def __init__(self, axis: str, size: int, merged: str | None, apart: Collection[str]) -> None:
@@ -243,7 +244,12 @@ class _Spreader:
 
 
 def _local_sizes(node: fx.Node, region: ExpertRegion, size: int) -> list[int]:
-    """Return the shape argument of a reshape or expand that computes by expert, adapted to the experts of one rank."""
+    """Return the shape argument of a reshape or expand that computes by expert, adapted to the experts of one rank.
+
+    Args:
+        region: the part of the block that contains ``node``.
+        size: number of ranks over which the experts are spread.
+    """
     value: Tensor = node.meta["val"]
     sizes, (place,) = list(value.shape), region.nodes[node]
     if place.experts is not None:

@@ -46,7 +46,8 @@ class Loop:
 
     ``parts[i]`` is the output of expert ``first + i``. Its rows are those where the tensor ``of``, with the chosen
     expert numbers, equals ``first + i``. Dim ``j`` of the masks is dim ``dims[j]`` of ``of``. ``others``: further
-    operands of the chain. ``adds``: whether the chain is a sum.
+    operands of the chain. ``adds``: whether the chain is a sum. ``where``: the shape of the masks by which the chain
+    selects; empty for a sum.
     """
 
     parts: tuple[fx.Node, ...]
@@ -73,8 +74,11 @@ def loops_at(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
 
 
 def _find_sum_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
-    """Yield the loops over experts whose outputs the sum ``head`` adds up: each is zero in all rows except its expert's
-    own.
+    """Yield the loops over experts whose outputs the sum ``head`` adds up: an output is zero in all rows but its
+    expert's.
+
+    Args:
+        numbers: assigns equal numbers to nodes that compute the same value.
     """
     addends, chain = addends_of(head)
     found = {n: choice for n in addends if addends.count(n) == 1 and (choice := _own_rows(n)) is not None}
@@ -96,6 +100,9 @@ def _find_choice_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
     """Yield the loops over experts whose outputs a chain of ``where`` operators that ends in ``head`` combines.
 
     Each ``where`` selects its expert's output in the expert's own rows, and the rest of the chain in the others.
+
+    Args:
+        numbers: assigns equal numbers to nodes that compute the same value.
     """
     found: dict[fx.Node, RoutingChoice] = {}
     chain: set[fx.Node] = set()

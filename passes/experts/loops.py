@@ -87,7 +87,8 @@ def route_loops(captured: Captured) -> Captured:
 class _Merging:
     """Merges the corresponding nodes of all experts in one loop into operators that compute all experts at once.
 
-    A value that all experts share stays a plain node.
+    ``head``: the last operator of the loop. ``known``: the merged value for each tuple of corresponding nodes. A value
+    that all experts share stays a plain node.
     """
 
     def __init__(self, captured: Captured, head: fx.Node, loop: Loop, numbers: Numbers) -> None:

@@ -40,7 +40,8 @@ _LOOKUPS: dict[Any, tuple[int, int]] = {
 class RowExpertDims:
     """The dims of a value that index its rows and its experts.
 
-    ``experts`` is ``None`` if each row has one expert, so that no dim indexes experts.
+    ``rows``: the index of the dim of rows. ``experts``: the index of the dim of experts. ``experts`` is ``None`` if
+    each row has one expert, so that no dim indexes experts.
     """
 
     rows: int
@@ -52,10 +53,11 @@ class ExpertRegion:
     """A part of a block that computes by expert: each row by its own expert (routed), or every row by all experts
     (dense).
 
-    ``keys``: the node with the expert number of each row; ``None`` in the dense form. ``tables``: nodes that are
-    computed only from the experts' parameters, with the dim that indexes experts. ``nodes``: operators that work row by
-    row, in order, with the dims of their results. ``entries``: values from outside whose rows they read. ``exits``:
-    those of ``nodes`` that are read outside. ``products``: the matrix products among ``nodes``.
+    ``keys``: the node with the expert number of each row; ``None`` in the dense form. ``num_experts``: the number of
+    experts. ``tables``: nodes that are computed only from the experts' parameters, with the dim that indexes experts.
+    ``nodes``: operators that work row by row, in order, with the dims of their results. ``entries``: values from
+    outside whose rows they read. ``exits``: those of ``nodes`` that are read outside. ``products``: the matrix products
+    among ``nodes``.
     """
 
     keys: fx.Node | None
@@ -107,8 +109,10 @@ def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion
 class _RegionFinder:
     """Finds one expert region, the part of a block that computes by expert, starting from its matrix products.
 
-    ``tables`` maps nodes that are computed only from the experts' parameters to the dim that indexes experts.
-    ``places`` has the operators of the region with the dims of their results.
+    ``tables`` maps nodes that are computed only from the experts' parameters to the dim that indexes experts. ``keys``:
+    the node with the expert number of each row; ``None`` if all experts compute every row. ``places`` has the operators
+    of the region, with the dims of their results that index rows and experts. ``entries`` has the values from outside
+    that they read, with the same dims.
     """
 
     def __init__(
@@ -293,7 +297,11 @@ class _RegionFinder:
 
 
 def _index_of(node: fx.Node, at: int) -> Any:
-    """Return the index node of a look-up along dim 0; ``None`` if the look-up is along another dim."""
+    """Return the index node of a look-up along dim 0; ``None`` if the look-up is along another dim.
+
+    Args:
+        at: position of the index among the operator's arguments.
+    """
     if node.target == aten.index.Tensor:
         indices: Any = node.args[1]
         return indices[0] if len(indices) == 1 else None
@@ -307,6 +315,9 @@ def _trace_to_states(node: fx.Node, dim: int, states: set[str]) -> dict[fx.Node,
 
     The result maps nodes to dims and includes ``node``. ``None`` if ``node`` is not computed only from states, or has
     no such sharding.
+
+    Args:
+        states: names of the placeholders that are parameters, buffers or constants.
     """
     if node.op == "placeholder":
         return {node: dim} if node.name in states else None

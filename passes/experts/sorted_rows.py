@@ -55,10 +55,10 @@ def remove_row_sorts(graph: fx.Graph) -> None:
 
 @dataclass(frozen=True)
 class _UnsortedValue:
-    """The value that a node would have without the sort.
+    """The value that an operator behind a sort of rows would have if the rows were not sorted.
 
-    ``dims`` has, for each result of the node, the dim along which it is sorted; ``None`` if it does not depend on the
-    order.
+    ``node``: a new node with this value. ``dims``: for each result of the original operator, the dim along which it is
+    sorted; ``None`` if it does not depend on the order.
     """
 
     node: fx.Node
@@ -68,8 +68,9 @@ class _UnsortedValue:
 class _Unsorter:
     """Rewrites the readers of one sort so that they do not need it.
 
-    ``twins`` maps each node that depends on the sort to the value that it would have on unsorted rows. ``inverse`` has
-    the nodes that hold the inverse permutation.
+    ``sort``: the node that sorts rows. ``keys``: the values by which it sorts, such as expert numbers. ``order``: the
+    node with the sorted rows' original positions. ``twins`` maps each node that depends on the sort to the value that
+    it would have on unsorted rows. ``inverse`` has the nodes that hold the inverse permutation.
     """
 
     def __init__(self, graph: fx.Graph, sort: fx.Node) -> None:

@@ -37,7 +37,8 @@ class Different(Exception):
 class Packing:
     """Stacks the corresponding parameters of several experts in a captured graph into one parameter each.
 
-    ``captured`` is the model with the stacks so far.
+    ``captured`` is the model with the stacks so far, ``packed`` the placeholder of each stack by the placeholders of
+    its parts.
     """
 
     def __init__(self, captured: Captured) -> None:

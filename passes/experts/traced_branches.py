@@ -56,9 +56,10 @@ _MANY = 1 << 20  # rows
 class TracedBranches:
     """Record of the data-dependent branches on experts in one trace.
 
-    A listing is one place of the trace that lists or counts the rows of an expert; listings are numbered.
-    ``leaves_out``: the trace answers as if experts with even (0) or odd (1) numbers had no rows; ``None``: all have
-    rows.
+    A listing is one place of the trace that lists or counts the rows of an expert; listings are numbered. ``seen``
+    counts the branches. ``counted``: for each symbol that stands for a number of rows: the number, its listing and its
+    expert. ``decided``: the listings that decided a branch. ``leaves_out``: the trace answers as if experts with even
+    (0) or odd (1) numbers had no rows; ``None``: all have rows.
     """
 
     leaves_out: int | None = None

@@ -45,7 +45,10 @@ class TracedLoops:
     """Record of the loops over chosen experts in one trace.
 
     ``leaves_out``: the trace skips the iterations of experts with even (0) or odd (1) numbers; ``None``: no iteration.
-    ``seen`` counts the loops. ``guards`` records branches on whether an expert has rows, if these are traced as well.
+    ``seen`` counts the loops. ``left_early``: whether forward left a loop by ``break`` or an exception. ``changed``:
+    whether masks that decide about iterations were changed in place afterwards. ``turns``: the tensors that forward got
+    as loop indices, each with its expert number, by the tensor's ``id``. ``guards`` records branches on whether an
+    expert has rows, if these are traced as well.
     """
 
     leaves_out: int | None = None
@@ -217,8 +220,8 @@ def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | Non
 
 
 def is_turn(node: fx.Node, parity: int) -> bool:
-    """Whether ``node`` is the mask of an expert with an even (``parity`` 0) or odd (1) number in a traced loop over
-    experts.
+    """Whether ``node`` is the mask of the rows that chose an expert with an even (``parity`` 0) or odd (1) number in a
+    traced loop over experts.
     """
     args: Any = node.args
     if node.target is not aten.select.int or args[0].target is not HITS:
@@ -228,8 +231,9 @@ def is_turn(node: fx.Node, parity: int) -> bool:
 
 
 def empty_mask(graph: fx.Graph, node: fx.Node, where: dict[str, Any]) -> fx.Node:
-    """Append a mask of zeros that replaces the mask ``node``, as if no row had chosen its expert. Return the new
-    node.
+    """Append a mask of zeros that replaces the mask ``node``, as if no row had chosen its expert. Return the new node.
+
+    ``where``: metadata of the new node, such as its module path and source line.
     """
     value: Tensor = node.meta["val"]
     made = insert_operator_node(

@@ -63,8 +63,9 @@ def _is_mutating_node(node: fx.Node) -> bool:
 
 
 def _replace_inplace_operator(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """Replace one in-place operator. Return ``False`` if it stays, because another value may share the written
-    memory.
+    """Replace one in-place operator. Return ``False`` if it stays, because another value may share the written memory.
+
+    ``order``: the position of each node in the graph; new nodes are added to it.
     """
     target, kin = node.args[0] if node.args else None, functional_kin(node.target)
     if kin is None or not isinstance(target, fx.Node):
@@ -191,8 +192,9 @@ def _iterate_tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _read_later(old: fx.Node, new: fx.Node, order: dict[fx.Node, int], place: int) -> None:
-    """Replace ``old`` by ``new`` as an operand of all users of ``old`` whose position in ``order`` is after
-    ``place``.
+    """Replace ``old`` by ``new`` as an operand of all users of ``old`` whose position in ``order`` is after ``place``.
+
+    ``order``: the position of each node in the graph. ``place``: such a position.
     """
     for user in list(old.users):
         if order.get(user, -1) > place:

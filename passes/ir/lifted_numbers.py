@@ -77,6 +77,8 @@ class LiftScope:
     """A record of how one run of forward used its lifted numbers.
 
     ``flipped``: conditions whose outcome is inverted, to trace the other branch. ``guards``: all conditions so far.
+    ``find_line``: returns the present source line of forward. ``problem``: the first use that a tensor cannot
+    represent, as text.
     """
 
     find_line: Callable[[], str]
@@ -90,13 +92,17 @@ class LiftScope:
         self.problem = ""
 
     def refuse(self, use: str) -> NotLiftable:
-        """Record a use that a tensor cannot represent, and return the exception for the caller to raise."""
+        """Record that forward uses a number as in ``use`` (a text), which a tensor cannot represent, and return the
+        exception for the caller to raise.
+        """
         self.problem = self.problem or f"{use}{self.find_line()}"
         return NotLiftable(self.problem)
 
     def decide(self, expression: Expression, outcome: bool) -> bool:
         """Record a condition that forward branches on, and return its outcome, inverted if the condition is in
         ``flipped``.
+
+        ``outcome``: what the condition gives for the planned numbers.
         """
         outcome = outcome != (expression in self.flipped)
         guard = Guard(expression, outcome, self.find_line().strip(" ()"))
@@ -108,10 +114,11 @@ class LiftScope:
 # --- operators: on Python numbers, and on 0-dimensional tensors -------------------------------------------------------
 @dataclass(frozen=True)
 class NumberOperator:
-    """An operator on numbers.
+    """An operator that traced code can apply to Python numbers, such as ``+`` or ``math.sqrt``.
 
     ``on_numbers`` is the Python function. ``on_tensors`` is the equivalent on 0-dimensional tensors of float64 or
-    int64; ``None`` for comparisons.
+    int64; ``None`` for comparisons. ``symbol``: how the operator is written in Python source; empty for a function.
+    ``real``: whether operands are converted to float64 first.
     """
 
     on_numbers: Callable[..., Any]
@@ -415,10 +422,11 @@ _OF_ONE_TYPE = frozenset({torch.lerp, Tensor.lerp, Tensor.lerp_})  # operands th
 
 
 def _match_number_dtype(number: LiftedNumber, others: Sequence[Tensor], of_one_type: bool = False) -> Tensor:
-    """Return the number's tensor, cast so that torch promotes results as for a Python number.
+    """Return the tensor of ``number``, cast so that torch promotes results as for a Python number.
 
     Args:
         of_one_type: whether the operator requires operands of one dtype.
+        others: the other tensor operands of the operator.
     """
     tensor = number.tensor
     real = [t for t in others if t.is_floating_point() or t.is_complex()]

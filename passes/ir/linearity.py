@@ -25,7 +25,7 @@ NOT_LINEAR = "is not linear in the gradient that it is given ({} reads it)"
 
 
 class NotAffine(Exception):
-    """Raised if a function is not affine in its inputs, or is not known to be.
+    """Raised if a function is not affine (linear plus a constant) in its inputs, or is not known to be.
 
     ``what`` is the reason, a phrase that follows the name of the function. ``instead`` advises what to write instead.
     """
@@ -37,7 +37,7 @@ class NotAffine(Exception):
 
 @dataclass(frozen=True)
 class AffinePart:
-    """How a value depends on the inputs of an affine function.
+    """How a value depends on the inputs of an affine function, which is linear plus a constant.
 
     ``depends`` is whether it depends on them at all. ``zero`` is whether it is zero if all inputs are zero.
     """
@@ -125,7 +125,13 @@ def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> Aff
 
 
 def _has_zero_operands(operands: tuple[Any, ...], positions: Positions, found: Mapping[fx.Node, AffinePart]) -> bool:
-    """Whether all operands at ``positions`` are known to be zero if the graph's inputs are zero."""
+    """Whether all operands at ``positions`` are known to be zero if the graph's inputs are zero.
+
+    Args:
+        operands: the operator's operands.
+        positions: indices in ``operands``.
+        found: how each node depends on the inputs.
+    """
     return all(_is_zero(operands[i], found) for i in positions if i < len(operands))
 
 

@@ -52,8 +52,9 @@ class TensorSpec:
 class ModelState:
     """A parameter, buffer or constant that the model owns.
 
-    ``name``: its canonical qualified name. ``aliases``: the other names of the same tensor (tied weights). ``parts``:
-    the names of the model's own parameters that this state stacks along dim 0; empty if the state is not a stack.
+    ``name``: its canonical qualified name. ``spec``: shape and dtype. ``kind``: parameter, buffer or constant.
+    ``aliases``: the other names of the same tensor (tied weights). ``parts``: the names of the model's own parameters
+    that this state stacks along dim 0; empty if the state is not a stack.
     """
 
     name: str
@@ -69,8 +70,8 @@ class ModelInput:
     """One input tensor of the model, for the global batch.
 
     ``value``: its name in the graph. ``path``: its position in the arguments of the model, such as ``input_ids``, ``0``
-    or ``past.0.key``. ``number``: the Python type of the input if it is a number; the graph reads it as a 0-dimensional
-    tensor.
+    or ``past.0.key``. ``spec``: shape and dtype. ``number``: the Python type of the input if it is a number; the graph
+    reads it as a 0-dimensional tensor.
     """
 
     value: str
@@ -113,8 +114,10 @@ class CallSignature:
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """One leaf of the model's result: the name of a value, or a constant (``None``, a number) if ``value`` is
-    ``None``.
+    """One leaf of the model's result, which is a pytree: the name of a value, or a constant.
+
+    ``path``: the place of the leaf in the result, such as ``logits`` or ``past.0.key``. ``value``: its name in the
+    graph; ``None`` if it is the constant in ``constant``, such as ``None`` or a number.
     """
 
     path: str
@@ -181,8 +184,13 @@ class Call:
 class FoldedModel:
     """A whole model as a sequence of calls of blocks; a block is the graph of a piece of the model, such as a layer.
 
-    ``values`` has the shape and dtype of every model input and call output by name. ``loss`` is the name of the loss
-    value.
+    ``blocks``: the blocks by name. ``calls``: the calls in execution order. ``inputs`` and ``outputs``: those of the
+    whole model. ``signature``: the arguments of ``forward``. ``values`` has the shape and dtype of every model input
+    and call output by name. ``loss`` is the name of the loss value. The keys of ``states``, ``constants``, ``updates``,
+    ``keeps`` and ``initial`` are state names. ``tree``: the structure of the model's result, as text. ``notes``:
+    messages for the user. ``updates``: for each buffer that forward changes, the name of the value that it has after a
+    step. ``keeps``: the factor of a buffer's old value, where its update is summed over microbatches. ``initial``: a
+    buffer's value before the first step.
     """
 
     blocks: dict[str, Block]
@@ -213,7 +221,11 @@ class Captured:
     """A whole model as one graph, before equal layers are folded into blocks.
 
     ``outputs``, ``loss`` and ``updates`` (new values of buffers that forward changes) refer to nodes of the graph by
-    name.
+    name. ``placeholders``: the name of the state or input value that each placeholder of the graph stands for.
+    ``constants``: values of the constants, by state name. ``tree``: the structure of the model's result, as text.
+    ``notes``: messages for the user. ``classes``: the class name of each module path. ``keeps``: as in
+    :class:`FoldedModel`. ``turns``: captures of the same model with iterations of expert loops emptied or left out, for
+    a proof that the loops are exact.
     """
 
     graph: fx.Graph

@@ -51,7 +51,8 @@ def block_from_data(
 ) -> Block:
     """Return the block whose graph :func:`block_to_data` converted to ``nodes``.
 
-    Raises :class:`GraphFormatError` with the name of the node that cannot be read.
+    Raises :class:`GraphFormatError` with the name of the node that cannot be read. ``name``: the block's name.
+    ``states``, ``inputs``: names of the graph's placeholders, as in :class:`Block`.
     """
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}

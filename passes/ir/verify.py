@@ -308,7 +308,11 @@ def find_misused_collective(graph: fx.Graph, known: Mapping[str, Sameness], axis
 
 
 def _routed_apart(node: fx.Node, known: Mapping[str, Sameness]) -> bool:
-    """Whether the number of rows of ``node`` differs between ranks because they send rows to different experts."""
+    """Whether the number of rows of ``node`` differs between ranks because they send rows to different experts.
+
+    Args:
+        known: the result of :func:`compare_across_ranks`.
+    """
     rows = node.meta["val"].shape[:1]
     seen, stack = set(), [node]
     while stack:

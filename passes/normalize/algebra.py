@@ -56,7 +56,7 @@ def rewrite_bitwise_or(build: Builder, a: Any, b: Any) -> fx.Node:
 
 # --- numbers beside tensors of no dims: tensors themselves, so that a partial sum gets them once ----------------------
 def plus_number(sign: int) -> Rule:
-    """Return the rule for ``x + sign * alpha * number``; ``sign`` is 1 or -1.
+    """Return the rule for the addition (``sign`` 1) or subtraction (-1) of a number: ``x + sign * alpha * number``.
 
     If ``x`` is a 0-dimensional floating-point tensor, the number becomes a tensor, so that it is added only once if
     ``x`` is a partial sum over ranks. For any other ``x``, the rule only removes the addition of an integer zero to an
@@ -125,7 +125,8 @@ def _compute_moments(
 ) -> tuple[fx.Node, fx.Node]:
     """Return the nodes of the variance and the mean of ``x`` over ``dims``, in this order.
 
-    ``correction``: what is subtracted from the number of elements in the variance's divisor.
+    ``correction``: what is subtracted from the number of elements in the variance's divisor. ``keepdim``: whether the
+    reduced dims stay with size 1.
     """
     centre = rewrite_mean(build, x, dims or list(range(len(list_node_sizes(x)))), True)
     distance = build(aten.sub.Tensor, x, centre)
@@ -171,7 +172,11 @@ def _checked_moments(
 
 # --- norms ------------------------------------------------------------------------------------------------------------
 class BatchNorm(NamedTuple):
-    """The arguments of torch's batch-norm operators after the input, in the order of ``aten.batch_norm``."""
+    """The arguments of torch's batch-norm operators after the input, in the order of ``aten.batch_norm``.
+
+    ``training``: whether the statistics are those of the batch. ``momentum``: the weight of the batch in the new
+    running statistics. ``eps``: the number that is added to the variance.
+    """
 
     weight: fx.Node | None
     bias: fx.Node | None

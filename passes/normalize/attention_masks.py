@@ -84,6 +84,7 @@ def _classify_mask(value: Value | None, queries: int, keys: int) -> Band | None:
     """Return the band of positions that a mask ``[..., queries, keys]`` shows; ``None`` if it is no band or not known.
 
     ``value``: the mask as :class:`ConstantEvaluator` found it. A band without limits means that nothing is hidden.
+    ``queries``, ``keys``: the numbers of queries and keys.
     """
     if value is None:
         return None
@@ -106,7 +107,8 @@ def _classify_mask(value: Value | None, queries: int, keys: int) -> Band | None:
 def _term_to_band(strict: bool, over_keys: Tensor, over_queries: Tensor) -> Band | None:
     """Return the band of positions at which ``over_keys[j] <= over_queries[i]``; ``<`` if ``strict``.
 
-    ``None`` if the two vectors do not both count up, or both count down, by ones.
+    ``None`` if the two vectors do not both count up, or both count down, by ones. ``over_keys`` and ``over_queries``:
+    the two sides of the comparison, with one number for each key ``j`` and each query ``i``.
     """
     if over_keys.numel() < 2 or over_queries.numel() < 2:
         return None
@@ -121,8 +123,9 @@ def _term_to_band(strict: bool, over_keys: Tensor, over_queries: Tensor) -> Band
 def _intersect_bands(bands: Sequence[Band | None], queries: int, keys: int) -> Band | None:
     """Return the band of positions that all ``bands`` show.
 
-    ``None`` if one of ``bands`` is ``None``, if ``queries`` differs from ``keys``, or if a limit is negative, so that a
-    query would not see its own position. A limit that reaches the end of the sequence becomes ``None`` (no limit).
+    ``queries``, ``keys``: the numbers of queries and keys. ``None`` if one of ``bands`` is ``None``, if ``queries``
+    differs from ``keys``, or if a limit is negative, so that a query would not see its own position. A limit that
+    reaches the end of the sequence becomes ``None`` (no limit).
     """
     known = [b for b in bands if b is not None]
     if len(known) < len(bands) or queries != keys:
@@ -135,7 +138,7 @@ def _intersect_bands(bands: Sequence[Band | None], queries: int, keys: int) -> B
 
 
 def _find_shown_terms(choice: ConditionalValue) -> tuple[Term, ...] | None:
-    """Return the comparisons that hold together exactly at the scores that an additive mask shows.
+    """Return comparisons that all hold at exactly those attention scores that an additive mask does not hide.
 
     An additive mask is 0 at shown scores and -6e4 or less at hidden ones; ``None`` if ``choice`` is no such mask.
     """
@@ -172,7 +175,8 @@ def _split_term_sides(term: Term, queries: int, keys: int) -> tuple[bool, Tensor
     """Write a comparison as "value of the key < (or <=) value of the query".
 
     Return whether it is strict, the values by key ``[keys]`` and the values by query ``[queries]``; ``None`` if a side
-    of the comparison changes along both dims or along another dim.
+    of the comparison changes along both dims or along another dim. ``queries``, ``keys``: the numbers of queries and
+    keys.
     """
     a, b = term.a, term.b
     if term.compare in ("gt", "ge"):
@@ -197,11 +201,17 @@ def _holds_everywhere(strict: bool, over_keys: Tensor, over_queries: Tensor) -> 
 
 
 def _holds_below(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
-    """Whether every query sees all keys up to its own position."""
+    """Whether every query sees all keys up to its own position.
+
+    Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or ``<`` if ``strict``.
+    """
     return bool(_select_comparison(strict)(over_keys.cummax(0).values, over_queries).all())
 
 
 def _fails_above(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
-    """Whether no query sees a key after its own position."""
+    """Whether no query sees a key after its own position.
+
+    Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or ``<`` if ``strict``.
+    """
     smallest_after = over_keys.flip(0).cummin(0).values.flip(0)[1:]
     return not bool(_select_comparison(strict)(smallest_after, over_queries[:-1]).any())

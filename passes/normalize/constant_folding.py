@@ -318,7 +318,8 @@ def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
     """Evaluate ``tril`` and ``triu``.
 
     If the result is too large to be created, ``x`` must be one constant; the result is then a comparison of row and
-    column numbers, or a :class:`ConditionalValue` on it.
+    column numbers, or a :class:`ConditionalValue` on it. ``x``: the operand's value. ``diagonal``: the diagonal at
+    which the triangle ends; 0 is the main one, positive numbers are above.
     """
     lower = node.target is aten.tril.default
     rows, columns = list_node_sizes(node)[-2:]

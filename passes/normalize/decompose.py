@@ -134,7 +134,9 @@ def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
 class RecurrentLayers(NamedTuple):
     """The arguments of torch's recurrent functions after the input, the initial state and the weights, in order.
 
-    ``p``: the probability of the dropout between layers.
+    ``biased``: whether there are biases among the weights. ``layers``: the number of layers. ``p``: the probability of
+    the dropout between layers. ``train``: whether dropout is on. ``both_ways``: whether each layer also reads its input
+    backward. ``batch_first``: whether the batch is dim 0 of the input, not dim 1.
     """
 
     biased: bool
@@ -163,6 +165,7 @@ class RecurrentLayers(NamedTuple):
 def layer_by_layer(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node], *layers: Any) -> Any:
     """Rewrite a recurrent network of several layers as one call per layer, with dropout between them.
 
+    ``state``: the initial state of all layers; a list of two for an LSTM. ``weights``: those of all layers, in order.
     ``layers``: the fields of :class:`RecurrentLayers`. A network without dropout is left alone (``KEEP``).
     """
     stack = RecurrentLayers(*layers)

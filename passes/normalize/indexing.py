@@ -26,7 +26,12 @@ _SUM, _MEAN, _MAX = range(3)  # as torch numbers the modes
 
 
 class BagReduction(NamedTuple):
-    """The arguments of ``embedding_bag`` after the offsets, in order: how the rows of a bag are combined."""
+    """The arguments of ``torch.embedding_bag`` after the offsets, in torch's order.
+
+    A bag is a group of rows that are reduced to one. ``mode``: 0 for the sum, 1 for the mean, 2 for the maximum.
+    ``per_sample_weights``: a factor for each row. ``include_last_offset``: whether the last offset is the end of the
+    last bag. ``padding_idx``: the id of rows that do not count.
+    """
 
     scale_grad_by_freq: bool = False
     mode: int = _SUM
@@ -75,7 +80,7 @@ def _by_bag(build: Builder, flat: fx.Node, sizes: list[int]) -> fx.Node:
 
 
 def _reduce_bags(build: Builder, rows: fx.Node, kept: fx.Node | None, mode: int) -> fx.Node:
-    """Return the sum, mean or maximum (by ``mode``) of ``rows`` ``[bags, size, width]`` over dim 1.
+    """Return the sum (``mode`` 0), mean (1) or maximum (2) of ``rows`` ``[bags, size, width]`` over dim 1.
 
     ``kept`` ``[bags, size]`` says which ids count; ``None`` means all. A bag in which no id counts gives 0.
     """
@@ -107,6 +112,9 @@ def rewrite_embedding(
 ) -> Any:
     """Rewrite an embedding with ``sparse=True`` as one with a dense gradient of the same values; leave others alone
     (``KEEP``).
+
+    ``ids``: the rows of ``weight`` to read. ``padding``: the id whose row gets no gradient; -1 for none.
+    ``by_frequency``: divide a row's gradient by how often its id occurs.
     """
     return build(aten.embedding.default, weight, ids, padding, by_frequency) if sparse else KEEP
 
@@ -213,7 +221,7 @@ def rewrite_index(build: Builder, x: fx.Node, indices: list[fx.Node | None]) -> 
 def _find_counted_dim(node: fx.Node, rank: int) -> tuple[int, int] | None:
     """Return the dim along which ``node`` is ``arange(size)``, and the size; ``None`` if ``node`` has other values.
 
-    ``node`` is taken as broadcast to ``rank`` dims; the dim refers to these.
+    ``rank``: the number of dims to which ``node`` is broadcast; the returned dim counts among these.
     """
     sizes = [1] * (rank - len(list_node_sizes(node))) + list_node_sizes(node)
     along = [d for d, size in enumerate(sizes) if size > 1]

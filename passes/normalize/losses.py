@@ -39,8 +39,9 @@ _PASSED: tuple[object, ...] = (*CASTS, *KEEPS, *SWAPS)
 def undo_target_shift(build: Builder, logits: fx.Node, target: fx.Node, ignore_index: int) -> tuple[fx.Node, fx.Node]:
     """Return the logits of all positions, and targets in which the positions without a target have ``ignore_index``.
 
-    ``logits`` ``[b * (s - n), classes]`` or ``[b, classes, s - n]`` must come from a slice of ``[b, s, classes]`` along
-    the positions. In any other form, return ``logits`` and ``target`` unchanged.
+    ``target``: the class of each of the given logits. ``ignore_index``: the class that the loss leaves out. ``logits``
+    ``[b * (s - n), classes]`` or ``[b, classes, s - n]`` must come from a slice of ``[b, s, classes]`` along the
+    positions. In any other form, return ``logits`` and ``target`` unchanged.
     """
     casts: list[fx.Node] = []
     swaps = 0
@@ -81,7 +82,9 @@ _MOVES = (*KEEPS, *SWAPS, aten.slice.Tensor)
 
 
 def _apply_reduction(build: Builder, terms: fx.Node, reduction: int) -> fx.Node:
-    """Return ``terms`` unchanged, their sum, or their mean over all elements, by ``reduction``."""
+    """Return the ``terms`` of a loss unchanged, their sum or their mean, by torch's number ``reduction``: 0 none, 1
+    mean, 2 sum.
+    """
     if reduction == NONE:
         return terms
     result = build(aten.sum.default, terms)
@@ -102,7 +105,8 @@ def cross_entropy(
 
     ``logits``: ``[N, C, ...]`` or ``[C]``. ``target``: class indices, or class probabilities of the sizes of
     ``logits``. ``weight``: one weight per class. ``reduction``: ``NONE``, ``MEAN`` (over the weights of the targets) or
-    ``SUM``.
+    ``SUM``. ``ignore_index``: the class of targets that do not count. ``label_smoothing``: the probability that is
+    spread evenly over all classes.
     """
     dim = min(1, len(list_node_sizes(logits)) - 1)
     if get_node_tensor(target).dtype.is_floating_point:
@@ -134,7 +138,7 @@ def target_terms(build: Builder, logits: fx.Node, index: fx.Node, dim: int) -> f
     """Return the cross entropy of each row of ``logits`` with the class in ``index``, with size 1 along ``dim``.
 
     If the logits were cast from a 16-bit type to float32, the operator reads them before the cast and returns float32.
-    This saves the memory of the float32 logits.
+    This saves the memory of the float32 logits. ``index``: the class of each row. ``dim``: the class dim.
     """
     narrow = _before_cast(build, logits)
     if narrow is None:
@@ -167,7 +171,8 @@ def rewrite_nll_loss(
 ) -> fx.Node:
     """Rewrite ``nll_loss``: ``-logs[target]`` times the class weight per target that is not ignored, reduced.
 
-    ``logs``: log-probabilities ``[N, C, ...]`` or ``[C]``.
+    ``logs``: log-probabilities ``[N, C, ...]`` or ``[C]``. ``weight``: one weight per class. ``reduction``: 0 none, 1
+    mean, 2 sum. ``ignore_index``: the class of targets that do not count.
     """
     dim = min(1, len(list_node_sizes(logs)) - 1)
     counts, index = _mask_ignored_targets(build, target, ignore_index, dim)
@@ -208,7 +213,8 @@ def _smooth_terms(build: Builder, logits: fx.Node, normalizer: fx.Node, weight: 
     """Return the label-smoothing term of each row: the sum over classes of ``-log softmax(logits)`` times the class
     weight.
 
-    ``normalizer``: ``logsumexp(logits)`` along ``dim``.
+    ``normalizer``: ``logsumexp(logits)`` along ``dim``, the class dim. ``weight``: one weight per class; ``None`` means
+    1.
     """
     if weight is None:
         whole = build(aten.mul.Tensor, normalizer, list_node_sizes(logits)[dim])

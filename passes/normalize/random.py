@@ -126,7 +126,8 @@ def _draw_random_numbers(
 ) -> fx.Node:
     """Append a draw of one random number for each element of a tensor of ``sizes``, and return its node.
 
-    Every call uses a new stream, so that no two operators draw the same numbers.
+    Every call uses a new stream, so that no two operators draw the same numbers. ``distribution``: the operator that
+    draws, such as ``partition::uniform``. ``parameters``: its own operands.
     """
     stream = stream_name(sum(is_stream(name) for name in build.constants))
     seed = build.constant(SEED, torch.tensor(0))
@@ -236,7 +237,10 @@ def _create_draw_error(node: fx.Node) -> UnsupportedError:
 
 
 def rewrite_channel_dropout(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
-    """Rewrite dropout that zeroes whole channels (dim 1) of a sample."""
+    """Rewrite dropout that zeroes whole channels (dim 1) of a sample.
+
+    ``p``: the probability with which a channel is zeroed. ``train``: whether dropout is on.
+    """
     if not train or p == 0:
         return x
     if p == 1:
@@ -272,7 +276,8 @@ _SATURATED = 1.7580993408473766  # the negated limit of SELU at minus infinity
 def _draw_kept_mask(build: Builder, x: fx.Node, p: float, of_channels: bool) -> fx.Node:
     """Draw a tensor of ones where ``x`` is kept, with probability ``1 - p``, and zeros elsewhere.
 
-    It has the sizes of ``x``, or size 1 in every dim behind the channels if ``of_channels``.
+    ``p``: the probability of zeroing. The mask has the sizes of ``x``, or size 1 in every dim behind the channels if
+    ``of_channels``.
     """
     sizes = list_node_sizes(x)
     sizes = sizes[:2] + [1] * (len(sizes) - 2) if of_channels else sizes

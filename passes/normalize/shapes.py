@@ -81,7 +81,10 @@ def rewrite_narrow(build: Builder, x: fx.Node, dim: int, start: Any, length: int
 
 
 def rewrite_split(build: Builder, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
-    """Rewrite ``split`` and ``chunk`` as ``split_with_sizes`` with explicit sizes."""
+    """Rewrite ``split`` and ``chunk`` as ``split_with_sizes`` with explicit sizes.
+
+    ``sizes``: the size or sizes of the pieces, or their number; not read, because the node's results have the sizes.
+    """
     assert build.node is not None
     dim %= len(list_node_sizes(x))
     return build(aten.split_with_sizes.default, x, [v.shape[dim] for v in build.node.meta["val"]], dim)
@@ -233,7 +236,11 @@ SHAPES: dict[Any, Rule] = {
 
 
 def as_strided(build: Builder, x: fx.Node, sizes: list[int], strides: list[int], offset: int | None = None) -> fx.Node:
-    """Rewrite ``as_strided`` as an index into the flattened tensor, because a rank's memory layout differs."""
+    """Rewrite ``as_strided`` as an index into the flattened tensor, because a rank's memory layout differs.
+
+    ``sizes``, ``strides``: the result's sizes, and the distance of neighbours along each dim in the memory of ``x``.
+    ``offset``: the position of the first element; ``None`` means 0.
+    """
     flat, _ = flat_in_memory(
         build, x, 1 + (offset or 0) + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
     )
@@ -257,7 +264,11 @@ def flat_in_memory(build: Builder, x: fx.Node, reach: int = 0) -> tuple[fx.Node,
 
 
 def strided_places(build: Builder, sizes: list[int], strides: list[int], offset: int | None) -> fx.Node:
-    """Return the int64 tensor of ``sizes`` with the memory position of each element that ``as_strided`` accesses."""
+    """Return the int64 tensor of ``sizes`` with the memory position of each element that ``as_strided`` accesses.
+
+    ``strides``: the distance in memory between neighbours along each dim. ``offset``: the position of the first
+    element; ``None`` means 0.
+    """
     places = build(aten.full.default, [], offset or 0, dtype=torch.int64, device=META)
     for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
         along = build(
@@ -271,7 +282,11 @@ def strided_places(build: Builder, sizes: list[int], strides: list[int], offset:
 def diagonal_scatter(
     build: Builder, x: fx.Node, source: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> fx.Node:
-    """Rewrite ``diagonal_scatter`` as a ``where``: ``source`` on the diagonal, ``x`` elsewhere."""
+    """Rewrite ``diagonal_scatter`` as a ``where``: ``source`` on the diagonal, ``x`` elsewhere.
+
+    ``dim1``, ``dim2``: the two dims that span the matrices. ``offset``: which diagonal; 0 is the main one, positive
+    numbers are above.
+    """
     sizes = list_node_sizes(x)
     first, second = dim1 % len(sizes), dim2 % len(sizes)
     along, across = (first, second) if offset >= 0 else (second, first)  # the diagonal is indexed along the first
@@ -296,8 +311,9 @@ def as_strided_scatter(
 ) -> fx.Node:
     """Rewrite ``as_strided_scatter`` as a write by index, or as a write to a diagonal if it is one.
 
-    The operator itself has a wrong gradient in torch 2.13: zero for the elements that are kept. Raise
-    :class:`UnsupportedError` if several elements are written to one position.
+    ``source``: the new values. ``sizes``, ``strides``, ``offset``: the positions in the memory of ``x`` that are
+    written, as in ``as_strided``. The operator itself has a wrong gradient in torch 2.13: zero for the elements that
+    are kept. Raise :class:`UnsupportedError` if several elements are written to one position.
     """
     assert build.node is not None
     old = build.node.args[0].meta["val"]  # type: ignore[union-attr]

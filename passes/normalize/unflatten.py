@@ -190,9 +190,9 @@ def _find_transpose_order(node: fx.Node) -> list[int] | None:
 
 
 def _split_dim_sizes(sizes: list[int], into: list[int]) -> list[list[int]] | None:
-    """Assign the sizes ``into`` of a reshape's result to the dims ``sizes`` that it splits; return one list per dim.
+    """Return, for each dim of a reshape's operand, the sizes of the result's dims into which it is split.
 
-    ``None`` if the reshape merges dims.
+    ``sizes``: the operand's shape. ``into``: the result's shape. ``None`` if the reshape merges dims.
     """
     parts, rest = [], list(into)
     for size in sizes:

@@ -32,7 +32,10 @@ _ROWS = 512  # most queries of a tile that an end of a window crosses
 
 
 class Band(NamedTuple):
-    """How many positions before and after its own a query of an attention sees; ``None`` means no limit."""
+    """The positions around its own whose keys a query of an attention sees.
+
+    ``before``, ``after``: the number of positions before and after its own; ``None`` means no limit.
+    """
 
     before: int | None = None
     after: int | None = None
@@ -48,8 +51,10 @@ class Band(NamedTuple):
 
 
 class PositionRange(NamedTuple):
-    """Consecutive positions of a sequence: the start in the local tensor, the number, and ``place``, the start in
-    the sequence.
+    """Consecutive positions of a sequence that one rank holds.
+
+    ``start``: the index of the first in the rank's local tensor. ``length``: their number. ``place``: the index of the
+    first in the whole sequence.
     """
 
     start: int
@@ -74,7 +79,8 @@ class Tile(NamedTuple):
 def parts_of(length: int, num_ranks: int, rank: int, zigzag: bool) -> tuple[PositionRange, ...]:
     """Return the ranges of positions that ``rank`` holds of a sequence; each rank holds ``length`` positions.
 
-    ``zigzag``: each rank has one range from each end of the sequence, which balances causal attention.
+    ``zigzag``: each rank has one range from each end of the sequence, which balances causal attention. ``num_ranks``:
+    the number of ranks that share the sequence; ``rank`` is an index among them.
     """
     slices = shard_slices(make_shard_layout(0, (), zigzag), length * num_ranks, num_ranks, rank)
     starts = accumulate((n for _, n in slices), initial=0)
@@ -87,7 +93,8 @@ def ring_tiles(
     """Return the tiles that ``rank`` computes with the keys of the rank ``step`` positions before it in the ring.
 
     ``queries``, ``keys``: the number of each per rank. ``zigzag``: each rank has one range from each end of the
-    sequence.
+    sequence. ``band``: the positions around its own that a query sees. ``rank``: an index among the ``num_ranks`` ranks
+    that share the sequence.
     """
     own = parts_of(queries, num_ranks, rank, zigzag)
     return tiles_of(own, parts_of(keys, num_ranks, (rank - step) % num_ranks, zigzag), band)
@@ -98,7 +105,7 @@ def ring_steps(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band
     """Return the steps of ring attention in which some rank sees keys; step 0, the rank's own keys, is always first.
 
     In step ``s``, a rank has the keys of the rank ``s`` positions before it. ``queries``, ``keys``: the number of each
-    per rank.
+    per rank. ``zigzag``: each rank has one range of positions from each end of the sequence.
     """
     seen = [
         s for s in range(1, num_ranks)
@@ -109,8 +116,10 @@ def ring_steps(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band
 
 @lru_cache(maxsize=4096)
 def most_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band) -> int:
-    """Return the largest number of visible query-key pairs on any rank. ``queries``, ``keys``: the number of each
-    per rank.
+    """Return the largest number of query-key pairs within ``band`` that any rank has to compute.
+
+    ``queries``, ``keys``: the number of each per rank. ``num_ranks``: the number of ranks that share the sequence.
+    ``zigzag``: each rank has one range of positions from each end of the sequence.
     """
     before, after = band
     most = 0
@@ -130,7 +139,8 @@ def most_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band
 def tiles_of(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...], band: Band) -> tuple[Tile, ...]:
     """Return the tiles (rectangles of queries and keys) that attention within ``band`` must compute.
 
-    Every query of a tile sees at least one key of it.
+    Every query of a tile sees at least one key of it. ``queries``, ``keys``: the ranges of positions of the queries and
+    of the keys that attention reads.
     """
     found: list[Tile] = []
     for q in queries:
@@ -149,8 +159,9 @@ def tiles_of(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...]
 
 
 def _merge_adjacent_tiles(found: list[Tile], place: int, tile: Tile) -> bool:
-    """Merge ``tile`` into ``found[place]`` if both are completely visible and side by side; return whether it was
-    done.
+    """Merge ``tile`` into ``found[place]`` if both are completely visible and side by side; return whether it was done.
+
+    ``place``: an index in the list ``found``.
     """
     other = found[place]
     if tile.kind != "all" or other.kind != "all":
@@ -167,7 +178,10 @@ _Tile = tuple[tuple[int, int], tuple[int, int], Literal["all", "diagonal", "band
 
 
 def _generate_band_tiles(num_queries: int, num_keys: int, offset: int, band: Band) -> Iterator[_Tile]:
-    """Yield the tiles (rows, keys, kind) that ``band`` touches, if query 0 is ``offset`` positions after key 0."""
+    """Yield the tiles (rows, keys, kind) that ``band`` touches, if query 0 is ``offset`` positions after key 0.
+
+    ``num_queries``, ``num_keys``: the numbers of queries and keys.
+    """
     before, after = band
     first = 0 if after is None else max(0, -offset - after)
     last = num_queries if before is None else min(num_queries, num_keys + before - offset)
@@ -183,9 +197,10 @@ def _generate_band_tiles(num_queries: int, num_keys: int, offset: int, band: Ban
 
 
 def _generate_causal_tiles(first: int, last: int, num_keys: int, shared: int) -> Iterator[_Tile]:
-    """Yield the tiles of queries ``first`` to ``last`` under a causal mask.
+    """Yield the tiles of the queries from ``first`` up to, without, ``last`` under a causal mask.
 
-    Query ``first`` sees the keys up to and including ``shared``; each further query sees one more.
+    A tile is (rows, keys, kind). ``num_keys``: the number of keys. ``shared``: the number of keys before the diagonal,
+    which every query sees; query ``first + i`` also sees the next ``i + 1`` keys.
     """
     shared = min(shared, num_keys)
     if shared > 0:
@@ -216,8 +231,9 @@ _NARROW = frozenset({torch.float16, torch.bfloat16})
 class Attention:
     """Accumulates the attention of the queries ``q`` ``[..., heads, queries, d]`` over tiles of keys.
 
-    ``width``: the width of a value. ``out`` and ``lse``: result and logsumexp over the keys so far, in float32 for
-    16-bit types.
+    ``band``: the positions around its own that a query sees. ``scale``: the factor of the scores; ``None`` means ``1 /
+    sqrt(d)``. ``width``: the size of the last dim of the values. ``out`` and ``lse``: result and logsumexp over the
+    keys so far, in float32 for 16-bit types.
     """
 
     q: Tensor
@@ -230,7 +246,9 @@ class Attention:
     _masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
 
     def add(self, tile: Tile, k: Tensor, v: Tensor) -> None:
-        """Add the keys ``k`` ``[..., kv heads, keys, d]`` and values ``v`` of one tile to the accumulated attention."""
+        """Add the attention over one tile to the result. ``k`` ``[..., kv heads, keys, d]`` and ``v`` are all local
+        keys and values, of which the tile is a part.
+        """
         rows, keys = slice(*tile.rows), slice(*tile.keys)
         mask = _mask_of(tile, self.band, self.q, self._masks)
         scoring = TileScoring(tile.kind == "diagonal", mask, self.scale)
@@ -276,7 +294,7 @@ class AttentionGradients:
     """Accumulates the gradients of an attention over tiles of keys.
 
     ``grad``: the gradient of the result. ``out`` and ``lse``: result and logsumexp over all keys. ``of_q``: the
-    gradient of the queries so far.
+    gradient of the queries so far. ``band`` and ``scale`` are those of :class:`Attention`.
     """
 
     grad: Tensor
@@ -292,7 +310,11 @@ class AttentionGradients:
         self.of_q = torch.zeros_like(self.q, dtype=_find_accumulation_dtype(self.q))
 
     def add(self, tile: Tile, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
-        """Add the gradients through one tile to ``of_q``, and to ``of_k`` and ``of_v`` in place."""
+        """Add the gradients through one tile to ``of_q``, and to ``of_k`` and ``of_v`` in place.
+
+        ``tile``: the queries and keys to process. ``k`` and ``v``: all local keys and values, of which the tile is a
+        part.
+        """
         rows, keys = slice(*tile.rows), slice(*tile.keys)
         found = attend_backward(
             self.grad[..., rows, :],
@@ -329,7 +351,11 @@ def _find_accumulation_dtype(x: Tensor) -> torch.dtype:
 
 
 def band_mask(num_queries: int, num_keys: int, offset: int, band: Band, like: Tensor) -> Tensor:
-    """Return the mask that is added to the scores of a tile: 0 within the band, minus infinity elsewhere."""
+    """Return the mask that is added to the scores of a tile: 0 within the band, minus infinity elsewhere.
+
+    ``offset``: the position of the first query minus that of the first key. ``like``: a tensor of the mask's type and
+    device.
+    """
     distance = torch.arange(num_queries, device=like.device).unsqueeze(1) + offset
     distance = distance - torch.arange(num_keys, device=like.device)
     hidden = torch.zeros_like(distance, dtype=torch.bool)
@@ -355,7 +381,10 @@ class TileScoring(NamedTuple):
 
 
 def compute_tile_attention(q: Tensor, k: Tensor, v: Tensor, scoring: TileScoring) -> tuple[Tensor, Tensor]:
-    """Return the attention of the queries over the keys of one tile, and its logsumexp for each query."""
+    """Return the attention of the queries over the keys of one tile, and its logsumexp for each query.
+
+    ``q``, ``k``, ``v``: the tile's queries, keys and values. ``scoring``: how its scores are masked and scaled.
+    """
     diagonal, mask, scale = scoring
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, diagonal, attn_mask=mask, scale=scale)
@@ -372,8 +401,10 @@ def compute_tile_attention(q: Tensor, k: Tensor, v: Tensor, scoring: TileScoring
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: TileScoring
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values through one tile; ``out`` and ``lse`` are those over all
-    tiles.
+    """Return the gradients of queries, keys and values through one tile.
+
+    ``grad``: the gradient of the attention's result for the tile's queries. ``q``, ``k``, ``v``: the tile's queries,
+    keys and values. ``out`` and ``lse``: result and logsumexp of the tile's queries over the keys of all tiles.
     """
     diagonal, mask, scale = scoring
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
@@ -449,7 +480,7 @@ def band_attention(
     """Compute attention within a band: ``q`` ``[b, h, s, d]``, ``k`` and ``v`` ``[b, kv, t, d]``.
 
     Return the result and the logsumexp ``[b, h, s]``. ``before`` and ``after``: how many positions a query sees before
-    and after its own; -1 means no limit.
+    and after its own; -1 means no limit. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``.
     """
     attention = Attention(q, band_of(before, after), scale, v.shape[-1])
     for tile in tiles_of((PositionRange(0, q.shape[-2], 0),), (PositionRange(0, k.shape[-2], 0),), attention.band):
@@ -461,7 +492,10 @@ def band_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, before: int, after: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values of :func:`band_attention`."""
+    """Return the gradients of queries, keys and values of :func:`band_attention`.
+
+    ``grad``: the gradient of its first result. ``out``, ``lse``: its two results. The other arguments are its own.
+    """
     found = AttentionGradients(grad, q, out, lse, band_of(before, after), scale)
     of_k, of_v = (torch.zeros_like(x, dtype=found.of_q.dtype) for x in (k, v))
     for tile in tiles_of((PositionRange(0, q.shape[-2], 0),), (PositionRange(0, k.shape[-2], 0),), found.band):

@@ -49,7 +49,10 @@ def sort_rows(x: Tensor, order: Tensor) -> Tensor:
 
 
 def unsort_rows(x: Tensor, order: Tensor) -> Tensor:
-    """Inverse of :func:`sort_rows`: move the sorted rows ``x`` ``[t, ...]`` back to their original positions."""
+    """Inverse of :func:`sort_rows`: move the sorted rows ``x`` ``[t, ...]`` back to their original positions.
+
+    ``order``: the permutation by which they were sorted.
+    """
     return torch.empty_like(x, memory_format=torch.contiguous_format).index_copy_(0, order, x)
 
 
@@ -87,7 +90,7 @@ def grouped_mm_weight(rows: Tensor, grads: Tensor, ends: Tensor) -> Tensor:
 def add_weight_gradient(total: Tensor, rows: Tensor, grads: Tensor, ends: Tensor, fresh: bool) -> None:
     """Add the result of :func:`grouped_mm_weight` to ``total`` ``[e, k, n]`` in place, without a temporary tensor.
 
-    ``fresh``: overwrite ``total`` instead.
+    ``fresh``: overwrite ``total`` instead. The other arguments are those of :func:`grouped_mm_weight`.
     """
     for e, (start, end) in enumerate(_list_group_borders(ends)):
         if fresh:
@@ -192,7 +195,8 @@ def expert_mm_weight(x: Tensor, grad: Tensor, expert: Tensor, num_experts: int) 
     """Return the gradient of the weight of :func:`expert_mm`: for each expert, the sum of ``outer(x[i], grad[i])`` over
     its rows.
 
-    Its shape is ``[num_experts, k, n]``.
+    ``x`` and ``expert``: the operands of :func:`expert_mm`. ``grad``: the gradient of its result. The shape is
+    ``[num_experts, k, n]``.
     """
     order, ends = sort_experts(expert, num_experts)
     return grouped_mm_weight(sort_rows(x, order), sort_rows(grad, order), ends)

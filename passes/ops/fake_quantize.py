@@ -28,12 +28,20 @@ Run = Callable[..., Any]  # (operator, *its arguments) -> its result
 
 
 def per_tensor(run: Run, x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> Any:
-    """Return ``x`` fake-quantised with one scale and zero point for all elements; each is a number or a tensor."""
+    """Return ``x`` fake-quantised with one scale and zero point for all elements; each is a number or a tensor.
+
+    ``run(operator, *arguments)`` executes an operator or appends it to a graph. ``quant_min``, ``quant_max``: the
+    smallest and largest quantised level.
+    """
     return _build_fake_quantize(run, x, scale, zero_point, quant_min, quant_max)
 
 
 def per_channel(run: Run, x: Any, scale: Any, zero_point: Any, axis: int, quant_min: int, quant_max: int) -> Any:
-    """Return ``x`` fake-quantised with one scale and one zero point for each index of the dim ``axis``."""
+    """Return ``x`` fake-quantised with one scale and one zero point for each index of the dim ``axis``.
+
+    ``run(operator, *arguments)`` executes an operator or appends it to a graph. ``quant_min``, ``quant_max``: the
+    smallest and largest quantised level.
+    """
     scale, zero_point = (_broadcast_along_axis(run, p, x, axis) for p in (scale, zero_point))
     return _build_fake_quantize(run, x, scale, zero_point, quant_min, quant_max)
 
@@ -81,8 +89,9 @@ def _straight_through(
 ) -> Any:
     """Return the dequantised values of ``places``, clamped to ``low`` to ``high``, with a straight-through gradient.
 
-    ``places``: the quantised levels before clamping. The gradient of ``x`` is 1 where nothing is clamped and 0
-    elsewhere.
+    ``x``: the original values. ``fixed``: the same values without a gradient. ``places``: the quantised integer levels
+    before clamping; ``low`` and ``high`` are the smallest and largest level. The gradient of ``x`` is 1 where nothing
+    is clamped and 0 elsewhere.
     """
     clamped = run(aten.clamp.default, places, low, high)
     value = run(aten.mul.Tensor, run(aten.sub.Tensor, clamped, zero_point), scale)
@@ -141,8 +150,11 @@ QUANTIZED: dict[Any, Rule] = {
 
 
 class FusedQuantizer(NamedTuple):
-    """The arguments of ``torch.fused_moving_avg_obs_fake_quant`` after the tensor, in its order and by torch's
-    names.
+    """The arguments of ``torch.fused_moving_avg_obs_fake_quant`` after the tensor, in its order and by torch's names.
+
+    ``observer_on``, ``fake_quant_on``: 1 if the observer, or the quantisation, is on. ``running_min``, ``running_max``:
+    the observed range. ``quant_min``, ``quant_max``: the smallest and largest quantised level. ``ch_axis``: the dim
+    that has a scale for each index if ``per_row_fake_quant``.
     """
 
     observer_on: Tensor

@@ -74,14 +74,20 @@ def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed
 
 
 def linear_fp8_input(grad: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
-    """Return the gradient of ``x`` in :func:`linear_fp8`, from the gradient ``grad`` of its result."""
+    """Return the gradient of ``x`` in :func:`linear_fp8`, from the gradient ``grad`` of its result.
+
+    ``transposed``: ``weight`` is ``[in, out]`` instead of ``[out, in]``.
+    """
     rows = weight if transposed else weight.t()
     product = _multiply_in_fp8(_flatten_to_rows(grad), rows, (_GRADIENTS, _NUMBERS), exact=True)
     return product.view(*grad.shape[:-1], rows.shape[0])
 
 
 def linear_fp8_weight(grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
-    """Return the gradient of ``weight`` in :func:`linear_fp8`, from the gradient ``grad`` of its result."""
+    """Return the gradient of ``weight`` in :func:`linear_fp8`, from the gradient ``grad`` of its result.
+
+    ``transposed``: ``weight`` is ``[in, out]`` instead of ``[out, in]``.
+    """
     if transposed:
         return _multiply_in_fp8(_flatten_to_rows(x).t(), _flatten_to_rows(grad).t(), (_NUMBERS, _GRADIENTS), exact=True)
     return _multiply_in_fp8(_flatten_to_rows(grad).t(), _flatten_to_rows(x).t(), (_GRADIENTS, _NUMBERS), exact=True)

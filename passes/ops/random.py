@@ -152,10 +152,11 @@ def _all_done(left: Tensor) -> bool:
 def gamma(index: Tensor, seed: Tensor, stream: Tensor, concentration: Tensor) -> Tensor:
     """Draw numbers of the gamma distribution with rate 1, in the type of ``concentration``.
 
-    Uses the rejection method of Marsaglia and Tsang (2000) in float64 with ``ROUNDS`` rounds; each element takes its
-    first accepted candidate. A round accepts at least 95 of 100 candidates, so an element is left without one with a
-    probability below 1e-40; it is then ``concentration - 1/3``. For a concentration below 1, the number is drawn for
-    ``concentration + 1`` and multiplied by ``u ** (1 / concentration)`` with a uniform ``u``.
+    The first three operands are those of :func:`uniform`. Uses the rejection method of Marsaglia and Tsang (2000) in
+    float64 with ``ROUNDS`` rounds; each element takes its first accepted candidate. A round accepts at least 95 of 100
+    candidates, so an element is left without one with a probability below 1e-40; it is then ``concentration - 1/3``.
+    For a concentration below 1, the number is drawn for ``concentration + 1`` and multiplied by ``u ** (1 /
+    concentration)`` with a uniform ``u``.
     """
     own = _Sequence(index, seed, stream)
     alpha = concentration.to(torch.float64)
@@ -178,7 +179,8 @@ def gamma(index: Tensor, seed: Tensor, stream: Tensor, concentration: Tensor) ->
 def poisson(index: Tensor, seed: Tensor, stream: Tensor, rate: Tensor) -> Tensor:
     """Draw numbers of the Poisson distribution, in the type of ``rate``.
 
-    Inverts the distribution function, a regularised upper incomplete gamma function, by bisection in float64.
+    The first three operands are those of :func:`uniform`. Inverts the distribution function, a regularised upper
+    incomplete gamma function, by bisection in float64.
     """
     u, mean = fraction(index, seed, stream), rate.to(torch.float64)
     # The probability outside of the interval is below 2**-53 (Chernoff's bound).
@@ -196,9 +198,10 @@ def poisson(index: Tensor, seed: Tensor, stream: Tensor, rate: Tensor) -> Tensor
 def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: Tensor) -> Tensor:
     """Draw numbers of the binomial distribution, in the type of ``count``; computed in float64.
 
-    If fewer than 10 successes are expected, inverts the distribution function term by term. Otherwise uses BTRS
-    (Hormann 1993) with ``ROUNDS`` rounds; each element takes its first accepted candidate. A round accepts at least 3
-    of 4 candidates, so an element is left without one with a probability below 1e-19; it is then the mode.
+    The first three operands are those of :func:`uniform`. ``count``: the number of trials. ``prob``: the probability of
+    success. If fewer than 10 successes are expected, inverts the distribution function term by term. Otherwise uses
+    BTRS (Hormann 1993) with ``ROUNDS`` rounds; each element takes its first accepted candidate. A round accepts at
+    least 3 of 4 candidates, so an element is left without one with a probability below 1e-19; it is then the mode.
     """
     own = _Sequence(index, seed, stream)
     n, p = count.to(torch.float64).expand(index.shape), prob.to(torch.float64).expand(index.shape)
@@ -226,7 +229,8 @@ def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: T
 
 
 def _few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
-    """Invert the binomial distribution function at ``u`` for ``n`` trials with success probability ``p``.
+    """Invert the binomial distribution function at ``u`` for ``n`` trials with success probability ``p``, element by
+    element.
 
     Valid if fewer than ``_FEW`` successes are expected: at most ``_MOST_SUCCESSES`` terms are summed.
     """
@@ -321,8 +325,9 @@ def draw_whole_tensor(
     """Draw the numbers of a whole tensor of ``shape`` by ``distribution``, one of ``DRAWS``, the operators that draw
     numbers.
 
-    ``at``: seed and stream number. ``group``: the number of groups of samples in front of this one; their elements are
-    counted first. ``parameters``: the distribution's own operands.
+    ``at``: the seed and the stream number, in this order. ``group``: the index of this group of samples; the elements
+    of earlier groups are counted first, so that each group has other numbers. ``parameters``: the distribution's own
+    operands.
     """
     places = (torch.tensor(v, device=device) for v in at)
     numbers: Tensor = distribution(element_index(shape, device, group), *places, *parameters)
@@ -332,8 +337,8 @@ def draw_whole_tensor(
 def apply_dropout(x: Tensor, p: float, seed: int, stream: int, group: int = 0) -> Tensor:
     """Return a whole tensor ``x`` after dropout with probability ``p``; kept elements are scaled by ``1 / (1 - p)``.
 
-    ``seed``, ``stream``: the numbers from which the mask is drawn. ``group``: the number of groups of samples in front
-    of this one.
+    ``seed``, ``stream``: the numbers from which the mask is drawn. ``group``: the index of the group of samples that
+    ``x`` belongs to; each group has another mask.
     """
     kept = draw_whole_tensor(ops.uniform.default, tuple(x.shape), x.device, [seed, stream], group) >= p
     return torch.where(kept, x * (1.0 / (1.0 - p) if p < 1 else 0.0), torch.zeros_like(x))

@@ -72,8 +72,8 @@ class Lowering:
 class Form:
     """A way to run an operator that shards more than one factor, such as attention with sharded queries and keys.
 
-    ``factor``: name of the divided factor. ``operands`` and ``results``: the sharded dim of each tensor; ``None`` if it
-    is not sharded. ``build`` appends the local operators to the graph.
+    ``factor``: name of the factor (named loop dimension) whose size the ranks share. ``operands`` and ``results``: the
+    sharded dim of each tensor; ``None`` if it is not sharded. ``build`` appends the local operators to the graph.
     """
 
     factor: str
@@ -84,11 +84,11 @@ class Form:
 
 @dataclass(frozen=True)
 class Spans:
-    """A factor (named loop dimension) that some tensors have only in part, such as the pieces of ``split`` and ``cat``.
+    """Says which part of a factor (named loop dimension) each tensor of an operator has, as in ``split`` and ``cat``.
 
-    ``sections``: the lengths of the pieces into which the ends of all parts cut the factor. ``operands`` and
-    ``results``: the part that each tensor has, as (start, length); ``None`` for the whole factor. If the factor is
-    sharded, each of these sections, or a finer piece, is divided over all ranks by itself.
+    ``factor``: its name. ``sections``: the lengths of the pieces into which the ends of all parts cut the factor.
+    ``operands`` and ``results``: the part that each tensor has, as (start, length); ``None`` for the whole factor. If
+    the factor is sharded, each of these sections, or a finer piece, is divided over all ranks by itself.
     """
 
     factor: str
@@ -132,8 +132,8 @@ class OpFactors:
 class Local:
     """The context in which a rule appends the operators that one rank runs in place of ``node``.
 
-    ``operands``: the local operands, in ``graph``. ``axis``, ``num_ranks``: the mesh axis that ``strategy`` shards
-    along, and its size.
+    ``factors``: the factor rule of ``node``. ``strategy``: the layouts of its operands and results. ``operands``: the
+    local operands, in ``graph``. ``axis``, ``num_ranks``: the mesh axis that ``strategy`` shards along, and its size.
     """
 
     node: fx.Node
@@ -310,9 +310,10 @@ def build_factor_rule(
 ) -> OpFactors:
     """Return a factor rule in which every dim has at most one factor (named loop dimension).
 
-    ``operands`` and ``results``: the factor of each dim of each tensor; ``None`` for a dim that is never sharded.
-    Factor sizes are taken from the tensors. Dims of size 1 have no factor. A name that has two different sizes, as in a
-    gather whose index is shorter than its source, is dropped. The other arguments are fields of :class:`OpFactors`.
+    ``node``: the operator call. ``operands`` and ``results``: the factor of each dim of each tensor; ``None`` for a dim
+    that is never sharded. Factor sizes are taken from the tensors. Dims of size 1 have no factor. A name that has two
+    different sizes, as in a gather whose index is shorter than its source, is dropped. The other arguments are fields
+    of :class:`OpFactors`.
     """
     cut = None if spans is None else spans.factor
     sizes = {} if spans is None else {spans.factor: sum(spans.sections)}

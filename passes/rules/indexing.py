@@ -36,8 +36,8 @@ rule("aten.one_hot", "... -> ... c!")
 def own_rows(local: Local, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
     """Convert indices into a sharded dim to indices into this rank's part of it, which has ``rows`` rows.
 
-    Append the operators and return two nodes: the local index (0 for rows of other ranks), and a mask that is true for
-    rows of other ranks.
+    ``index``: the node of the indices into the whole dim. Append the operators and return two nodes: the local index (0
+    for rows of other ranks), and a mask that is true for rows of other ranks.
     """
     rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
     shifted = local.call(aten.sub.Tensor, index, local.call(aten.mul.Tensor, rank, rows))

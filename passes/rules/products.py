@@ -139,8 +139,10 @@ def _local_convolution(local: Local) -> fx.Node:
 
 
 def _shard_leading_dims(node: fx.Node, num_places: int, is_linear: bool) -> OpFactors:
-    """Return the sharding rule of an operator whose last ``num_places`` dims must not be sharded and whose other
-    dims may be.
+    """Return the sharding rule of an operator whose last ``num_places`` dims must not be sharded and whose other dims
+    may be.
+
+    ``is_linear``: whether a partial sum as operand gives a partial sum.
     """
     (x,) = operands_of(node)
     names = [*NAMES[: len(get_meta_shape(x)) - num_places], *[None] * num_places]

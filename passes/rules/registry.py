@@ -38,6 +38,7 @@ class DimPattern:
 class TextRule:
     """A rule as parsed from its text. :meth:`fit` converts it to the rule of one operator call with known shapes.
 
+    ``name``: the operator's name, for messages. ``operands``, ``results``: the factors of each tensor's dims.
     ``whole``: the factors marked ``!``, which must not be sharded. ``linear``: sets of operand positions; if these
     operands are partial sums, so are the results.
     """
@@ -94,8 +95,8 @@ class TextRule:
     def _solve_factor_sizes(self, pairs: list[tuple[tuple[str, ...], int]], where: str) -> dict[str, int]:
         """Return the size of each factor, computed from the sizes of the dims that consist of factors.
 
-        ``pairs``: the factors and the size of each dim. Raise :class:`RuleError` if the sizes disagree or do not
-        follow.
+        ``pairs``: for each dim, the names of its factors and its size. ``where``: the name of the call, for the
+        message. Raise :class:`RuleError` if the sizes disagree or do not follow.
         """
         sizes: dict[str, int] = {}
         pending = pairs

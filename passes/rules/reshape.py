@@ -70,10 +70,10 @@ def find_shared_factors(
 
 
 class _Side:
-    """One of two shapes that :func:`find_shared_factors` walks in parallel.
+    """The progress of :func:`find_shared_factors` through one of the two shapes that it walks in parallel.
 
-    ``at``: the current dim. ``left``: the part of its size that is not yet split off. ``found``: the factors of each
-    dim.
+    ``at``: the index of the current dim. ``left``: the size of the current dim, divided by the factors that were split
+    off it. ``found``: the names of the factors of each dim so far.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:

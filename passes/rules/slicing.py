@@ -63,7 +63,11 @@ def shard_split(node: fx.Node) -> OpFactors | None:
 
 
 def _unless_empty(names: Sequence[str], dim: int, size: int) -> list[str | None]:
-    """Return ``names`` with ``None`` (not sharded) at ``dim`` if the piece has size 0 there."""
+    """Return ``names`` with ``None`` (not sharded) at ``dim`` if the piece has size 0 there.
+
+    ``names``: the factor of each dim. ``dim``: the dim along which a tensor is cut or joined. ``size``: the size of the
+    piece along it.
+    """
     return [n if size or d != dim else None for d, n in enumerate(names)]
 
 
@@ -129,7 +133,8 @@ def _start_and_step(node: fx.Node, size: int) -> tuple[int, int]:
 def _shard_strided_slice(node: fx.Node, names: list[str], dim: int, start: int, step: int) -> OpFactors:
     """Return the sharding rule of a slice that takes every ``step``-th element of ``dim``.
 
-    ``dim`` may be sharded only if its size is a multiple of ``step`` and the slice covers all of it.
+    ``names``: the factor of each dim. ``start``: the index of the first element. ``dim`` may be sharded only if its
+    size is a multiple of ``step`` and the slice covers all of it.
     """
     (x,) = operands_of(node)
     length = int(node.meta["val"].shape[dim])
@@ -238,7 +243,10 @@ def shard_stack(node: fx.Node) -> OpFactors:
 
 
 def _shard_unchanged_dims(node: fx.Node, dims: Sequence[int], is_linear: bool = True) -> OpFactors:
-    """Return the sharding rule of an operator that moves or adds elements along ``dims``: these must not be sharded."""
+    """Return the sharding rule of an operator that moves or adds elements along ``dims``: these must not be sharded.
+
+    ``is_linear``: whether a partial sum as operand gives a partial sum.
+    """
     rank = len(get_meta_shape(operands_of(node)[0]))
     names = [n if d not in dims else None for d, n in enumerate(NAMES[:rank])]
     return build_factor_rule(node, [names], [names for _ in results_of(node)], linear=FIRST if is_linear else ())

@@ -164,7 +164,8 @@ def _can_shard_zigzag(
     """Whether ``factor`` may be sharded zigzag, where each rank has one piece from each end of the dim.
 
     It must be a sequence (its size is in ``lengths``), be divisible by ``2 * num_ranks``, and have no special local
-    operators that need the position of a rank's part.
+    operators that need the position of a rank's part. ``sections``: sizes of the parts of the factor that are sharded
+    separately; empty for one part. ``lengths``: sizes that sequences have.
     """
     size, lowering = factors.sizes[factor], factors.lower.get(factor)
     is_sequence = all(any(s % n == 0 for n in lengths) for s in sections) if sections else size in lengths
@@ -182,8 +183,8 @@ def _in_forms(
 ) -> list[Strategy]:
     """Return the strategies for an operator's special forms, which shard several factors, such as queries and keys.
 
-    Each form is offered with contiguous shards and with zigzag shards (one piece from each end), if the sizes are
-    divisible.
+    ``nodes``: the operator's operands. ``reads``: the layout of each operand that the form does not shard. Each form is
+    offered with contiguous shards and with zigzag shards (one piece from each end), if the sizes are divisible.
     """
     found = []
     for name, form in factors.forms.items():
@@ -213,7 +214,9 @@ def _shard_factor(
     """Return the strategy that shards ``factor`` in all dims ``places``; ``None`` if a tensor cannot be sharded in this
     way.
 
-    ``reads``: the layouts of operands that do not have the factor. ``sections``: parts that are sharded separately.
+    ``places``: each dim as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of the dim, names of the dim's
+    factors). ``reads``: the layouts of operands that do not have the factor. ``sections``: sizes of the parts of the
+    factor that are sharded separately. ``zigzag``: each rank has one piece from each end.
     """
     spans = factors.spans if factors.spans is not None and factors.spans.factor == factor else None
     lowering = factors.lower.get(factor)
@@ -239,7 +242,8 @@ def _shard_factor(
 def _count_outer_and_inner(names: tuple[str, ...], factor: str, sizes: Mapping[str, int]) -> tuple[int, int]:
     """Return the product of the factor sizes in front of ``factor`` in a dim, and the product of those behind it.
 
-    The dim then consists of ``outer`` repetitions of the factor, and one step of the factor spans ``inner`` elements.
+    ``names``: the factors of the dim, outermost first. ``sizes``: the size of each factor by name. The dim then
+    consists of ``outer`` repetitions of the factor, and one step of the factor spans ``inner`` elements.
     """
     outer = inner = 1
     at = names.index(factor)
@@ -277,7 +281,8 @@ def _choose_sections(factors: OpFactors, factor: str, wanted: Iterable[Sections]
     """Return the useful ways to cut ``factor`` into separately sharded sections, each as a tuple of sizes.
 
     They have the borders that the operator itself needs and, in further choices, those of each of ``wanted`` and of all
-    of them together. Ways with a section that is not divisible by ``num_ranks`` are left out.
+    of them together. ``wanted``: the sections that neighbouring operators prefer. Ways with a section that is not
+    divisible by ``num_ranks`` are left out.
     """
     spans = factors.spans
     if not wanted and spans is None:
@@ -328,7 +333,7 @@ def _derive_factor_sections(
 ) -> Sections:
     """Return the sections of ``factor`` that cut a dim with the factors ``names`` into ``sections``; ``()`` if none do.
 
-    Sections are sizes of consecutive pieces.
+    Sections are sizes of consecutive pieces. ``sizes``: the size of each factor by name.
     """
     if len(names) == 1:
         return sections

@@ -60,7 +60,8 @@ def list_axis_groups(axes: Mapping[str, int], axis: str) -> list[list[int]]:
     """Return the groups of ranks of a mesh that differ only in their position on ``axis``, each in the order of the
     axis.
 
-    ``axes``: the mesh axes and their sizes; the last axis varies fastest with the rank.
+    A group is a list of rank numbers. ``axes``: the mesh axes and their sizes; the last axis varies fastest with the
+    rank.
     """
     grid = torch.arange(math.prod(axes.values())).view(*axes.values())
     lines: list[list[int]] = grid.movedim(list(axes).index(axis), -1).reshape(-1, axes[axis]).tolist()
@@ -371,7 +372,11 @@ def split_among_ranks(tensor: Tensor, layout: Layout, num_ranks: int) -> Ranks:
 
 
 def describe_differences(ranks: Ranks, expected: Tensor, layout: Layout, tolerance: float) -> list[str]:
-    """Return a message if the ranks' parts in ``layout`` do not make up ``expected``; an empty list if they do."""
+    """Return a message if the ranks' parts in ``layout`` do not make up ``expected``; an empty list if they do.
+
+    ``ranks``: the part of each rank. ``tolerance``: the error that is allowed, relative to the largest magnitude in
+    ``expected``.
+    """
     found = [join_shards(ranks, layout)] if layout.kind in ("S", "P") else ranks
     for r, tensor in enumerate(found):
         if tensor.shape != expected.shape:

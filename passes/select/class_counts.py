@@ -104,6 +104,9 @@ def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, lea
 
     Args:
         build: the rewriter, to whose graph operators are appended.
+        numbers: the node with the class of each element.
+        bound: a number that is greater than all classes.
+        least: the smallest number of classes that the operator returns.
     """
     every = build.insert_call(aten.arange.default, bound, dtype=torch.int64, device=META)
     largest = build.apply_operator(aten.max.default, numbers)

@@ -49,9 +49,10 @@ INSTEAD: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class MaskedRows:
-    """Describes a value that keeps all rows in dim ``dim``, although the model selects some of them.
+    """Describes a value of the rewritten graph that has all rows where the model has only those that a mask selects.
 
-    ``mask`` is boolean, with one element for each row; the model selects the rows where it is true.
+    ``mask``: a boolean node with one element for each row; the model selects the rows where it is true. ``dim``: the
+    dim of the rows in the value.
     """
 
     mask: fx.Node
@@ -62,7 +63,7 @@ class MaskedRows:
 class MaskCoordinate:
     """Describes a node that holds coordinate ``dim`` of the true elements of ``condition``, whose shape is ``shape``.
 
-    ``mask`` is the flattened ``condition``.
+    ``mask`` is the flattened ``condition``. An example is one of the results of ``torch.where(condition)``.
     """
 
     mask: fx.Node
@@ -197,7 +198,8 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
 def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Node]]) -> fx.Node:
     """Rewrite an index into rows ``x`` that a mask selects: by a further mask, or by one element of dim 1 for each row.
 
-    Returns the new node, which keeps all rows. Raises :class:`Unselectable` for other indices.
+    ``given``: the indices, each with the dim of ``x`` that it indexes. Returns the new node, which keeps all rows.
+    Raises :class:`Unselectable` for other indices.
     """
     rows = build.rows[x]
     dim, index = given[0]
@@ -262,6 +264,11 @@ def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values:
     """Rewrite ``index_copy``, or ``index_fill`` with one number, at rows that a mask selects. Return the new node.
 
     Returns ``None`` if the operands have another form, and raises :class:`Unselectable` if there is no static form.
+
+    Args:
+        dim: the dim along which rows are written.
+        index: the rows to write.
+        values: the new rows, or one number.
     """
     if index.meta["val"].dim() != 1 or not x.meta["val"].dim():
         return None
@@ -291,8 +298,8 @@ def _match_mask_coordinates(
 ) -> tuple[tuple[int, ...], list[int]]:
     """Return the shape of the mask that ``indices`` are coordinates of, and the dims of the mask that they index.
 
-    Both are empty unless the mask's dims have the sizes of ``x`` from dim ``first`` on. If they do, each row has a
-    fixed position, and no index operator is needed.
+    ``first``: the dim of ``x`` at which the indexed dims begin. Both results are empty unless the mask's dims have the
+    sizes of ``x`` from dim ``first`` on. If they do, each row has a fixed position, and no index operator is needed.
     """
     places = [build.places.get(i) for i in indices]
     known = [place for place in places if place is not None]
@@ -421,6 +428,8 @@ def _permute_coordinates(
 
     Args:
         back: permute from the order ``along`` into sorted coordinates instead.
+        first: the first dim of ``value`` that stands for a dim of a mask.
+        along: the dims of the mask, in the wanted order.
     """
     if along == sorted(along):
         return value

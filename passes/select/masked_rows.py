@@ -115,6 +115,10 @@ def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None])
 
     Each piece has all rows and a mask, so that one ``where`` for each piece suffices. Returns ``None`` if ``parts`` are
     something else.
+
+    Args:
+        parts: the values to concatenate.
+        rows: the mask of each of them; ``None`` for a value without a mask.
     """
     cut = [build.pieces.get(r.mask) for r in rows if r is not None]
     if not cut or len(cut) != len(parts) or cut[0] is None:
@@ -133,6 +137,10 @@ def _cat_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
 
     If all parts have the same size, their rows are interleaved, so that the rows of one sample of the batch stay
     together.
+
+    Args:
+        parts: the values to concatenate.
+        dim: the dim of their rows.
     """
     sizes = [int(part.meta["val"].shape[dim]) for part in parts]
     masks = [_mask_or_all(build, part, size) for part, size in zip(parts, sizes, strict=True)]
@@ -250,7 +258,9 @@ _STRIDE_FREE: dict[Any, Any] = {aten.view.default: aten.reshape.default}  # stri
 class SelectedRows:
     """Copies the nodes of an exported program to ``graph``, and rewrites operators on rows that a mask selects.
 
-    The copies keep all rows; ``rows`` maps each such node to its mask and the dim of its rows.
+    The copies keep all rows; ``rows`` maps each such node to its mask and the dim of its rows. ``places`` maps nodes
+    that hold coordinates of a mask's true elements to a description. ``key`` gives equal numbers to nodes that compute
+    the same value.
     """
 
     def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
@@ -350,7 +360,12 @@ class SelectedRows:
         return self.by_rule(target, args, kwargs)
 
     def _copy_parts(self, parts: fx.Graph, operands: list[Any], where: dict[str, Any]) -> Any:
-        """Rewrite an operator through its decomposition ``parts`` into simpler operators. Return its result."""
+        """Rewrite an operator through its decomposition ``parts`` into simpler operators. Return its result.
+
+        Args:
+            operands: the operator's operands in the new graph, one for each placeholder of ``parts``.
+            where: metadata (path, source, stack) of the new nodes.
+        """
         inner: dict[fx.Node, Any] = dict(zip(parts.find_nodes(op="placeholder"), operands, strict=True))
         for part in parts.nodes:
             if part.op == "output":
@@ -373,7 +388,7 @@ class SelectedRows:
         :class:`Unselectable` if the operator combines rows.
 
         Args:
-            plain: treat all operands as values without masks.
+            plain: return the result as a value without a mask, even if an operand has one.
         """
         sized = [a for a in args if isinstance(a, list | tuple) for a in a if isinstance(a, MaskedRowCount)]
         if any(is_number(a) for a in (*args, *kwargs.values())):
@@ -413,6 +428,10 @@ class SelectedRows:
         """Return the dim of the rows in the results; ``None`` if the operator adds the rows up.
 
         Raises :class:`Unselectable` if it combines rows in another way.
+
+        Args:
+            made: a node of the operator on values with all rows.
+            operands: the operands of ``made``.
         """
         factors = factors_of(made)
         if factors is None:
@@ -477,8 +496,11 @@ class SelectedRows:
         return self._masks[key]
 
     def make_once(self, mask: fx.Node, kind: Any, make: Callable[[], fx.Node]) -> fx.Node:
-        """Return the node that ``make`` builds; repeated calls with the same ``mask`` and ``kind`` return the same
-        node.
+        """Return the node that ``make`` builds, or the node that an earlier call with the same ``mask`` and ``kind``
+        built.
+
+        Args:
+            kind: a hashable key that says what is built from the mask, such as ``("flat", sizes, at)``.
         """
         if (mask, kind) not in self._made:
             self._made[mask, kind] = make()

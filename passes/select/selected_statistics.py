@@ -130,7 +130,7 @@ def _make_filled_reduction(
     """Return the rewrite rule of a reduction over rows that a mask selects: set other rows to ``number``, then reduce.
 
     Args:
-        number: returns the neutral element of the reduction for a dtype, given a tensor.
+        number: returns the neutral element of the reduction for a given tensor, which depends on its dtype.
         dim_at: position of the argument with the dims; ``None`` if there is none.
     """
 
@@ -149,6 +149,9 @@ def _make_extreme_rule(target: Any, number: Callable[[Tensor], float]) -> Callab
     """Return the rewrite rule of ``max`` or ``min`` along a dim of rows that a mask selects.
 
     Other rows are set to ``number``, and the index in the result counts only selected rows.
+
+    Args:
+        number: returns the neutral element, the lowest or highest number of a tensor's dtype.
     """
 
     def rule(build: SelectedRows, x: fx.Node, dim: int, keepdim: bool = False) -> Any:
@@ -186,6 +189,11 @@ def _make_norm_rule(target: Any, order_at: int, dim_at: int) -> Callable[..., An
     """Return the rewrite rule of a norm over rows that a mask selects: set other rows to zero.
 
     The rule raises :class:`Unselectable` for a norm of negative order.
+
+    Args:
+        target: the norm operator.
+        order_at: position of the norm's order among the operator's arguments.
+        dim_at: position of the argument with the dims.
     """
     zeroed = _make_filled_reduction(target, lambda value: 0, dim_at)
 

@@ -28,9 +28,9 @@ def choose_saved_nodes(
 ) -> tuple[list[fx.Node], set[fx.Node]]:
     """Choose the nodes to save for backward instead of ``saved``, and the nodes that backward recomputes; return both.
 
-    The saved nodes are in the order of ``nodes``. ``again``: nodes that should be recomputed rather than saved; their
-    views and copies are not saved either. ``nodes``: the forward nodes in order. ``results``: nodes that are never
-    recomputed.
+    The saved nodes are in the order of ``nodes``. ``saved``: the forward nodes that backward reads. ``again``: nodes
+    that should be recomputed rather than saved; their views and copies are not saved either. ``nodes``: the forward
+    nodes in order. ``results``: nodes that are never recomputed.
     """
     again = again.difference(n for n in results if n is not None)
     for node in nodes:
@@ -56,7 +56,8 @@ def insert_recomputed_nodes(body: Sequence[fx.Node], remade: set[fx.Node], order
     """Return ``body`` with the recomputed nodes that it reads, each right before its first reader, to shorten its
     lifetime.
 
-    ``remade``: all recomputed nodes. ``order``: the nodes of the graph of forward and backward, in order.
+    ``body``: operators of backward, in order. ``remade``: all forward nodes that backward recomputes. ``order``: the
+    nodes of the graph of forward and backward, in order.
     """
     place = {n: i for i, n in enumerate(order)}
     result: list[fx.Node] = []
@@ -96,8 +97,8 @@ def _can_recompute_node(node: fx.Node, again: set[fx.Node]) -> bool:
 
 
 def _views_kept(node: fx.Node, kept: set[fx.Node]) -> bool:
-    """Whether ``node``, which is not saved, is a view of a saved value or of a placeholder, so that recomputing it
-    costs nothing.
+    """Whether ``node``, which is not among the saved nodes ``kept``, is a view of a saved value or of a placeholder, so
+    that recomputing it costs nothing.
     """
     if node in kept or node.op == "placeholder":
         return False
@@ -134,7 +135,8 @@ class JointHalves:
     """Forward and backward of one piece of the model in one graph, to be cut into forward and two halves of backward.
 
     ``nodes``: all nodes, in order. ``forward``, ``backward``: the nodes of each part. ``remade``: forward nodes that
-    backward recomputes. ``start``: the values that backward reads.
+    backward recomputes. ``start``: the values that are given to backward: saved nodes of forward and the gradients of
+    the outputs.
     """
 
     nodes: Sequence[fx.Node]
@@ -186,7 +188,8 @@ def is_early(size: int, summed: int) -> bool:
 def _find_weight_gradient_sums(gradients: Sequence[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
     """Return the nodes of weight gradients that are sums over much larger tensors.
 
-    The first half of backward computes these, so that it need not pass the large tensors to the second.
+    The first half of backward computes these, so that it need not pass the large tensors to the second. ``gradients``:
+    the nodes of the weight gradients. ``known``: nodes that forward or the first half computes.
     """
     found: set[fx.Node] = set()
     for gradient in gradients:

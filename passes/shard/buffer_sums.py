@@ -39,8 +39,8 @@ Part = tuple[
 def accumulate_updates(model: FoldedModel, axis: str, parts: int) -> FoldedModel:
     """Return the model with buffers that are sums over the batch computed as a sum of addends, one for each microbatch.
 
-    ``axis``: the mesh axis of all parts of the global batch. ``parts``: their number. Graphs are changed in place. A
-    buffer whose new value is not such a sum is left alone.
+    ``axis``: the mesh axis whose ranks stand for the parts (rank and microbatch) of the global batch. ``parts``: the
+    number of parts. Graphs are changed in place. A buffer whose new value is not such a sum is left alone.
     """
     if not model.updates:
         return model
@@ -96,10 +96,10 @@ class _Accumulation:
         return named is not None and named[0] == self.axis and collective_name(node.target) in COMMUNICATING
 
     def add_up(self, name: str, place: int) -> bool:
-        """Replace the output ``place`` of the block (graph) ``name`` by the addend of one microbatch; return whether it
-        was replaced.
+        """Replace one output of a block (a graph) by the addend of one microbatch; return whether it was replaced.
 
-        It is not replaced if it is equal in every microbatch, or if it is not a sum.
+        ``name``: a block's name. ``place``: an index in the block's outputs. The output is not replaced if it is equal
+        in every microbatch, or if it is not a sum.
         """
         block = self.blocks[name]
         node = block.outputs[place]
@@ -126,7 +126,7 @@ class _Accumulation:
         """Remove from the blocks those inputs and outputs with the values ``passed`` that nothing reads; return whether
         any was removed.
 
-        ``passed``: values that calls now pass on as addends.
+        ``passed``: names of values that calls now pass on as addends.
         """
         read = {v for c in self.calls for v in c.inputs} | set(self.model.updates.values())
         read |= {o.value for o in self.model.outputs if o.value is not None} | {self.model.loss or ""}
@@ -157,7 +157,8 @@ class _Accumulation:
         """Return the node of one microbatch's addend of ``node``; that of the first microbatch includes the term that
         is added once.
 
-        Raise :class:`_NotLinear` if ``node`` is not a sum over microbatches.
+        Raise :class:`_NotLinear` if ``node`` is not a sum over microbatches. ``name``: the name of the block that
+        contains ``node``.
         """
         if get_node_tensor(node).dtype == torch.bool:
             raise _NotLinear
@@ -219,9 +220,11 @@ class _Accumulation:
         return _rebuild_with_operands(node, added, build), _rebuild_with_operands(node, terms, build) if some else None
 
     def _with_number(self, node: fx.Node, part: Part, build: Callable[..., fx.Node]) -> Part:
-        """Return the two parts (addend of a microbatch, term that is added once) of ``x`` plus or minus a number.
+        """Return the two parts (addend of a microbatch, term that is added once) of the operator ``node``, which is
+        ``x`` plus or minus a number.
 
-        ``part``: the two parts of ``x``. The number goes to the term that is added once.
+        ``part``: the two parts of ``x``. The number goes to the term that is added once. ``build`` appends an operator
+        to the graph.
         """
         adds, once = part
         assert adds is not None, node
@@ -233,8 +236,8 @@ class _Accumulation:
     def _of_rows(self, name: str, node: fx.Node, build: Callable[..., fx.Node]) -> Part:
         """Return the two parts (addend of a microbatch, term that is added once) of a sum over samples.
 
-        ``node`` either adds rows of samples to its first operand at indices, or reduces all samples. Raise
-        :class:`_NotLinear` for any other operator.
+        ``name``: the name of the block that contains ``node``. ``node`` either adds rows of samples to its first
+        operand at indices, or reduces all samples. Raise :class:`_NotLinear` for any other operator.
         """
         operands = operands_of(node)
         rows = _added_rows(node)
@@ -252,7 +255,8 @@ class _Accumulation:
     def _build_microbatch_rows(self, name: str, node: fx.Node, dim: int) -> fx.Node:
         """Return the node of this microbatch's rows of ``node`` along ``dim``.
 
-        Raise :class:`_NotLinear` if the rows of a microbatch do not depend on its samples alone.
+        ``name``: the name of the block that contains ``node``. Raise :class:`_NotLinear` if the rows of a microbatch do
+        not depend on its samples alone.
         """
         build = self._make_node_builder(name, node)
         if node not in self.meeting:
@@ -294,7 +298,9 @@ class _Accumulation:
             return local_call(node, strategy, self.axis, self.parts, operands, graph)
 
     def _build_row_indices(self, build: Callable[..., fx.Node], length: int) -> fx.Node:
-        """Return the node of the indices of a microbatch's ``length`` rows among the rows of all microbatches."""
+        """Return the node of the indices of one microbatch's rows among the rows of all microbatches; each has
+        ``length`` rows.
+        """
         start = build(aten.mul.Tensor, build(ops.axis_index.default, self.axis, self.parts), length)
         return build(aten.add.Tensor, build(aten.arange.default, length, device=META), start)
 
@@ -319,7 +325,8 @@ class _Accumulation:
     def _passed_in(self, name: str, node: fx.Node) -> Part:
         """Return the two parts (addend of a microbatch, term that is added once) of a value that earlier calls compute.
 
-        The earlier calls get the two parts as further outputs, and this block as further inputs.
+        ``name``: the name of a block. ``node``: the placeholder by which it reads the value. The earlier calls get the
+        two parts as further outputs, and this block as further inputs.
         """
         place = self.blocks[name].inputs.index(node.name)
         sources = {c.inputs[place]: self.producer.get(c.inputs[place]) for c in self.calls if c.block == name}
@@ -370,8 +377,9 @@ class _Accumulation:
     def _add_input(self, name: str, place: int, values: dict[str, str], like: Tensor) -> fx.Node:
         """Add an input to a block (a graph) and all its runs, and return its placeholder.
 
-        ``values``: for each value that a run reads at the input ``place``, the value to read at the new input.
-        ``like``: a tensor of the new input's shape and type.
+        ``name``: the block's name. ``place``: the index of an existing input. ``values``: for each value that a run
+        reads at the input ``place``, the value to read at the new input. ``like``: a tensor of the new input's shape
+        and type.
         """
         block = self.blocks[name]
         with block.graph.inserting_after(block.placeholders[-1]):

@@ -101,7 +101,10 @@ def take_out_zeros(graph: fx.Graph) -> None:
 
 
 def _is_zero_result(node: fx.Node, first: bool, second: bool) -> bool:
-    """Whether ``node`` is always zero. ``first``, ``second``: whether its first and second operands are always zero."""
+    """Whether the result of the operator ``node`` is always zero.
+
+    ``first``, ``second``: whether its first and second operands are always zero.
+    """
     if node.target in _EITHER:
         return first or second
     if node.target in _FIRST:
@@ -151,9 +154,9 @@ class Differentiated:
     grad_inputs, *grads of grad_states)``; ``backward_input(*saved, *grads) -> (*grads of grad_inputs, *carried)``;
     ``backward_weight(*carried) -> grads of grad_states``. States are the block's parameters, buffers and constants.
 
-    ``saved``: names of the nodes of the joint graph of forward and backward that forward keeps for backward.
-    ``grad_outputs``, ``grad_inputs`` and ``grad_states``: positions of the outputs, inputs and states that have a
-    gradient. A gradient of ``None`` is zero.
+    ``num_outputs``: the number of the block's outputs. ``saved``: names of the nodes of the joint graph of forward and
+    backward that forward keeps for backward. ``grad_outputs``, ``grad_inputs`` and ``grad_states``: positions of the
+    outputs, inputs and states that have a gradient. A gradient of ``None`` is zero.
     """
 
     forward: JointSubgraph

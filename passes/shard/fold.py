@@ -144,8 +144,9 @@ def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[f
     """Distribute the operators of ``free`` over the units, which are groups of operators that become the calls of the
     model.
 
-    An operator that only one unit reads moves into that unit. Return the other operators of ``free`` as connected
-    groups, which become shared calls, and the new units.
+    ``free``: operators that depend on no parameter and on no matrix product, in order. An operator that only one unit
+    reads moves into that unit. Return the other operators of ``free`` as connected groups, which become shared calls,
+    and the new units.
     """
     if not units:
         return [], [Unit("", list(free))] if free else []
@@ -229,8 +230,10 @@ def _find_connected_components(nodes: Sequence[fx.Node], order: Mapping[fx.Node,
 class _Folder:
     """Creates the blocks (graphs that equal layers share) and calls (runs of a block) of a model, in execution order.
 
-    ``shared``: groups of operators that become shared calls. ``units``: groups that become the other calls.
-    ``value_of``: the name of the value for every node that passes between calls.
+    ``shared``: groups of operators that become shared calls, which every pipeline stage may repeat. ``units``: groups
+    that become the other calls, such as one for each layer. ``keys``: for each call, the key of its block in
+    ``blocks``; equal computations have equal keys. ``value_of``: the name of the value for every node that passes
+    between calls.
     """
 
     def __init__(self, captured: Captured, shared: list[list[fx.Node]], units: list[Unit]) -> None:

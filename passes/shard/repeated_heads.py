@@ -45,10 +45,11 @@ _CASTS = frozenset((aten._to_copy.default, aten.to.dtype))
 
 @dataclass(frozen=True)
 class _RepeatedDim:
-    """Where the copies are in a tensor that was repeated along one dim.
+    """Describes a tensor that was repeated along one dim, and where in it the copies are.
 
-    In ``dim``, each of ``outer`` slices appears ``times`` in a row; a slice has ``inner`` elements of that dim.
-    ``shape``: the shape of the tensor without copies.
+    ``shape``: the shape of the tensor without copies. ``dim``: the repeated dim. ``outer``: the number of slices into
+    which the dim is cut. ``inner``: the number of elements of a slice along the dim. ``times``: how often each slice
+    appears, one copy after the other.
     """
 
     shape: tuple[int, ...]
@@ -60,10 +61,12 @@ class _RepeatedDim:
 
 @dataclass(frozen=True)
 class RepeatedHeads:
-    """A tensor ``[..., heads, positions, d]`` that is ``source`` after ``steps``, with each head repeated ``times`` in
-    a row.
+    """Keys or values ``[..., heads, positions, d]`` whose heads the model repeats, and how to compute them without
+    copies.
 
-    A step is a shape (a reshape to it) or an operator node to run on the unrepeated tensor.
+    ``source``: the node without copies. ``steps``: what the model applies to it besides the repetition, in order; a
+    step is a shape (a reshape to it) or an operator node. ``times``: how often each head appears, one copy after the
+    other.
     """
 
     source: fx.Node
@@ -150,7 +153,10 @@ def _find_dim_order(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _reshape_repeated_dim(place: _RepeatedDim, after: Sequence[int]) -> _RepeatedDim | None:
-    """Return where the copies are after a reshape to ``after``; ``None`` if a dim of the result splits the copies."""
+    """Return where the copies are after a reshape to ``after``; ``None`` if a dim of the result splits the copies.
+
+    ``place``: where the copies are before. ``after``: the shape that the reshape gives.
+    """
     before = math.prod(place.shape[: place.dim]) * place.outer  # slices that are repeated
     reached = 1
     for dim, size in enumerate(after):
@@ -193,7 +199,7 @@ def exchanged_times(heads: int, times: int, tp: int) -> int:
     """Return how many copies of each key head ranks must exchange so that the heads split evenly over ``tp`` ranks.
 
     It is the smallest such divisor of ``times``, or ``times`` itself. ``heads``: the number of key heads including
-    copies. ``times``: the number of copies of each.
+    copies. ``times``: the number of copies of each. ``tp``: the number of ranks that share the heads.
     """
     once = heads // times
     return next(n for n in range(1, times + 1) if times % n == 0 and (once * n % tp == 0 or n == times))
@@ -239,7 +245,9 @@ def _read_once(block: Block, target: Any, tp: int) -> bool:
 
 
 def _with_heads(graph: fx.Graph, value: fx.Node, times: int) -> fx.Node:
-    """Return ``value`` with each head repeated ``times``, instead of as often as the model repeats it."""
+    """Return the keys or values ``value`` with each head repeated ``times`` times, instead of as often as the model
+    repeats it.
+    """
     found = repeated_heads(value)
     assert found is not None, value
     made = found.build(graph)

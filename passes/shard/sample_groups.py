@@ -35,10 +35,11 @@ _SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
 
 @dataclass
 class Recurrences:
-    """The buffers that forward changes, with the nodes of their new values.
+    """How forward changes the buffers of the model in one step.
 
-    ``updates``: for each buffer, the name of the node with its new value or, if groups are added up, its addend.
-    ``keeps``: for each buffer that is a sum, the factor of its old value over the whole step.
+    ``updates``: for each buffer that forward changes, the name of the node with its new value or, if the groups of
+    samples add up, with one group's addend. ``keeps``: for each buffer that is such a sum, the number by which its old
+    value is multiplied over the whole step.
     """
 
     updates: dict[str, str] = field(default_factory=dict)
@@ -50,8 +51,8 @@ def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) ->
     order.
 
     The graph is changed in place; the updates are returned. ``num_groups``: the number of groups in a step. ``apart``:
-    the nodes that depend on the samples of the group. Raise :class:`UnsupportedError` for a buffer whose update needs
-    the result of the previous group in another way.
+    the nodes whose values differ between groups, because they depend on samples or random numbers. Raise
+    :class:`UnsupportedError` for a buffer whose update needs the result of the previous group in another way.
     """
     found = Recurrences(dict(group.updates))
     if num_groups == 1 or not group.updates:
@@ -127,7 +128,8 @@ def _find_linear_factor(node: Any, old: fx.Node | None, chain: Collection[fx.Nod
     """Return the number ``a`` if ``node`` has the form ``a * old + b`` with ``b`` independent of ``old``; ``None``
     otherwise.
 
-    ``chain``: all nodes that depend on ``old``.
+    ``old``: the node with a buffer's old value; ``None`` if forward does not read it. ``chain``: all nodes that depend
+    on ``old``.
     """
     if node is old:
         return 1.0
@@ -162,8 +164,9 @@ def _build_group_addend(
 ) -> fx.Node:
     """Append the operators for the addend of one group to a buffer, and return the node.
 
-    It is ``factor^(n - 1 - i) * b`` for group i of n, where the buffer's new value is ``factor * old + b``. ``chain``:
-    all nodes that depend on ``old``.
+    It is ``factor^(n - 1 - i) * b`` for group i of n, where the buffer's new value is ``factor * old + b``. ``new``,
+    ``old``: the nodes of the new and the old value; ``old`` is ``None`` if forward does not read it. ``num_groups``: n.
+    ``chain``: all nodes that depend on ``old``.
     """
     build = Builder(graph, new)
     if old is not None and new in chain:
@@ -186,8 +189,9 @@ def _build_group_addend(
 
 @dataclass(frozen=True)
 class GroupModel:
-    """The graph of one group of samples, and how inputs are cut and results are combined.
+    """The graph that computes one group of samples, and how inputs are cut into groups and results are combined.
 
+    A group is a number of consecutive samples of the batch, which do not interact with samples outside of it.
     ``inputs``: for each input path, the dim of its samples; ``None`` if every group reads the whole input. ``outputs``:
     for each output path, the layout that says how the results of the groups combine: sharded means joined, partial
     means summed, whole means equal.
@@ -198,7 +202,9 @@ class GroupModel:
     outputs: dict[str, Layout]
 
     def whole_shape(self, path: str, count: int) -> tuple[int, ...]:
-        """Return the shape of the input ``path`` of the model for ``count`` groups together."""
+        """Return the shape that an input of the model has for ``count`` groups together. ``path``: its place in the
+        arguments.
+        """
         part = next(i.spec.shape for i in self.captured.inputs if i.path == path)
         return tuple(size * count if d == self.inputs[path] else size for d, size in enumerate(part))
 
@@ -249,7 +255,10 @@ def _result_shapes(captured: Captured) -> dict[str, list[int]]:
 
 
 def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
-    """Return the nodes that depend on samples or on random numbers. ``paths``: the inputs that have samples."""
+    """Return the nodes that depend on samples or on random numbers.
+
+    ``paths``: the inputs that have a dim of samples, by their place in the arguments.
+    """
     values = {i.value for i in captured.inputs if i.path in paths}
     found: set[fx.Node] = set()
     for node in captured.graph.nodes:
@@ -262,10 +271,12 @@ def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
 
 
 def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, apart: bool) -> Layout:
-    """Return the layout that says how the groups' results of ``node`` combine: joined along a dim, summed, or equal.
+    """Return the layout that says how the results that the groups of samples have for the output ``node`` combine:
+    joined along a dim, summed, or equal.
 
-    ``larger``: its shape in a model with twice the samples; the dim of samples is the one that grew. ``apart``: whether
-    it depends on samples.
+    ``path``: the place of ``node`` in the model's result, for messages. ``larger``: the shape that ``node`` has in a
+    model with twice the samples, where the dim of samples is larger; ``None`` if that model was not captured.
+    ``apart``: whether ``node`` depends on samples.
     """
     one = list_node_sizes(node)
     if larger is not None and len(larger) != len(one):
@@ -306,8 +317,10 @@ def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_grou
 
 
 def _draw_apart(graph: fx.Graph, num_groups: int) -> None:
-    """Offset the element indices of random operators by the group, in place, so that every group draws different
-    numbers.
+    """Offset the element indices of random operators by the index of the group of samples, so that every group draws
+    other numbers.
+
+    The graph is changed in place. ``num_groups``: the number of groups in a step.
     """
     for node in list(graph.nodes) if num_groups > 1 else ():
         if node.target not in DRAWS:

@@ -82,6 +82,9 @@ def _find_frequent_periods(tokens: np.ndarray[Any, Any]) -> list[int]:
 def _find_longest_repetition(tokens: np.ndarray[Any, Any], period: int) -> tuple[int, int, int]:
     """Return (length, start, period) of the longest stretch of ``tokens`` that repeats with ``period``; length 0 if
     none does.
+
+    ``tokens``: a number for each operator, equal for equal operators. ``period``: the distance of a token to the equal
+    one.
     """
     equal = np.concatenate([[False], tokens[:-period] == tokens[period:], [False]])
     edges = np.flatnonzero(equal[1:] != equal[:-1])
@@ -118,8 +121,8 @@ _DOMINANT = 0.5  # share of a module's work that repeated children must do to co
 class Unit:
     """Consecutive operators that become one call of the folded model, such as the run of one layer.
 
-    ``path``: the module call that they belong to. ``glue``: they belong to no module that is a unit and read no
-    parameter. ``leaf``: they are one module without submodules that have parameters.
+    ``path``: the path of the module that they belong to. ``nodes``: the operators. ``glue``: they belong to no module
+    that is a unit and read no parameter. ``leaf``: they are one module without submodules that have parameters.
     """
 
     path: str
@@ -132,8 +135,10 @@ class Unit:
 class _ModuleCall:
     """One call of a module, with its operators and its calls of submodules.
 
-    ``children``: the calls of submodules by name, in order. ``nodes``: all operators inside, in order. ``work``: a
-    rough number of operations. ``key``: equal for calls of equal structure.
+    ``name``: the module's path, with a number behind ``@`` for a repeated call. ``parent``: the call around it.
+    ``children``: the calls of submodules by name, in order. ``nodes``: all operators inside, in order. ``parameters``:
+    how often its operators read a parameter. ``work``: a rough number of arithmetic operations. ``key``: equal for
+    calls of equal structure.
     """
 
     name: str

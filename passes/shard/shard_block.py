@@ -31,7 +31,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Reshard:
-    """The collectives of a change of layout: in forward, and for its gradient in backward; ``None`` means no
+    """The collectives that change a tensor from one layout to another.
+
+    ``forward``: the collective of forward. ``backward``: that for the tensor's gradient. ``None`` means no
     communication.
     """
 
@@ -100,8 +102,11 @@ def shard_block(block: Block, sharding: BlockSharding, axis: str, num_ranks: int
 
 
 class _Rewriter:
-    """Builds the local graph of one rank. ``made``: the local node of each global node in each layout that exists so
-    far.
+    """Builds the local graph that one rank of a mesh axis runs, with collectives where a layout changes.
+
+    ``axis``, ``num_ranks``: the name of the mesh axis and its size. ``made``: for each pair of a node of the global
+    graph and a layout, the local node that has this value in this layout. ``produced``: the layouts in which the
+    results of a global node are computed.
     """
 
     def __init__(self, axis: str, num_ranks: int) -> None:
@@ -136,8 +141,8 @@ class _Rewriter:
         self.made[node, strategy.results[0]] = local
 
     def read_in_layout(self, node: fx.Node, to: Layout) -> fx.Node:
-        """Return the local node with the value of ``node`` in the layout ``to``; insert collectives if its layout
-        must change.
+        """Return the local node with the value of ``node`` in the layout ``to``; insert collectives if it was computed
+        in another layout.
         """
         if (node, to) not in self.made:
             (layout,) = self.produced[node]
@@ -207,7 +212,10 @@ class _Rewriter:
         return self.insert_collective("copy", local, self.axis, self.num_ranks)
 
     def spread_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Turn a tensor that is whole on every rank into a partial sum: each rank divides it by the number of ranks."""
+        """Turn a tensor that is whole on every rank into a partial sum: each rank divides it by the number of ranks.
+
+        ``source``, ``to``: the layouts before and after.
+        """
         if source.kind == "R" and local.meta.get("grad"):
             local = self.copy_whole(local, source, to)
         return insert_operator_node(self.graph, aten.mul.Tensor, (local, 1.0 / self.num_ranks), like=local)
@@ -219,6 +227,8 @@ class _Rewriter:
 def _order_dim_pieces(layout: Layout, size: int, num_ranks: int) -> tuple[list[int], list[int]]:
     """Return the sizes of the pieces into which a layout cuts a dim, and the indices of the pieces in the order of
     ranks.
+
+    ``size``: the number of elements of the dim. ``num_ranks``: the number of ranks that share it.
     """
     by_rank = piece_order(layout, num_ranks)
     count = sum(map(len, by_rank))

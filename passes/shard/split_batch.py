@@ -108,8 +108,8 @@ def _is_independent_total(
 ) -> bool:
     """Whether ``node``, a sum over the batch in ``call``, depends on no parameter and on no other sum over the batch.
 
-    ``call``: the run of a block that contains ``node``. ``producers``: for each value, the index of the call that
-    computes it and of its output.
+    ``call``: the run of a block that contains ``node``. ``producers``: for each value by name, the index of the call
+    that computes it, and the value's index among the call's outputs.
     """
     block = model.blocks[call.block]
     bound = dict(zip(block.states, call.states, strict=True))
@@ -144,8 +144,9 @@ def _totals_block(
     """Return a new block (a graph) that computes the operands of the sums ``totals``, and the names of the states and
     inputs it reads.
 
-    States are parameters, buffers and constants. ``producers``: for each value, the index of its call and of its
-    output.
+    ``call``: the run of a block that contains the nodes ``totals``. ``name``: the new block's name. States are
+    parameters, buffers and constants. ``producers``: for each value by name, the index of the call that computes it,
+    and the value's index among the call's outputs.
     """
     body = _CallInliner(model, producers)
     here = model.calls.index(call)
@@ -155,7 +156,11 @@ def _totals_block(
 
 
 class _CallInliner:
-    """Copies values and everything that they are computed from out of several calls into one graph."""
+    """Copies values, and all operators that they are computed from, out of several calls of a model into one graph.
+
+    ``producers``: for each value by name, the index of the call that computes it, and the value's index among the
+    call's outputs. ``graph``: the new graph.
+    """
 
     def __init__(self, model: FoldedModel, producers: Mapping[str, tuple[int, int]]) -> None:
         self.model = model
@@ -178,7 +183,8 @@ class _CallInliner:
     def resolve_placeholder(self, index: int, node: fx.Node) -> fx.Node:
         """Return the node in the new graph for the value that the placeholder ``node`` of the call ``index`` reads.
 
-        A value of another call is copied with its operators; a model input or state becomes a placeholder.
+        ``index``: the index of the call in the model. A value of another call is copied with its operators; a model
+        input or state becomes a placeholder.
         """
         call = self.model.calls[index]
         block = self.model.blocks[call.block]
@@ -228,8 +234,8 @@ def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
 def _localise_data_collectives(model: FoldedModel, num_microbatches: int) -> None:
     """Move collectives from the axis ``data`` to ``dp`` if each rank runs one microbatch, in place.
 
-    With several microbatches, replace slices by an index of the microbatch, and raise :class:`UnsupportedError` for a
-    collective that communicates.
+    ``num_microbatches``: the number of microbatches of each rank. With several, replace slices by an index of the
+    microbatch, and raise :class:`UnsupportedError` for a collective that communicates.
     """
     for block in model.blocks.values():
         for node in list(block.graph.nodes):
@@ -384,7 +390,10 @@ def _of_operator(node: fx.Node, operands: Sequence[Samples]) -> Results:
 
 
 def _select_outer_factors(factors: Sequence[str], count: int, sizes: Mapping[str, int]) -> Sequence[str]:
-    """Return the leading factors of a dim whose sizes multiply to ``count``; empty if no leading factors do."""
+    """Return the leading factors of a dim whose sizes multiply to ``count``; empty if no leading factors do.
+
+    ``factors``: the names of the dim's factors (loop dimensions), outermost first. ``sizes``: the size of each by name.
+    """
     product = 1
     for place, name in enumerate(factors):
         if product == count:

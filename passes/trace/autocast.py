@@ -148,6 +148,7 @@ def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[],
     Args:
         asked: device type and narrow dtype of the autocast region.
         line: returns the present line of forward, for error messages.
+        func: the operator; ``args`` and ``kwargs`` are its arguments.
     """
     device, narrow = asked
     if func in _WHOLE_ON_GPU and device == "cuda":
@@ -232,6 +233,7 @@ def _observe_operand_cast(func: Any, shown: list[Any], tree: pytree.TreeSpec, as
     Args:
         shown: the flattened arguments; tensors are given by shape, stride and dtype.
         asked: device type and narrow dtype of the autocast region.
+        tree: the structure of the arguments, which turns the flattened list into (args, kwargs).
     """
     _, narrow = asked
     with mock.patch.object(fake_tensor, "init_gpu_context"):
@@ -258,6 +260,7 @@ def _is_left_alone(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: As
     Args:
         shown: the flattened arguments; tensors are given by shape, stride and dtype.
         asked: device type and narrow dtype of the autocast region.
+        tree: the structure of the arguments, which turns the flattened list into (args, kwargs).
     """
     log, _ = _run_with_cast_operands(func, shown, tree, ("cpu", asked[1]), None, on=False)
     return not any(_is_listed(name, asked[0]) for name in (func.name(), *log.names))
@@ -282,6 +285,7 @@ def _run_with_cast_operands(
     Args:
         shown: the flattened arguments; tensors are given by shape, stride and dtype.
         on: whether autocast is on during the run.
+        tree: the structure of the arguments, which turns the flattened list into (args, kwargs).
     """
     device, narrow = asked
     mode = FakeTensorMode(allow_non_fake_inputs=True)

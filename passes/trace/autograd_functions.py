@@ -235,7 +235,8 @@ def _transpose_custom_backward(
 ) -> Transposed:
     """Transpose ``backward`` of the function ``cls``: map changes of its inputs to changes of its outputs.
 
-    Only inputs that need a gradient (``needs``) and the outputs at the indices ``which`` take part. Raises
+    ``ctx``: the context that forward has filled. ``args``: forward's arguments. ``needs``: whether each argument needs
+    a gradient. ``outputs``: forward's results. ``which``: the indices of the results that take part. Raises
     :class:`UnsupportedError` if ``backward`` fails, cannot be traced or is not affine.
     """
 
@@ -284,7 +285,9 @@ def _transpose_custom_backward(
 def _as_inputs(found: Sequence[Any], args: Sequence[Any], needs: Sequence[bool]) -> list[Tensor | None]:
     """Convert what ``backward`` returns to gradients for the arguments that need one, as autograd does.
 
-    Sums broadcast dims and casts dtypes. Raises :class:`_Wrong` if number, types or shapes do not match the arguments.
+    ``found``: what ``backward`` returned. ``args``: forward's arguments. ``needs``: whether each argument needs a
+    gradient. Sums broadcast dims and casts dtypes. Raises :class:`_Wrong` if number, types or shapes do not match the
+    arguments.
     """
     if len(found) < len(args) or any(g is not None for g in found[len(args) :]):
         raise _Wrong(f"it returns {len(found)} gradients for {len(args)} arguments")
@@ -558,8 +561,8 @@ _REENTRANT_NOTE = (
 class LeftToPlan:
     """Places in forward that control memory by themselves, which a plan replaces by its own decisions.
 
-    Each set has texts with file and line: activation checkpointing, activations offloaded to host memory, and
-    checkpointed calls to which torch would give no gradient.
+    Each set has texts with file and line. ``checkpointed``: activation checkpointing. ``offloaded``: activations that
+    are offloaded to host memory. ``without_gradients``: checkpointed calls to which torch would give no gradient.
     """
 
     checkpointed: set[str] = field(default_factory=set)

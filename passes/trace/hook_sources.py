@@ -500,6 +500,11 @@ class _HookReader:
 
         This is for methods of objects that are not known before the hook runs. Raises :class:`_SideEffect` if the
         method may change its object or an argument.
+
+        Args:
+            function: the expression ``object.method`` of the call.
+            base: the kind of value of the object.
+            values: the kinds of the arguments.
         """
         name = function.attr
         if base.kind in ("unknown", "none"):

@@ -102,8 +102,9 @@ def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
 class _InnerGradients:
     """Replacements of torch's gradient functions during one trace.
 
-    ``begun`` has, for each node whose tensor was set to require a gradient, the number of nodes in the graph at that
-    time. Nodes before that are not connected with it by autograd.
+    ``line``: returns the present line of forward, for error messages. ``begun`` has, for each node whose tensor was set
+    to require a gradient, the number of nodes in the graph at that time. Nodes before that are not connected with it by
+    autograd.
     """
 
     line: Callable[[], str]
@@ -179,7 +180,8 @@ class _GradientBody:
     """The part of a trace that a gradient is taken of.
 
     ``body`` has the operators between ``inputs`` and ``outputs`` in graph order. ``given`` has the values that the body
-    reads from outside, and the inputs that do not depend on another input.
+    reads from outside, and the inputs that do not depend on another input. ``outputs`` and ``inputs`` are nodes;
+    ``None`` for a tensor that is not part of the trace. ``tensors`` has the outputs as tensors.
     """
 
     outputs: list[fx.Node | None]
@@ -219,7 +221,14 @@ class _GradientBody:
     def differentiate(
         self, tracer: Any, gradients: _InnerGradients, grad_outputs: list[Any], create_graph: bool
     ) -> list[Any]:
-        """Compute the gradients of the inputs by traced operators; ``None`` for an input on which no output depends."""
+        """Compute the gradients of the inputs by traced operators; ``None`` for an input on which no output depends.
+
+        Args:
+            tracer: records forward's operators.
+            gradients: the replacements of torch's gradient functions in this trace.
+            grad_outputs: the gradient of each output; ``None`` is zero.
+            create_graph: whether the gradients can be differentiated again.
+        """
         values = [n.meta["val"] for n in self.given]
         seeds = [g for g in grad_outputs if g is not None]
         reached: list[bool] = []
@@ -305,7 +314,12 @@ def _is_gradient_stopped(node: fx.Node) -> bool:
 
 
 def _check_recomputable(node: fx.Node, reached: set[fx.Node], gradients: _InnerGradients) -> None:
-    """Raise :class:`UnsupportedError` for an operator that cannot be computed a second time with an equal result."""
+    """Raise :class:`UnsupportedError` for an operator that cannot be computed a second time with an equal result.
+
+    Args:
+        reached: nodes through which a gradient flows to the inputs.
+        gradients: creates the error.
+    """
     if node.target is operator.getitem:
         return
     does = "takes a gradient"

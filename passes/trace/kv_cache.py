@@ -90,6 +90,11 @@ def _name_output_tensors(
 
     Identifiers are equal for tensors that were computed by the same operations. They are keyed by the path in the
     output. If forward raises an exception, it is returned in their place.
+
+    Args:
+        groups: groups of equal modules, of which only one member is run.
+        named: the mode that gives tensors identifiers.
+        run: calls forward, and returns its result or the exception that it raises.
     """
     for place, tensor in enumerate([*model.parameters(), *model.buffers()]):
         named.give(tensor, ("state", place))
@@ -110,6 +115,7 @@ def _standing_in(groups: Sequence[ModuleGroup], named: _TensorNamingMode) -> Ite
 
     Args:
         named: the mode that gives tensors identifiers.
+        groups: the groups of equal modules.
     """
     try:
         for group in groups:

@@ -66,10 +66,10 @@ class Unread:
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """Modules of the model that compute the same with different weights, such as the decoder layers, and their names.
+    """Modules of the model that compute the same with different weights, such as the decoder layers.
 
-    ``own`` lists, as (path of a submodule, attribute name), the attributes in which all members differ, such as an
-    index.
+    ``names``: the path of each of ``members`` in the model. ``own`` lists, as (path of a submodule, attribute name),
+    the attributes in which all members differ, such as an index.
     """
 
     members: tuple[nn.Module, ...]
@@ -111,6 +111,10 @@ def _with_own(members: Sequence[_Member], least: int) -> Iterable[ModuleGroup]:
     """Split modules that are equal except for integer and text attributes into groups.
 
     Within a group each such attribute has either one value for all members or a different value for each member.
+
+    Args:
+        members: (name, module, integer and text attributes) of each module.
+        least: number of members that a group must have.
     """
     if len(members) < least:
         return
@@ -141,9 +145,10 @@ def has_call_hooks(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Description:
-    """Key of a module that is equal for equal modules, and the integer and text attributes by (submodule path, name).
+    """What a module computes, for comparison with other modules.
 
-    The key has only the types of these attributes, because their values may differ.
+    ``key``: equal for modules that are equal except for the values of integer and text attributes. ``texts``: the
+    values of these attributes, by (submodule path, attribute name).
     """
 
     key: Any
@@ -337,7 +342,8 @@ class ParkedParameters:
     """Removes parameters of modules while the model is traced, because the time of a trace grows with their number.
 
     ``names`` has, for each such module by identity, the names of its parameters in the order of its submodules, and
-    ``None`` for each buffer. ``numbers`` gives each such module an index.
+    ``None`` for each buffer. ``numbers`` gives each such module an index, by the module's ``id``. ``parameters``: the
+    removed parameters, by name.
     """
 
     model: nn.Module

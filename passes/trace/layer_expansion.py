@@ -34,8 +34,9 @@ class Unrepeated(Exception):
 class _Body:
     """The traced operators of one call of a layer, which are copied for the calls of equal layers.
 
-    ``stack`` has the paths of the module calls around them, with the layer itself last. ``key`` is equal for bodies
-    with the same operators.
+    ``nodes``: the operators, in order. ``operands``: what the call reads. ``results``: the nodes whose values it
+    returns. ``stack`` has the paths of the module calls around them, with the layer itself last. ``key`` is equal for
+    bodies with the same operators.
     """
 
     nodes: list[fx.Node]
@@ -133,7 +134,11 @@ def in_order(captured: Captured, names: Iterable[str]) -> Captured:
 
 
 class _Restored:
-    """Creates placeholders for the parameters of modules that were removed while the model was traced."""
+    """Creates placeholders for the parameters of modules that were removed while the model was traced.
+
+    ``away``: for each such module, by number, its states in order; ``None`` for a state that the trace saw.
+    ``placeholders``: the state name of each new placeholder.
+    """
 
     def __init__(self, captured: Captured, away: Mapping[int, Sequence[ModelState | None]]) -> None:
         self.graph, self.away = captured.graph, away

@@ -91,6 +91,7 @@ class Journal(TorchFunctionMode):
             number: identifies the group of equal calls to which the nested call belongs.
             operands: tensors that the nested call reads.
             results: tensors that it returns.
+            mark: what :meth:`mark` returned before the nested call.
         """
         entries, held = mark
         del self.entries[entries:]
@@ -210,8 +211,10 @@ LAYER = torch.ops.partition.layer.default
 class _CallMemo:
     """Facts about equal calls: calls of modules of equal structure, with arguments of the same kind.
 
-    ``shown`` counts the calls that were run in full. ``leaves`` describes each value of the result: ("made", index of a
-    new tensor), ("operand", index of an operand that is returned unchanged) or ("plain", value).
+    ``number`` identifies the group of calls. ``shown`` counts the calls that were run in full. ``leaves`` describes
+    each value of the result: ("made", index of a new tensor), ("operand", index of an operand that is returned
+    unchanged) or ("plain", (type, value)). ``tree`` is the structure of the result. ``journal`` has the torch functions
+    that the first call called. ``alone``: each call must be traced, because the first could not stand for others.
     """
 
     number: int
@@ -226,8 +229,8 @@ class _CallMemo:
 class Repeats:
     """Groups of modules of equal structure, and what one trace found out about their calls.
 
-    ``refused`` lists the groups of which each call must be traced. ``away`` holds the parameters that are removed
-    during the trace.
+    ``memos`` has the facts about equal calls, by the index of their group and a key of the call. ``refused`` lists the
+    groups of which each call must be traced. ``away`` holds the parameters that are removed during the trace.
     """
 
     groups: list[ModuleGroup]
@@ -262,7 +265,9 @@ class Repeats:
         return Repeats([g for g in self.groups if g.names not in names])
 
     def refuse(self, number: int) -> None:
-        """Mark the group of modules of the memo ``number`` as one of which each call must be traced."""
+        """Mark a group of equal modules as one of which each call must be traced. ``number``: that of its
+        :class:`_CallMemo`.
+        """
         for (group, _), memo in self.memos.items():
             if memo.number == number:
                 self.refused.append(self.groups[group])
@@ -346,6 +351,12 @@ class Repeats:
         Returns the call's output and the list of its result tensors that are in the graph (empty if the call was not
         traced). The list is ``None`` if the first call cannot stand for others. Raises :class:`Unlike` if the second
         call differs from the first.
+
+        Args:
+            memo: facts about these equal calls.
+            call: the tensors that the call reads.
+            forward: runs the module and returns its output.
+            own: attributes in which the modules differ, as (path of a submodule, attribute name).
         """
         with _hide_own_attributes(module, own if memo.shown else ()):
             before, buffers = _read_module_state(module), _list_module_buffers(module)
@@ -371,6 +382,11 @@ class Repeats:
 
         The first is traced. The second is traced only if nothing else tells what it computes; otherwise it runs outside
         of the graph, and :class:`Unlike` is raised if it calls other torch functions than the first.
+
+        Args:
+            memo: facts about these equal calls.
+            call: the tensors that the call reads.
+            forward: runs the module and returns its output.
         """
         journal = Journal(call.operands)
         if memo.shown == 0:
@@ -403,7 +419,8 @@ class Repeats:
     def _stand_in(self, away: ParkedParameters, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Append an operator ``partition::layer`` in place of a call of a module whose parameters are removed.
 
-        Returns the call's output. Raises :class:`ParkedParameterError` if no equal call was run before.
+        ``away``: the removed parameters. ``index``: the index of the module's group. Returns the call's output. Raises
+        :class:`ParkedParameterError` if no equal call was run before.
         """
         again = id(module) in self._called
         self._called.add(id(module))
@@ -444,7 +461,12 @@ def _hide_own_attributes(module: nn.Module, own: tuple[tuple[str, str], ...]) ->
 
 @dataclass(frozen=True)
 class _RepeatedCall:
-    """The tensors that a call of a module reads, and a key that is equal for calls that run the same operators."""
+    """The tensors that a call of a module reads, and a key that is equal for calls that run the same operators.
+
+    ``operands``: the module's parameters and buffers, then the tensors among the arguments. ``versions``: torch's
+    counter of in-place writes to each operand before the call. ``given``: the positional and keyword arguments.
+    ``leaves``: the values in them, in order.
+    """
 
     operands: list[Tensor]
     key: Any

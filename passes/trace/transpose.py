@@ -42,9 +42,10 @@ ASKS_NUMBERS = (GuardOnDataDependentSymNode, DataDependentOutputException, Dynam
 class Transposed:
     """Transpose of a function ``backward(g) = B g + c``, as a graph.
 
-    The graph takes changes of the inputs and the tensors ``held`` that backward reads. It returns ``num_results``
-    changes of the results (by ``B`` transposed), and then the parts ``c`` for the inputs at the indices ``constant``.
-    ``complete`` is whether every result depends on every input and there is no ``c``.
+    ``backward`` maps gradients ``g`` of a function's results to gradients of its inputs; ``B`` is a matrix, and ``c``
+    does not depend on ``g``. The graph takes changes of the inputs and the tensors ``held`` that backward reads. It
+    returns ``num_results`` changes of the results (by ``B`` transposed), and then the parts ``c`` for the inputs at the
+    indices ``constant``. ``complete`` is whether every result depends on every input and there is no ``c``.
     """
 
     graph: fx.GraphModule
@@ -92,8 +93,9 @@ def transpose_backward(
 class _Traced:
     """Functional graph of a ``backward`` function.
 
-    ``seeds`` are the placeholders of the incoming gradients, ``held`` has the other tensors that it reads by
-    placeholder.
+    ``results``: the nodes of the gradients that it returns; ``None`` is zero. ``parts``: how each node's value depends
+    on the incoming gradients. ``seeds`` are the placeholders of the incoming gradients, ``held`` has the other tensors
+    that it reads by placeholder.
     """
 
     graph: fx.Graph
@@ -176,7 +178,9 @@ def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Tra
 
 
 class _Expressions:
-    """Gives expressions in graphs integer identifiers, which are equal for expressions of the same form."""
+    """Gives the values in graphs integer identifiers, which are equal for values that equal operators compute from
+    equal operands.
+    """
 
     def __init__(self) -> None:
         self.numbers: dict[Any, int] = {}
@@ -185,7 +189,7 @@ class _Expressions:
         """Return the identifiers of a graph's results; ``None`` for results that are zero.
 
         Args:
-            names: names for the graph's gradient inputs, in order.
+            names: an identifier for each of the graph's gradient inputs, in order.
             zeros: gradient inputs that are taken to be zero.
         """
         held_zero = [n for n, tensor in traced.held.items() if _is_zero(tensor)]
@@ -264,7 +268,11 @@ def _make_zeros_like(value: Tensor) -> Tensor:
 
 
 def _other_addend(node: fx.Node, parts: Mapping[fx.Node, AffinePart]) -> fx.Node | None:
-    """Return the operand that a sum is equal to because the other operand is zero; ``None`` if there is none."""
+    """Return the operand that a sum is equal to because the other operand is zero; ``None`` if there is none.
+
+    Args:
+        parts: how each node's value depends on the incoming gradients, and whether it is zero.
+    """
     if node.target is not aten.add.Tensor or node.kwargs:
         return None
     wanted = node.meta["val"]
@@ -392,6 +400,10 @@ def _drop_seeds(made: fx.GraphModule, num_seeds: int) -> None:
     """Remove the placeholders of gradients from a transposed graph, which a linear ``backward`` does not need.
 
     Raises :class:`NotAffine` if their values are read.
+
+    Args:
+        made: the transposed graph.
+        num_seeds: number of these placeholders, which are the first ones.
     """
     graph = made.graph
     for node in list(graph.nodes):

@@ -99,9 +99,9 @@ def stage_groups(
 
 
 def kinds_of(topology: Topology, rows: NDArray[np.int64], ring: bool = False) -> tuple[NDArray[np.int64], list[Group]]:
-    """Return for each row of device indices the number of its kind, and one group for each kind. Rows of one kind have
-    equal links. ``ring``: whether to compute the latency and bandwidth of ring neighbours, while all rows communicate.
-    """
+    """Return the number of the kind of each group of devices, and one :class:`Group` for each kind. Groups of one kind
+    have equal links. ``rows``: device indices, one group per row. ``ring``: whether to compute the latency and
+    bandwidth of ring neighbours, too, while all rows communicate."""
     if rows.shape[1] == 1:
         return np.zeros(len(rows), dtype=np.int64), [Group(1)]
     columns = list(_compute_cost_traits(topology, rows))
@@ -119,7 +119,8 @@ def kinds_of(topology: Topology, rows: NDArray[np.int64], ring: bool = False) ->
 
 
 def _compute_cost_traits(topology: Topology, rows: NDArray[np.int64]) -> Iterator[NDArray[np.float64]]:
-    """Yield columns with one number per row of devices. Rows that agree in all columns have groups of equal cost."""
+    """Yield columns with one number for each group of devices. Groups that agree in all columns have equal cost.
+    ``rows``: device indices, one group per row."""
     yield np.zeros(len(rows))
     for groups in topology.groups:
         yield from (column.astype(np.float64) for column in spread_of(groups[rows]))
@@ -137,9 +138,8 @@ def _compute_cost_traits(topology: Topology, rows: NDArray[np.int64]) -> Iterato
 
 
 def _own_kinds(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return for each row of devices a number that identifies the group formed by direct links of single pairs in it; 0
-    if no such link joins two of its devices.
-    """
+    """Return a number for each group of devices, equal for groups with equal direct links of single pairs; 0 if no such
+    link joins two devices of the group. ``rows``: device indices, one group per row."""
     paired = np.array(sorted({i for pair in topology.own_links for i in pair}))
     pairs = np.array(list(topology.own_links))
     numbers: dict[Group, int] = {}
@@ -169,15 +169,16 @@ def stage_links(topology: Topology, mesh: Mapping[str, int], devices: Devices = 
 def find_stage_link(
     topology: Topology, mesh: Mapping[str, int], stage: int, other: int, devices: Devices = None
 ) -> Link:
-    """Return the slowest of the links between the ranks of two pipeline stages, which all send at the same time."""
+    """Return the slowest of the links between the ranks of two pipeline stages, which all send at the same time.
+    ``stage``, ``other``: indices of the sending and the receiving stage. ``devices``: the device of each rank; ``None``
+    for device ``i`` of rank ``i``."""
     grid = map_ranks_to_devices(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
     return _slowest_links(topology, grid[stage : stage + 1], grid[other : other + 1])[0]
 
 
 def _slowest_links(topology: Topology, here: NDArray[np.int64], there: NDArray[np.int64]) -> tuple[Link, ...]:
     """Return for each row one link with the least bandwidth and the longest latency of its pairs of devices, which all
-    send at the same time.
-    """
+    send at the same time. ``here``, ``there``: indices of the sending and the receiving devices, of equal shape."""
     bandwidth, latency = links_at_once(topology, here, there)
     narrowest = np.lexsort((-latency, bandwidth), axis=1)[:, 0]
     return tuple(
@@ -190,8 +191,8 @@ def _slowest_links(topology: Topology, here: NDArray[np.int64], there: NDArray[n
 
 def stage_capacity(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[int, ...]:
     """Return for each pipeline stage the bytes that a rank may use: the usable memory of its smallest device, less what
-    the communication library keeps for the rank's groups.
-    """
+    the communication library needs for the rank's groups. ``devices``: the device of each rank; ``None`` for device
+    ``i`` of rank ``i``."""
     paces, of_device = topology.paces
     grid = map_ranks_to_devices(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
     each = np.array([topology.types[kind].communicator for kind, _ in paces], dtype=np.int64)[of_device]
@@ -221,9 +222,11 @@ def stage_paces(
 def replica_paces(
     topology: Topology, mesh: Mapping[str, int], devices: Devices = None
 ) -> tuple[NDArray[np.int64], list[tuple[tuple[str, float], ...]]]:
-    """Return the sets of (device type, speed factor) pairs of the devices of each ``dp`` rank in each pipeline stage.
+    """Return for each data-parallel rank in each pipeline stage the set of (device type, speed factor) pairs that its
+    devices have.
 
-    The first result has the number of the set, shape ``[pp, dp]``; the second has the set of each number.
+    Equal sets have one number. The first result has the number of the set, shape ``[pp, dp]``; the second lists the
+    sets by number.
     """
     paces, of_device = topology.paces
     grid = of_device[map_ranks_to_devices(topology, mesh, devices)].reshape(mesh.get("pp", 1), mesh.get("dp", 1), -1)
@@ -234,11 +237,12 @@ def replica_paces(
 def replica_groups(
     topology: Topology, mesh: Mapping[str, int], dp: int, *axes: str, devices: Devices = None, ring: bool = False
 ) -> tuple[NDArray[np.int64], list[Group]]:
-    """Return the slowest group over ``axes`` (without ``pp``) inside each of ``dp`` replicas in each pipeline stage.
+    """Return the slowest group over ``axes`` (without ``pp``) inside each of ``dp`` replicas of the model in each
+    pipeline stage.
 
-    The first result has the number of the group, shape ``[pp, dp]``; the second has the group of each number. ``ring``:
-    whether to compute the latency and bandwidth of ring neighbours, too. The ranks of a replica are consecutive in
-    ``mesh``.
+    Equal groups have one number. The first result has the number of the group, shape ``[pp, dp]``; the second lists the
+    groups by number. ``ring``: whether to compute the latency and bandwidth of ring neighbours, too. The ranks of a
+    replica are consecutive in ``mesh``.
     """
     assert "pp" not in axes, axes
     kinds, groups = kinds_of(topology, map_ranks_to_devices(topology, mesh, devices)[rank_grid(mesh, *axes)], ring)
@@ -248,9 +252,8 @@ def replica_groups(
 
 
 def _find_kind_sets(kinds: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], list[list[int]]]:
-    """Return the sets of kinds that occur along the last dim of ``kinds``: an array with the number of the set, and the
-    sets. ``count``: the number of kinds.
-    """
+    """Return which kinds occur in each row of ``kinds`` (along its last dim): an array with the number of the set of
+    kinds, and the list of these sets. ``kinds``: numbers below ``count``."""
     shape, rows = kinds.shape[:-1], kinds.reshape(-1, kinds.shape[-1])
     if count == 1:
         return np.zeros(shape, dtype=np.int64), [[0]]
@@ -272,11 +275,11 @@ def reference_type(topology: Topology) -> str:
 
 
 def is_nested(sizes: Iterable[int], steps: Sequence[int]) -> bool:
-    """Whether a mesh divides ranks into groups that are all alike, on a placement whose nesting has the steps
-    ``steps``.
+    """Whether all groups of each axis of a mesh have equal links, on a placement that divides each axis into factors,
+    one for each level of links (inside a node, between nodes, ...).
 
-    ``sizes``: the axis sizes of the mesh, the innermost first. True if no axis combines a part of a level's factor with
-    something else.
+    ``sizes``: the axis sizes of the mesh, the innermost first. ``steps``: the ascending numbers of consecutive ranks
+    after which a factor ends. True if no axis of the mesh combines a part of a factor with something else.
     """
     for product in accumulate(sizes, mul):
         above = bisect_left(steps, product)

@@ -265,9 +265,8 @@ def draw_text(
 
 
 def draw_text_span(parent: ET.Element, content: str, *, size: float, fill: str, gap: float) -> ET.Element:
-    """Append text to the text element ``parent``, ``gap`` pixels after its present end, in normal weight, and return
-    it.
-    """
+    """Append text to the text element ``parent``, in normal weight, and return the new element. ``size``: of the
+    letters, in pixels. ``fill``: name of the colour. ``gap``: pixels between the earlier text and this one."""
     attributes = {
         "font-size": format_coordinate(size),
         "font-weight": "400",
@@ -283,9 +282,8 @@ _NARROW, _WIDE = frozenset("iljtfrI.,:;'|!()[] -·"), frozenset("mwMWQ%@→×")
 
 
 def text_width(content: str, size: float, bold: bool = False) -> float:
-    """Return an estimate of the width of ``content`` in pixels. Exact widths depend on the reader's fonts, so the
-    estimate is rather too wide.
-    """
+    """Return an estimate of the width of ``content`` in pixels. ``size``: of the letters, in pixels. Exact widths
+    depend on the reader's fonts, so the estimate is rather too wide."""
     width = 0.0
     for char in content:
         if char in _NARROW:
@@ -315,7 +313,8 @@ _MARGIN, _GAP, _SWATCH = 20.0, 26.0, 11.0
 
 
 def _wrap_words(content: str, size: float, width: float) -> list[str]:
-    """Return ``content`` broken into lines of whole words that fit into ``width`` pixels."""
+    """Return ``content`` broken into lines of whole words that fit into ``width`` pixels. ``size``: of the letters, in
+    pixels."""
     lines: list[str] = []
     for word in content.split():
         longer = f"{lines[-1]} {word}" if lines else word
@@ -379,7 +378,9 @@ _BAR_WIDTH, _BAR_HEIGHT = 110.0, 8.0
 class CardRow:
     """A line of a card: a colour swatch, text, a muted ``aside`` after it, and ``columns`` aligned to the right.
 
-    ``bar``: a fraction of 1 that is drawn as a bar before the text; ``None`` for no bar.
+    ``size``: of the letters, in pixels. ``fill``, ``swatch``: names of the colours of the text and the swatch; no
+    swatch if empty. ``bar``: a fraction of 1 that is drawn as a bar before the text; ``None`` for no bar. ``space``:
+    pixels above the line.
     """
 
     text: str
@@ -465,9 +466,8 @@ def _draw_row(parent: ET.Element, row: CardRow, x: float, base: float) -> None:
 
 
 def wrap_names(prefix: str, names: Sequence[str], most_lines: int = 2, longest: int = 52) -> list[str]:
-    """Return ``prefix`` and ``names`` as at most ``most_lines`` lines. Names that do not fit are replaced by their
-    number.
-    """
+    """Return ``prefix`` and ``names`` as at most ``most_lines`` lines of about ``longest`` characters. Names that do
+    not fit are replaced by their number."""
     lines: list[str] = []
     line = prefix
     for i, name in enumerate(names):

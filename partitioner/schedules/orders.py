@@ -49,11 +49,12 @@ def zero_bubble_2p(p: int, m: int, v: int) -> tuple[Order, ...]:
 
 
 def _alternate_forwards_backwards(p: int, m: int, v: int, ahead: int, behind: int | None) -> Order:
-    """Return the order of one rank: first some warm-up forwards, then forwards and backwards in alternation.
+    """Return the order of actions of one of ``p`` ranks: first some warm-up forwards, then forwards and backwards in
+    alternation. ``m``, ``v``: numbers of microbatches and of the rank's virtual stages.
 
-    The warm-up covers all but one of the rank's ``v`` virtual stages for the first round of microbatches, plus
-    ``ahead`` forwards. ``behind``: number of backwards for inputs by which each backward for weights is delayed;
-    ``None``: backwards are not split.
+    The warm-up covers all but one of the virtual stages for the first round of microbatches, plus ``ahead`` forwards.
+    ``behind``: number of backwards for inputs by which each backward for weights is delayed; ``None``: backwards are
+    not split.
     """
     sizes = split_into_rounds(p, m)
     forwards = _by_round(sizes, range(v))
@@ -113,9 +114,9 @@ def _zero_bubble_v(p: int, s: int, m: int) -> list[Action]:
 
 def dual_pipe_v(p: int, m: int, v: int) -> tuple[Order, ...]:
     """Return the order of actions of each of ``p`` ranks under DualPipe-V (DeepSeek-AI 2024,
-    github.com/deepseek-ai/DualPipe), with ``m`` microbatches and two virtual stages per rank. Forwards of one are next
-    to backwards of the other. DualPipe runs these two at the same time; here they are consecutive, and computation
-    hides their transfers."""
+    github.com/deepseek-ai/DualPipe), with ``m`` microbatches and two virtual stages per rank. Forwards in one virtual
+    stage come next to backwards in the other. DualPipe runs these two at the same time; here they are consecutive, and
+    computation hides their transfers."""
     return _joined_first(_drop_missing_microbatches(_dual_pipe_v(p, s, max(m, 2 * p)), m) for s in range(p))
 
 
@@ -194,8 +195,9 @@ def _joined_first(orders: Iterable[Order]) -> tuple[Order, ...]:
 
 
 def merge_backward_halves(order: Iterable[Action], chunk: int) -> Order:
-    """Return the rank's ``order`` of actions with whole backwards in place of adjacent halves. In virtual stage
-    ``chunk`` of the rank, each pair of ``I`` and ``W`` of one microbatch becomes one ``B``."""
+    """Return a rank's ``order`` of actions with whole backwards in place of adjacent halves. In one virtual stage, each
+    ``I`` (backward for inputs) next to the ``W`` (for weights) of the same microbatch becomes one ``B``. ``chunk``:
+    index of this virtual stage on the rank."""
     result: list[Action] = []
     for action in order:
         before = result[-1] if result else None

@@ -83,8 +83,8 @@ def takes_constraints(ctx: Any) -> bool:
 
 
 def _is_of_the_command_line(error: Exception) -> bool:
-    """Whether ``error`` is handled by typer or the caller and must not become a panel here: an ``OSError``, or an
-    exception with which typer ends a command."""
+    """Whether ``error`` must pass through :func:`typed_errors` unchanged, because it is handled elsewhere: an
+    ``OSError``, or an exception with which typer ends a command."""
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in ("click", "typer")
 
 

@@ -95,8 +95,8 @@ class Panel:
 
 def stage_panel(header: Card, groups: Sequence[CallGroup], flows: Sequence[ValueFlow], tooltip: str) -> Panel:
     """Return the panel of a stage with a card for each of ``groups`` (runs of repeated blocks, such as decoder layers)
-    and curves for those of ``flows`` (values passed between groups) that stay inside the stage.
-    """
+    and curves for those of ``flows`` (values passed between groups) that stay inside the stage. ``header``: the card at
+    the top. ``tooltip``: that of the panel."""
     names = {(g.stage, g.index): f"g{g.index}" for g in groups}
     cards = {names[g.stage, g.index]: group_card(g) for g in groups}
     within = [f for f in flows if f.source in names and f.target in names]
@@ -270,10 +270,9 @@ class StageCluster:
 
 
 def clusters_of(whole: Outline) -> list[StageCluster]:
-    """Return the pipeline stages of a program's outline as clusters, which are drawn as one panel each. Runs of at
-    least three equal stages form one cluster if there are more than ``MOST_STAGES`` stages; every other stage forms its
-    own.
-    """
+    """Return the pipeline stages of the outline ``whole`` as clusters, which are drawn as one panel each. If there are
+    more than ``MOST_STAGES`` stages, runs of at least three equal stages form one cluster. Every other stage forms its
+    own."""
     if len(whole.stages) <= MOST_STAGES:
         return [StageCluster(stage, (stage.index,)) for stage in whole.stages]
     runs: list[StageCluster] = []

@@ -222,9 +222,8 @@ class WireLanes:
         return text_width(self.wires[run.wire].label, _LABEL_SIZE) / 2 + 8
 
     def middle(self, run: _WireRun) -> float:
-        """Return the x coordinate of the centre of a segment's label: the middle of the segment, moved if the label
-        would leave the picture.
-        """
+        """Return the x coordinate of the centre of the label at the segment ``run``: the middle of the segment, moved
+        if the label would leave the picture."""
         half = self._compute_label_half(run)
         return max(half, min((run.start + run.end) / 2, self.right - half))
 

@@ -116,8 +116,9 @@ def _in_time(
 ) -> Iterator[tuple[MemoryMoment, float, float]]:
     """Yield (memory at one moment, start, end) in seconds for each layer that a forward or backward instruction runs.
 
-    ``span``: the simulated instruction. ``moments``: the memory while each of its layers runs. The instruction's time
-    is divided in proportion to the predicted times of the layers. ``stage``: index of the stage.
+    ``span``: the simulated instruction. ``moments``: the memory while each of its layers runs. ``durations``: the
+    predicted seconds of the layers, in proportion to which the instruction's time is divided. ``facts``: the analysis
+    of the program. ``stage``: index of the stage.
     """
     part = {"F": "F", "B": "B", "I": "I", "W": "W"}.get(span.instruction.op)
     if part is None or not moments:
@@ -228,7 +229,8 @@ class _MemoryChart:
         self.draw_tooltip_areas(root, columns, top)
 
     def find_fullest_moments(self, stage: int) -> list[MemoryLevel]:
-        """Return for each column of pixels the interval with the most memory in it."""
+        """Return for each column of pixels the interval with the most memory in it. ``stage``: index of the stage whose
+        memory is drawn."""
         count = int(_WIDTH / _COLUMN)
         fullest: list[MemoryLevel | None] = [None] * count
         for level in self.stages[stage]:

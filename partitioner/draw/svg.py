@@ -195,9 +195,8 @@ def draw_rectangle(
     stroke: str | None = None,
     radius: float = 0.0,
 ) -> ET.Element:
-    """Append a rectangle and return it. ``fill`` and ``stroke``: names of colours; a fill of ``"hatched"`` marks idle
-    time.
-    """
+    """Append a rectangle and return it. ``x``, ``y``: the top left corner. ``fill`` and ``stroke``: names of colours; a
+    fill of ``"hatched"`` marks idle time. ``radius``: of the corners, in pixels."""
     attributes = {
         "x": format_coordinate(x),
         "y": format_coordinate(y),
@@ -245,9 +244,8 @@ def draw_text(
     anchor: str = "start",
     bold: bool = False,
 ) -> ET.Element:
-    """Append a line of text whose baseline is at ``y`` and return it. ``anchor``: ``start``, ``middle`` or ``end``,
-    which says where ``x`` is.
-    """
+    """Append a line of text whose baseline is at ``y`` and return it. ``size``: of the letters, in pixels. ``fill``:
+    name of the colour. ``anchor``: ``start``, ``middle`` or ``end``, which says where ``x`` is."""
     attributes = {
         "x": format_coordinate(x),
         "y": format_coordinate(y),

@@ -107,7 +107,7 @@ class TimeScale:
 
 def find_folds(bars: Sequence[Drawn], num_stages: int) -> tuple[Fold, ...]:
     """Return the runs of equal periods in a timeline that are worth drawing once, in order of time; at most four. A
-    period that is drawn may contain another run. ``bars``: all instructions."""
+    period that is drawn may contain another run. ``bars``: all instructions of all ``num_stages`` pipeline stages."""
     computing = [b for b in bars if b.instruction.op in "FBI" and b.instruction.calls]
     if not computing:
         return ()

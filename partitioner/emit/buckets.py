@@ -155,8 +155,9 @@ def follow_buckets(
     """Return buckets with the same parameters as those of another program, such as the training program for an
     evaluation program. Each has the place in this program where its reduction starts.
 
-    ``buckets``: for each bucket of the other program, the names of its parameters. The other arguments are those of
-    :func:`plan_buckets`. A bucket whose parameters have no gradient here only gathers parameters.
+    ``buckets``: for each bucket of the other program, the names of its parameters. ``stage``, ``order``, ``gradients``,
+    ``adds``, ``zero``: of this program, as in :func:`plan_buckets`. A bucket whose parameters have no gradient here
+    only gathers parameters.
     """
     here = {g.state: g for g in gradients}
     planned = []

@@ -33,7 +33,8 @@ class Fetch:
 
 def plan_fetches(orders: Sequence[Order], routes: Routes, train: bool) -> list[list[list[Fetch]]]:
     """Return the transfers that each rank receives before each of its actions, indexed by rank and by the index of the
-    action in the rank's order. ``orders``: the actions of each rank. ``train``: whether gradients are sent, too."""
+    action in the rank's order. ``orders``: the actions of each rank. ``routes``: the values that are sent between
+    virtual stages. ``train``: whether gradients are sent, too."""
     own = group_stages_by_rank(routes.ranks, len(orders))
     sent: dict[Channel, list[Fetch]] = {}
     for rank, order in enumerate(orders):

@@ -200,9 +200,8 @@ def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceT
 
 
 def _product_rates(samples: Sequence[KernelSample], device: DeviceType) -> dict[float, float]:
-    """Return the FLOP/s of matrix products by min(M, N, K). Each has the least relative errors, and counts only the
-    time that is left after launch and memory traffic.
-    """
+    """Return the FLOP/s of matrix products by min(M, N, K). Each has the least relative errors over the samples with
+    this value, and counts only the time that is left after launch and memory traffic."""
     found: dict[float, list[tuple[KernelSample, float]]] = {}
     for s in samples:
         found.setdefault(s.kernel.smallest, []).append((s, _without_products(s.kernel, device)))

@@ -1,6 +1,6 @@
 """Measurements that run on every rank: kernels, shared cores, and the overlap of computation with a collective.
 
-All functions are called on every rank at the same time and return plain data.
+All functions are called on every rank together. Their results hold no tensors, so that ranks can send them.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def time_sharing(active: Sequence[int], repeats: int, budget_s: float) -> list[l
 
 def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:
     """Return ``repeats`` measurements of matrix products alone, an all-reduce over ``num_ranks`` ranks alone, and both
-    started together; an empty list on ranks outside the group. A time is that of the slowest rank.
-    """
+    started together; an empty list on ranks outside the group. ``kind``: ``cuda`` or ``cpu``. A time is that of the
+    slowest rank."""
     device = open_device(kind)
     communicator = TorchCommunicator(dist.get_world_size(), device)
     ranks = tuple(range(num_ranks))

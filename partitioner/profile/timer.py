@@ -1,6 +1,6 @@
 """Timing on a device that other programs may also use, and records of measured times.
 
-The records are plain data. Ranks send them to each other, and the fits read them.
+The records hold no tensors, so that ranks can send them to each other. The fits read them.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ def follow_all(
 ) -> NDArray[np.float64]:
     """Return the makespan in seconds for each of ``n`` sets of phases on one timetable, shape ``[n]``.
 
-    ``phases``: shape ``[n, virtual stages, 5]``, with the fields of :class:`Phases` in order. The other arguments are
-    those of :func:`compute_makespan`.
+    ``phases``: shape ``[n, virtual stages, 5]``, with the fields of :class:`Phases` in order. ``train`` and
+    ``overlap_steps``: as in :func:`compute_makespan`.
     """
     waits = waits_of(table, train)
     kinds = [phases[:, :, list(parts)].sum(axis=2) * (train or k == "F") for k, parts in PARTS.items()]
@@ -96,10 +96,11 @@ def longest_path(
     table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False
 ) -> tuple[float, NDArray[np.float64]]:
     """Return the seconds of the longest path through the actions, and how often each phase is on it, shape ``[virtual
-    stages, 5]`` in the order of the fields of :class:`Phases`.
+    stages, 5]`` in the order of the fields of :class:`Phases`. ``phases``: the times of each virtual stage.
 
     With ``overlap_steps``, the seconds are the step time in steady state. The counts then describe the longest path
-    from the first to the last action of the slowest rank, which may be shorter.
+    from the first to the last action of the slowest rank, which may be shorter. Without ``train`` backwards take no
+    time.
     """
     waits, of_kinds, sent = waits_of(table, train), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:

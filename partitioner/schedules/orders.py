@@ -15,14 +15,16 @@ from partitioner.schedules.actions import Action, ActionKind, Order
 
 def gpipe(p: int, m: int, v: int) -> tuple[Order, ...]:
     """Return the order of actions of each of ``p`` ranks under GPipe (Huang et al. 2019): all forwards, then all
-    backwards of ``m`` microbatches. All microbatches are in flight at once."""
+    backwards of ``m`` microbatches. All microbatches are in flight at once. Each rank has one virtual stage, so ``v``
+    is not used."""
     order = tuple(Action(kind, i) for kind in ("F", "B") for i in range(m))
     return (order,) * p
 
 
 def one_forward_one_backward(p: int, m: int, v: int) -> tuple[Order, ...]:
     """Return the order of actions of each of ``p`` ranks under 1F1B (Narayanan et al. 2019, 2021) for ``m``
-    microbatches. Rank ``s`` has at most ``min(p - s, m)`` microbatches in flight."""
+    microbatches. Rank ``s`` has at most ``min(p - s, m)`` microbatches in flight. Each rank has one virtual stage, so
+    ``v`` is not used."""
     return tuple(_alternate_forwards_backwards(p, m, 1, p - s - 1, None) for s in range(p))
 
 
@@ -42,9 +44,9 @@ def zero_bubble_1p(p: int, m: int, v: int) -> tuple[Order, ...]:
 
 
 def zero_bubble_2p(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the order of actions of each of ``p`` ranks under ZB-2p (Qi et al. 2023, ZB-H2), with ``m`` microbatches.
-    Each rank runs twice as many forwards before its first backward as in ZB-1p. There is no bubble if the forward and
-    both halves of the backward take equally long."""
+    """Return the order of actions of each of ``p`` ranks under ZB-2p (Qi et al. 2023, ZB-H2), with ``m`` microbatches
+    and ``v`` virtual stages on each rank. Each rank runs twice as many forwards before its first backward as in ZB-1p.
+    There is no bubble if the forward and both halves of the backward take equally long."""
     return _joined_first(_alternate_forwards_backwards(p, m, v, 2 * (p - s - 1), 2 * s) for s in range(p))
 
 
@@ -79,8 +81,9 @@ def split_into_rounds(p: int, m: int) -> list[int]:
 
 
 def _by_round(sizes: Iterable[int], chunks: Iterable[int]) -> list[tuple[int, int]]:
-    """Return (microbatch, chunk) pairs in the order of execution: round by round, and within a round chunk by chunk. A
-    chunk is a virtual stage of the rank. ``sizes``: number of microbatches of each round."""
+    """Return (microbatch, virtual stage) pairs in the order of execution: round by round, and within a round one
+    virtual stage after the other. ``sizes``: number of microbatches of each round. ``chunks``: the rank's virtual
+    stages (their indices on the rank) in the order in which a round passes through them."""
     pairs, first = [], 0
     order = list(chunks)
     for size in sizes:

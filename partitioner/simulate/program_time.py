@@ -102,7 +102,7 @@ def simulate_plan(plan: HasProgram, facts: ProgramFacts | None = None) -> Simula
 
 def simulate_plan_seconds(plan: HasProgram, facts: ProgramFacts | None = None) -> float:
     """Return the seconds of one step of ``plan``. This is the step time that :func:`simulate_plan` finds, but it is
-    faster to compute."""
+    faster to compute. ``facts``: the analysis of the plan's program, if it exists already."""
     overlap = steps_overlap(plan)
     pipelines = _list_pipelines(plan, facts or ProgramFacts(plan.program))
     return max(simulate_step_time(own, durations, overlap_steps=overlap) for durations, own, _ in pipelines)

@@ -35,9 +35,8 @@ Devices = NDArray[np.int64] | Sequence[int] | None  # by rank; None: each rank o
 
 
 def rank_grid(mesh: Mapping[str, int], *axes: str) -> NDArray[np.int64]:
-    """Return the ranks of every group over ``axes``, shape ``[num_groups, group_size]``, each row in ascending
-    order.
-    """
+    """Return the ranks of every group over ``axes``, shape ``[num_groups, group_size]``, each row in ascending order.
+    ``mesh``: number of ranks by axis."""
     sizes = [mesh.get(axis, 1) for axis in AXES]
     grid = np.arange(math.prod(sizes)).reshape(sizes)
     inner = [AXES.index(axis) for axis in AXES if axis in axes]
@@ -46,9 +45,8 @@ def rank_grid(mesh: Mapping[str, int], *axes: str) -> NDArray[np.int64]:
 
 
 def expert_grid(mesh: Mapping[str, int], etp: int = 0) -> NDArray[np.int64]:
-    """Return the ranks of every group over ``ep``, one group per row. ``etp``: ranks that share one expert; 0 means
-    ``tp``.
-    """
+    """Return the ranks of every group over ``ep``, one group per row. ``mesh``: number of ranks by axis. ``etp``:
+    number of ranks that share one expert; 0 means ``tp``."""
     sizes = expert_mesh(mesh, etp)
     return np.arange(num_ranks(mesh)).reshape(-1, sizes["ep"], sizes["etp"]).transpose(0, 2, 1).reshape(-1, sizes["ep"])
 
@@ -69,8 +67,8 @@ def map_ranks_to_devices(topology: Topology, mesh: Mapping[str, int], devices: D
 
 def axis_groups(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> list[Group]:
     """Return the distinct communication groups that the ranks form over the mesh axes ``axes``; groups with equal links
-    count once. ``devices``: the device of each rank; ``None`` for device ``i`` of rank ``i``.
-    """
+    count once. ``mesh``: number of ranks by axis. ``devices``: the device of each rank; ``None`` for device ``i`` of
+    rank ``i``."""
     return row_groups(topology, map_ranks_to_devices(topology, mesh, devices)[rank_grid(mesh, *axes)])
 
 
@@ -82,9 +80,8 @@ def row_groups(topology: Topology, rows: NDArray[np.int64]) -> list[Group]:
 
 
 def axis_group(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> Group:
-    """Return the slowest communication group that the ranks form over the mesh axes ``axes``. ``devices``: the device
-    of each rank; ``None`` for device ``i`` of rank ``i``.
-    """
+    """Return the slowest communication group that the ranks form over the mesh axes ``axes``. ``mesh``: number of ranks
+    by axis. ``devices``: the device of each rank; ``None`` for device ``i`` of rank ``i``."""
     return select_slowest_group(axis_groups(topology, mesh, *axes, devices=devices))
 
 
@@ -92,7 +89,10 @@ def stage_groups(
     topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None, ring: bool = False
 ) -> tuple[Group, ...]:
     """Return for each pipeline stage the slowest of the communication groups that its ranks form over the mesh axes
-    ``axes`` (without ``pp``). ``ring``: whether to compute the latency and bandwidth of ring neighbours, too.
+    ``axes`` (without ``pp``).
+
+    ``mesh``: number of ranks by axis. ``devices``: the device of each rank; ``None`` for device ``i`` of rank ``i``.
+    ``ring``: whether to compute the latency and bandwidth of ring neighbours, too.
     """
     numbers, groups = replica_groups(topology, mesh, 1, *axes, devices=devices, ring=ring)
     return tuple(groups[k] for k in numbers[:, 0].tolist())
@@ -158,9 +158,9 @@ def stage_ranks(mesh: Mapping[str, int]) -> list[range]:
 
 
 def stage_links(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[Link, ...]:
-    """Return for each pair of consecutive pipeline stages the slowest of the links between their ranks, which all send
-    at the same time. Empty for a single stage.
-    """
+    """Return for each pair of consecutive pipeline stages the slowest of the links between their ranks, while all ranks
+    of a stage send. Empty for a single stage. ``mesh``: number of ranks by axis. ``devices``: the device of each rank;
+    ``None`` for device ``i`` of rank ``i``."""
     stages = mesh.get("pp", 1)
     grid = map_ranks_to_devices(topology, mesh, devices).reshape(stages, -1)
     return _slowest_links(topology, grid[:-1], grid[1:]) if stages > 1 else ()
@@ -169,16 +169,17 @@ def stage_links(topology: Topology, mesh: Mapping[str, int], devices: Devices = 
 def find_stage_link(
     topology: Topology, mesh: Mapping[str, int], stage: int, other: int, devices: Devices = None
 ) -> Link:
-    """Return the slowest of the links between the ranks of two pipeline stages, which all send at the same time.
-    ``stage``, ``other``: indices of the sending and the receiving stage. ``devices``: the device of each rank; ``None``
-    for device ``i`` of rank ``i``."""
+    """Return the slowest of the links between the ranks of two pipeline stages, while all ranks of a stage send.
+    ``mesh``: number of ranks by axis. ``stage``, ``other``: indices of the sending and the receiving stage.
+    ``devices``: the device of each rank; ``None`` for device ``i`` of rank ``i``."""
     grid = map_ranks_to_devices(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
     return _slowest_links(topology, grid[stage : stage + 1], grid[other : other + 1])[0]
 
 
 def _slowest_links(topology: Topology, here: NDArray[np.int64], there: NDArray[np.int64]) -> tuple[Link, ...]:
-    """Return for each row one link with the least bandwidth and the longest latency of its pairs of devices, which all
-    send at the same time. ``here``, ``there``: indices of the sending and the receiving devices, of equal shape."""
+    """Return for each row one link with the least bandwidth and the longest latency of the pairs of devices in that
+    row, while all pairs communicate. ``here``, ``there``: indices of the sending and the receiving devices, of equal
+    shape."""
     bandwidth, latency = links_at_once(topology, here, there)
     narrowest = np.lexsort((-latency, bandwidth), axis=1)[:, 0]
     return tuple(
@@ -211,7 +212,8 @@ def num_communicators(mesh: Mapping[str, int]) -> int:
 def stage_paces(
     topology: Topology, mesh: Mapping[str, int], devices: Devices = None
 ) -> tuple[tuple[tuple[str, float], ...], ...]:
-    """Return for each pipeline stage the distinct (device type, speed factor) pairs of its devices."""
+    """Return for each pipeline stage the distinct (device type, speed factor) pairs of its devices. ``mesh``: number of
+    ranks by axis. ``devices``: the device of each rank; ``None`` for device ``i`` of rank ``i``."""
     paces, of_device = topology.paces
     if len(paces) == 1:
         return (tuple(paces),) * mesh.get("pp", 1)
@@ -223,7 +225,8 @@ def replica_paces(
     topology: Topology, mesh: Mapping[str, int], devices: Devices = None
 ) -> tuple[NDArray[np.int64], list[tuple[tuple[str, float], ...]]]:
     """Return for each data-parallel rank in each pipeline stage the set of (device type, speed factor) pairs that its
-    devices have.
+    devices have. ``mesh``: number of ranks by axis. ``devices``: the device of each rank; ``None`` for device ``i`` of
+    rank ``i``.
 
     Equal sets have one number. The first result has the number of the set, shape ``[pp, dp]``; the second lists the
     sets by number.
@@ -291,9 +294,9 @@ def is_nested(sizes: Iterable[int], steps: Sequence[int]) -> bool:
 def first_group(
     topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None, ring: bool = False
 ) -> Group:
-    """Return the group over ``axes`` that contains rank 0. ``ring``: whether to compute the latency and bandwidth of
-    ring neighbours, too.
-    """
+    """Return the group over ``axes`` that contains rank 0. ``mesh``: number of ranks by axis. ``devices``: the device
+    of each rank; ``None`` for device ``i`` of rank ``i``. ``ring``: whether to compute the latency and bandwidth of
+    ring neighbours, too."""
     on = map_ranks_to_devices(topology, mesh, devices).reshape(-1)
     if ring:
         rows = select_card_neighbours(topology, on[rank_grid(mesh, *axes)])

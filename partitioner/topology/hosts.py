@@ -73,7 +73,7 @@ def has_disks(topology: Topology) -> bool:
 
 
 def least_share(shares: Sequence[HostShare | None]) -> HostShare | None:
-    """Return the least of several host shares, field by field; ``None`` if one of them is ``None``."""
+    """Return a host share with the worst value of ``shares`` in each field; ``None`` if one of them is ``None``."""
     known = [share for share in shares if share is not None]
     if len(known) < len(shares):
         return None

@@ -139,7 +139,8 @@ def _require_same_links(topology: Topology, smaller: Topology, numbers: Sequence
 
 
 def _format_devices(topology: Topology, gone: Marks) -> str:
-    """Return a text that names the removed devices: whole nodes by number, and others by name."""
+    """Return a text that names the removed devices: whole nodes by number, and others by name. ``gone``: for each
+    device of ``topology``, whether it is removed."""
     whole, single = [], []
     for node in np.unique(topology.node_of[gone]).tolist():
         of_node = np.flatnonzero(topology.node_of == node)

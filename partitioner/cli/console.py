@@ -30,8 +30,8 @@ UsageError: type[Exception] = BadParameter.__mro__[1]  # of click, or of typer's
 
 
 class Commands(TyperGroup):
-    """A group of commands that prints errors as panels. The exit code is 2 for errors of the user, 3 for faults of the
-    partitioner, and 130 for Ctrl-C.
+    """A group of commands of the command line that shows errors as panels. The exit code is 2 for errors of the user, 3
+    for faults of the partitioner, and 130 for Ctrl-C.
 
     ``--debug`` anywhere on the line before ``--`` makes errors show their traceback.
     """
@@ -83,18 +83,17 @@ def takes_constraints(ctx: Any) -> bool:
 
 
 def _is_of_the_command_line(error: Exception) -> bool:
-    """Whether an exception passes to the handlers of the command line unchanged: an ``OSError``, or one with which
-    typer ends a command.
-    """
+    """Whether ``error`` must pass through :func:`typed_errors` unchanged, because it is handled elsewhere: an
+    ``OSError``, or an exception with which typer ends a command."""
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in ("click", "typer")
 
 
 class OptionError(PartitionError):
-    """A command has no option of this name. The message names the one that has this meaning."""
+    """Error: a command has no option of the given name. The message names the option with the meant meaning."""
 
 
 class FileError(PartitionError):
-    """A file cannot be read or written."""
+    """Error: a file cannot be read or written."""
 
 
 def check_outputs(*paths: Path | None) -> None:

@@ -65,7 +65,8 @@ Meta = Annotated[bool, typer.Option("--meta", help="Make the model without memor
 
 
 def format_examples(*lines: str) -> str:
-    """Return the section with examples at the end of a command's help, in Markdown."""
+    """Return the section with examples at the end of a command's help, in Markdown. ``lines``: one command line for
+    each example."""
     return "**Examples**\n\n" + "\n\n".join(f"`{line}`" for line in lines)
 
 
@@ -98,9 +99,8 @@ def all_constraints(given: Mapping[str, Any], more: str | None) -> dict[str, Any
 
 @dataclass(frozen=True)
 class TargetModel:
-    """The result of the user's model function. ``inputs`` and ``loss`` are ``None`` if the function did not return
-    them.
-    """
+    """What the user's model function returned: the model, and if it returned them the model's inputs and the loss
+    function. Otherwise ``inputs`` and ``loss`` are ``None``."""
 
     model: nn.Module
     inputs: Any = None
@@ -168,8 +168,7 @@ def _find_user_function(module: ModuleType, where: str, name: str) -> Callable[[
 @contextlib.contextmanager
 def _blame_user_code(where: str) -> Iterator[None]:
     """Convert exceptions in the block, which runs the user's code, into :class:`TargetError` with the line that failed.
-    ``where``: the name of the code.
-    """
+    ``where``: the name of the code in the message."""
     try:
         yield
     except PartitionError:

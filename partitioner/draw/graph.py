@@ -69,9 +69,12 @@ _PAD = 14.0
 
 @dataclass(frozen=True)
 class Panel:
-    """The contents of a stage's panel and their sizes in pixels. ``header``: the card at the top. ``cards``: one card
-    for each run of repeated blocks, by name, at the positions in ``layout``. ``tips``: the tooltip of each card.
-    ``tooltip``: that of the panel.
+    """What is drawn for one pipeline stage.
+
+    ``header``: the card at the top. ``cards``: one card for each run of repeated blocks, by name. ``tips``: the tooltip
+    of each card, by the same names. ``layout``: the positions of the cards and of the curves between them, in pixels.
+    ``flows``: the curves, as (name of the source card, name of the target card, tooltip). ``tooltip``: that of the
+    whole panel.
     """
 
     header: Card
@@ -92,8 +95,8 @@ class Panel:
 
 def stage_panel(header: Card, groups: Sequence[CallGroup], flows: Sequence[ValueFlow], tooltip: str) -> Panel:
     """Return the panel of a stage with a card for each of ``groups`` (runs of repeated blocks, such as decoder layers)
-    and curves for those of ``flows`` (values passed between groups) that stay inside the stage.
-    """
+    and curves for those of ``flows`` (values passed between groups) that stay inside the stage. ``header``: the card at
+    the top. ``tooltip``: that of the panel."""
     names = {(g.stage, g.index): f"g{g.index}" for g in groups}
     cards = {names[g.stage, g.index]: group_card(g) for g in groups}
     within = [f for f in flows if f.source in names and f.target in names]
@@ -129,8 +132,7 @@ def draw_panel(parent: ET.Element, panel: Panel, x: float, y: float, width: floa
 
 def draw_curve(parent: ET.Element, points: Sequence[Point], colour: str, width: float) -> None:
     """Draw a Bézier curve with an arrow head. ``points``: the start, three points per segment, and the tip of the
-    arrow.
-    """
+    arrow. ``width``: of the line, in pixels."""
     *curve, tip = points
     start, rest = curve[0], curve[1:]
     rest = [*rest[:-1], _short_of(tip, rest[-1])]
@@ -260,17 +262,17 @@ def draw_graph(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class StageCluster:
-    """Equal consecutive stages that are drawn once. ``stage``: the first of them. ``stages``: the indices of all."""
+    """Consecutive pipeline stages with equal contents, which are drawn as one panel. ``stage``: the outline of the
+    first of them. ``stages``: the indices of all."""
 
     stage: StageOutline
     stages: tuple[int, ...]
 
 
 def clusters_of(whole: Outline) -> list[StageCluster]:
-    """Return the pipeline stages of a program's outline as clusters, which are drawn as one panel each. Runs of at
-    least three equal stages form one cluster if there are more than ``MOST_STAGES`` stages; every other stage forms its
-    own.
-    """
+    """Return the pipeline stages of the outline ``whole`` as clusters, which are drawn as one panel each. If there are
+    more than ``MOST_STAGES`` stages, runs of at least three equal stages form one cluster. Every other stage forms its
+    own."""
     if len(whole.stages) <= MOST_STAGES:
         return [StageCluster(stage, (stage.index,)) for stage in whole.stages]
     runs: list[StageCluster] = []
@@ -341,9 +343,8 @@ class _GraphScene:
         return [list(range(i, min(i + size, len(self.panels)))) for i in range(0, len(self.panels), size)]
 
     def find_neighbour_stages(self, index: int) -> tuple[int, int] | None:
-        """Return the last stage of panel ``index`` and the first stage of the next panel; ``None`` for the last
-        panel.
-        """
+        """Return the indices of the last stage of a panel and the first stage of the next panel; ``None`` for the last
+        panel. ``index``: index of the panel."""
         if index + 1 >= len(self.clusters):
             return None
         return self.clusters[index].stages[-1], self.clusters[index + 1].stages[0]
@@ -362,9 +363,9 @@ class _GraphScene:
         return max(44.0, *(text_width(label, _LABEL) + 24 for label in labels))
 
     def draw_hand_over(self, parent: ET.Element, index: int, left: float, right: float, y: float) -> None:
-        """Draw the arrows between panel ``index`` and the next one: activations forward and, below, gradients
-        backward.
-        """
+        """Draw the arrows between a panel and the next one in the row: activations forward and, below, gradients
+        backward. ``index``: index of the panel. ``left``, ``right``: x coordinates between which the arrows are drawn.
+        ``y``: that of the upper arrow."""
         stages = self.find_neighbour_stages(index)
         assert stages is not None
         directions = (("forward", stages, left, right), ("backward", stages[::-1], right, left))
@@ -390,8 +391,7 @@ class _GraphScene:
 
     def collect_wires(self, beside: set[tuple[int, int]]) -> list[Wire]:
         """Return the lines between panels that are not next to each other in a row: transfers, values that are relayed
-        over several stages, and tied weights.
-        """
+        over several stages, and tied weights. ``beside``: the pairs of panel indices that are next to each other."""
         wires = []
         for link in self.whole.links:
             pair = self.shown[link.source], self.shown[link.target]

@@ -21,7 +21,7 @@ _HEAD = 8.0  # pixels of an arrow head
 
 
 def draw_arrowhead(parent: ET.Element, start: Point, tip: Point, colour: str) -> None:
-    """Draw a triangle with its tip at ``tip`` that points away from ``start``."""
+    """Draw a triangle that ends a line from ``start``: its tip is at ``tip``, and it points away from ``start``."""
     dx, dy = tip[0] - start[0], tip[1] - start[1]
     length = max(1e-6, (dx * dx + dy * dy) ** 0.5)
     ux, uy = dx / length, dy / length
@@ -42,9 +42,9 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class DotLayout:
-    """Positions in pixels, with y downwards. ``boxes``: the top left corner of each box. ``edges``: the Bézier control
-    points of each edge. ``width`` and ``height``: the size of the whole.
-    """
+    """Positions of boxes and of the edges between them, in pixels with y downwards. ``boxes``: the top left corner of
+    each box, by name. ``edges``: the Bézier control points of each edge (source, target). ``width`` and ``height``: the
+    size of the whole."""
 
     boxes: dict[str, Point]
     edges: dict[tuple[str, str], tuple[Point, ...]]
@@ -77,7 +77,8 @@ def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str,
 
 
 def dot_source(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str, str]]) -> str:
-    """Return the DOT source of a graph of boxes with fixed sizes and no labels."""
+    """Return the text for Graphviz (DOT) of a graph of boxes without labels. ``sizes``: (width, height) of each box in
+    pixels, by name. ``edges``: pairs (source, target) of names."""
     import graphviz
 
     graph = graphviz.Digraph(
@@ -104,7 +105,7 @@ _SIDES = {"top": (0.0, 0.4), "bottom": (0.4, 0.6)}  # the part of a panel's side
 
 @dataclass(frozen=True)
 class Wire:
-    """A line from panel ``source`` to panel ``target`` (indices) with a ``label``.
+    """A line between two panels with a ``label``. ``source``, ``target``: indices of the panels.
 
     ``heads``: 0 for a dashed line without arrow heads, 1 for an arrow head at the target, 2 for one at both ends.
     """
@@ -119,9 +120,8 @@ class Wire:
 
 @dataclass(frozen=True)
 class PanelBox:
-    """The position of a panel: its row, left edge, width and height. Its top follows from the heights of the rows and
-    gutters above.
-    """
+    """The position of a panel in a picture whose panels stand in rows. ``row``: index of the row, from the top.
+    ``left``, ``width``, ``height``: in pixels. Its top follows from the heights of the rows and gutters above."""
 
     row: int
     left: float
@@ -131,7 +131,9 @@ class PanelBox:
 
 @dataclass
 class _WireRun:
-    """A horizontal segment of a wire in the gutter below ``row``; ``lane`` is counted from the top of the gutter."""
+    """A horizontal segment of a wire in a gutter, the space below a row of panels. ``wire``: index of the wire.
+    ``row``: index of the row above the gutter. ``start``, ``end``: x coordinates. ``lane``: which of the gutter's
+    parallel lines, counted from its top. ``labelled``: whether the label of the wire is at this segment."""
 
     wire: int
     row: int
@@ -143,7 +145,14 @@ class _WireRun:
 
 @dataclass
 class WireLanes:
-    """The lanes and end points of all ``wires``. :meth:`height` returns the height of the gutter below a row."""
+    """The horizontal lines (lanes) in the gutters between rows of panels along which wires run, and the points at which
+    they leave and enter panels.
+
+    ``boxes``: the position of each panel. ``wires``: all wires. ``right``: x coordinate at which the panels end.
+    ``ends``: (index of a wire, whether at its target) -> x coordinate of that end. ``runs``: index of a wire -> its
+    horizontal segments. ``margins``: index of a wire between distant rows -> x coordinate of its vertical part beside
+    the panels.
+    """
 
     boxes: Sequence[PanelBox]
     wires: Sequence[Wire]
@@ -168,9 +177,8 @@ class WireLanes:
         return max([self.right, *(x + _MARGIN_STEP for x in self.margins.values())])
 
     def upper_first(self, index: int) -> tuple[int, int, bool]:
-        """Return the two panels of a wire, the one in the upper row first, and whether this exchanged source and
-        target.
-        """
+        """Return the indices of the two panels of a wire, the one in the upper row first, and whether this exchanged
+        source and target. ``index``: index of the wire."""
         wire = self.wires[index]
         if self.boxes[wire.target].row < self.boxes[wire.source].row:
             return wire.target, wire.source, True
@@ -214,9 +222,8 @@ class WireLanes:
         return text_width(self.wires[run.wire].label, _LABEL_SIZE) / 2 + 8
 
     def middle(self, run: _WireRun) -> float:
-        """Return the x coordinate of the centre of a segment's label: the middle of the segment, moved if the label
-        would leave the picture.
-        """
+        """Return the x coordinate of the centre of the label at the segment ``run``: the middle of the segment, moved
+        if the label would leave the picture."""
         half = self._compute_label_half(run)
         return max(half, min((run.start + run.end) / 2, self.right - half))
 
@@ -270,9 +277,8 @@ def _draw_polyline(parent: ET.Element, corners: Sequence[Point], wire: Wire) -> 
 
 
 def _step_towards(corner: Point, other: Point, most: float = _RADIUS) -> Point:
-    """Return the point on the way from ``corner`` to ``other`` at a distance of ``most``, or halfway if that is
-    less.
-    """
+    """Return the point on the way from ``corner`` to ``other`` at a distance of ``most`` pixels, or halfway if that is
+    less."""
     dx, dy = other[0] - corner[0], other[1] - corner[1]
     length = abs(dx) + abs(dy)
     if length == 0:

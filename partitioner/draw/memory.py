@@ -58,7 +58,8 @@ _FAR = 0.3  # of the capacity: a lower peak is drawn on a scale of its own
 
 @dataclass(frozen=True)
 class MemoryLevel:
-    """The memory of a rank between ``start`` and ``end`` (s, from the start of the step). ``sizes``: bytes by kind."""
+    """The memory that a rank uses during an interval of the step. ``start``, ``end``: seconds from the start of the
+    step. ``sizes``: bytes by kind of memory, such as gradients."""
 
     start: float
     end: float
@@ -81,8 +82,8 @@ def stage_levels(
     plan: Plan, timeline: Timeline, durations: PlanDurations, facts: ProgramFacts
 ) -> tuple[tuple[MemoryLevel, ...], ...]:
     """Return for each stage the memory of one of its ranks over time. The intervals follow each other without gaps from
-    the start of the step to its end.
-    """
+    the start of the step to its end. ``timeline``: the simulated step. ``durations``, ``facts``: seconds of the
+    instructions, and the analysis of the program, with which it was simulated."""
     stages = []
     for stage, lane in enumerate(timeline.stages):
         fixed = fixed_sizes(facts, stage, plan.optimizer)
@@ -114,8 +115,10 @@ def _in_time(
     span: SimulatedSpan, moments: Sequence[MemoryMoment], durations: PlanDurations, facts: ProgramFacts, stage: int
 ) -> Iterator[tuple[MemoryMoment, float, float]]:
     """Yield (memory at one moment, start, end) in seconds for each layer that a forward or backward instruction runs.
-    ``moments``: one for each layer; the instruction's time is divided in proportion to the predicted times of the
-    layers.
+
+    ``span``: the simulated instruction. ``moments``: the memory while each of its layers runs. ``durations``: the
+    predicted seconds of the layers, in proportion to which the instruction's time is divided. ``facts``: the analysis
+    of the program. ``stage``: index of the stage.
     """
     part = {"F": "F", "B": "B", "I": "I", "W": "W"}.get(span.instruction.op)
     if part is None or not moments:
@@ -226,7 +229,8 @@ class _MemoryChart:
         self.draw_tooltip_areas(root, columns, top)
 
     def find_fullest_moments(self, stage: int) -> list[MemoryLevel]:
-        """Return for each column of pixels the interval with the most memory in it."""
+        """Return for each column of pixels the interval with the most memory in it. ``stage``: index of the stage whose
+        memory is drawn."""
         count = int(_WIDTH / _COLUMN)
         fullest: list[MemoryLevel | None] = [None] * count
         for level in self.stages[stage]:
@@ -256,7 +260,9 @@ class _MemoryChart:
     def draw_kind_label(
         self, shape: ET.Element, kind: str, floor: Sequence[float], roof: Sequence[float], ground: float
     ) -> None:
-        """Write the name of a kind of memory inside its area, if the area is high enough over the width of the name."""
+        """Write the name of a kind of memory inside its area, if the area is high enough over the width of the name.
+        ``floor``, ``roof``: bytes at the lower and upper edge of the area, for each column of pixels. ``ground``: y
+        coordinate of 0 bytes."""
         words = kind if kind != "saved" else "activations"
         half = math.ceil(text_width(words, _LABEL) / 2 / _COLUMN) + 1
         middle = len(roof) // 2
@@ -268,9 +274,8 @@ class _MemoryChart:
         draw_text(shape, self.left + _COLUMN * middle, y, words, size=_LABEL, fill=ink, anchor="middle")
 
     def trace_staircase(self, sizes: Sequence[float], ground: float) -> list[str]:
-        """Return the corners of a step function of ``sizes`` (bytes per column), from left to right, as SVG
-        coordinates.
-        """
+        """Return the corners of a step function, from left to right, as SVG coordinates. ``sizes``: bytes for each
+        column of pixels. ``ground``: y coordinate of 0 bytes."""
         corners, column = [], 0
         for size, run in groupby(sizes):
             length, y = len(list(run)), ground - self.height * size / self.scale
@@ -305,7 +310,8 @@ class _MemoryChart:
             )  # fmt: skip
 
     def draw_tooltip_areas(self, root: ET.Element, columns: Sequence[MemoryLevel], top: float) -> None:
-        """Draw transparent rectangles whose tooltips show the memory by kind at the fullest time of a few columns."""
+        """Draw transparent rectangles, each over a few columns of pixels, whose tooltips show the memory by kind at the
+        fullest time there. ``columns``: the memory in each column. ``top``: y coordinate of the chart's upper edge."""
         wide = int(_HIT / _COLUMN)
         for start in range(0, len(columns), wide):
             level = max(columns[start : start + wide], key=lambda c: c.total)
@@ -321,9 +327,8 @@ class _MemoryChart:
 
 
 def byte_step(total: float, most: int) -> float:
-    """Return the distance of grid lines in bytes that puts at most ``most`` of them on ``total`` bytes: 1, 2 or 5 times
-    a power of ten, times a power of 1024.
-    """
+    """Return the distance of grid lines in bytes: 1, 2 or 5 times a power of ten, times a power of 1024. It is the
+    least one that puts at most ``most`` lines on a scale of ``total`` bytes."""
     unit = 1024.0 ** max(0, math.floor(math.log(max(total, 1.0), 1024)))
     while True:
         for factor in (1, 2, 5, 10, 20, 50, 100, 200, 500):

@@ -27,9 +27,8 @@ _DOT = 7.0
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """The best plan for one cluster size. ``throughput``: tokens or samples per second. ``mfu``: a fraction of 1.
-    ``step_time``: seconds. ``chosen``: whether this size was selected.
-    """
+    """The best plan that was found for one number of ranks. ``throughput``: tokens or samples per second. ``mfu``: a
+    fraction of 1. ``step_time``: seconds. ``chosen``: whether this number of ranks was selected."""
 
     num_ranks: int
     throughput: float
@@ -39,10 +38,10 @@ class ScalingPoint:
 
 
 def draw_scaling(title: str, what: str, points: Sequence[ScalingPoint]) -> str:
-    """Return a picture of throughput and MFU over ranks as SVG text. ``what``: the unit of throughput, such as
-    ``tokens``.
+    """Return a picture of throughput and MFU over ranks as SVG text. ``title``: text above the picture. ``what``: the
+    unit of throughput, such as ``tokens``. ``points``: one entry for each number of ranks.
 
-    A further line shows perfect scaling, at which every size has the throughput per rank of the smallest size.
+    A further line shows perfect scaling, at which every number of ranks has the throughput per rank of the smallest.
     """
     points = sorted(points, key=lambda point: point.num_ranks)
     header = Header(

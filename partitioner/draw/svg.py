@@ -196,9 +196,8 @@ def draw_rectangle(
     stroke: str | None = None,
     radius: float = 0.0,
 ) -> ET.Element:
-    """Append a rectangle and return it. ``fill`` and ``stroke``: names of colours; a fill of ``"hatched"`` marks idle
-    time.
-    """
+    """Append a rectangle and return it. ``x``, ``y``: the top left corner. ``fill`` and ``stroke``: names of colours; a
+    fill of ``"hatched"`` marks idle time. ``radius``: of the corners, in pixels."""
     attributes = {
         "x": format_coordinate(x),
         "y": format_coordinate(y),
@@ -246,9 +245,8 @@ def draw_text(
     anchor: str = "start",
     bold: bool = False,
 ) -> ET.Element:
-    """Append a line of text whose baseline is at ``y`` and return it. ``anchor``: ``start``, ``middle`` or ``end``,
-    which says where ``x`` is.
-    """
+    """Append a line of text whose baseline is at ``y`` and return it. ``size``: of the letters, in pixels. ``fill``:
+    name of the colour. ``anchor``: ``start``, ``middle`` or ``end``, which says where ``x`` is."""
     attributes = {
         "x": format_coordinate(x),
         "y": format_coordinate(y),
@@ -266,9 +264,8 @@ def draw_text(
 
 
 def draw_text_span(parent: ET.Element, content: str, *, size: float, fill: str, gap: float) -> ET.Element:
-    """Append text to the text element ``parent``, ``gap`` pixels after its present end, in normal weight, and return
-    it.
-    """
+    """Append text to the text element ``parent``, in normal weight, and return the new element. ``size``: of the
+    letters, in pixels. ``fill``: name of the colour. ``gap``: pixels between the earlier text and this one."""
     attributes = {
         "font-size": format_coordinate(size),
         "font-weight": "400",
@@ -284,9 +281,8 @@ _NARROW, _WIDE = frozenset("iljtfrI.,:;'|!()[] -·"), frozenset("mwMWQ%@→×")
 
 
 def text_width(content: str, size: float, bold: bool = False) -> float:
-    """Return an estimate of the width of ``content`` in pixels. Exact widths depend on the reader's fonts, so the
-    estimate is rather too wide.
-    """
+    """Return an estimate of the width of ``content`` in pixels. ``size``: of the letters, in pixels. Exact widths
+    depend on the reader's fonts, so the estimate is rather too wide."""
     width = 0.0
     for char in content:
         if char in _NARROW:
@@ -316,7 +312,8 @@ _MARGIN, _GAP, _SWATCH = 20.0, 26.0, 11.0
 
 
 def _wrap_words(content: str, size: float, width: float) -> list[str]:
-    """Return ``content`` broken into lines of whole words that fit into ``width`` pixels."""
+    """Return ``content`` broken into lines of whole words that fit into ``width`` pixels. ``size``: of the letters, in
+    pixels."""
     lines: list[str] = []
     for word in content.split():
         longer = f"{lines[-1]} {word}" if lines else word
@@ -382,7 +379,9 @@ _BAR_WIDTH, _BAR_HEIGHT = 110.0, 8.0
 class CardRow:
     """A line of a card: a colour swatch, text, a muted ``aside`` after it, and ``columns`` aligned to the right.
 
-    ``bar``: a fraction of 1 that is drawn as a bar before the text; ``None`` for no bar.
+    ``size``: of the letters, in pixels. ``fill``, ``swatch``: names of the colours of the text and the swatch; no
+    swatch if empty. ``bar``: a fraction of 1 that is drawn as a bar before the text; ``None`` for no bar. ``space``:
+    pixels above the line.
     """
 
     text: str
@@ -468,9 +467,8 @@ def _draw_row(parent: ET.Element, row: CardRow, x: float, base: float) -> None:
 
 
 def wrap_names(prefix: str, names: Sequence[str], most_lines: int = 2, longest: int = 52) -> list[str]:
-    """Return ``prefix`` and ``names`` as at most ``most_lines`` lines. Names that do not fit are replaced by their
-    number.
-    """
+    """Return ``prefix`` and ``names`` as at most ``most_lines`` lines of about ``longest`` characters. Names that do
+    not fit are replaced by their number."""
     lines: list[str] = []
     line = prefix
     for i, name in enumerate(names):

@@ -96,9 +96,8 @@ _CLOSE = 0.01  # of a step, by which a simulation may differ from the step time 
 
 @dataclass(frozen=True)
 class Bar:
-    """One instruction on one stage. ``start`` and ``end``: seconds from the start of the step. ``merged``: the number
-    of instructions that are drawn as this one box.
-    """
+    """One instruction on one stage, as a box of the picture. ``stage``: index of the stage. ``start`` and ``end``:
+    seconds from the start of the step. ``merged``: the number of instructions that are drawn as this one box."""
 
     stage: int
     start: float
@@ -117,9 +116,8 @@ def draw_plan_timeline(plan: Plan) -> str:
 
 
 def _in_step(plan: Plan, bars: list[Bar]) -> tuple[list[Bar], list[str]]:
-    """Return the bars scaled to the plan's step time, with the optimizer's update appended, and notes for the reader on
-    differences between the simulation and the step time.
-    """
+    """Return ``bars`` scaled to the plan's step time, with the optimizer's update appended, and notes for the reader on
+    differences between the simulation and the step time. ``bars``: the simulated step."""
     step, gradients = plan.estimate.step_time, max((b.end for b in bars), default=0.0)
     whole, update = simulated_seconds(plan, gradients)
     if plan.constraints.overlap_steps:
@@ -161,9 +159,9 @@ def draw_timeline(
     total: float | None = None,
     notes: Sequence[str] = (),
 ) -> str:
-    """Return a picture of ``bars`` as SVG text. ``figures`` and ``notes``: shown in the header. ``total``: seconds at
-    which the axis ends; ``None``: at the end of the last bar.
-    """
+    """Return a picture of ``bars`` as SVG text. ``title``, ``figures`` (name, value) and ``notes``: shown in the
+    header. ``program``: whose instructions the bars are. ``total``: seconds at which the axis ends; ``None``: at the
+    end of the last bar."""
     return to_text(
         _TimelineChart(title, program, [b for b in bars if look_of(b.instruction)], figures, total, notes).draw_chart()
     )
@@ -279,8 +277,7 @@ class _TimelineChart:
 
     def draw_fold_bracket(self, root: ET.Element, fold: Fold, top: float, bottom: float) -> None:
         """Draw a bracket with the number of repetitions above a period that is drawn once, and two dashed lines where
-        the repetitions are left out.
-        """
+        the repetitions are left out. ``top``, ``bottom``: y coordinates of the chart's edges."""
         start, _ = fold.hidden
         words = f"× {fold.times:,}"
         told = f"{fold.times:,} equal periods of {seconds_text(fold.period)} from {seconds_text(fold.start)} on"
@@ -433,9 +430,8 @@ def merge_narrow_bars(bars: Sequence[Bar], narrow: float) -> list[Bar]:
 
 
 def tick_step(total: float, most: int) -> float:
-    """Return the least distance of ticks, 1, 2 or 5 times a power of ten, that puts at most ``most`` of them on
-    ``total``.
-    """
+    """Return the distance of ticks in the unit of ``total``: 1, 2 or 5 times a power of ten. It is the least one that
+    puts at most ``most`` ticks on an axis from 0 to ``total``."""
     rough = total / most
     magnitude = 10.0 ** math.floor(math.log10(rough))
     return next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= rough * (1 - 1e-9))

@@ -24,7 +24,8 @@ _EDGE = 1e-6  # of a period, by which it begins before its anchor, whatever the 
 
 
 class Drawn(Protocol):
-    """One instruction on one stage. ``start`` and ``end``: seconds from the start of the step."""
+    """Interface of the bars of a timeline: one instruction on one stage. ``stage``: index of the stage. ``start`` and
+    ``end``: seconds from the start of the step."""
 
     @property
     def stage(self) -> int: ...
@@ -38,9 +39,8 @@ class Drawn(Protocol):
 
 @dataclass(frozen=True)
 class Fold:
-    """A run of ``times`` equal periods of ``period`` seconds each, which begins at ``start``. Only the first period is
-    drawn.
-    """
+    """A part of the step that repeats: ``times`` equal periods of ``period`` seconds each, from ``start`` (seconds from
+    the start of the step). Only the first period is drawn."""
 
     start: float
     period: float
@@ -54,9 +54,9 @@ class Fold:
 
 @dataclass(frozen=True)
 class TimeScale:
-    """The map from seconds to pixels. The pixels ``left`` to ``left + width`` show the time from 0 to ``total`` seconds
-    without the hidden parts of ``folds``. ``gap``: pixels in place of each hidden part.
-    """
+    """The map from seconds to pixels, which leaves out repeated periods. The pixels ``left`` to ``left + width`` show
+    the time from 0 to ``total`` seconds without the hidden parts of ``folds``. ``gap``: pixels in place of each hidden
+    part."""
 
     total: float
     folds: tuple[Fold, ...]
@@ -107,8 +107,7 @@ class TimeScale:
 
 def find_folds(bars: Sequence[Drawn], num_stages: int) -> tuple[Fold, ...]:
     """Return the runs of equal periods in a timeline that are worth drawing once, in order of time; at most four. A
-    drawn period may contain another fold.
-    """
+    period that is drawn may contain another run. ``bars``: all instructions of all ``num_stages`` pipeline stages."""
     computing = [b for b in bars if b.instruction.op in "FBI" and b.instruction.calls]
     if not computing:
         return ()
@@ -135,7 +134,8 @@ def find_folds(bars: Sequence[Drawn], num_stages: int) -> tuple[Fold, ...]:
 
 
 def _list_anchor_bars(bars: Sequence[Drawn], num_stages: int) -> Iterator[tuple[list[Drawn], tuple[int, ...]]]:
-    """Yield lists of bars at which periods may begin, each with the numbers of anchors per period to try."""
+    """Yield lists of bars at which periods may begin (anchors), such as the first forward of each microbatch. Each list
+    comes with the numbers of anchors that one period may have, to be tried."""
     for ops in ("F", "BI"):
         every = sorted((b for b in bars if b.instruction.op in ops), key=lambda b: b.start)
         firsts: dict[int | None, Drawn] = {}
@@ -149,7 +149,9 @@ def _list_anchor_bars(bars: Sequence[Drawn], num_stages: int) -> Iterator[tuple[
 def _equal_periods(
     ordered: Sequence[Drawn], anchors: Sequence[Drawn], stride: int, folds: Sequence[Fold]
 ) -> Iterator[Fold]:
-    """Yield runs of at least four equal periods, each of ``stride`` anchors, outside the hidden parts of ``folds``."""
+    """Yield runs of at least four equal consecutive periods. ``ordered``: all bars by start. ``anchors``: bars at which
+    periods may begin. ``stride``: number of anchors in one period. ``folds``: runs found before, in whose hidden parts
+    nothing is looked for."""
     begins = anchors[::stride]
     spans = [(a.start, b.start) for a, b in pairwise(begins)]
     hidden = [fold.hidden for fold in folds]
@@ -173,7 +175,8 @@ def _equal_periods(
 
 
 def _group_bars_by_span(ordered: Sequence[Drawn], spans: Sequence[tuple[float, float]]) -> list[list[Drawn]]:
-    """Return the bars that begin in each of ``spans``, which are consecutive intervals. ``ordered``: bars by start."""
+    """Return for each of ``spans`` the bars that begin in it. ``ordered``: bars by start. ``spans``: consecutive
+    intervals (start, end) in seconds."""
     found: list[list[Drawn]] = [[] for _ in spans]
     place = 0
     for bar in ordered:

@@ -48,10 +48,11 @@ _HEADS = ("links", "join", "a device gets", "latency")
 
 @dataclass(frozen=True)
 class LinkTable:
-    """A table of links. ``rows``: name, what it connects, bandwidth per device, latency. ``axes``: (heading,
-    subheading) of each mesh axis.
+    """A table of the links of a topology: one row for each kind of link, one column for each mesh axis. ``rows``: name,
+    what the link connects, bandwidth per device, latency. ``axes``: (heading, subheading) of each axis.
 
-    ``cells``: by (row, axis), an entry for each level that the groups of the axis use.
+    ``cells``: (index of the row, index of the axis) -> how the groups of the axis use the link. A pair without an entry
+    is not in use.
     """
 
     rows: tuple[tuple[str, str, str, str], ...]
@@ -147,7 +148,8 @@ def draw_topology(topology: Topology) -> str:
 
 @dataclass(frozen=True)
 class DeviceBox:
-    """The devices ``start`` up to, but without, ``stop``, drawn as one box."""
+    """Devices of one node that are drawn as one box. ``start``, ``stop``: the range ``[start, stop)`` of their indices
+    in the topology. ``label``: text in the box. ``colour``: name of its colour."""
 
     start: int
     stop: int
@@ -157,9 +159,9 @@ class DeviceBox:
 
 @dataclass(frozen=True)
 class NodeCluster:
-    """Equal nodes that are drawn once. ``boxes`` are the devices of the first of them. ``chords``: direct links as
-    (position, position, bytes/s).
-    """
+    """Nodes that are drawn once, because they are equal. ``nodes``: their numbers. ``boxes``: the devices of the first
+    of them. ``title``, ``lines``: texts above the boxes. ``chords``: direct links between devices of a node, as
+    (position, position, bytes/s)."""
 
     nodes: tuple[int, ...]
     boxes: tuple[DeviceBox, ...]
@@ -334,9 +336,9 @@ class _TopologyScene:
         ]
 
     def build_likeness_key(self, start: int, stop: int, exact: bool) -> object:
-        """Return a key that is equal for nodes that are drawn once. Without ``exact``, pipeline stages are compared
-        relative to those of the node.
-        """
+        """Return a key that is equal for nodes that may be drawn once. ``start``, ``stop``: the range ``[start, stop)``
+        of the indices of the node's devices. ``exact``: whether equal nodes must have the same pipeline stages;
+        otherwise stages are compared relative to the last one on the node."""
         here = slice(start, stop)
         devices = self.topology.devices[here]
         stages = self.stage_of[here]
@@ -368,7 +370,8 @@ class _TopologyScene:
         yield from self.list_node_notes(start, stop)
 
     def list_node_notes(self, start: int, stop: int) -> list[str]:
-        """Return at most three notes on what differs in a node: reduced network bandwidth, device speed or memory."""
+        """Return at most three notes on what is unusual about a node: reduced network bandwidth, device speed or
+        memory. ``start``, ``stop``: the range ``[start, stop)`` of the indices of its devices."""
         found = []
         shares = self.topology.cards.left[start:stop]
         if (shares < 1).any():
@@ -414,8 +417,8 @@ class _TopologyScene:
 
     def find_direct_links(self, start: int, stop: int) -> Iterator[tuple[int, int, float]]:
         """Yield the direct links of a node as (position, position, bytes/s), if they differ between pairs of devices
-        and the node has at most 32 devices.
-        """
+        and the node has at most 32 devices. ``start``, ``stop``: the range ``[start, stop)`` of the indices of its
+        devices."""
         kind = int(self.topology.pattern_of[start])
         matrix = self.topology.pattern_kinds[kind][1] if kind >= 0 else np.zeros((0, 0))
         apart = matrix[~np.eye(len(matrix), dtype=bool)]
@@ -497,9 +500,8 @@ def _shorten_ranges(words: str, longest: int = 30) -> str:
 def _place_clusters(
     clusters: Sequence[NodeCluster], width: float, top: float
 ) -> tuple[list[tuple[NodeCluster, float, float]], float]:
-    """Return the clusters with the coordinates of their top left corners, row by row, and the y coordinate at which
-    they end.
-    """
+    """Return the clusters with the x and y coordinates of their top left corners, row by row, and the y coordinate at
+    which they end. ``width``: pixels of a row. ``top``: y coordinate of the first row."""
     placed = []
     x, y, tallest = _MARGIN, top, 0.0
     for cluster in clusters:

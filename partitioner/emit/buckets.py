@@ -36,8 +36,13 @@ def bucket_limit(ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of a parameter on one rank of a stage: its size, and the mesh axes and stages over which it is
-    summed."""
+    """The gradient of a parameter on one rank of a stage.
+
+    ``state``: name of the parameter. ``dtype``: its number format. ``nbytes``: bytes of the gradient. ``axes``: the
+    mesh axes with more than one rank over which it is summed. ``tied``: indices of the stages that share the parameter;
+    empty if only one has it. ``sharded``: the axes over which ZeRO shards the parameter. ``readers``: under ZeRO-3,
+    positions of the stage's calls that read the parameter.
+    """
 
     state: str
     dtype: str
@@ -121,8 +126,8 @@ def plan_buckets(
         buckets.append(PlannedBucket(tuple(g.state for g in content), content[0].axes, ready, sharded, each))
 
     def together(gradient: Gradient) -> object:
-        """Return a key that is equal for gradients that may share a bucket. Under ZeRO-2 and ZeRO-3 the same virtual
-        stages must add to them."""
+        """Return a key that is equal for gradients that may share a bucket. They have equal axes, number format, stages
+        and readers; under ZeRO-2 and ZeRO-3 the same virtual stages must add to them, too."""
         chunks = {stage.chunk_of(i) for i in adds.get(gradient.state, ())} if zero >= 2 and gradient.sharded else ()
         return gradient.axes, gradient.dtype, gradient.tied, gradient.sharded, gradient.readers, tuple(sorted(chunks))
 
@@ -147,10 +152,12 @@ def follow_buckets(
     buckets: Sequence[Sequence[str]],
     zero: int = 0,
 ) -> list[PlannedBucket]:
-    """Return the buckets of another program over the same states, each with the place where its reduction starts here.
+    """Return buckets with the same parameters as those of another program, such as the training program for an
+    evaluation program. Each has the place in this program where its reduction starts.
 
-    ``buckets``: the names of states by bucket. The other arguments are those of :func:`plan_buckets`. A bucket whose
-    states have no gradient here only gathers parameters.
+    ``buckets``: for each bucket of the other program, the names of its parameters. ``stage``, ``order``, ``gradients``,
+    ``adds``, ``zero``: of this program, as in :func:`plan_buckets`. A bucket whose parameters have no gradient here
+    only gathers parameters.
     """
     here = {g.state: g for g in gradients}
     planned = []
@@ -169,7 +176,8 @@ def follow_buckets(
 
 
 def _last(ready: tuple[int, int]) -> tuple[int, int]:
-    """Return a sort key of a place in the schedule: a later action comes later, in it an earlier call."""
+    """Return a key that sorts places in the schedule by time. ``ready``: (index of an action in the rank's order,
+    position of a block call in the stage). Backwards run the calls of an action in decreasing position."""
     return ready[0], -ready[1]
 
 
@@ -201,8 +209,8 @@ def with_levels(
     """Return ``bucket`` with the levels and the collectives (turns) of its reduction. At each level the bucket is
     reduce-scattered over some axes and later gathered again over them.
 
-    ``shared``: the axes over which ZeRO shards its parameters. ``sizes``: number of ranks by axis. ``how``: the
-    reduction scheme.
+    ``shared``: the axes over which ZeRO shards the parameters of the bucket. ``sizes``: number of ranks by axis.
+    ``how``: whether the reduction is hierarchical or compressed.
     """
     axes = tuple(a for a in ALL_AXES if a in bucket.axes and sizes[a] > 1)
     if not axes:
@@ -219,30 +227,32 @@ def with_levels(
 
 
 def inner_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Return ``axes`` with ``dp`` and ``edp`` replaced by their parts of neighbouring ranks, ``dp_shard`` and
-    ``edp_shard``. Other axes stay."""
+    """Return ``axes`` with ``dp`` replaced by ``dp_shard``, the part of it inside each group of neighbouring ranks, and
+    likewise ``edp`` by ``edp_shard``. Other axes stay."""
     return tuple(_INNER.get(axis, axis) for axis in axes)
 
 
 def outer_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Return the parts of ``axes`` between the groups of neighbouring ranks: ``dp_replicate`` for ``dp`` and
+    """Return the parts of ``axes`` that connect different groups of neighbouring ranks: ``dp_replicate`` for ``dp`` and
     ``edp_replicate`` for ``edp``. Other axes are left out."""
     return tuple(_OUTER[axis] for axis in axes if axis in _OUTER)
 
 
 def build_turn_instruction(stage: int, number: int, turn: Turn) -> Instruction:
-    """Return the instruction for one collective (``turn``: operation and axes) in the reduction of bucket ``number`` on
-    ``stage``."""
+    """Return the instruction for one collective in the reduction of a bucket. ``stage``: index of the stage.
+    ``number``: index of the bucket in the stage. ``turn``: (operation, axes)."""
     op, axes = turn
     over: dict[str, Any] = {} if op == "REDUCE" else {"axes": axes}
     return Instruction(op=op, stage=stage, bucket=number, gradients=op == "GATHER", **over)
 
 
 def with_turns(instructions: Sequence[Instruction], buckets: Sequence[PlannedBucket]) -> Iterator[Instruction]:
-    """Yield ``instructions`` with the further collectives of each bucket's reduction inserted. A bucket may take
-    several collectives (turns), and the first is there already. One more follows each backward instruction after it.
-    The rest follow before the end of the step (the instruction SYNC or STEP). ``buckets``: the buckets of the stage by
-    number."""
+    """Yield ``instructions`` with the further collectives of each bucket's reduction inserted.
+
+    A bucket may take several collectives (turns), of which ``instructions`` has the first. Each later backward
+    instruction is followed by one more collective of every bucket that has some left. Those still left come before the
+    first SYNC or STEP, the end of the step. ``buckets``: the buckets of the stage, in the order of their numbers.
+    """
     started = {i.bucket: index for index, i in enumerate(instructions) if i.op in ("SCATTER", "REDUCE")}
     waiting: list[deque[Instruction]] = []  # the remaining turns of each bucket
     for index, i in enumerate(instructions):

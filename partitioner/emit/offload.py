@@ -65,9 +65,10 @@ def with_fetches(
 ) -> list[Instruction]:
     """Return ``instructions`` with one FETCH (copy from host memory) of each parameter in ``hosted`` at the start of
     the step, in the order in which they are read. ``hosted``: names of the parameters whose values are in host memory.
-
-    Forwards are split before a block call that reads a further parameter, so that they do not wait for all transfers.
     ``calls``: the block calls of the stage.
+
+    Forwards are split before a block call that reads a parameter that no earlier call reads, so that they do not wait
+    for all transfers.
     """
     seen: set[str] = set()
     fetches: list[Instruction] = []

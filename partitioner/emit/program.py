@@ -152,8 +152,8 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
     with_gradient = {s for added in flow.states for s in added}
 
     def shared(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the axes over which ZeRO shards the parameter ``name``; empty if it is not sharded. Scalars are never
-        sharded."""
+        """Return the axes over which ZeRO shards a parameter; empty if it is not sharded. ``name``: name of the
+        parameter. ``axes``: the axes over which its gradient is summed. Scalars are never sharded."""
         state, base = model.states[name], spec.layout_of
         if base is not None:
             return base.states[name].zero_axes if name in base.states and state.kind == "parameter" else ()
@@ -230,8 +230,8 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
         return result
 
     def chosen(s: int, calls: set[int]) -> tuple[int, ...]:
-        """Return the positions on stage ``s`` of those block calls in ``calls`` (indices in the model) that have a
-        backward."""
+        """Return the positions on one stage of block calls that have a backward and are in ``calls``. ``s``: index of
+        the stage. ``calls``: indices of block calls in the model."""
         return tuple(p for p, i in enumerate(routes.stages[s].calls) if i in calls and flow.has_backward(i))
 
     whole, slim = set(spec.recompute), set(spec.selective) - set(spec.recompute)
@@ -323,10 +323,11 @@ Lists = Sequence[tuple[tuple[Bucket, ...], Instructions]]  # by stage
 
 
 def _derive_instruction_lists(lists: Callable[[int], Lists], found: SteadyState | None, num_microbatches: int) -> Lists:
-    """Return the gradient buckets and the instructions of each stage for ``num_microbatches``.
+    """Return the gradient buckets and the instructions of each stage for ``num_microbatches`` microbatches.
 
-    ``lists``: returns them for any number of microbatches. ``found``: the steady state of the schedule. With it, the
-    lists for many microbatches are stored as repetitions of lists for few. ``None``: they are written out.
+    ``lists``: function that returns them for any number of microbatches. ``found``: the steady state of the schedule,
+    with which the lists for many microbatches are stored as repetitions of lists for few; ``None``: the lists are
+    written out in full.
     """
     if found is None:
         return lists(num_microbatches)
@@ -368,9 +369,12 @@ def _build_state_data(
     sizes: Mapping[str, int],
     shared: Callable[[str, tuple[str, ...]], tuple[str, ...]],
 ) -> dict[str, StateData]:
-    """Return the data of each parameter and buffer by name, with the stages that read it. A parameter or buffer that no
-    block reads is kept on stage 0; constants that no block reads are left out. ``shared``: returns the axes over which
-    ZeRO shards a parameter."""
+    """Return the description of each parameter and buffer by name, with the stages that read it. A parameter or buffer
+    that no block reads is on stage 0; constants that no block reads are left out.
+
+    ``sizes``: number of ranks by axis. ``shared``: function that returns the axes over which ZeRO shards a parameter,
+    given its name and the axes over which its gradient is summed.
+    """
     read: dict[str, set[int]] = {name: set() for name in model.states}
     for s, here in enumerate(routes.stages):
         for i in here.calls:
@@ -410,10 +414,11 @@ def _build_state_data(
 
 
 def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base: Program) -> dict[str, StateData]:
-    """Return ``states``, of which calls or updates ``read`` some, on the stages of ``base``, and with them the
-    parameters and buffers that ``base`` has besides.
+    """Return ``states`` with stages as in the program ``base``, and with the parameters and buffers that only ``base``
+    has.
 
-    A state of which ``base`` has another layout stays as it is, for the prover to refuse.
+    ``read``: names of the states that this program's calls or updates use; these keep their stages. A state whose
+    layout differs from that in ``base`` is not changed; the prover then refuses the program.
     """
     found = dict(states)
     for name, held in base.states.items():
@@ -427,8 +432,8 @@ def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base
 
 
 def _buckets_to_follow(base: Program, stage: int, train: bool) -> list[tuple[str, ...]]:
-    """Return the states of the buckets of ``base`` on ``stage``: of all of them, or without training of those whose
-    parameters are gathered."""
+    """Return, for each bucket of the program ``base`` on one stage, the names of its parameters. ``stage``: index of
+    the stage. Without ``train``, only buckets whose parameters ZeRO shards are returned, because they are gathered."""
     buckets = [b.states for b in base.stages[stage].buckets]
     return [states for states in buckets if train or base.states[states[0]].zero_axes]
 

@@ -17,14 +17,19 @@ from partitioner.schedules.actions import group_stages_by_rank
 
 
 class EmitError(PartitionError):
-    """Error: the given stages, layouts or numbers do not describe a pipeline."""
+    """Error: no program can be emitted, because the given stages, layouts or numbers do not describe a pipeline."""
 
 
 @dataclass(frozen=True)
 class StageCalls:
-    """Indices of the model's block calls (such as layers) that one rank runs. First come calls that run before the
-    pipeline starts (prologue), then calls that all stages share, then the calls of each virtual stage of the rank
-    (chunk)."""
+    """The block calls (such as layers) that one rank runs, and what they read from outside the pipeline.
+
+    ``calls``: indices of the calls in the model. The first ``num_prologue`` run before the pipeline starts (prologue),
+    then come calls that all stages share, then the calls of each virtual stage of the rank. ``chunks``: for each
+    virtual stage, the range ``[start, end)`` of its positions in ``calls``. ``loads``: for each virtual stage, the
+    names of the model inputs that it is the first on this rank to read. ``prologue_loads``: the model inputs that the
+    prologue reads. ``totals``: the values that the prologue computes.
+    """
 
     calls: tuple[int, ...]
     num_prologue: int
@@ -37,8 +42,9 @@ class StageCalls:
         return next(c for c, (start, end) in enumerate(self.chunks) if start <= position < end)
 
     def forward_range(self, chunk: int) -> tuple[int, int]:
-        """Return the range ``[start, end)`` of positions in ``calls`` that a forward of virtual stage ``chunk`` runs.
-        The first virtual stage of the rank also runs the calls that all stages share."""
+        """Return the range ``[start, end)`` of positions in ``calls`` that a forward of one virtual stage runs.
+        ``chunk``: index of the virtual stage among those of the rank. The first one also runs the calls that all stages
+        share."""
         start, end = self.chunks[chunk]
         return (self.num_prologue, end) if chunk == 0 else (start, end)
 
@@ -108,10 +114,11 @@ def make_routes(
 
 
 def _find_value_hops(start: int, readers: set[int], ranks: Sequence[int]) -> list[int]:
-    """Return the virtual stages that receive a value from the virtual stage before them, sorted. The value is computed
-    at virtual stage ``start`` and read at ``readers``.
+    """Return the virtual stages that receive a value from the virtual stage before them, in increasing order.
 
-    Each rank that reads or forwards the value receives it once, at its first virtual stage after ``start``.
+    ``start``: virtual stage that computes the value. ``readers``: virtual stages that read it. ``ranks``: rank of each
+    virtual stage. Each rank that reads or forwards the value receives it once, at its first virtual stage after
+    ``start``.
     """
     hops: set[int] = set()
     for reader in sorted(readers):
@@ -126,8 +133,9 @@ def _find_value_hops(start: int, readers: set[int], ranks: Sequence[int]) -> lis
 
 
 def _find_reached_ranks(hop: int, hops: Sequence[int], ranks: Sequence[int]) -> set[int]:
-    """Return the ranks that get a value through the transfer into virtual stage ``hop``, directly or forwarded by other
-    ranks. ``hops``: all virtual stages that receive the value."""
+    """Return the ranks that get a value through one transfer, directly or forwarded by other ranks. ``hop``: the
+    virtual stage that receives this transfer. ``hops``: all virtual stages that receive the value. ``ranks``: rank of
+    each virtual stage."""
     found = {ranks[hop]}
     for later in hops:
         if later > hop and ranks[later - 1] in found:
@@ -136,8 +144,9 @@ def _find_reached_ranks(hop: int, hops: Sequence[int], ranks: Sequence[int]) -> 
 
 
 def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: int) -> None:
-    """Raise :class:`EmitError` unless ``stage_of_call`` has one valid stage for each block call of ``model`` and the
-    stages never decrease. Calls that every stage may run are not checked."""
+    """Raise :class:`EmitError` unless ``stage_of_call`` has one valid (virtual) stage for each block call of ``model``
+    and the stages never decrease. ``num_stages``: number of virtual stages. Calls that every stage may run are not
+    checked."""
     if len(stage_of_call) != len(model.calls):
         raise EmitError(
             f"stage_of_call has {len(stage_of_call)} entries for {len(model.calls)} calls; give one for each"
@@ -157,8 +166,9 @@ def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: i
 
 
 def _stage_calls(model: FoldedModel, chunks: Sequence[Sequence[int]], leaving: Sequence[str]) -> StageCalls:
-    """Return the block calls that one rank runs: those of its virtual stages (``chunks``), and the calls shared by all
-    stages that they need. ``leaving``: names of values that this rank provides as outputs of the model."""
+    """Return the block calls that one rank runs: those of its virtual stages, and the calls shared by all stages that
+    they need. ``chunks``: for each virtual stage of the rank, the indices of its calls in the model. ``leaving``: names
+    of values that this rank provides as outputs of the model."""
     producer = {v: i for i, c in enumerate(model.calls) for v in c.outputs}
     inputs = {i.value for i in model.inputs}
     common: set[int] = set()

@@ -20,10 +20,10 @@ from partitioner.schedules.actions import Action, Order, group_stages_by_rank
 
 @dataclass(frozen=True)
 class StageFlow:
-    """Gradients that the backward of each block call of a stage reads and computes.
+    """Gradients that the backward of each block call of a stage reads and computes. All fields have one entry per call.
 
-    ``takes``: for each call, the names of the values whose gradients its backward reads. ``gives``: the names of the
-    values whose gradients it computes. ``runs``: whether the call has a backward.
+    ``takes``: the names of the values whose gradients its backward reads. ``gives``: the names of the values whose
+    gradients it computes. ``runs``: whether the call has a backward.
     """
 
     takes: tuple[tuple[str, ...], ...]
@@ -33,8 +33,19 @@ class StageFlow:
 
 @dataclass(frozen=True)
 class StageJob:
-    """All inputs that determine the instructions of one pipeline rank. "Stage" means everything that the rank holds, in
-    one or several virtual stages."""
+    """All inputs from which the instructions of one pipeline rank are built. "Stage" means everything that the rank
+    holds, in one or several virtual stages.
+
+    ``stage``: index of the rank along ``pp``, of ``num_stages``. ``train``: whether there are backwards. ``calls``: the
+    block calls of the stage. ``flow``: the gradients that their backwards read and compute. ``order``: the actions of
+    the rank. ``fetches``: for each action, the transfers received before it. ``syncs``: names of the tied parameters,
+    in one tuple for each set of stages that share them. ``total_axes``: the axes over which results of the prologue are
+    summed. ``zero``: the ZeRO stage. ``offload``: the kinds of data in host memory.
+
+    ``hosted``: names of the parameters in host memory. ``trained``: names of the stage's parameters with a gradient.
+    ``updates``: names of the buffers that forward changes, in one tuple for each set of stages that hold them.
+    ``new_values``: for each such buffer whose new value this stage computes, the name of that value.
+    """
 
     stage: int
     num_stages: int
@@ -70,8 +81,8 @@ class StageJob:
         return group_stages_by_rank(self.routes.ranks, self.num_stages)[self.stage]
 
     def is_sent(self, hops: Sequence[Sequence[str]], virtual: int) -> bool:
-        """Whether virtual stage ``virtual`` exists and receives something from the one before it. ``hops``: for each
-        virtual stage, the names of the values that it receives."""
+        """Whether virtual stage ``virtual`` (counted over all ranks) exists and receives something from the one before
+        it. ``hops``: for each virtual stage, the names of the values that it receives."""
         return virtual < len(hops) and bool(hops[virtual])
 
 
@@ -124,7 +135,8 @@ def _emit_prologue(job: StageJob) -> Iterator[Instruction]:
 
 
 def _emit_fetches(job: StageJob, index: int) -> Iterator[Instruction]:
-    """Yield the receive instructions before the action at ``index``, in the order in which the transfers are sent."""
+    """Yield the receive instructions before one action, in the order in which the transfers are sent. ``index``: index
+    of the action in the rank's order."""
     for fetch in job.fetches[index]:
         hops = job.routes.arriving if fetch.direction == "F" else job.routes.returning
         yield Instruction(
@@ -178,9 +190,10 @@ def _emit_backward(job: StageJob, action: Action, index: int) -> Iterator[Instru
 
 
 def _split_call_range(start: int, end: int, cuts: Iterable[int], runs: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Yield the pieces of the range ``[start, end)`` of block calls that result from splitting it at the positions
-    ``cuts``, last piece first. A leading piece in which no call has a backward is not split off. ``runs``: for each
-    call, whether it has a backward."""
+    """Yield the pieces ``(start, end)`` into which a range of block calls is split, the last piece first. ``start``,
+    ``end``: the range ``[start, end)`` of positions in the stage. ``cuts``: positions at which a new piece begins.
+    ``runs``: for each call of the stage, whether it has a backward. A leading piece in which no call has a backward is
+    not split off."""
     here = end
     for cut in sorted((c for c in cuts if any(runs[start:c])), reverse=True):
         yield cut, here
@@ -204,8 +217,9 @@ def _emit_step_end(job: StageJob) -> Iterator[Instruction]:
 
 
 def _start_bucket_reduction(job: StageJob, number: int) -> Instruction:
-    """Return the first instruction of the reduction of bucket ``number``. It is SCATTER (reduce-scatter to shards) if
-    ZeRO shards the parameters, otherwise the first collective (turn) of the bucket."""
+    """Return the first instruction of the reduction of a bucket. ``number``: index of the bucket in the stage. The
+    instruction is SCATTER (reduce-scatter to shards) if ZeRO shards the parameters, otherwise the first collective
+    (turn) of the bucket."""
     bucket = job.buckets[number]
     if bucket.sharded:
         return Instruction(op="SCATTER", stage=job.stage, bucket=number)
@@ -221,8 +235,8 @@ def insert_frees(
     """Return ``instructions`` with an instruction FREE after the last use of each value and gradient. A model input
     that is loaded several times is freed before it is loaded again.
 
-    ``flow``: the gradients that the backward of each block call reads and computes. ``new_values``: for each buffer
-    that forward changes, the name of the value that becomes its content.
+    ``calls``: the block calls of the stage. ``flow``: the gradients that the backward of each of them reads and
+    computes. ``new_values``: for each buffer that forward changes, the name of the value that becomes its content.
     """
     totals = {v for i in instructions if i.op == "TOTAL" for v in i.values}
     last: dict[Key, int] = {}
@@ -257,8 +271,12 @@ def _list_accessed_values(
     totals: set[str],
     new_values: Mapping[str, str],
 ) -> tuple[list[Key], list[Key]]:
-    """Return the values and gradients that an instruction computes or adds to, and those that it reads. An entry is
-    (name, microbatch, whether it is the gradient)."""
+    """Return two lists: the values and gradients that ``instruction`` computes or adds to, and those that it reads. An
+    entry is (name of the value, microbatch, whether its gradient is meant).
+
+    ``calls``, ``flow``, ``new_values``: as in :func:`insert_frees`. ``totals``: names of the values that are computed
+    once for the global batch; their microbatch is ``None``.
+    """
     microbatch = instruction.microbatch
     named = [(v, microbatch, instruction.op.endswith("_B")) for v in instruction.values]
     match instruction.op:

@@ -28,8 +28,8 @@ def zero_axes(grad_axes: Sequence[str], trained: bool, *, zero: int, expert: boo
     """Return the mesh axes over which ZeRO shards a parameter; empty if it is not sharded.
 
     ``grad_axes``: the axes over which its gradient is summed. A trained parameter is sharded only over these.
-    ``trained``: whether it has a gradient. ``expert``: whether it belongs to an expert. ``hybrid``: whether only a part
-    of the data-parallel ranks shards it.
+    ``trained``: whether it has a gradient. ``zero``: the ZeRO stage, 0 to 3. ``expert``: whether the parameter belongs
+    to an expert. ``hybrid``: whether only a part of the data-parallel ranks shards it.
     """
     if not zero or (zero < 3 and not trained):
         return ()
@@ -130,8 +130,12 @@ def _gathered_by_call(
 
 def _gathered_once(instructions: Sequence[Instruction], needs: Needs, prologue: Sequence[int]) -> list[Instruction]:
     """Return ``instructions`` with one GATHER of the parameters of each bucket at the start of the step (ZeRO-1 and
-    ZeRO-2). Forwards are split before a block call that reads a further bucket, so that they do not wait for all
-    gathers."""
+    ZeRO-2). Forwards are split before a block call that reads a bucket that no earlier call reads, so that they do not
+    wait for all gathers.
+
+    ``needs``: for each block call of the stage, the numbers of the buckets whose parameters it reads. ``prologue``:
+    positions of the calls that run before the pipeline starts.
+    """
     known: dict[int, None] = {}
     result: list[Instruction] = []
     for instruction in instructions:

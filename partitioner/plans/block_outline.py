@@ -50,7 +50,9 @@ _FLIPS = {"aten.t.default", "aten.transpose.int", "aten.permute.default"}
 
 @dataclass(frozen=True)
 class BlockCollective:
-    """One collective of a block. ``num_bytes``: the whole of its operand or result, whichever is larger."""
+    """One collective in a call of a block. ``op``: such as ``all_gather``. ``axis``: the mesh axis over which it runs.
+    ``num_bytes``: bytes of its operand or its result on one rank, whichever is larger. ``path``: path of the module to
+    which it belongs."""
 
     op: str
     axis: str
@@ -61,7 +63,9 @@ class BlockCollective:
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of a block type. ``name`` is relative to the call; ``how`` says in words what ``layout`` means."""
+    """A parameter that a block reads. ``name``: relative to the module path of the call. ``shape``: of the whole
+    parameter. ``layout``: how it is divided over ``tp``, such as ``S0``. ``how``: what this layout means, in words such
+    as ``column-parallel``. ``trainable``: whether it has a gradient."""
 
     name: str
     shape: tuple[int, ...]
@@ -71,7 +75,8 @@ class Weight:
 
 
 def block_collectives(block: BlockGraph, grads: Sequence[bool]) -> tuple[BlockCollective, ...]:
-    """The collectives of one call of ``block``; ``grads`` says which placeholders need a gradient."""
+    """Return the collectives of one call of ``block``: those of its forward, then those of its backward. ``grads``: for
+    each placeholder (input of the graph), whether it needs a gradient."""
     forward: list[BlockCollective] = []
     backward: list[BlockCollective] = []
     needs: dict[str, bool] = {}
@@ -105,8 +110,9 @@ def block_collectives(block: BlockGraph, grads: Sequence[bool]) -> tuple[BlockCo
 def block_weights(
     block: BlockGraph, call: CallData, states: Mapping[str, StateData], gathered: bool = False
 ) -> list[Weight]:
-    """The parameters that ``call`` reads, in order, and how each is laid out over ``tp``; ``gathered``: for their use
-    only, as data-parallel ranks have a piece each."""
+    """Return the parameters that ``call`` reads, in order, with their layout over ``tp``. ``states``: all parameters
+    and buffers of the program by name. ``gathered``: whether each data-parallel rank holds only a piece of a parameter
+    and gathers the whole for use."""
     weights = []
     for placeholder, name in zip(block.states, call.states, strict=True):
         state = states[name]
@@ -125,7 +131,9 @@ def block_weights(
 
 
 def layout_phrase(block: BlockGraph, placeholder: str, layout: Layout) -> str:
-    """What a weight's layout means where it is used: ``column-parallel`` for a linear layer's weight on ``S0``."""
+    """Return in words what a parameter's ``layout`` means for the operator that reads it, such as ``column-parallel``
+    for a linear layer's weight that is sharded on dim 0. ``placeholder``: name of the graph input in ``block`` that is
+    the parameter."""
     if layout.kind == "R'":
         return "whole, gradient summed over tp"
     if not layout.is_shard:
@@ -151,7 +159,7 @@ def layout_phrase(block: BlockGraph, placeholder: str, layout: Layout) -> str:
 
 
 def _map_transposed_dim(node: Mapping[str, Any], dim: int) -> int:
-    """Where ``dim`` of the operand of a transpose or permute ends up."""
+    """Return the dim of the result of ``node``, a transpose or permute, that is ``dim`` of its operand."""
     rank = len((node.get("val") or [[0, 0]])[0])
     order = list(range(rank))
     if node["target"] == "aten.permute.default":
@@ -163,7 +171,8 @@ def _map_transposed_dim(node: Mapping[str, Any], dim: int) -> int:
 
 
 def _list_operand_names(node: Mapping[str, Any]) -> list[str]:
-    """The names of the nodes that ``node`` reads, arguments first, one per occurrence."""
+    """Return the names of the nodes that ``node`` reads: positional arguments before keyword arguments, one entry per
+    occurrence."""
     found: list[str] = []
     stack: list[Any] = [[node.get("args", []), node.get("kwargs", {})]]
     while stack:

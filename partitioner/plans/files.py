@@ -27,17 +27,18 @@ _MOVED = frozenset(ExecutionProfile.model_fields) - {"name", "expert_tensor"}
 
 
 class PlanFileError(PartitionError):
-    """A file that is not a plan of this version, or not as it was written."""
+    """Error: a file is no plan, has an unknown version, or was changed after it was written."""
 
 
 def save_plan(plan: Plan, path: Path) -> Path:
-    """Write ``plan`` to ``path``."""
+    """Write ``plan`` to the file ``path`` and return the path."""
     content = fold_programs(plan.model_dump(mode="json", exclude_defaults=True, by_alias=True))
     return write_text(path, _wrap_plan_content(FORMAT, content))
 
 
 def load_plan(path: Path) -> Plan:
-    """Read a plan. Raises :class:`PlanFileError`: unreadable, truncated, foreign, of an unknown version, or edited."""
+    """Return the plan in the file ``path``. Raise :class:`PlanFileError` if it cannot be read, is incomplete, is no
+    plan, has an unknown version, or was edited."""
     content = _unwrap_plan_file(path, FORMAT)
     try:
         return Plan.model_validate(unfold_programs(content))
@@ -50,7 +51,8 @@ def load_plan(path: Path) -> Plan:
 
 
 def export_ranks(plan: Plan, folder: Path) -> list[Path]:
-    """Write ``rank_00000.json`` and so on: each holds one rank's stage, graphs, shards, groups and instructions."""
+    """Write one file per rank into ``folder`` (``rank_00000.json`` and so on) and return their paths. Each file holds
+    the rank's stage, graphs, shards, groups and instructions."""
     width = max(5, len(str(plan.program.world_size - 1)))
     paths = []
     for rank in range(plan.program.world_size):
@@ -60,7 +62,7 @@ def export_ranks(plan: Plan, folder: Path) -> list[Path]:
 
 
 def plan_schema() -> dict[str, Any]:
-    """The JSON schema of a plan file."""
+    """Return the JSON schema of a plan file."""
     made = Plan.model_json_schema()
     for part in made["$defs"].values():
         if "description" in part:
@@ -152,7 +154,8 @@ def _unwrap_plan_file(path: Path, kind: str) -> dict[str, Any]:
 
 
 def _upgrade_first_version(body: dict[str, Any]) -> dict[str, Any]:
-    """The content of a plan file of version 1 as one of version 2: facts among its constraints become a profile."""
+    """Return ``body``, the content of a plan file of version 1, in the form of version 2. Constraints that describe how
+    the plan is executed become its execution profile."""
     given = body.get("constraints")
     if not isinstance(given, dict):
         return body

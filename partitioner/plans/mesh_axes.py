@@ -29,15 +29,17 @@ _MOST_OWN = 4
 
 @dataclass(frozen=True)
 class AxisCell:
-    """Where an axis uses a level: what the groups do there."""
+    """Text on how the groups of ranks along a mesh axis use one level of links, such as their number of ranks and
+    bandwidth. ``label`` is shown in the cell of a table, ``tooltip`` explains it."""
 
     label: str
     tooltip: str
 
 
 def axis_text(plan: Plan) -> str:
-    """``tp inside a node (nvlink4), dp over ib-ndr (4 nodes)``: over which links the groups of each axis talk, and how
-    many nodes one of them touches; of groups that differ, the slowest. Empty for one rank."""
+    """Return a text like ``tp inside a node (nvlink4), dp over ib-ndr (4 nodes)``: the links over which the ranks of
+    each mesh axis communicate, and the number of nodes of one group. If groups of an axis differ, the links are those
+    of the slowest. Empty for a single rank."""
     of_nodes, devices = plan.topology.node_of, np.array(plan.devices)
     said = []
     for axis, uses in _find_axis_uses(plan).items():
@@ -56,8 +58,8 @@ def axis_text(plan: Plan) -> str:
 
 
 def link_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
-    """Name, what it joins, what a device gets of it when all talk at once, and latency of all links of ``topology``,
-    from the inside out."""
+    """Return one row of texts for each kind of link of ``topology``, from the innermost: its name, what it connects,
+    the bandwidth of a device while all devices communicate, and the latency."""
     levels = [
         (level.name, _describe_level_joins(level), level_rates(topology, level)[1], seconds_text(level.latency))
         for level in topology.levels
@@ -66,7 +68,8 @@ def link_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
 
 
 def rate_rows(topology: Topology) -> list[tuple[str, str, str, str, str, str]]:
-    """The rows of :func:`link_rows`, with the bandwidth that is described and what a node gets."""
+    """Return one row of texts for each kind of link, as in :func:`link_rows` but with three bandwidths: the one in the
+    description of the topology, that of a device, and that of a node, the last two while all communicate."""
     rows = []
     for level in topology.levels:
         whole, device, node = level_rates(topology, level)
@@ -77,8 +80,9 @@ def rate_rows(topology: Topology) -> list[tuple[str, str, str, str, str, str]]:
 
 
 def level_rates(topology: Topology, level: Level) -> tuple[str, str, str]:
-    """What is described, of a device or a network card; what a device gets, and what a node gets, when all talk at
-    once. Where devices or nodes differ, from the least to the most."""
+    """Return three texts on the bandwidth of ``level``: the described bandwidth of one device or network card, then
+    that of a device and that of a node while all devices communicate. If devices or nodes differ, the text gives the
+    least and the greatest."""
     left = level.bandwidth / level.oversubscription
     beyond = spans_nodes(level)
     has = np.flatnonzero(level_groups(topology, level) >= 0)
@@ -92,7 +96,7 @@ def level_rates(topology: Topology, level: Level) -> tuple[str, str, str]:
 
 
 def _format_rate_range(rates: NDArray[np.floating[Any]]) -> str:
-    """``50 GB/s``, or ``25 to 50 GB/s``."""
+    """Return the range of ``rates`` (bytes/s) as text: ``25 to 50 GB/s``, or ``50 GB/s`` if all are equal."""
     low, high = format_digits(float(rates.min()) / 1e9), format_digits(float(rates.max()) / 1e9)
     return f"{high} GB/s" if low == high else f"{low} to {high} GB/s"
 
@@ -130,14 +134,15 @@ def _own_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
 
 @dataclass(frozen=True)
 class _Uses:
-    """``summary``: of the axis; ``cells``: by the name of the level."""
+    """How the groups of one mesh axis communicate. ``summary``: a text on the whole axis. ``cells``: a text for each
+    level of links that the groups use (name of the level -> cell)."""
 
     summary: str
     cells: dict[str, AxisCell]
 
 
 def _find_axis_uses(plan: Plan) -> dict[str, _Uses]:
-    """For each axis of more than one rank."""
+    """Return how each mesh axis with more than one rank uses the links (name of the axis -> use)."""
     devices = np.array(plan.devices)
     found = {}
     for axis in (a for a in MESH_AXES if plan.mesh.get(a, 1) > 1):
@@ -149,7 +154,7 @@ def _find_axis_uses(plan: Plan) -> dict[str, _Uses]:
 
 
 def _list_axis_groups(plan: Plan, axis: str) -> NDArray[np.int64]:
-    """The ranks of every group of an axis."""
+    """Return the ranks of every group along ``axis``, one group per row."""
     return expert_grid(plan.mesh, plan.chosen.etp) if axis == "ep" else rank_grid(plan.mesh, axis)
 
 
@@ -169,7 +174,8 @@ def _describe_collectives(axis: str, groups: Sequence[Group]) -> _Uses:
 
 
 def _hand_overs(plan: Plan, rows: NDArray[np.int64]) -> _Uses:
-    """Every stage to the next, over the slowest of the links between their ranks."""
+    """Return how messages between consecutive pipeline stages use the links. For each two stages this is the slowest
+    link between their ranks. ``rows``: device indices, one row for each pipeline, by stage."""
     slowest = stage_links(plan.topology, {"pp": rows.shape[1], "dp": len(rows)}, rows.T.reshape(-1))
     counts = Counter(link.name for link in slowest)
     rates = {link.name: min(k.bandwidth for k in slowest if k.name == link.name) for link in slowest}

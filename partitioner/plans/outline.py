@@ -25,7 +25,8 @@ from partitioner.units import bytes_text
 
 
 def group_notes(calls: CallGroup) -> list[str]:
-    """What is unusual about when and where these calls run."""
+    """Return short texts on what is unusual about the calls of a group: recomputation, calls before the pipeline
+    starts, calls that each reading stage runs for itself."""
     notes = (
         ("recomputed in backward", calls.recomputed),
         ("recomputed in part in backward", calls.selective),
@@ -43,7 +44,8 @@ def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
 
 
 def kept_bytes(program: Program, state: str) -> int:
-    """The bytes of a state on a rank, all the time."""
+    """Return the bytes of a parameter or buffer that a rank holds during the whole step: under ZeRO-3 one ZeRO piece,
+    otherwise the rank's shard. ``state``: name of the parameter or buffer."""
     sizes = state_sizes(program, state)
     return sizes.piece if program.zero == 3 else sizes.part
 
@@ -53,7 +55,12 @@ Exchange = tuple[str, str, str]  # the collective, the axes it runs over, what i
 
 @dataclass(frozen=True)
 class ExchangeTotal:
-    """What the transfers of one kind move on one rank in one step. ``buckets``: how many different ones are moved."""
+    """Transfers of gradient or parameter buckets that have the same collective, axes and contents: totals of one rank
+    in one step.
+
+    ``transfers``: number of collectives. ``buckets``: number of different buckets that they move. ``num_bytes``: their
+    bytes together.
+    """
 
     transfers: int
     buckets: int
@@ -61,7 +68,8 @@ class ExchangeTotal:
 
 
 def exchange_totals(program: Program, stage: Stage) -> dict[Exchange, ExchangeTotal]:
-    """The totals of a stage's buckets. A list repeats few different transfers many times: each is looked at once."""
+    """Return the totals of the bucket transfers of ``stage`` in one step. A key is (collective, axes joined by ``×``,
+    what is moved), such as ``("all_reduce", "dp×cp", "gradients")``."""
     transfers = Counter[tuple[int, str, tuple[str, ...]]]()
     for instruction, times in count_repetitions(stage.instructions):
         if instruction.op in BUCKET_OPS and instruction.bucket is not None:
@@ -81,7 +89,12 @@ def exchange_totals(program: Program, stage: Stage) -> dict[Exchange, ExchangeTo
 
 
 def describe_bucket_exchange(program: Program, bucket: Bucket, op: str, axes: tuple[str, ...]) -> tuple[Exchange, int]:
-    """What a GATHER, SCATTER or REDUCE of a bucket is, over which axes, of what, and its bytes on a rank."""
+    """Return the description of one transfer of ``bucket`` as (collective, axes joined by ``×``, what is moved), and
+    the bytes that it moves on one rank.
+
+    ``op``: the instruction, ``GATHER``, ``SCATTER`` or ``REDUCE``. ``axes``: the axes in the instruction; empty for the
+    default ones of the bucket.
+    """
     level = bucket.levels.index(axes) if axes else len(bucket.levels)
     size = "gradient_piece" if axes or op == "REDUCE" else "part" if op == "GATHER" else "gradient"
     moved = sum(getattr(state_sizes(program, state), size) for state in bucket.states)
@@ -105,9 +118,12 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class CollectiveTotal:
-    """Collectives of one kind: ``count`` of them, ``num_bytes`` in all, per rank (and per microbatch inside calls).
+    """Collectives of one kind on one rank. Those inside block calls are counted for one microbatch, those of buckets
+    for one step.
 
-    ``even``: all of the same size. ``what``: is moved, where it is not of a call; ``buckets``: how many buckets of it.
+    ``op``: the collective, such as ``all_reduce``. ``axis``: the mesh axis, or several joined by ``×``. ``count``:
+    number of collectives. ``num_bytes``: bytes of all together. ``even``: whether all have the same size. For transfers
+    of buckets, ``what`` says what is moved, such as ``gradients``, and ``buckets`` is the number of different buckets.
     """
 
     op: str
@@ -120,7 +136,8 @@ class CollectiveTotal:
     buckets: int = 0
 
     def amount(self, calls: int = 1) -> str:
-        """How many and how large, for one of ``calls``: ``2 × 32 MiB``, or ``24 MiB in 3`` of unequal ones."""
+        """Return number and size as text: ``2 × 32 MiB`` if all have one size, ``24 MiB in 3`` if the sizes differ.
+        ``calls``: number of block calls in which the collectives run; the text is for one of them."""
         if self.count % calls:
             return f"{self.count} in {calls} calls, {bytes_text(self.num_bytes)}"
         count, total = self.count // calls, self.num_bytes / calls
@@ -129,10 +146,18 @@ class CollectiveTotal:
 
 @dataclass(frozen=True)
 class CallGroup:
-    """Calls ``start:stop`` of a stage that repeat the pattern ``blocks`` ``count`` times; drawn as one node.
+    """A run of consecutive block calls of a stage, in which the pattern ``blocks`` (block names) occurs ``count``
+    times. Pictures show it as one card.
 
-    ``num_parameters`` counts the elements of the whole weights; ``parameter_bytes`` is one rank's part.
-    ``everywhere``: every stage that reads the results computes them for itself.
+    ``stage``: index of the stage. ``index``: index of the group in the stage. ``start``, ``stop``: the range ``[start,
+    stop)`` of positions of its calls in the stage. ``paths``: the module paths of the calls as text. ``collectives``:
+    totals over all calls of the group, for one rank and one microbatch. ``weights``: those of one repetition of the
+    pattern.
+
+    ``num_parameters``: elements of the whole parameters. ``parameter_bytes``: bytes that one rank holds of them.
+    ``recomputed``, ``selective``: whether the backward recomputes the whole calls, or a part of them. ``prologue``:
+    whether the calls run before the pipeline starts. ``everywhere``: whether each stage that reads the results computes
+    them for itself.
     """
 
     stage: int
@@ -154,9 +179,11 @@ class CallGroup:
 
 @dataclass(frozen=True)
 class ValueFlow:
-    """Values that pass from one group of calls to another; bytes are one rank's per microbatch.
+    """Values that one group of calls computes and another one reads. ``source`` and ``target``: these groups, as (index
+    of the stage, index of the group in it). ``values``: names of the values.
 
-    ``hops``: how many stages away the reader is (0: the same stage).
+    ``forward_bytes``: bytes of the values on one rank for one microbatch. ``backward_bytes``: bytes of their gradients.
+    ``hops``: index of the reading stage minus index of the computing stage; 0 inside a stage.
     """
 
     source: tuple[int, int]
@@ -169,7 +196,12 @@ class ValueFlow:
 
 @dataclass(frozen=True)
 class StageTransfer:
-    """What a stage sends to another per microbatch, relayed values included."""
+    """The values or gradients that one stage sends to another for one microbatch, including those that it only
+    forwards.
+
+    ``source``, ``target``: indices of the two stages. ``direction``: ``forward`` for values, ``backward`` for their
+    gradients. ``num_bytes``: bytes on one rank. ``values``: names of the values.
+    """
 
     source: int
     target: int
@@ -180,7 +212,11 @@ class StageTransfer:
 
 @dataclass(frozen=True)
 class TiedWeight:
-    """A weight that several places read: its gradients are added up."""
+    """A parameter that several groups of calls read, so that its gradients from all of them are summed.
+
+    ``state``: name of the parameter. ``aliases``: its further names in the model. ``places``: the groups that read it,
+    as (index of the stage, index of the group in it). ``num_bytes``: bytes of its gradient on one rank.
+    """
 
     state: str
     aliases: tuple[str, ...]
@@ -190,7 +226,13 @@ class TiedWeight:
 
 @dataclass(frozen=True)
 class StageOutline:
-    """One pipeline stage; all of its ranks do the same."""
+    """Summary of what each rank of one pipeline stage holds, computes and transfers.
+
+    ``index``: index of the stage. ``ranks``: its ranks. ``groups``: its block calls, as runs of repeated blocks.
+    ``num_calls``: number of block calls. ``num_parameters``: elements of the whole parameters. ``parameter_bytes``:
+    bytes that one rank holds of them. ``reductions``: transfers of gradient and parameter buckets in one step.
+    ``loads``: paths of the model inputs that it reads.
+    """
 
     index: int
     ranks: tuple[int, ...]
@@ -215,15 +257,17 @@ class Outline:
 
 
 def outline_program(program: Program) -> Outline:
-    """The outline of ``program``; see the classes above."""
+    """Return the outline of ``program``: a summary of each stage, and the values and tied weights that connect
+    stages."""
     return _Outliner(program).build_outline()
 
 
 def fold_runs(names: Sequence[Any], longest: int = 4) -> list[tuple[int, int, int]]:
-    """Split ``names`` into runs ``(start, period, repeats)`` of a repeating pattern of at most ``longest`` names.
+    """Split ``names`` into runs ``(start, period, repeats)``: from index ``start`` on, a pattern of ``period`` names
+    (at most ``longest``) occurs ``repeats`` times.
 
-    At each place the pattern that covers most wins, the shortest among equals: ``a b b b c d c d`` gives
-    ``a``, ``b`` three times, ``c d`` twice.
+    At each index the pattern is chosen whose run has the most names, and the shortest among equals. ``a b b b c d c d``
+    gives ``a`` once, ``b`` three times, ``c d`` twice.
     """
     runs: list[tuple[int, int, int]] = []
     start = 0
@@ -247,7 +291,8 @@ def _count_repeats(names: Sequence[Any], start: int, period: int) -> int:
 
 
 def path_range(paths: Sequence[str]) -> str:
-    """``model.layers.0 – 7`` for the paths of consecutive layers; the ends in full where they differ in more."""
+    """Return the module paths of consecutive calls as one text, from the first to the last: ``model.layers.0–7``. If
+    the two differ in more than one part, both are written in full."""
     first, last = paths[0], paths[-1]
     if first == last:
         return first
@@ -261,7 +306,7 @@ def path_range(paths: Sequence[str]) -> str:
 
 
 def chunk_starts(stage: Stage) -> list[int]:
-    """The positions of the calls with which the stage's chunks (its virtual stages) begin."""
+    """Return the positions of the stage's block calls with which its virtual stages begin, in increasing order."""
     starts: set[int] = set()
     fresh = True
     for instruction in stage.instructions:
@@ -295,7 +340,7 @@ class _Outliner:
 
     @cached_property
     def shared(self) -> set[str]:
-        """Values that several stages compute for themselves."""
+        """Names of the values that several stages compute, each for itself."""
         made = Counter(v for stage in self.program.stages for call in stage.calls for v in call.outputs)
         return {value for value, times in made.items() if times > 1}
 

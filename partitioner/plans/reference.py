@@ -56,7 +56,7 @@ class Reference:
 
 
 class _Float64(TorchDispatchMode):
-    """Every operator that asks for a narrower floating type gets float64."""
+    """Mode in which operators that ask for a floating type narrower than float64 get float64."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,10 +69,11 @@ class _Float64(TorchDispatchMode):
 
 
 class _DoubleData(TorchFunctionMode):
-    """Tensors that a model's code makes of numbers are rounded as it says, then float64, as plans keep constants.
+    """Mode for tensors that the model's code creates from Python numbers. They are rounded to the type that the code
+    means, and then become float64, as plans treat constants.
 
-    ``default``: the type of numbers where it does not say. ``planned``: the type that the model's tensors have in the
-    plan, and that its code means where it asks for the type of one of them, which is float64 here.
+    ``default``: type of such tensors if the code does not state one. ``planned``: type of the model's tensors in the
+    plan. It is used if the code asks for the type of a tensor of the model, which is float64 here.
     """
 
     def __init__(self, default: torch.dtype, planned: torch.dtype) -> None:
@@ -100,8 +101,8 @@ class _DoubleData(TorchFunctionMode):
 
 
 def _all_doubled(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of a function in float64 where some are: tensors from outside of the model (a global, say) are
-    narrower, and constants. What is written to or set stays."""
+    """Return the arguments of the function ``name``, all in float64 if some are. Tensors from outside the model, such
+    as globals, would otherwise be narrower. Arguments of functions that write to a tensor (``name_``) are unchanged."""
     leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     types = {x.dtype for x in leaves}
     if not types & _REDUCED or not types & {torch.float64, torch.complex128} or name.endswith("_"):
@@ -118,7 +119,8 @@ _OF_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.sca
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any) -> Tensor:
-    """``torch._grouped_mm``, whose kernels know no float64: groups of rows, of columns, or of what is summed over."""
+    """Compute ``torch._grouped_mm`` in float64, for which PyTorch has no kernel. ``offs``: the end index of each group
+    of rows of ``a``, of columns of ``b``, or of the dim that is summed over; ``None`` for a batched product."""
     if offs is None:
         return a @ b
     ends = offs.tolist()
@@ -141,7 +143,8 @@ def _widen_reduced_dtype(value: Any) -> Any:
 
 
 class _Drawing(TorchDispatchMode):
-    """Operators that draw do so by place, one stream per call in order; ``streams`` counts them."""
+    """Mode in which operators that draw random numbers do so as plans do: each call draws from its own stream.
+    ``streams`` provides the streams, numbered in the order of calls."""
 
     def __init__(self, streams: _ByPlace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -174,7 +177,8 @@ def _run_operator(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _ByPlace(TorchFunctionMode):
-    """Dropout draws by place, one stream per call in order, as plans do; see ``passes/ops/random.py``."""
+    """Mode in which dropout draws random numbers as plans do: each call draws from its own stream, numbered in the
+    order of calls. See ``passes/ops/random.py``."""
 
     def __init__(self, seed: int, group: int) -> None:
         super().__init__()
@@ -197,7 +201,8 @@ class _ByPlace(TorchFunctionMode):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Functions of torch.nn.functional call others, which torch then hides from modes."""
+        """Replace functions with dropout in ``torch.nn.functional`` while the block runs. Other functions there call
+        them, and PyTorch then does not report these calls to modes."""
         known = {name: getattr(nn.functional, name) for name in _DROPPING if hasattr(nn.functional, name)}
 
         def shown(name: str) -> Callable[..., Any]:
@@ -222,7 +227,12 @@ class _ByPlace(TorchFunctionMode):
         weights: Sequence[Tensor],
         stack: RecurrentLayers,
     ) -> tuple[Tensor, ...]:
-        """Layer by layer, what one gives the next dropped out (``passes/normalize/decompose.py``)."""
+        """Run recurrent layers one by one, with dropout on the output of each layer before the next reads it
+        (``passes/normalize/decompose.py``).
+
+        ``func``: PyTorch's function for the stack of layers. ``state``: the initial hidden state, or a pair of states.
+        ``weights``: those of all layers. ``stack``: the number of layers and their options.
+        """
         each, ways = len(weights) // stack.layers, stack.ways
         several = not isinstance(state, Tensor)
         last: list[tuple[Tensor, ...]] = []
@@ -236,12 +246,12 @@ class _ByPlace(TorchFunctionMode):
         return x, *(torch.cat(ends) for ends in zip(*last, strict=True))
 
     def next(self) -> int:
-        """The stream of the next call that draws."""
+        """Return the number of a new stream of random numbers, for the next call that draws."""
         self.streams += 1
         return self.streams - 1
 
     def numbers(self, device: torch.device) -> Callable[..., Tensor]:
-        """Draws numbers, each call from the next stream."""
+        """Return a function that draws random numbers on ``device``. Each call of it uses a new stream."""
 
         def draw(distribution: torch._ops.OpOverload, sizes: Sequence[int], *parameters: Tensor) -> Tensor:
             return draw_whole_tensor(
@@ -293,7 +303,8 @@ _DROPPING: dict[str, Callable[..., Tensor]] = {
 
 
 def _bind_arguments(replacement: Callable[..., Tensor], args: Any, kwargs: Any) -> dict[str, Any] | None:
-    """The arguments by name; ``None`` where nothing is dropped."""
+    """Return the arguments for ``replacement``, a function with dropout, by name; ``None`` if they switch dropout
+    off."""
     names = list(inspect.signature(replacement).parameters)[1:]
     bound = {**dict(zip(names, args, strict=False)), **kwargs}
     if "train" in bound:
@@ -304,8 +315,11 @@ def _bind_arguments(replacement: Callable[..., Tensor], args: Any, kwargs: Any) 
 
 @contextmanager
 def keep_in_float64(dtype: torch.dtype = torch.float64) -> Iterator[None]:
-    """Inside, models of doubles stay in float64 where their code asks for float32. ``dtype``: the type that the model
-    is planned in, of which ``torch.finfo`` tells, and to which numbers in its code are rounded."""
+    """Keep float64 models in float64 while the block runs, although their code asks for float32.
+
+    ``dtype``: the type in which the model is planned. ``torch.finfo`` gives the limits of this type, and numbers in the
+    model's code are rounded to it.
+    """
     default, finfo = torch.get_default_dtype(), torch.finfo
 
     def limits(asked: torch.dtype | None = None) -> torch.finfo:
@@ -338,12 +352,14 @@ def run_reference(
     counters: Collection[str] = (),
     precision: str | None = None,
 ) -> Reference:
-    """Run ``model`` on the whole global batch. The gradients of ``model`` itself are left alone.
+    """Run the unmodified ``model`` on ``inputs``, one whole global batch, and return what it computes. The gradients of
+    ``model`` itself do not change.
 
     Args:
-        train: also compute the loss, and the gradient of every parameter.
+        loss: computes the loss from the model's result; ``None`` if the result contains it.
+        train: whether to run a backward, too, for the gradient of every parameter.
         double: run a copy of the model in float64; otherwise run ``model`` as it is.
-        seed: seed of the random operators, which draw by place, as plans do.
+        seed: seed of the random operators. Each of their calls draws from a stream of its own, as in plans.
         group: number of the group of samples that ``inputs`` are, for ``couple="microbatch"``; each group draws its own
             random numbers.
         buffers: initial values of buffers, parameters and ``counters``, instead of the model's.
@@ -369,7 +385,8 @@ def run_reference(
 
 @dataclass(frozen=True)
 class _ReferenceRun:
-    """The arguments of :func:`run_reference`. ``planned``: the plan's floating type, where the run is in float64."""
+    """The arguments of :func:`run_reference`. ``planned``: the floating type of the plan if the run is in float64;
+    ``None`` if the model runs as it is."""
 
     model: nn.Module
     inputs: Any
@@ -382,7 +399,7 @@ class _ReferenceRun:
     counters: Collection[str]
 
     def with_gradients(self, grad: bool) -> Reference:
-        """What a copy of the model computes; ``grad``: with gradients switched on."""
+        """Run a copy of the model and return what it computes. ``grad``: whether autograd is on."""
         model, double = _copy_model_by_value(self.model), self.planned is not None
         drop_looking_hooks(model)
         if double:
@@ -412,13 +429,14 @@ class _ReferenceRun:
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    """The one floating type of a model's parameters; float64 where there are several."""
+    """Return the floating type of the model's parameters; float64 if they have several."""
     found = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return found.pop() if len(found) == 1 else torch.float64
 
 
 def _copy_model_by_value(model: nn.Module) -> nn.Module:
-    """A copy; what its modules compute and keep (a weight of two parts, say), which torch refuses, by value."""
+    """Return a copy of ``model``. Tensors that its modules computed and store, such as a weight made of two parts, are
+    copied by value, because PyTorch refuses to copy them."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         kept = [v for v in vars(module).values() if isinstance(v, Tensor) and not v.is_leaf]
@@ -428,7 +446,8 @@ def _copy_model_by_value(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _nothing_recomputed() -> Iterator[None]:
-    """Checkpointed functions run once: run again in backward, they would draw other numbers."""
+    """Run checkpointed functions only once while the block runs. If the backward ran them again, they would draw other
+    random numbers."""
 
     def once(*_: Any, **__: Any) -> Iterator[None]:
         yield
@@ -444,7 +463,8 @@ def _nothing_recomputed() -> Iterator[None]:
 
 
 def _build_tensor_doubler() -> Callable[[Tensor], Tensor]:
-    """:func:`_tensor_to_float64` for all tensors of a module: of one that has several names it makes one."""
+    """Return a function that converts tensors to float64. A tensor that it gets twice, such as one with several names,
+    has one common result."""
     known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def double(tensor: Tensor) -> Tensor:
@@ -456,7 +476,8 @@ def _build_tensor_doubler() -> Callable[[Tensor], Tensor]:
 
 
 def _as_input(value: Any, double: bool) -> Any:
-    """A tensor of the arguments by itself: what is computed of it is no part of what the caller computed before."""
+    """Return ``value``, an argument of the model, detached from the computation that made it. ``double``: whether
+    tensors become float64."""
     if not isinstance(value, Tensor):
         return value
     made = value.detach()
@@ -499,14 +520,15 @@ def _run_copied_model(
 
 
 def _held_by(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers under all of their names."""
+    """Return the parameters and buffers of ``model`` by name; those with several names have one entry for each."""
     held = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return dict(held)
 
 
 @contextmanager
 def _failing_by_itself(model: nn.Module) -> Iterator[None]:
-    """What the model raises where nothing is planned, as the user's to mend."""
+    """Convert exceptions that the model raises in the block into :class:`InputsError`, because the model fails without
+    any plan."""
     try:
         yield
     except PartitionError:
@@ -519,14 +541,15 @@ def _failing_by_itself(model: nn.Module) -> Iterator[None]:
 
 
 def _is_tensor_unchanged(held: Tensor, before: Tensor | None) -> bool:
-    """Whether a buffer or parameter is what it was; what is no number counts as one."""
+    """Whether the buffer or parameter ``held`` equals ``before``, its earlier value; NaN equals NaN."""
     if before is None or before.shape != held.shape:
         return False
     return torch.allclose(held, before, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def find_loss(output: Any) -> Tensor | None:
-    """The loss in a model's result: its ``loss``, or the only tensor there is, where that is a scalar."""
+    """Return the loss in a model's result: its ``loss``, or else its only tensor; ``None`` if there is none or it is no
+    scalar."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(output, Tensor) or not isinstance(found, Tensor):
         leaves = pytree.tree_leaves(in_containers(output))

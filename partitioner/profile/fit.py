@@ -65,9 +65,9 @@ _UNBOUNDED = {"default": 1e6}  # of the memory bandwidth: only memory limits the
 
 @dataclass(frozen=True)
 class FitError:
-    """The error of a fit on its own samples: the median of ``|predicted / measured - 1|``. ``what``: the kind of kernel
-    or collective that was predicted.
-    """
+    """How far a fit is from the samples to which it was fitted. ``what``: the kind of kernel or collective that was
+    predicted. ``num_samples``: number of its samples. ``median``: the median of ``|predicted / measured - 1|`` over
+    them."""
 
     what: str
     num_samples: int
@@ -114,12 +114,13 @@ def fit_launch(samples: Iterable[KernelSample]) -> float:
 def fit_memory(
     samples: Iterable[KernelSample], launch: float, dispatch: float = 0.0
 ) -> tuple[float, dict[str, float], tuple[tuple[float, float], ...]]:
-    """Return the memory bandwidth in bytes/s, the fraction of it by kind of kernel, and a table of (bytes, largest
-    fraction that any kernel of that size reaches).
+    """Return the memory bandwidth in bytes/s, the fraction of it that each kind of kernel reaches, and a table of
+    (bytes, largest fraction that any kernel of that size reaches).
 
     Pointwise kernels do little but move memory. Their rates are the memory's rates at their size, and the largest ones
-    give the bandwidth. The fraction of a kind has the least sum of relative errors. Samples that take less than
-    ``dispatch``, the seconds in which the host issues a kernel, are ignored, because the host hides them.
+    give the bandwidth. The fraction of a kind has the least sum of relative errors. ``launch``: seconds to launch a
+    kernel. ``dispatch``: seconds in which the host issues a kernel; samples that take less are ignored, because the
+    host hides them.
     """
     rates: dict[str, list[tuple[float, float]]] = {}  # kind -> (bytes, rate)
     seen: dict[str, list[tuple[float, float]]] = {}  # samples that the host does not hide
@@ -199,9 +200,8 @@ def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceT
 
 
 def _product_rates(samples: Sequence[KernelSample], device: DeviceType) -> dict[float, float]:
-    """Return the FLOP/s of matrix products by min(M, N, K). Each has the least relative errors, and counts only the
-    time that is left after launch and memory traffic.
-    """
+    """Return the FLOP/s of matrix products by min(M, N, K). Each has the least relative errors over the samples with
+    this value, and counts only the time that is left after launch and memory traffic."""
     found: dict[float, list[tuple[KernelSample, float]]] = {}
     for s in samples:
         found.setdefault(s.kernel.smallest, []).append((s, _without_products(s.kernel, device)))
@@ -248,9 +248,8 @@ def fit_overlap(overlaps: Sequence[Overlap]) -> float:
 
 
 def fit_concurrent(measured: Measurements, cores: int) -> float | None:
-    """Return the number of ranks that can compute at the same time: the number of cores, less the loss from
-    time-sharing. ``None`` if it was not measured, which means all ranks.
-    """
+    """Return the number of ranks that can compute at full speed at the same time: the number of ``cores``, less the
+    loss from time-sharing. ``None`` if it was not measured, which means all ranks."""
     if not measured.all_s:
         return None
     stretch = statistics.median([a / f for a, f in zip(measured.all_s, measured.few_s, strict=True)])
@@ -258,7 +257,8 @@ def fit_concurrent(measured: Measurements, cores: int) -> float | None:
 
 
 def fit_level(samples: Sequence[CollectiveSample], name: str) -> Level:
-    """Return the links between the measured ranks as one level, with bandwidth, latency and tables by collective.
+    """Return the links between the measured ranks as one level with the given ``name``: bandwidth, latency, and a table
+    of measurements for each collective.
 
     Raise :class:`TopologyError` if there are no times of messages. If the times of a transfer do not grow with its
     size, they do not determine a bandwidth, which is then at most the largest bandwidth of the other transfers.
@@ -283,7 +283,8 @@ def fit_level(samples: Sequence[CollectiveSample], name: str) -> Level:
 
 @dataclass(frozen=True)
 class _BandwidthSamples:
-    """Measured transfers of one kind: the bytes that pass through each rank's links, and the seconds."""
+    """Measured transfers of one kind, one entry per transfer. ``moved``: bytes that pass through each rank's links.
+    ``seconds``: the time that it took."""
 
     moved: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -306,9 +307,7 @@ class _BandwidthSamples:
 
     @property
     def least_slope(self) -> float:
-        """Seconds per byte of the sample with the fewest, under the assumption that starting a transfer takes no
-        time.
-        """
+        """The least seconds per byte of any transfer, under the assumption that starting a transfer takes no time."""
         return min(s / n for n, s in zip(self.moved, self.seconds, strict=True))
 
 

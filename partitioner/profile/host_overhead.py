@@ -34,9 +34,8 @@ _STEPS = 3  # before the first one that is timed
 
 @dataclass(frozen=True)
 class Issuing:
-    """A plan for one rank that is to be timed. ``path``: its file. ``operators``: number of operators that the host
-    issues in a step.
-    """
+    """A plan for one rank whose step is to be timed. ``path``: the plan's file. ``operators``: number of operators that
+    the host issues in a step."""
 
     path: str
     operators: float
@@ -57,8 +56,7 @@ def open_issuing_plan() -> Iterator[Issuing]:
 
 def time_issuing(plan: Issuing, kind: str, repeats: int) -> list[float]:
     """Return the host seconds for one operator, one entry per repetition, on rank 0. Return an empty list on other
-    ranks.
-    """
+    ranks. ``kind``: the device, ``cuda`` or ``cpu``."""
     if dist.get_rank():
         return []
     device = open_device(kind)

@@ -50,9 +50,8 @@ class KernelCase:
 
 @dataclass(frozen=True)
 class BuiltCase:
-    """A kernel with its tensors. ``run``: the function to time. ``kernel``: the description by which the cost model
-    predicts its time.
-    """
+    """A kernel with its tensors, ready to be timed. ``run``: the function to time. ``kernel``: the description by which
+    the cost model predicts its time."""
 
     run: Callable[[], object]
     kernel: Kernel
@@ -146,9 +145,9 @@ def _on_rows(
     case: KernelCase,
     device: torch.device,
 ) -> BuiltCase:
-    """Return an operator on tensors of the shape ``[rows, ROW]``. ``results``: number of result elements per element of
-    one operand.
-    """
+    """Return an operator on tensors of the shape ``[rows, ROW]``. ``kind``: the kind of kernel for the cost model.
+    ``function``: the operator, which gets ``num_operands`` tensors. ``results``: number of result elements per element
+    of one operand."""
     (rows,), row, dtype = case.shape, ROW[device.type], DTYPES[case.precision]
     operands = [_take_random_tensor(rows, row, device=device, dtype=dtype) for _ in range(num_operands)]
     num_bytes = dtype.itemsize * rows * row * (num_operands + results)
@@ -247,10 +246,9 @@ LAUNCH = KernelCase("launch", (1,))
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the kernels to time. ``knots``: the smallest of M, N and K of matrix products. ``large``: the other two.
-    ``rows``: numbers of rows of other operators. ``attention``: batch, heads, sequence, head size. ``precisions``: the
-    first is used for all kernels, the others only for large matrix products.
-    """
+    """Sizes of the kernels to time on a device. ``knots``: the smallest of M, N and K of matrix products. ``large``:
+    the other two. ``rows``: numbers of rows of other operators. ``attention``: batch, heads, sequence, head size.
+    ``precisions``: the first is used for all kernels, the others only for large matrix products."""
 
     knots: tuple[int, ...]
     large: tuple[int, ...]

@@ -46,7 +46,7 @@ class ProfileEffort:
 
     ``kernel_s``: seconds for each kernel. ``collective_s``: seconds for each size of a collective. ``sharing_s``:
     seconds of each repetition of the work by which the sharing of CPU cores is measured. ``repeats``: repetitions of
-    each comparison. ``message_sizes``: bytes of the transfers.
+    each measurement that compares two times. ``message_sizes``: bytes of the transfers.
     """
 
     kernel_s: float
@@ -67,9 +67,9 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Profile:
-    """A measured machine. ``topology``: the fitted description. ``errors``: how far its predictions are from the
-    measured times. ``measurements``: the measured times. ``machine``: a text that names the machine.
-    """
+    """Result of measuring a machine. ``topology``: the fitted description, for planning. ``errors``: how far its
+    predictions are from the measured times. ``measurements``: the measured times. ``machine``: a text that names the
+    machine."""
 
     topology: Topology
     errors: tuple[FitError, ...]
@@ -201,8 +201,7 @@ def _take_median_samples(samples: Sequence[Sequence[KernelSample]]) -> list[Kern
 
 def _column_medians(rows: Sequence[Sequence[Sequence[float]]], place: int) -> list[float]:
     """Return for each repetition the median time over the ranks that took part. ``rows[rank][repetition][place]``:
-    seconds; NaN if the rank took no part.
-    """
+    seconds; NaN if the rank took no part. ``place``: the index of the measurement in each repetition."""
     turns = zip(*([turn[place] for turn in rank] for rank in rows), strict=True)
     return [float(torch.tensor(turn).nanmedian()) for turn in turns]
 

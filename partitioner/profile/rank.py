@@ -1,6 +1,6 @@
 """Measurements that run on every rank: kernels, shared cores, and the overlap of computation with a collective.
 
-All functions are called on every rank at the same time and return plain data.
+All functions are called on every rank together. Their results hold no tensors, so that ranks can send them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _OVERLAP_SIZE = 256  # of a square product
 
 
 def open_device(kind: str) -> torch.device:
-    """Return the device of this rank: the GPU with the rank's number, which becomes the current one, or the CPU."""
+    """Return the device of this rank: the GPU with the rank's number, which becomes the current one, or the CPU.
+    ``kind``: ``cuda`` or ``cpu``."""
     if kind == "cuda":
         torch.cuda.set_device(dist.get_rank())
         return torch.device("cuda", dist.get_rank())
@@ -34,8 +35,7 @@ def open_device(kind: str) -> torch.device:
 
 def describe_gpu(kind: str) -> dict[str, int | str]:
     """Return ``name``, ``memory`` (bytes in total) and ``reserved`` (bytes that are in use without any tensor, such as
-    the CUDA context) of this rank's GPU.
-    """
+    the CUDA context) of this rank's GPU. ``kind``: ``cuda``."""
     device = open_device(kind)
     gc.collect()
     torch.cuda.empty_cache()
@@ -45,10 +45,10 @@ def describe_gpu(kind: str) -> dict[str, int | str]:
 
 
 def time_kernels(cases: Sequence[KernelCase], kind: str, active: int, budget_s: float) -> list[KernelSample]:
-    """Time the kernels one after the other on the first ``active`` ranks at the same time, and return the samples of
-    this rank; none on other ranks. Kernels that the device cannot run, such as those of a missing precision, are left
-    out.
-    """
+    """Time the kernels one after the other, each on several ranks at the same time, and return the samples of this
+    rank. ``kind``: ``cuda`` or ``cpu``. ``active``: number of ranks that measure, from rank 0; others return no
+    samples. ``budget_s``: seconds for each kernel. Kernels that the device cannot run, such as those of a missing
+    precision, are left out."""
     device = open_device(kind)
     samples = []
     for case in cases:
@@ -66,8 +66,9 @@ def time_kernels(cases: Sequence[KernelCase], kind: str, active: int, budget_s: 
 
 
 def time_sharing(active: Sequence[int], repeats: int, budget_s: float) -> list[list[float]]:
-    """Return this rank's CPU seconds of a fixed piece of work: one row per repetition, with one entry for each number
-    of ranks in ``active`` that do it at the same time. NaN if this rank did not take part.
+    """Return this rank's CPU seconds of a fixed piece of work: one row per repetition, with one entry for each of
+    ``active``. ``active``: numbers of ranks, from rank 0, that do the work at the same time. NaN if this rank did not
+    take part.
 
     Half of the work is limited by compute, half by memory. A piece takes about ``budget_s`` seconds, which is long
     against the time slices of the operating system. CPU time is used, because waiting for a core depends on other
@@ -103,8 +104,8 @@ def time_sharing(active: Sequence[int], repeats: int, budget_s: float) -> list[l
 
 def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:
     """Return ``repeats`` measurements of matrix products alone, an all-reduce over ``num_ranks`` ranks alone, and both
-    started together; an empty list on ranks outside the group. A time is that of the slowest rank.
-    """
+    started together; an empty list on ranks outside the group. ``kind``: ``cuda`` or ``cpu``. A time is that of the
+    slowest rank."""
     device = open_device(kind)
     communicator = TorchCommunicator(dist.get_world_size(), device)
     ranks = tuple(range(num_ranks))

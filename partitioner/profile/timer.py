@@ -1,6 +1,6 @@
 """Timing on a device that other programs may also use, and records of measured times.
 
-The records are plain data. Ranks send them to each other, and the fits read them.
+The records hold no tensors, so that ranks can send them to each other. The fits read them.
 """
 
 from __future__ import annotations
@@ -69,9 +69,8 @@ def _on_gpu(run: Callable[[], object], device: torch.device, budget_s: float) ->
 
 
 def _time_queued_runs(run: Callable[[], object], count: int, hold: float, device: torch.device) -> float | None:
-    """Return the device seconds of ``count`` runs. The GPU is kept busy for ``hold`` seconds while they are queued.
-    Return ``None`` if it became idle before all were queued.
-    """
+    """Return the device seconds of ``count`` calls of ``run``. The GPU is kept busy for ``hold`` seconds while they are
+    queued. Return ``None`` if it became idle before all were queued."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if hold:
         torch.cuda._sleep(int(hold * _CYCLES_PER_S))

@@ -33,8 +33,7 @@ _LEAST_SHARE = 0.1  # least share of the time of back-to-back transfers
 @dataclass(frozen=True)
 class _TransferRun:
     """One measurement on this rank. ``start(compute)`` runs ``calls`` transfers, each after one call of ``compute`` on
-    some rank. ``busy``: whether this rank computes.
-    """
+    one of the ranks that take part. ``busy``: whether this rank computes."""
 
     start: Callable[[Callable[[], None]], None]
     calls: int = 1
@@ -44,11 +43,11 @@ class _TransferRun:
 def time_collectives(
     op: str, num_ranks: int, sizes: Sequence[int], kind: str, active: int, repeats: int, budget_s: float
 ) -> list[CollectiveSample]:
-    """Return one sample of ``op`` for each of ``sizes`` (bytes of the whole tensor), with the seconds of the slowest
-    rank.
+    """Return one sample of ``op`` (a collective or ``send``) for each of ``sizes`` (bytes of the whole tensor), with
+    the seconds of the slowest rank. All ranks return equal samples.
 
     Groups of ``num_ranks`` neighbouring ranks among the first ``active`` ranks (at least one group) run at the same
-    time. All ranks return equal samples. ``op`` is a collective or ``send``.
+    time. ``kind``: ``cuda`` or ``cpu``. ``repeats``: measurements of each size. ``budget_s``: seconds for each size.
     """
     device = open_device(kind)
     world = dist.get_world_size()
@@ -76,9 +75,8 @@ def time_collectives(
 
 
 def _compute_element_count(num_bytes: int, size: int) -> int:
-    """Return a number of four-byte elements that every collective over ``size`` ranks can divide; about ``num_bytes``
-    bytes.
-    """
+    """Return a number of four-byte elements that every collective can divide among its ranks. ``num_bytes``: about how
+    many bytes they have. ``size``: number of ranks."""
     return max(1, num_bytes // 4 // size**3) * size**3
 
 
@@ -131,7 +129,8 @@ def _skip_computation() -> None:
 
 
 class _Timer:
-    """Times transfers of one group. All ranks run equally many calls; the slowest rank determines the number."""
+    """Timer of the transfers of one group of ranks. All ranks run equally many calls; the slowest rank determines the
+    number."""
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -148,8 +147,8 @@ class _Timer:
 
     def seconds(self, run: _TransferRun, repeats: int, budget_s: float) -> float:
         """Return the seconds of one transfer: the median of the differences between blocks of calls with and without
-        transfers. It is at least a tenth of the time of back-to-back transfers.
-        """
+        transfers. It is at least a tenth of the time of back-to-back transfers. ``repeats``: number of differences.
+        ``budget_s``: about the seconds for all of them."""
 
         def alone() -> None:
             if run.busy:

@@ -66,14 +66,16 @@ def group_stages_by_rank(ranks: Sequence[int], num_ranks: int) -> tuple[tuple[in
 
 
 def build_looped_placement(num_ranks: int, chunks: int) -> tuple[int, ...]:
-    """Return the rank of each virtual stage if the stages are assigned to ranks cyclically: rank ``s`` of ``p`` holds
-    the virtual stages ``s, s + p, s + 2p, ...``"""
+    """Return the rank of each virtual stage if the stages are assigned to ranks cyclically: of ``p`` ranks, rank ``s``
+    holds the virtual stages ``s``, ``s + p``, ``s + 2p`` and so on. ``num_ranks``: number of ranks, ``p``. ``chunks``:
+    number of virtual stages of each rank."""
     return tuple(range(num_ranks)) * chunks
 
 
 def v_shaped(num_ranks: int, chunks: int) -> tuple[int, ...]:
     """Return the rank of each virtual stage if the direction reverses after every ``p`` stages: rank ``s`` of ``p``
-    holds ``s`` and ``2p - 1 - s``. At each reversal two consecutive virtual stages are on the same rank."""
+    holds ``s`` and ``2p - 1 - s``. At each reversal two consecutive virtual stages are on the same rank. ``num_ranks``:
+    number of ranks, ``p``. ``chunks``: number of virtual stages of each rank."""
     there = tuple(range(num_ranks))
     return tuple(rank for c in range(chunks) for rank in (there[::-1] if c % 2 else there))
 
@@ -147,8 +149,8 @@ def halves_in_flight(order: Order, chunks: int) -> list[tuple[tuple[int, int], .
     virtual stage of the rank.
 
     The first number of a pair counts microbatches whose forward has run and whose backward has not begun. The second
-    counts those whose backward has run for inputs but not yet for weights. ``chunks``: number of virtual stages of the
-    rank.
+    counts those whose backward has run for inputs but not yet for weights. ``order``: the actions of the rank.
+    ``chunks``: number of virtual stages of the rank.
     """
     split = {(a.microbatch, a.chunk) for a in order if a.kind == "W"}
     current = [(0, 0)] * chunks

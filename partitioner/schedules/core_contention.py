@@ -21,9 +21,10 @@ _EPSILON = 1e-12  # seconds; work below it has ended
 
 @dataclass(frozen=True)
 class VirtualStageTime:
-    """Seconds that one microbatch takes in a virtual stage, by phase (forward, two halves of the backward).
+    """Seconds that one microbatch takes in a virtual stage, divided into computation and waiting. Each part has a time
+    for the forward and for both halves of the backward.
 
-    ``computing``: computation with a core of its own. ``waiting``: communication, which uses no core.
+    ``computing``: computation with a processor core of its own. ``waiting``: communication, which uses no core.
     """
 
     computing: Phases
@@ -32,18 +33,19 @@ class VirtualStageTime:
 
 @dataclass(frozen=True)
 class NodeCores:
-    """The ranks and processor cores of each node.
+    """The pipeline ranks and processor cores of each node.
 
-    ``ranks[s]``: number of ranks of stage ``s`` on each node (node -> count). ``room``: number of ranks that can
-    compute at full speed at the same time (node -> count). A node that is not in ``room`` is never overloaded.
+    ``ranks[s]``: number of ranks of stage ``s`` on each node (number of the node -> count). ``room``: number of ranks
+    that can compute at full speed at the same time (number of the node -> count). A node that is not in ``room`` is
+    never overloaded.
     """
 
     ranks: tuple[Mapping[int, int], ...]
     room: Mapping[int, float]
 
     def speeds(self, stages: Sequence[int]) -> list[float]:
-        """Return the relative speed of each of ``stages`` while all of them compute at the same time. 1.0 is the speed
-        of a rank with a core of its own."""
+        """Return the relative speed of several stages while all of them compute at the same time. ``stages``: indices
+        of the stages. 1.0 is the speed of a rank with a core of its own."""
         crowd = dict.fromkeys(self.room, 0)
         for stage in stages:
             for node, count in self.ranks[stage].items():
@@ -63,8 +65,9 @@ def seconds_in_turns(
 ) -> float:
     """Return the seconds that the pipeline of one step takes if ranks share the processor cores of their node.
 
-    ``m``: number of microbatches. ``v``: virtual stages of each rank. ``works``: the times of each virtual stage. Long
-    steps are extrapolated from two shorter ones.
+    ``m``: number of microbatches. ``v``: virtual stages of each rank. ``works``: the times of each virtual stage.
+    ``cores``: the ranks and cores of each node. Without ``train`` there are only forwards. Long steps are extrapolated
+    from two shorter ones.
     """
     p = len(cores.ranks)
     if p == 1:

@@ -33,7 +33,9 @@ _HALVES = {"F": ("F",), "B": ("B", "I", "W"), "I": ("B", "I"), "W": ("B", "W")} 
 
 
 class _ScheduleCell(NamedTuple):
-    """One action and its position in the table. Rows and cells are counted from 1."""
+    """One action of a schedule table and its position there. ``kind``: ``F``, ``B``, ``I`` or ``W``. ``stage``: index
+    of the virtual stage. ``microbatch``: index of the microbatch. ``row``, ``cell``: position of the cell in the file,
+    counted from 1."""
 
     kind: Any  # "F", "B", "I" or "W"
     stage: int
@@ -142,7 +144,8 @@ def _parse_schedule_table(name: str, content: str) -> ScheduleTable:
 
 
 class _ScheduleTableReader:
-    """Parser and validator of a schedule table. Its errors name the row and the cell."""
+    """Parser and validator of a schedule table, which turns the texts of its cells into a timetable. Its errors name
+    the row and the cell."""
 
     def __init__(self, table: ScheduleTable) -> None:
         self.name = table.name
@@ -183,8 +186,9 @@ class _ScheduleTableReader:
         return Timetable(tuple(orders), ranks)
 
     def find_first_actions(self, cells: Sequence[_ScheduleCell]) -> dict[int, _ScheduleCell]:
-        """Return the first cell of each virtual stage (number of the stage -> cell). Raise :class:`ScheduleError` if
-        the actions of a stage are in several rows, a row is empty, or a stage number is missing."""
+        """Return the first cell of each virtual stage (index of the stage -> cell). ``cells``: all cells of the table,
+        row by row. Raise :class:`ScheduleError` if the actions of a stage are in several rows, a row is empty, or a
+        stage index is missing."""
         first: dict[int, _ScheduleCell] = {}
         for cell in cells:
             other = first.setdefault(cell.stage, cell)
@@ -219,7 +223,9 @@ class _ScheduleTableReader:
             seen[cell.kind, cell.stage, cell.microbatch] = cell
 
     def check_completeness(self, cells: Sequence[_ScheduleCell], first: dict[int, _ScheduleCell]) -> None:
-        """Raise :class:`ScheduleError` unless every stage runs every microbatch forward and backward."""
+        """Raise :class:`ScheduleError` unless every virtual stage runs every microbatch forward and backward.
+        ``cells``: all cells of the table. ``first``: the first cell of each virtual stage (index of the stage ->
+        cell)."""
         there = {(c.kind, c.stage, c.microbatch) for c in cells}
         last = max(cells, key=lambda c: c.microbatch)
         for k, home in sorted(first.items()):

@@ -24,9 +24,12 @@ Counts = tuple[int, int]  # microbatches: (backward not begun, backward for inpu
 
 
 def _zero_bubble(s: int, p: int, m: int, ahead: int) -> tuple[Counts, ...]:
-    """Return the extreme numbers of microbatches that stage ``s`` of ``p`` has in flight under a zero-bubble schedule
-    with ``m`` microbatches, as pairs (backward not begun, backward for inputs done). ``ahead``: forwards that a stage
-    runs before its first backward, for each stage after it."""
+    """Return the extreme numbers of microbatches that a stage has in flight under a zero-bubble schedule, as pairs
+    (backward not begun, backward for inputs done and for weights not).
+
+    ``s``: index of the stage. ``p``, ``m``: numbers of stages and of microbatches. ``ahead``: forwards that a stage
+    runs before its first backward, for each stage after it.
+    """
     most, whole = min(ahead * (p - 1) + 1, m), min(ahead * (p - 1 - s) + 1, m)
     half = min(ahead * s + 1, m) if s else 0
     return tuple({(whole, most - whole): None, (most - half, half): None})
@@ -60,8 +63,8 @@ def is_formula(schedule: str | ScheduleTable) -> bool:
 
 
 def is_plain(schedule: str | ScheduleTable, v: int) -> bool:
-    """Whether each rank has one stage (``v`` is 1), and a closed formula gives the number of microbatches in flight on
-    it."""
+    """Whether each rank has one stage, and a closed formula gives the number of microbatches in flight on it. ``v``:
+    number of virtual stages of each rank."""
     return schedule in _IN_FLIGHT and v == 1
 
 
@@ -69,12 +72,14 @@ def least_fill(
     schedule: str | ScheduleTable, p: int, m: int, v: int, overlap_steps: bool = False
 ) -> tuple[float, float]:
     """Return lower bounds on the time to fill and to drain the pipeline, as two fractions: of a microbatch's forward
-    and of its backward through all stages.
+    and of its backward through all stages. ``p``, ``m``, ``v``: numbers of ranks, microbatches, and virtual stages of
+    each rank.
 
-    However the model is cut, a step on ``p`` equal devices with ``m`` microbatches takes at least ``m total / p + (1 -
-    1 / p) (fraction * forward + fraction * backward)`` seconds. 1F1B has the fractions ``(1, 1)``. ``v``: virtual
-    stages of each rank. ``overlap_steps``: a rank begins the next step as soon as its own part of this step has ended.
-    Schedules with split backwards then have ``(0, 0)``.
+    However the model is cut, a step on ``p`` equal devices takes at least ``m total / p + (1 - 1 / p) (fraction *
+    forward + fraction * backward)`` seconds. Here ``forward`` and ``backward`` are the seconds of one microbatch
+    through the whole model, and ``total`` is their sum. For 1F1B both fractions are 1. ``overlap_steps``: whether a
+    rank begins the next step as soon as its own part of this step has ended. For schedules with split backwards both
+    fractions are then 0.
     """
     if overlap_steps and is_split(schedule):
         return 0.0, 0.0
@@ -101,9 +106,9 @@ def is_split(schedule: str | ScheduleTable) -> bool:
 
 
 def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -> tuple[Counts, ...]:
-    """Return the extreme numbers of microbatches that stage ``stage`` of ``p`` has in flight in a step of ``m``
-    microbatches, as pairs (backward not begun, backward for inputs done). The schedule must be one of ``_IN_FLIGHT``,
-    with one stage per rank."""
+    """Return the extreme numbers of microbatches that a stage has in flight, as pairs (backward not begun, backward for
+    inputs done and for weights not). ``stage``: index of the stage. ``p``, ``m``: numbers of stages and of
+    microbatches. The schedule must be one of ``_IN_FLIGHT``, with one stage per rank."""
     assert schedule in _IN_FLIGHT, schedule
     return _IN_FLIGHT[schedule](stage, p, m)
 
@@ -116,11 +121,12 @@ def most_in_flight(schedule: str | ScheduleTable, p: int, m: int) -> int:
 
 @dataclass(frozen=True)
 class InFlightMicrobatches:
-    """Numbers of microbatches in flight, as pairs (backward not begun, backward for inputs done).
+    """Numbers of microbatches in flight, which determine the memory of activations. Each is a pair (backward not begun,
+    backward for inputs done and for weights not).
 
-    ``pairs[k]``: the extreme pairs that virtual stage ``k`` reaches. ``together[s]``: the combinations that rank ``s``
-    reaches at one time, each with one pair per virtual stage of the rank. Combinations that another one equals or
-    exceeds in every number are left out.
+    ``pairs[k]``: those pairs of virtual stage ``k`` that can need the most memory, whatever the bytes of the two kinds
+    of microbatches are. ``together[s]``: the combinations that rank ``s`` reaches at one moment, each with one pair per
+    virtual stage of the rank. Combinations that another one equals or exceeds in every number are left out.
     """
 
     pairs: tuple[tuple[Counts, ...], ...]
@@ -200,11 +206,11 @@ def shorten_timetable(
     schedule: str | ScheduleTable, p: int, m: int, v: int | None, most: int = _MOST_ACTIONS
 ) -> tuple[Timetable, tuple[Timetable, int, int] | None]:
     """Return the timetable and ``None`` if it has no more than about ``most`` actions. Otherwise return two shorter
-    timetables, from which a caller extrapolates to ``m`` microbatches.
+    timetables, from which a caller extrapolates to ``m`` microbatches. ``p``, ``v``: numbers of ranks, and of virtual
+    stages of each rank.
 
-    The result is then (shorter timetable, (longer timetable, microbatches that the longer one has more, microbatches
-    that the full step has more than the shorter one)). The two differ only in the length of their steady state. ``p``,
-    ``v``: numbers of ranks, and of virtual stages of each rank.
+    The second result is then (longer timetable, microbatches that it has more than the shorter one, microbatches that
+    the full step has more than the shorter one). The two timetables differ only in the length of their steady state.
     """
     per_microbatch = 3 * p * (v or 2)
     fewer = max(4 * p, most // per_microbatch // 2 // p * p) + m % p

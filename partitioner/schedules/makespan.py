@@ -32,7 +32,7 @@ _AT_ONCE = 1 << 18  # most end times that are computed at once
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of one microbatch in one virtual stage.
+    """Seconds of one microbatch in one virtual stage: of the forward, the backward and the messages.
 
     ``inputs``: the half of the backward for input gradients. ``weights``: the half for weight gradients.
     ``values_sent``, ``gradients_sent``: seconds of the messages that bring the input of the forward and of the
@@ -70,8 +70,8 @@ def follow_all(
 ) -> NDArray[np.float64]:
     """Return the makespan in seconds for each of ``n`` sets of phases on one timetable, shape ``[n]``.
 
-    ``phases``: shape ``[n, virtual stages, 5]``, with the fields of :class:`Phases` in order. The other arguments are
-    those of :func:`compute_makespan`.
+    ``phases``: shape ``[n, virtual stages, 5]``, with the fields of :class:`Phases` in order. ``train`` and
+    ``overlap_steps``: as in :func:`compute_makespan`.
     """
     waits = waits_of(table, train)
     kinds = [phases[:, :, list(parts)].sum(axis=2) * (train or k == "F") for k, parts in PARTS.items()]
@@ -96,10 +96,11 @@ def longest_path(
     table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False
 ) -> tuple[float, NDArray[np.float64]]:
     """Return the seconds of the longest path through the actions, and how often each phase is on it, shape ``[virtual
-    stages, 5]`` in the order of the fields of :class:`Phases`.
+    stages, 5]`` in the order of the fields of :class:`Phases`. ``phases``: the times of each virtual stage.
 
     With ``overlap_steps``, the seconds are the step time in steady state. The counts then describe the longest path
-    from the first to the last action of the slowest rank, which may be shorter.
+    from the first to the last action of the slowest rank, which may be shorter. Without ``train`` backwards take no
+    time.
     """
     waits, of_kinds, sent = waits_of(table, train), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:
@@ -204,8 +205,9 @@ def sent_of(phases: Sequence[Phases]) -> list[float]:
 def _compute_action_ends(
     waits: Waits, seconds: Sequence[float], sent: Sequence[float], begun: Sequence[float] | None = None
 ) -> list[float]:
-    """Return the end time of each action in seconds. ``begun``: the start time of each rank; ``None``: all start at
-    0."""
+    """Return the end time of each action in seconds. ``seconds``: of each action, by virtual stage and kind, from
+    :func:`seconds_of`. ``sent``: of each message, from :func:`sent_of`. ``begun``: the start time of each rank;
+    ``None``: all start at 0."""
     first = len(waits.last)
     done = [0.0] * first if begun is None else [*begun]
     every = zip(waits.before[first:], waits.needed[first:], waits.what[first:], waits.message[first:], strict=True)
@@ -218,8 +220,9 @@ def _compute_action_ends(
 def _ends_of_all(
     waits: Waits, seconds: NDArray[np.float64], sent: NDArray[np.float64], begun: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the end times of all actions for ``n`` sets of durations, shape ``[actions, n]``. ``seconds``: by virtual
-    stage and kind. ``sent``: by message; empty if messages take no time. ``begun``: start times by rank."""
+    """Return the end times of all actions for ``n`` sets of durations, shape ``[actions, n]``. ``seconds``: durations
+    of actions, one row per virtual stage and kind. ``sent``: durations of messages, one row each; empty if messages
+    take no time. ``begun``: start times, one row per rank. Each has one column per set."""
     first = len(waits.last)
     done = np.empty((len(waits.before), seconds.shape[1]))
     done[:first] = begun
@@ -233,7 +236,8 @@ def _ends_of_all(
 
 def _compute_step_times(waits: Waits, seconds: Sequence[float], sent: Sequence[float]) -> list[float]:
     """Return the duration of a step on each rank after several overlapping steps. The largest of them is an upper bound
-    on the step time in steady state."""
+    on the step time in steady state. ``seconds``: of each action, from :func:`seconds_of`. ``sent``: of each message,
+    from :func:`sent_of`."""
     begun = [0.0] * len(waits.last)
     for _ in range(_MOST_STEPS):
         done = _compute_action_ends(waits, seconds, sent, begun)

@@ -15,14 +15,16 @@ from partitioner.schedules.actions import Action, ActionKind, Order
 
 def gpipe(p: int, m: int, v: int) -> tuple[Order, ...]:
     """Return the order of actions of each of ``p`` ranks under GPipe (Huang et al. 2019): all forwards, then all
-    backwards of ``m`` microbatches. All microbatches are in flight at once."""
+    backwards of ``m`` microbatches. All microbatches are in flight at once. Each rank has one virtual stage, so ``v``
+    is not used."""
     order = tuple(Action(kind, i) for kind in ("F", "B") for i in range(m))
     return (order,) * p
 
 
 def one_forward_one_backward(p: int, m: int, v: int) -> tuple[Order, ...]:
     """Return the order of actions of each of ``p`` ranks under 1F1B (Narayanan et al. 2019, 2021) for ``m``
-    microbatches. Rank ``s`` has at most ``min(p - s, m)`` microbatches in flight."""
+    microbatches. Rank ``s`` has at most ``min(p - s, m)`` microbatches in flight. Each rank has one virtual stage, so
+    ``v`` is not used."""
     return tuple(_alternate_forwards_backwards(p, m, 1, p - s - 1, None) for s in range(p))
 
 
@@ -42,18 +44,19 @@ def zero_bubble_1p(p: int, m: int, v: int) -> tuple[Order, ...]:
 
 
 def zero_bubble_2p(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the order of actions of each of ``p`` ranks under ZB-2p (Qi et al. 2023, ZB-H2), with ``m`` microbatches.
-    Each rank runs twice as many forwards before its first backward as in ZB-1p. There is no bubble if the forward and
-    both halves of the backward take equally long."""
+    """Return the order of actions of each of ``p`` ranks under ZB-2p (Qi et al. 2023, ZB-H2), with ``m`` microbatches
+    and ``v`` virtual stages on each rank. Each rank runs twice as many forwards before its first backward as in ZB-1p.
+    There is no bubble if the forward and both halves of the backward take equally long."""
     return _joined_first(_alternate_forwards_backwards(p, m, v, 2 * (p - s - 1), 2 * s) for s in range(p))
 
 
 def _alternate_forwards_backwards(p: int, m: int, v: int, ahead: int, behind: int | None) -> Order:
-    """Return the order of one rank: first some warm-up forwards, then forwards and backwards in alternation.
+    """Return the order of actions of one of ``p`` ranks: first some warm-up forwards, then forwards and backwards in
+    alternation. ``m``, ``v``: numbers of microbatches and of the rank's virtual stages.
 
-    The warm-up covers all but one of the rank's ``v`` virtual stages for the first round of microbatches, plus
-    ``ahead`` forwards. ``behind``: number of backwards for inputs by which each backward for weights is delayed;
-    ``None``: backwards are not split.
+    The warm-up covers all but one of the virtual stages for the first round of microbatches, plus ``ahead`` forwards.
+    ``behind``: number of backwards for inputs by which each backward for weights is delayed; ``None``: backwards are
+    not split.
     """
     sizes = split_into_rounds(p, m)
     forwards = _by_round(sizes, range(v))
@@ -78,8 +81,9 @@ def split_into_rounds(p: int, m: int) -> list[int]:
 
 
 def _by_round(sizes: Iterable[int], chunks: Iterable[int]) -> list[tuple[int, int]]:
-    """Return (microbatch, chunk) pairs in the order of execution: round by round, and within a round chunk by chunk. A
-    chunk is a virtual stage of the rank. ``sizes``: number of microbatches of each round."""
+    """Return (microbatch, virtual stage) pairs in the order of execution: round by round, and within a round one
+    virtual stage after the other. ``sizes``: number of microbatches of each round. ``chunks``: the rank's virtual
+    stages (their indices on the rank) in the order in which a round passes through them."""
     pairs, first = [], 0
     order = list(chunks)
     for size in sizes:
@@ -113,9 +117,9 @@ def _zero_bubble_v(p: int, s: int, m: int) -> list[Action]:
 
 def dual_pipe_v(p: int, m: int, v: int) -> tuple[Order, ...]:
     """Return the order of actions of each of ``p`` ranks under DualPipe-V (DeepSeek-AI 2024,
-    github.com/deepseek-ai/DualPipe), with ``m`` microbatches and two virtual stages per rank. Forwards of one are next
-    to backwards of the other. DualPipe runs these two at the same time; here they are consecutive, and computation
-    hides their transfers."""
+    github.com/deepseek-ai/DualPipe), with ``m`` microbatches and two virtual stages per rank. Forwards in one virtual
+    stage come next to backwards in the other. DualPipe runs these two at the same time; here they are consecutive, and
+    computation hides their transfers."""
     return _joined_first(_drop_missing_microbatches(_dual_pipe_v(p, s, max(m, 2 * p)), m) for s in range(p))
 
 
@@ -194,8 +198,9 @@ def _joined_first(orders: Iterable[Order]) -> tuple[Order, ...]:
 
 
 def merge_backward_halves(order: Iterable[Action], chunk: int) -> Order:
-    """Return the rank's ``order`` of actions with whole backwards in place of adjacent halves. In virtual stage
-    ``chunk`` of the rank, each pair of ``I`` and ``W`` of one microbatch becomes one ``B``."""
+    """Return a rank's ``order`` of actions with whole backwards in place of adjacent halves. In one virtual stage, each
+    ``I`` (backward for inputs) next to the ``W`` (for weights) of the same microbatch becomes one ``B``. ``chunk``:
+    index of this virtual stage on the rank."""
     result: list[Action] = []
     for action in order:
         before = result[-1] if result else None

@@ -30,11 +30,12 @@ _OPENING = _FETCHING | {"F", "B", "I", "W", "TOTAL_F", "TOTAL", "REDUCE", "SYNC"
 
 @dataclass(frozen=True)
 class Growth:
-    """A section of the shorter list, and how often it is repeated in longer lists.
+    """A section of a list of actions, and how often it is repeated in longer lists of the same schedule.
 
-    The section has ``length`` items from index ``start``. They are executed ``times`` times, with microbatch numbers
-    raised by ``shift`` at each repetition. For each further unit of microbatches there are ``more`` additional
-    repetitions, and all microbatch numbers of the section rise by ``moved``.
+    The section has ``length`` items from index ``start`` of the shorter list. There they are executed ``times`` times,
+    with microbatch numbers raised by ``shift`` at each repetition. Longer lists have more microbatches, in whole units.
+    For each further unit there are ``more`` additional repetitions, and all microbatch numbers of the section rise by
+    ``moved``.
     """
 
     start: int
@@ -47,8 +48,8 @@ class Growth:
 
 @dataclass(frozen=True)
 class SteadyState:
-    """Numbers of microbatches that describe a long schedule. The lists for ``least`` and for ``least + unit``
-    microbatches determine the full list, which has ``least + steps * unit`` microbatches."""
+    """Numbers of microbatches from which the lists of a long schedule can be extrapolated. The lists for ``least`` and
+    for ``least + unit`` microbatches determine the full list, which has ``least + steps * unit`` microbatches."""
 
     least: int
     unit: int
@@ -79,8 +80,8 @@ def find_growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> l
 
 
 def grow_items(items: Sequence[Item], parts: Sequence[Growth], steps: int) -> Iterator[Item]:
-    """Yield the items of the list for ``steps`` further units of microbatches. ``items``: the shorter list. ``parts``:
-    its sections, from :func:`find_growth`."""
+    """Yield the items of a longer list, which has ``steps`` units of microbatches more than the list ``items``.
+    ``parts``: the sections of ``items``, from :func:`find_growth`."""
     for part in parts:
         body = items[part.start : part.start + part.length]
         for again in range(part.times + part.more * steps):
@@ -92,7 +93,7 @@ def find_steady_state(
 ) -> SteadyState | None:
     """Return small numbers of microbatches from which the orders of ``schedule`` for ``num_microbatches`` can be
     extrapolated exactly. ``None`` if none of the tried numbers is sufficient, the step is short, or the schedule is a
-    user-defined table. ``chunks``: number of virtual stages per rank."""
+    user-defined table. ``num_stages``: number of pipeline ranks. ``chunks``: number of virtual stages per rank."""
     if table_of(schedule) is not None:
         return None  # a table is for one number of microbatches
 
@@ -179,8 +180,9 @@ def _compute_microbatch_offset(instruction: Instruction, first: int | None) -> i
 
 
 def _find_repeated_parts(items: Sequence[Item], unit: int) -> list[Growth]:
-    """Divide ``items`` into repeated sections and single items, and return them in order. At each position the section
-    that reaches furthest is chosen. Repetitions are equal except that microbatch numbers rise by 1 or by ``unit``."""
+    """Divide ``items`` into repeated sections and single items, and return them in order. At each index the section
+    that reaches furthest is chosen. Its repetitions are equal except that microbatch numbers rise by 1 or by ``unit``
+    each time."""
     numbers: dict[Hashable, int] = {}
     kinds = np.array([numbers.setdefault(key, len(numbers)) for key, _ in items], np.int64)
     times = np.array([_NONE if m is None else m for _, m in items], np.int64)

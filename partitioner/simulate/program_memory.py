@@ -27,9 +27,9 @@ Sizes = dict[str, int]  # bytes by kind
 
 
 def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
-    """Return the bytes that a rank of ``stage`` holds during the whole step, by kind: parameters, gradients, optimizer
-    states, and residuals of gradient compression. Data in host memory are not counted.
-    """
+    """Return the bytes that a rank of one stage holds during the whole step, by kind: parameters, gradients, optimizer
+    states, and residuals of gradient compression. Data in host memory are not counted. ``stage``: index of the stage.
+    ``optimizer``: name of the optimizer."""
     program, hosted = facts.program, host_states(facts.program, stage)
     sizes = {"parameters": 0, "optimizer": 0, "gradients": 0}
     for name, state in program.states.items():
@@ -46,15 +46,16 @@ def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
 
 
 def moving_sizes(moment: MemoryMoment, working: int) -> Sizes:
-    """Return the bytes of temporary data at one moment of a step, by kind of data. ``working``: bytes of working memory
-    of the block that runs at this moment."""
+    """Return the bytes of temporary data at one moment of a step, by kind of data. ``moment``: bytes that the program
+    holds then. ``working``: bytes of working memory of the block that runs at this moment."""
     moving = {"saved": moment.saved, "flowing": moment.gradients, "recomputed": moment.recomputed, "working": working}
     return {**moving, "gathered": moment.gathered}
 
 
 def compute_peak_sizes(facts: ProgramFacts, stage: int, optimizer: str, working: Mapping[str, int]) -> Sizes:
-    """Return the bytes that a rank of ``stage`` holds at the moment of its peak memory, by kind of data. ``working``:
-    bytes of working memory of each block while it runs (name -> bytes)."""
+    """Return the bytes that a rank of one stage holds at the moment of its peak memory, by kind of data. ``stage``:
+    index of the stage. ``optimizer``: name of the optimizer. ``working``: bytes of working memory of each block while
+    it runs (name -> bytes)."""
     here = facts.program.stages[stage]
     needs = [working.get(call.block, 0) for call in here.calls]
     most = _find_fullest_moment(facts, stage, here.instructions, needs)
@@ -64,8 +65,8 @@ def compute_peak_sizes(facts: ProgramFacts, stage: int, optimizer: str, working:
 def _find_fullest_moment(
     facts: ProgramFacts, stage: int, instructions: Instructions, needs: Sequence[int]
 ) -> tuple[MemoryMoment, int]:
-    """Return the moment of peak memory on a rank of ``stage``, and the working bytes of the block that runs then.
-    ``needs``: working bytes of each block call of the stage.
+    """Return the moment of peak memory on a rank of one stage, and the working bytes of the block that runs then.
+    ``stage``: index of the stage. ``needs``: working bytes of each block call of the stage.
 
     If the instructions contain repeated sections, one and two repetitions are followed first. The whole list is
     followed only if the second repetition has a higher peak.
@@ -87,8 +88,8 @@ def _find_fullest_moment(
 def replace_estimated_memory(
     estimate: Estimate, facts: ProgramFacts, optimizer: str, working: Mapping[str, int]
 ) -> Estimate:
-    """Return ``estimate`` with the peak memory of every rank computed from its program. ``working``: bytes of working
-    memory of each block while it runs (name -> bytes)."""
+    """Return ``estimate`` with the peak memory of every rank computed from its program. ``optimizer``: name of the
+    optimizer. ``working``: bytes of working memory of each block while it runs (name -> bytes)."""
     sizes = [compute_peak_sizes(facts, stage, optimizer, working) for stage in range(len(facts.program.stages))]
     memory, stages = list(estimate.memory), list(estimate.stages)
     for number, (ranks, found) in enumerate(zip(stage_ranks(facts.program.mesh), sizes, strict=True)):

@@ -63,7 +63,8 @@ class HasProgram(Protocol):
 
 @dataclass(frozen=True)
 class ProgramOnDevices:
-    """A program and the devices that it runs on, without a complete plan."""
+    """A program and the devices that it runs on, for simulation without a complete plan. ``devices``: the index of the
+    device of each rank. ``precision``: of the computation; ``None``: that of most weights."""
 
     program: Program
     topology: Topology
@@ -77,8 +78,9 @@ class ProgramOnDevices:
 class SimulatedStep:
     """Simulation of one step of the slowest pipeline, that is, of the data-parallel rank that takes longest.
 
-    ``durations``: the durations of its instructions. ``facts``: analysis of the program for the number of microbatches
-    of this pipeline. ``places``: indices along the data-parallel axis of all pipelines that are equal to it.
+    ``timeline``: when each instruction runs. ``durations``: the seconds of the instructions. ``facts``: analysis of the
+    program for the number of microbatches of this pipeline. ``places``: indices along the data-parallel axis of all
+    pipelines that are equal to it.
     """
 
     timeline: Timeline
@@ -100,7 +102,7 @@ def simulate_plan(plan: HasProgram, facts: ProgramFacts | None = None) -> Simula
 
 def simulate_plan_seconds(plan: HasProgram, facts: ProgramFacts | None = None) -> float:
     """Return the seconds of one step of ``plan``. This is the step time that :func:`simulate_plan` finds, but it is
-    faster to compute."""
+    faster to compute. ``facts``: the analysis of the plan's program, if it exists already."""
     overlap = steps_overlap(plan)
     pipelines = _list_pipelines(plan, facts or ProgramFacts(plan.program))
     return max(simulate_step_time(own, durations, overlap_steps=overlap) for durations, own, _ in pipelines)
@@ -161,8 +163,8 @@ def stage_seconds(plan: Plan) -> tuple[StageSeconds, ...]:
 class PlanDurations:
     """Durations of the instructions of a plan in seconds, as the simulator needs them.
 
-    ``seats``: for each stage, the device types, speeds and groups of the ranks to simulate; ``None``: the slowest ranks
-    of each stage. ``facts``: the analysis of the plan's program, if it exists already.
+    ``seats``: for each stage, the device types, speeds and groups of the ranks to simulate; ``None``: those of the
+    slowest ranks. ``facts``: the analysis of the plan's program, if it exists already.
     """
 
     def __init__(
@@ -192,8 +194,8 @@ class PlanDurations:
 
     def _compute_copy_seconds(self, stage: int, call: int) -> tuple[float, float]:
         """Return the seconds in which a block call copies its weights out of gathered buffers, and the seconds in which
-        it copies its gradients into buffers to be scattered. Both are 0 below ZeRO-3. ``call``: position of the call in
-        the stage."""
+        it copies its gradients into buffers to be scattered. ``stage``: index of the stage. ``call``: position of the
+        call in the stage. Both results are 0 below ZeRO-3."""
         program = self.plan.program
         if program.zero < 3:
             return 0.0, 0.0

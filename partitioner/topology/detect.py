@@ -72,8 +72,8 @@ def run_nvidia_smi(*arguments: str) -> str:
 def read_wiring(matrix: str, status: str = "", query: str = "") -> Wiring | None:
     """Return the wiring described by three outputs of ``nvidia-smi``; ``None`` if ``matrix`` cannot be parsed.
 
-    ``matrix``: output of ``topo -m``. ``status``: of ``nvlink --status``. ``query``: of the options ``QUERY``. The
-    latter two may be empty.
+    ``matrix``: the output of ``nvidia-smi topo -m``. ``status``: that of ``nvidia-smi nvlink --status``. ``query``:
+    that with the options ``QUERY``. The latter two may be empty.
     """
     lines = [_ESCAPES.sub("", text) for text in matrix.splitlines()]
     header = next((text for text in lines if text.split()[:1] == ["GPU0"] and "X" not in text.split()), "")
@@ -222,9 +222,9 @@ def build_machine_topology(
 
 
 def _build_machine_fields(kind: str, nodes: int, devices: int) -> dict[str, Any]:
-    """Return the nodes and levels of the first machine in the catalogue that has devices of type ``kind``, as topology
-    fields. If there is none, assume PCIe inside nodes and Ethernet between them.
-    """
+    """Return the nodes and levels of the first machine in the catalogue that has devices of type ``kind``, as fields of
+    a topology. ``nodes``: number of nodes. ``devices``: number of devices of each. If there is no such machine, assume
+    PCIe inside nodes and Ethernet between them."""
     name = next((name for name, machine in catalogue("machines").items() if machine["type"] == kind), None)
     if name is None:
         levels: list[Any] = [{"like": "pcie4", "nodes": 1}] if devices > 1 else []
@@ -243,9 +243,9 @@ def _build_machine_fields(kind: str, nodes: int, devices: int) -> dict[str, Any]
 
 
 def _build_wired_levels(group: dict[str, Any], kind: str, wires: Wiring) -> dict[str, Any]:
-    """Return the levels, and the pattern of direct links if there is one, that describe ``wires``, as topology fields.
-    The name of the pattern is written into ``group``, the description of the nodes.
-    """
+    """Return the levels, and the pattern of direct links if there is one, that describe ``wires``, as fields of a
+    topology. ``kind``: the device type. ``group``: the fields of the nodes, into which the name of the pattern is
+    written."""
     fields = _build_machine_fields(kind, group["count"], group["devices"])
     known = next((level for level in fields["levels"] if level.get("nodes") == 1), None)
     beyond = [level for level in fields["levels"] if level.get("nodes") != 1]
@@ -277,9 +277,8 @@ def _has_nvlink_switches(wires: Wiring) -> bool:
 
 
 def _match_link_pattern(matrix: NDArray[np.float64]) -> tuple[str, dict[str, Any]]:
-    """Return the name of the pattern whose direct links are ``matrix`` (bytes/s of each pair), and its description by
-    name; the description is empty if the catalogue has the pattern.
-    """
+    """Return the name of the pattern whose direct links are ``matrix`` (bytes/s of each pair of devices in a node), and
+    a mapping from this name to its description; the mapping is empty if the catalogue has the pattern."""
     for name, entry in catalogue("patterns").items():
         places = [k for link in entry["links"] if link["pairs"] != "all" for pair in link["pairs"] for k in pair]
         if places and max(places) < len(matrix):
@@ -295,9 +294,9 @@ def _match_link_pattern(matrix: NDArray[np.float64]) -> tuple[str, dict[str, Any
 
 
 def _select_visible_wiring(wires: Wiring | None, seen: Sequence[Any]) -> Wiring | None:
-    """Return the part of ``wires`` that belongs to the devices ``seen``, in their order (``CUDA_VISIBLE_DEVICES``).
-    ``None`` if it cannot be determined which ones they are.
-    """
+    """Return the part of ``wires`` that belongs to the GPUs that this process sees (``CUDA_VISIBLE_DEVICES``), in their
+    order. ``seen``: the properties of these GPUs as PyTorch reports them. ``None`` if it cannot be determined which
+    ones they are."""
     if wires is None:
         return None
     uuids = [str(getattr(each, "uuid", "")).removeprefix("GPU-") for each in seen]

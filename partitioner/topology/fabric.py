@@ -35,11 +35,12 @@ MOST_PLACES = 62  # of a node with a pattern: a set of its devices is the bits o
 
 @dataclass(frozen=True, eq=False)
 class Storey:
-    """One depth of links. ``joined``: for each device, the smallest index of the devices that it reaches over this
-    storey and those inside it. ``levels``: the indices of its levels; empty for patterns.
+    """All links at one depth, such as inside nodes or between nodes, with the devices that they connect.
 
-    ``shares``: the fraction of the levels' bandwidth that each device gets, shape ``[num_devices]``; ``None``: each
-    device gets all of it.
+    ``joined``: for each device, the smallest index of the devices that it reaches over this storey and those further
+    inside, shape ``[num_devices]``; devices with equal entries reach each other. ``levels``: indices of the topology's
+    levels at this depth; empty for the direct links inside nodes. ``shares``: the fraction of the levels' bandwidth
+    that each device gets, shape ``[num_devices]``; ``None``: each device gets all of it.
     """
 
     joined: Ints
@@ -146,7 +147,7 @@ def _side_by_side(levels: tuple[Level, ...]) -> list[tuple[int, ...]]:
 
 def pattern_matrix(pattern: Pattern, devices: int) -> Floats:
     """Return the bandwidth in bytes/s of the direct links of a node, shape ``[devices, devices]``; 0 for pairs without
-    one."""
+    one. ``devices``: number of devices of the node."""
     matrix = np.zeros((devices, devices))
     for link in pattern.links:
         if link.pairs == "all":
@@ -177,9 +178,9 @@ def node_sets(topology: Topology, rows: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def inside_levels(topology: Topology, rows: Ints) -> tuple[Level | None, ...]:
-    """Return for each row of device indices the slowest direct links inside a node, as a level of links. ``None`` for
-    rows without two devices in one node that has direct links (a pattern).
-    """
+    """Return for each group of devices the slowest of its sets of direct links inside a node, as a level of links.
+    ``rows``: device indices, one group per row. ``None`` for groups without two devices in one node that has direct
+    links (a pattern)."""
     slowest: list[Level | None] = [None] * len(rows)
     for row, kind, members in zip(*(column.tolist() for column in node_sets(topology, rows)), strict=True):
         level, seen = topology.inside_level(kind, members), slowest[row]
@@ -246,9 +247,9 @@ def least_cut(matrix: Floats) -> float:
 
 
 def least_share(parts: Ints, shares: Floats) -> Floats:
-    """Return, for each row, the least sum of ``shares`` over the parts of the row. ``parts`` has the number of the part
-    to which each entry belongs. Both arguments have the shape ``[rows, size]``.
-    """
+    """Return, for each row, the least sum of shares over the parts of the row. ``parts``: the number of the part (such
+    as a node) to which each entry belongs. ``shares``: the share of bandwidth of each entry. Both have the shape
+    ``[rows, size]``."""
     rows, size = parts.shape
     order = np.lexsort((parts.ravel(), np.repeat(np.arange(rows), size)))
     ordered = parts.ravel()[order]
@@ -290,8 +291,8 @@ def road_graph(topology: Topology) -> nx.Graph[str]:
 
 
 def pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
-    """Return the bandwidth (bytes/s) and latency (s) between ``a[k]`` and ``b[k]`` while all devices communicate. The
-    shapes of ``a`` and ``b`` are broadcast.
+    """Return the bandwidth (bytes/s) and latency (s) of the link between each two devices while all devices
+    communicate. ``a``, ``b``: device indices, broadcast against each other; the pairs are ``a[k]``, ``b[k]``.
 
     For a pair of a device and itself, the bandwidth is that of its memory and the latency is 0.
     """
@@ -304,8 +305,9 @@ def pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
 
 
 def links_at_once(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
-    """Return the bandwidth (bytes/s) and latency (s) of messages from ``a[k]`` to ``b[k]``, each of shape ``[moments,
-    messages]``. The messages of one row are under way at the same time, and no others.
+    """Return the bandwidth (bytes/s) and latency (s) of messages, each of shape ``[moments, messages]``. ``a``, ``b``:
+    device indices of senders and receivers, one row per moment. The messages of one row are under way at the same time,
+    and no others.
 
     Messages between nodes share the network cards of the sending and the receiving device. A card sends and receives at
     full bandwidth at the same time. A device sends and receives one message at a time.
@@ -320,9 +322,8 @@ def links_at_once(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]
 
 
 def _compute_card_shares(topology: Topology, moment: Ints, devices: Ints) -> Floats:
-    """Return the share of a network card's bandwidth that each message gets. ``devices``: the sending or receiving
-    device of each message. ``moment``: messages with equal numbers are under way at the same time and share cards.
-    """
+    """Return the bandwidth that each message gets, in units of one network card. ``devices``: the sending or receiving
+    device of each message. ``moment``: messages with equal numbers are under way at the same time and share cards."""
     cards = topology.cards
     if not cards.are_shared:
         return cards.alone[devices]
@@ -338,7 +339,8 @@ def _broadcast_indices(a: Ints, b: Ints) -> tuple[Ints, Ints]:
 
 def _find_pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats, NDArray[np.bool_]]:
     """Return the bandwidth in bytes/s (of a whole network card, for pairs on different nodes) and the latency in
-    seconds of each pair, and a mask of the pairs that use network cards. NaN if no link connects a pair."""
+    seconds of each pair of devices ``a[k]``, ``b[k]``, and a mask of the pairs that use network cards. NaN if no link
+    connects a pair."""
     bandwidth, latency = np.full(a.shape, np.nan), np.full(a.shape, np.nan)
     beyond = np.zeros(a.shape, dtype=bool)
     for level, groups in zip(reversed(topology.levels), reversed(topology.groups), strict=True):
@@ -355,7 +357,8 @@ def _find_pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floa
 
 
 def _put_patterns(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> NDArray[np.bool_]:
-    """Write the direct links inside nodes into ``bandwidth`` and ``latency``. Return a mask of pairs with a link."""
+    """Write the direct links inside nodes into ``bandwidth`` (bytes/s) and ``latency`` (s), which have one entry for
+    each pair of devices ``a[k]``, ``b[k]``. Return a mask of the pairs with such a link."""
     direct = np.zeros(a.shape, dtype=bool)
     if not topology.pattern_kinds:
         return direct
@@ -369,8 +372,8 @@ def _put_patterns(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, laten
 
 
 def _put_own(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> NDArray[np.bool_]:
-    """Write the links that are given for single pairs into ``bandwidth`` and ``latency``. Return a mask of the pairs
-    that have one."""
+    """Write the links that the topology gives for single pairs into ``bandwidth`` (bytes/s) and ``latency`` (s), which
+    have one entry for each pair of devices ``a[k]``, ``b[k]``. Return a mask of the pairs that have one."""
     if not topology.own_links:
         return np.zeros(a.shape, dtype=bool)
     keys = np.minimum(a, b) * topology.num_devices + np.maximum(a, b)
@@ -384,7 +387,8 @@ def _put_own(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: F
 
 
 def _put_routed(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> None:
-    """Replace NaN in ``bandwidth`` and ``latency`` by the values of routes over other devices."""
+    """Replace NaN in ``bandwidth`` and ``latency``, which have one entry for each pair of devices ``a[k]``, ``b[k]``,
+    by the values of routes over other devices."""
     missing = np.isnan(bandwidth)
     if not missing.any():
         return

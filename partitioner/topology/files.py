@@ -205,9 +205,8 @@ def parse_topology(text: str) -> Topology:
 
 
 def _resolve_like(entry: Any, entries: Mapping[str, Mapping[str, Any]], *path: int | str) -> Any:
-    """Return ``entry`` merged over the entry of ``entries`` that its key ``like`` names; unchanged if it has no such
-    key. ``path``: the keys of ``entry`` in the file, for errors.
-    """
+    """Return ``entry`` merged over the entry that its key ``like`` names; unchanged if it has no such key. ``entries``:
+    the entries that can be named. ``path``: the keys that lead to ``entry`` in the file, for errors."""
     if not isinstance(entry, Mapping) or "like" not in entry:
         return entry
     base = entry["like"]
@@ -280,15 +279,15 @@ def _list_entries(value: Any) -> list[Any]:
 
 
 def _add_catalogue_entries(own: dict[str, Any], kind: str, names: Sequence[Any]) -> dict[str, Any]:
-    """Return ``own`` with the catalogue's entries added for those of ``names`` that it lacks. ``kind``: the catalogue's
-    file.
-    """
+    """Return ``own``, the entries of a file by name, with the catalogue's entries added for those of ``names`` that it
+    lacks. ``kind``: which data file of the catalogue, such as ``devices``."""
     known = catalogue(kind)
     return own | {n: known[n] for n in names if isinstance(n, str) and n in known and n not in own}
 
 
 def _expand_level(level: Any, number: int) -> Any:
-    """Return the level with ``like`` resolved. If it has no name, it is named after the link that it is ``like``."""
+    """Return ``level`` with its key ``like`` resolved. If it has no name, it is named after the link that it is
+    ``like``. ``number``: index of the level in the file, for errors."""
     resolved = _resolve_like(level, catalogue("links"), "levels", number)
     return resolved if resolved is level else {"name": level["like"], **resolved}
 
@@ -302,8 +301,8 @@ def _expand_group(group: Any, number: int) -> Any:
 
 def _refuse_odd(node: Any, source: str, around: tuple[Any, ...] = ()) -> None:
     """Raise :class:`TopologyError` if a YAML mapping has a key twice, or if a node contains itself by an alias.
-    ``around``: the nodes that enclose ``node``.
-    """
+    ``node``: a node of the parsed YAML. ``source``: name of the file in errors. ``around``: the nodes that enclose
+    ``node``."""
     if any(node is outer for outer in around):
         line = node.start_mark.line + 1
         raise TopologyError(f"{source}, line {line}: what stands here contains itself by its alias; write it out")
@@ -322,9 +321,8 @@ def _refuse_odd(node: Any, source: str, around: tuple[Any, ...] = ()) -> None:
 
 
 def _find_line_number(node: Any, path: Sequence[int | str]) -> int | None:
-    """Return the line in the file of the value at ``path``, or of the nearest enclosing value; ``None`` if there is
-    none.
-    """
+    """Return the line in the file of the value at ``path`` (the keys and list indices that lead to it from ``node``,
+    the parsed YAML), or of the nearest enclosing value; ``None`` if there is none."""
     for key in path:
         inner = None
         if isinstance(node, yaml.MappingNode):

@@ -30,7 +30,8 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Tier:
-    """One level of links inside a group of ranks: ``ways`` parts of ``below`` ranks each communicate over ``level``."""
+    """One level of links inside a group of ranks. Over the links of ``level``, ``ways`` parts of the group communicate,
+    each of which has ``below`` ranks that inner levels connect."""
 
     level: Level
     ways: int
@@ -40,17 +41,18 @@ class Tier:
 @hashed_once
 @dataclass(frozen=True)
 class Group:
-    """Ranks that run collectives together, with the properties of the links between them.
+    """Ranks that run collectives together, described by their number ``size`` and the links between them.
 
     ``tiers``: the levels of links, from the innermost. ``cap``: bytes/s of the slowest direct link that a ring must
     use. ``ring``: bytes/s of an all-reduce if it runs as a single ring.
 
-    Three fields describe direct links of single pairs. ``lag``: seconds that a round of a ring takes longer because of
-    them. ``pair_cap`` and ``pair_lag``: bytes/s and additional seconds of the slowest, which an all-to-all has to use.
+    Three fields describe direct links that the topology gives for single pairs. ``lag``: seconds that a round of a ring
+    takes longer because of them. ``pair_cap`` and ``pair_lag``: bytes/s and additional seconds of the slowest, which an
+    all-to-all has to use.
 
-    ``hops``: the hops of messages to the rank that is 1, 2, ... positions further; empty if the order of the ranks is
-    not known. ``others``: further groups of the same mesh axis, each slower than this one for some collective and size.
-    All groups of an axis run at the same time, so a step waits for the slowest.
+    ``hops``: the latency and bandwidth of messages to the rank that is 1, 2, ... positions further in a ring; empty if
+    the order of the ranks is not known. ``others``: further groups of the same mesh axis, each slower than this one for
+    some collective and size. All groups of an axis run at the same time, so a step waits for the slowest.
     """
 
     size: int
@@ -173,8 +175,9 @@ class Group:
         return max((t.level.base for t in self.tiers), default=0.0)
 
     def _ring_steps(self, rounds: int) -> float:
-        """Return the seconds of the steps of ``rounds`` rounds of a ring, ``(steps - outer steps) intra + outer steps
-        net``, for any number of levels (NCCL's tuning model)."""
+        """Return the seconds of the steps of a ring that goes round ``rounds`` times: ``(steps - outer steps) intra +
+        outer steps net``, for any number of levels (NCCL's tuning model). ``intra`` and ``net`` are the seconds of a
+        step inside a node and between nodes."""
         seconds, counted = 0.0, 0
         for k in range(len(self.tiers) - 1, 0, -1):
             parts = math.prod(t.ways for t in self.tiers[k:])
@@ -186,7 +189,8 @@ class Group:
 
     def _tree_steps(self) -> float:
         """Return the seconds of the steps of a tree all-reduce, ``2 ((ranks inside - 1) intra + log2(parts) net)``: a
-        chain inside a part, a tree between parts."""
+        chain inside each part of the group, a tree between parts. ``intra`` and ``net`` are the seconds of a step
+        inside a part and between parts."""
         inside, *outside = self.tiers
         seconds = (inside.ways - 1) * inside.level.step_s
         seconds += sum(math.log2(t.ways) * t.level.step_s for t in outside)
@@ -222,9 +226,9 @@ def measured_ring(level: Level, size: int) -> tuple[float, float]:
 
 
 def _interpolate_measured(table: Measured, size: int, step_s: float) -> tuple[float, float]:
-    """Return (start-up seconds, bandwidth in bytes/s through each rank) at ``size`` ranks, interpolated in the
-    measurements ``table``. Above the largest measured size, each further rank adds ``step_s`` to the start-up.
-    """
+    """Return (start-up seconds, bandwidth in bytes/s through each rank) of a collective over ``size`` ranks,
+    interpolated in measurements. ``table``: rows of (ranks, start-up seconds, bandwidth). Above the largest measured
+    number of ranks, each further rank adds ``step_s`` seconds to the start-up."""
     sizes = [n for n, _, _ in table]
     start = np.interp(size, sizes, [a for _, a, _ in table]) + max(0, size - sizes[-1]) * step_s
     return float(start), float(np.interp(size, sizes, [b for _, _, b in table]))
@@ -237,11 +241,12 @@ _TABLES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # rounds of a
 
 @dataclass(frozen=True)
 class PairLink:
-    """A direct link between two devices, with its parameters for collectives.
+    """A direct link that the topology gives for one pair of devices, with its parameters for collectives. It replaces
+    the link that the pair would have otherwise, of a level or a pattern.
 
-    ``reached``: bytes/s of large collectives. ``step``: seconds of one step of a collective. ``more``: seconds by which
-    a step is longer than over the replaced link. ``base``: seconds to start a collective. ``as_level``: whether
-    collectives reach the same fraction of the bandwidth as over the replaced link.
+    ``link``: bandwidth and latency. ``reached``: bytes/s of large collectives. ``step``: seconds of one step of a
+    collective. ``more``: seconds by which a step is longer than over the replaced link. ``base``: seconds to start a
+    collective. ``as_level``: whether collectives reach the same fraction of the bandwidth as over the replaced link.
     """
 
     link: Link
@@ -289,9 +294,9 @@ def _in_place_of(topology: Topology, i: int, j: int) -> Level | Pattern | None:
 
 
 def step_over(latency: float, plain: Level | Pattern | None) -> float:
-    """Return the seconds of one step of a collective over a link with another ``latency`` than ``plain``, the link that
-    it replaces. A greater latency adds its difference to the step; a smaller one scales the step down.
-    """
+    """Return the seconds of one step of a collective over a direct link. ``latency``: its latency in seconds.
+    ``plain``: the link that it replaces; ``None`` if there is none. A greater latency than that of ``plain`` adds the
+    difference to the step of ``plain``; a smaller one scales the step down."""
     if plain is None:
         return latency
     faster = latency / plain.latency if latency < plain.latency else 1.0
@@ -299,8 +304,8 @@ def step_over(latency: float, plain: Level | Pattern | None) -> float:
 
 
 def level_like(plain: Level, bandwidth: float, latency: float, step: float) -> Level:
-    """Return a copy of the level ``plain`` with another ``bandwidth`` and ``step``. Its measured collectives are scaled
-    to the new values."""
+    """Return a copy of the level ``plain`` with other values: ``bandwidth`` in bytes/s, ``latency`` in seconds,
+    ``step`` in seconds per step of a collective. Its measured collectives are scaled to them."""
     scale, more = bandwidth / plain.bandwidth, max(0.0, step - plain.step_s)
     rounds = {op: [laps * (n - 1) for n, _, _ in getattr(plain, op)] for op, laps in _TABLES.items()}
     rounds["all_to_all"] = [1] * len(plain.all_to_all)
@@ -318,7 +323,8 @@ def level_like(plain: Level, bandwidth: float, latency: float, step: float) -> L
 
 
 def singles_among(topology: Topology, devices: Sequence[int]) -> dict[Pair, PairLink]:
-    """Return the direct links between pairs of ``devices``. The keys are pairs of positions in ``devices``."""
+    """Return the direct links that the topology gives for single pairs of ``devices`` (indices). The keys are pairs of
+    positions in ``devices``."""
     place = {device: k for k, device in enumerate(devices)}
     known = topology.singles
     if len(known) < len(devices) ** 2:

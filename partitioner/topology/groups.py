@@ -35,9 +35,8 @@ Devices = NDArray[np.int64] | Sequence[int] | None  # by rank; None: each rank o
 
 
 def rank_grid(mesh: Mapping[str, int], *axes: str) -> NDArray[np.int64]:
-    """Return the ranks of every group over ``axes``, shape ``[num_groups, group_size]``, each row in ascending
-    order.
-    """
+    """Return the ranks of every group over ``axes``, shape ``[num_groups, group_size]``, each row in ascending order.
+    ``mesh``: number of ranks by axis."""
     sizes = [mesh.get(axis, 1) for axis in AXES]
     grid = np.arange(math.prod(sizes)).reshape(sizes)
     inner = [AXES.index(axis) for axis in AXES if axis in axes]
@@ -46,9 +45,8 @@ def rank_grid(mesh: Mapping[str, int], *axes: str) -> NDArray[np.int64]:
 
 
 def expert_grid(mesh: Mapping[str, int], etp: int = 0) -> NDArray[np.int64]:
-    """Return the ranks of every group over ``ep``, one group per row. ``etp``: ranks that share one expert; 0 means
-    ``tp``.
-    """
+    """Return the ranks of every group over ``ep``, one group per row. ``mesh``: number of ranks by axis. ``etp``:
+    number of ranks that share one expert; 0 means ``tp``."""
     sizes = expert_mesh(mesh, etp)
     return np.arange(num_ranks(mesh)).reshape(-1, sizes["ep"], sizes["etp"]).transpose(0, 2, 1).reshape(-1, sizes["ep"])
 
@@ -69,8 +67,8 @@ def map_ranks_to_devices(topology: Topology, mesh: Mapping[str, int], devices: D
 
 def axis_groups(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> list[Group]:
     """Return the distinct communication groups that the ranks form over the mesh axes ``axes``; groups with equal links
-    count once. ``devices``: the device of each rank; ``None`` for device ``i`` of rank ``i``.
-    """
+    count once. ``mesh``: number of ranks by axis. ``devices``: the device of each rank; ``None`` for device ``i`` of
+    rank ``i``."""
     return row_groups(topology, map_ranks_to_devices(topology, mesh, devices)[rank_grid(mesh, *axes)])
 
 
@@ -82,9 +80,8 @@ def row_groups(topology: Topology, rows: NDArray[np.int64]) -> list[Group]:
 
 
 def axis_group(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> Group:
-    """Return the slowest communication group that the ranks form over the mesh axes ``axes``. ``devices``: the device
-    of each rank; ``None`` for device ``i`` of rank ``i``.
-    """
+    """Return the slowest communication group that the ranks form over the mesh axes ``axes``. ``mesh``: number of ranks
+    by axis. ``devices``: the device of each rank; ``None`` for device ``i`` of rank ``i``."""
     return select_slowest_group(axis_groups(topology, mesh, *axes, devices=devices))
 
 
@@ -92,16 +89,19 @@ def stage_groups(
     topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None, ring: bool = False
 ) -> tuple[Group, ...]:
     """Return for each pipeline stage the slowest of the communication groups that its ranks form over the mesh axes
-    ``axes`` (without ``pp``). ``ring``: whether to compute the latency and bandwidth of ring neighbours, too.
+    ``axes`` (without ``pp``).
+
+    ``mesh``: number of ranks by axis. ``devices``: the device of each rank; ``None`` for device ``i`` of rank ``i``.
+    ``ring``: whether to compute the latency and bandwidth of ring neighbours, too.
     """
     numbers, groups = replica_groups(topology, mesh, 1, *axes, devices=devices, ring=ring)
     return tuple(groups[k] for k in numbers[:, 0].tolist())
 
 
 def kinds_of(topology: Topology, rows: NDArray[np.int64], ring: bool = False) -> tuple[NDArray[np.int64], list[Group]]:
-    """Return for each row of device indices the number of its kind, and one group for each kind. Rows of one kind have
-    equal links. ``ring``: whether to compute the latency and bandwidth of ring neighbours, while all rows communicate.
-    """
+    """Return the number of the kind of each group of devices, and one :class:`Group` for each kind. Groups of one kind
+    have equal links. ``rows``: device indices, one group per row. ``ring``: whether to compute the latency and
+    bandwidth of ring neighbours, too, while all rows communicate."""
     if rows.shape[1] == 1:
         return np.zeros(len(rows), dtype=np.int64), [Group(1)]
     columns = list(_compute_cost_traits(topology, rows))
@@ -119,7 +119,8 @@ def kinds_of(topology: Topology, rows: NDArray[np.int64], ring: bool = False) ->
 
 
 def _compute_cost_traits(topology: Topology, rows: NDArray[np.int64]) -> Iterator[NDArray[np.float64]]:
-    """Yield columns with one number per row of devices. Rows that agree in all columns have groups of equal cost."""
+    """Yield columns with one number for each group of devices. Groups that agree in all columns have equal cost.
+    ``rows``: device indices, one group per row."""
     yield np.zeros(len(rows))
     for groups in topology.groups:
         yield from (column.astype(np.float64) for column in spread_of(groups[rows]))
@@ -137,9 +138,8 @@ def _compute_cost_traits(topology: Topology, rows: NDArray[np.int64]) -> Iterato
 
 
 def _own_kinds(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return for each row of devices a number that identifies the group formed by direct links of single pairs in it; 0
-    if no such link joins two of its devices.
-    """
+    """Return a number for each group of devices, equal for groups with equal direct links of single pairs; 0 if no such
+    link joins two devices of the group. ``rows``: device indices, one group per row."""
     paired = np.array(sorted({i for pair in topology.own_links for i in pair}))
     pairs = np.array(list(topology.own_links))
     numbers: dict[Group, int] = {}
@@ -158,9 +158,9 @@ def stage_ranks(mesh: Mapping[str, int]) -> list[range]:
 
 
 def stage_links(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[Link, ...]:
-    """Return for each pair of consecutive pipeline stages the slowest of the links between their ranks, which all send
-    at the same time. Empty for a single stage.
-    """
+    """Return for each pair of consecutive pipeline stages the slowest of the links between their ranks, while all ranks
+    of a stage send. Empty for a single stage. ``mesh``: number of ranks by axis. ``devices``: the device of each rank;
+    ``None`` for device ``i`` of rank ``i``."""
     stages = mesh.get("pp", 1)
     grid = map_ranks_to_devices(topology, mesh, devices).reshape(stages, -1)
     return _slowest_links(topology, grid[:-1], grid[1:]) if stages > 1 else ()
@@ -169,15 +169,17 @@ def stage_links(topology: Topology, mesh: Mapping[str, int], devices: Devices = 
 def find_stage_link(
     topology: Topology, mesh: Mapping[str, int], stage: int, other: int, devices: Devices = None
 ) -> Link:
-    """Return the slowest of the links between the ranks of two pipeline stages, which all send at the same time."""
+    """Return the slowest of the links between the ranks of two pipeline stages, while all ranks of a stage send.
+    ``mesh``: number of ranks by axis. ``stage``, ``other``: indices of the sending and the receiving stage.
+    ``devices``: the device of each rank; ``None`` for device ``i`` of rank ``i``."""
     grid = map_ranks_to_devices(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
     return _slowest_links(topology, grid[stage : stage + 1], grid[other : other + 1])[0]
 
 
 def _slowest_links(topology: Topology, here: NDArray[np.int64], there: NDArray[np.int64]) -> tuple[Link, ...]:
-    """Return for each row one link with the least bandwidth and the longest latency of its pairs of devices, which all
-    send at the same time.
-    """
+    """Return for each row one link with the least bandwidth and the longest latency of the pairs of devices in that
+    row, while all pairs communicate. ``here``, ``there``: indices of the sending and the receiving devices, of equal
+    shape."""
     bandwidth, latency = links_at_once(topology, here, there)
     narrowest = np.lexsort((-latency, bandwidth), axis=1)[:, 0]
     return tuple(
@@ -190,8 +192,8 @@ def _slowest_links(topology: Topology, here: NDArray[np.int64], there: NDArray[n
 
 def stage_capacity(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[int, ...]:
     """Return for each pipeline stage the bytes that a rank may use: the usable memory of its smallest device, less what
-    the communication library keeps for the rank's groups.
-    """
+    the communication library needs for the rank's groups. ``devices``: the device of each rank; ``None`` for device
+    ``i`` of rank ``i``."""
     paces, of_device = topology.paces
     grid = map_ranks_to_devices(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
     each = np.array([topology.types[kind].communicator for kind, _ in paces], dtype=np.int64)[of_device]
@@ -210,7 +212,8 @@ def num_communicators(mesh: Mapping[str, int]) -> int:
 def stage_paces(
     topology: Topology, mesh: Mapping[str, int], devices: Devices = None
 ) -> tuple[tuple[tuple[str, float], ...], ...]:
-    """Return for each pipeline stage the distinct (device type, speed factor) pairs of its devices."""
+    """Return for each pipeline stage the distinct (device type, speed factor) pairs of its devices. ``mesh``: number of
+    ranks by axis. ``devices``: the device of each rank; ``None`` for device ``i`` of rank ``i``."""
     paces, of_device = topology.paces
     if len(paces) == 1:
         return (tuple(paces),) * mesh.get("pp", 1)
@@ -221,9 +224,12 @@ def stage_paces(
 def replica_paces(
     topology: Topology, mesh: Mapping[str, int], devices: Devices = None
 ) -> tuple[NDArray[np.int64], list[tuple[tuple[str, float], ...]]]:
-    """Return the sets of (device type, speed factor) pairs of the devices of each ``dp`` rank in each pipeline stage.
+    """Return for each data-parallel rank in each pipeline stage the set of (device type, speed factor) pairs that its
+    devices have. ``mesh``: number of ranks by axis. ``devices``: the device of each rank; ``None`` for device ``i`` of
+    rank ``i``.
 
-    The first result has the number of the set, shape ``[pp, dp]``; the second has the set of each number.
+    Equal sets have one number. The first result has the number of the set, shape ``[pp, dp]``; the second lists the
+    sets by number.
     """
     paces, of_device = topology.paces
     grid = of_device[map_ranks_to_devices(topology, mesh, devices)].reshape(mesh.get("pp", 1), mesh.get("dp", 1), -1)
@@ -234,11 +240,12 @@ def replica_paces(
 def replica_groups(
     topology: Topology, mesh: Mapping[str, int], dp: int, *axes: str, devices: Devices = None, ring: bool = False
 ) -> tuple[NDArray[np.int64], list[Group]]:
-    """Return the slowest group over ``axes`` (without ``pp``) inside each of ``dp`` replicas in each pipeline stage.
+    """Return the slowest group over ``axes`` (without ``pp``) inside each of ``dp`` replicas of the model in each
+    pipeline stage.
 
-    The first result has the number of the group, shape ``[pp, dp]``; the second has the group of each number. ``ring``:
-    whether to compute the latency and bandwidth of ring neighbours, too. The ranks of a replica are consecutive in
-    ``mesh``.
+    Equal groups have one number. The first result has the number of the group, shape ``[pp, dp]``; the second lists the
+    groups by number. ``ring``: whether to compute the latency and bandwidth of ring neighbours, too. The ranks of a
+    replica are consecutive in ``mesh``.
     """
     assert "pp" not in axes, axes
     kinds, groups = kinds_of(topology, map_ranks_to_devices(topology, mesh, devices)[rank_grid(mesh, *axes)], ring)
@@ -248,9 +255,8 @@ def replica_groups(
 
 
 def _find_kind_sets(kinds: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], list[list[int]]]:
-    """Return the sets of kinds that occur along the last dim of ``kinds``: an array with the number of the set, and the
-    sets. ``count``: the number of kinds.
-    """
+    """Return which kinds occur in each row of ``kinds`` (along its last dim): an array with the number of the set of
+    kinds, and the list of these sets. ``kinds``: numbers below ``count``."""
     shape, rows = kinds.shape[:-1], kinds.reshape(-1, kinds.shape[-1])
     if count == 1:
         return np.zeros(shape, dtype=np.int64), [[0]]
@@ -272,11 +278,11 @@ def reference_type(topology: Topology) -> str:
 
 
 def is_nested(sizes: Iterable[int], steps: Sequence[int]) -> bool:
-    """Whether a mesh divides ranks into groups that are all alike, on a placement whose nesting has the steps
-    ``steps``.
+    """Whether all groups of each axis of a mesh have equal links, on a placement that divides each axis into factors,
+    one for each level of links (inside a node, between nodes, ...).
 
-    ``sizes``: the axis sizes of the mesh, the innermost first. True if no axis combines a part of a level's factor with
-    something else.
+    ``sizes``: the axis sizes of the mesh, the innermost first. ``steps``: the ascending numbers of consecutive ranks
+    after which a factor ends. True if no axis of the mesh combines a part of a factor with something else.
     """
     for product in accumulate(sizes, mul):
         above = bisect_left(steps, product)
@@ -288,9 +294,9 @@ def is_nested(sizes: Iterable[int], steps: Sequence[int]) -> bool:
 def first_group(
     topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None, ring: bool = False
 ) -> Group:
-    """Return the group over ``axes`` that contains rank 0. ``ring``: whether to compute the latency and bandwidth of
-    ring neighbours, too.
-    """
+    """Return the group over ``axes`` that contains rank 0. ``mesh``: number of ranks by axis. ``devices``: the device
+    of each rank; ``None`` for device ``i`` of rank ``i``. ``ring``: whether to compute the latency and bandwidth of
+    ring neighbours, too."""
     on = map_ranks_to_devices(topology, mesh, devices).reshape(-1)
     if ring:
         rows = select_card_neighbours(topology, on[rank_grid(mesh, *axes)])

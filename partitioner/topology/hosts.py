@@ -18,11 +18,12 @@ _UNKNOWN_MEMORY_BANDWIDTH = 100e9  # default: one socket with four channels of D
 
 @dataclass(frozen=True)
 class HostShare:
-    """One rank's share of its host.
+    """One rank's share of the memory and disk of its node's host, and of the bandwidth to them.
 
-    ``bandwidth``: bytes/s per direction between the device and host memory. ``latency``: seconds. ``memory``: bytes.
-    ``update_bandwidth``: bytes/s at which an optimizer step on the host reads and writes. ``disk_bandwidth``: the
-    rank's share of its node's disks in bytes/s; infinite without a disk, since nothing is moved there.
+    ``bandwidth``: bytes/s per direction between the device and host memory. ``latency``: seconds of one copy of zero
+    bytes. ``memory``: bytes of host memory. ``update_bandwidth``: bytes/s at which an optimizer step on the host reads
+    and writes. ``disk_bandwidth``: the rank's share of its node's disks in bytes/s; infinite without a disk, since
+    nothing is moved there.
     """
 
     bandwidth: float = math.inf
@@ -72,7 +73,7 @@ def has_disks(topology: Topology) -> bool:
 
 
 def least_share(shares: Sequence[HostShare | None]) -> HostShare | None:
-    """Return the least of several host shares, field by field; ``None`` if one of them is ``None``."""
+    """Return a host share with the worst value of ``shares`` in each field; ``None`` if one of them is ``None``."""
     known = [share for share in shares if share is not None]
     if len(known) < len(shares):
         return None

@@ -23,12 +23,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class NetworkCards:
-    """The network cards that every device uses. All arrays have the shape ``[num_devices]``. Bandwidths are in units of
-    one card.
+    """The network card that each device uses, and the bandwidth that it gets there. All arrays have the shape
+    ``[num_devices]``. Bandwidths are in units of one card.
 
-    ``port``: the number of the card that a device uses, or one number for all of its cards. ``alone``: its bandwidth
-    while no other device uses its port. ``share``: its bandwidth while all devices with that port communicate.
-    ``left``: ``share`` as a fraction of what it would be without failures.
+    ``port``: the number of the card that a device uses; a device with several cards has one number for all of them.
+    ``alone``: its bandwidth while no other device uses its port. ``share``: its bandwidth while all devices with that
+    port communicate. ``left``: ``share`` as a fraction of what it would be without failed cards.
     """
 
     port: Ints
@@ -47,16 +47,16 @@ class NetworkCards:
         return bool((self.users > 1).any())
 
     def among(self, devices: Ints, talking: Ints) -> Floats:
-        """Return the bandwidth, in cards, that each of ``devices`` gets if ``talking`` devices use its port at the same
-        time. The shapes are broadcast.
-        """
+        """Return the bandwidth, in units of one card, that each of ``devices`` (indices) gets while ``talking`` devices
+        use its port. The shapes of the two are broadcast."""
         alone = self.alone[devices]
         whole = np.maximum(alone, self.share[devices] * self.users[devices])
         return np.minimum(alone, whole / talking)
 
 
 def network_cards(nodes: tuple[NodeGroup, ...], overrides: Mapping[int, NodeOverride]) -> NetworkCards:
-    """Return the network cards of all nodes. ``overrides``: by node number, failed cards and lost bandwidth."""
+    """Return the network cards of all nodes. ``overrides``: failed cards and lost bandwidth of single nodes (number of
+    the node -> override)."""
     ports, alone, shares, left = [], [], [], []
     node = first = 0
     for group in nodes:
@@ -82,8 +82,9 @@ def network_cards(nodes: tuple[NodeGroup, ...], overrides: Mapping[int, NodeOver
 
 
 def card_shares(devices: int, cards: int, dead: frozenset[int]) -> Floats:
-    """Return the fraction of its bandwidth that each device of a node retains if the cards ``dead`` fail. A device
-    whose cards all failed uses the nearest working port.
+    """Return the fraction of its bandwidth that each device of a node retains if some cards fail. ``devices``,
+    ``cards``: numbers of devices and cards of the node. ``dead``: indices of the failed cards. A device whose cards all
+    failed uses the nearest working port.
 
     Devices share cards, or have several each, in order of their index in the node.
     """
@@ -94,7 +95,8 @@ def card_shares(devices: int, cards: int, dead: frozenset[int]) -> Floats:
 
 
 def _assign_live_ports(devices: int, cards: int, dead: frozenset[int]) -> tuple[Ints, Floats]:
-    """Return the port that each device of a node uses, and for each port the fraction of its cards that work."""
+    """Return the port that each device of a node uses, and for each port the fraction of its cards that work.
+    ``devices``, ``cards``: numbers of devices and cards of the node. ``dead``: indices of the failed cards."""
     ports = min(devices, cards)
     alive = np.array([card not in dead for card in range(cards)], dtype=float)
     strength = np.array([cards_of.mean() for cards_of in np.split(alive, np.arange(1, ports) * cards // ports)])

@@ -67,7 +67,8 @@ def _linked_group(topology: Topology, devices: Ints) -> Group:
 
 
 def _past_singles(group: Group, singles: Mapping[Pair, PairLink]) -> Group:
-    """Return ``group``, built from levels, for a ring that avoids slow direct links ``singles`` as far as possible."""
+    """Return a copy of ``group``, which was built from levels, for a ring that avoids slow direct links as far as
+    possible. ``singles``: the direct links of single pairs, by pair of positions in the group."""
     size, every = group.size, singles.values()
     group = replace(group, pair_cap=min(own.reached for own in every), pair_lag=max(own.more for own in every))
     if size > _RINGS_FOUND:
@@ -82,9 +83,9 @@ def _past_singles(group: Group, singles: Mapping[Pair, PairLink]) -> Group:
 
 
 def _over_singles(plain: Group, singles: Mapping[Pair, PairLink]) -> Group:
-    """Return the group that communicates over the direct links ``singles`` alone, which connect all of its devices.
-    Links without an efficiency of their own take that of the levels in ``plain`` which they replace.
-    """
+    """Return the group that communicates over direct links of single pairs alone, which connect all of its devices.
+    ``plain``: the group over levels. ``singles``: the direct links, by pair of positions in the group. Links without an
+    efficiency of their own take that of the levels which they replace."""
     size, every = plain.size, list(singles.values())
     step, latency = min(own.step for own in every), max(own.link.latency for own in every)
     if len(plain.tiers) == 1 and all(own.as_level for own in every):
@@ -106,9 +107,8 @@ def _over_singles(plain: Group, singles: Mapping[Pair, PairLink]) -> Group:
 
 
 def spread_of(ids: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return three numbers for each row of group numbers: how many distinct groups there are, and the sizes of the
-    smallest and the largest one.
-    """
+    """Return three numbers for each row of ``ids`` (numbers of the groups to which devices belong): how many distinct
+    groups occur, and how often the rarest and the most frequent one occur."""
     ordered = np.sort(ids, axis=1)
     place = np.arange(ids.shape[1])
     starts = np.ones(ids.shape, dtype=bool)
@@ -151,9 +151,8 @@ def _level_group(topology: Topology, devices: Ints) -> Group:
 
 
 def _storey_level(topology: Topology, storey: Storey, ranks: Ints) -> Level:
-    """Return the slowest of the levels at one depth of links (``storey``) that connect some of the devices
-    ``ranks``.
-    """
+    """Return the slowest of the levels in ``storey`` (the links at one depth) that connect some of the devices
+    ``ranks`` (indices)."""
     if not storey.levels:
         (inside,) = inside_levels(topology, ranks[None])
         assert inside is not None
@@ -165,8 +164,8 @@ def _storey_level(topology: Topology, storey: Storey, ranks: Ints) -> Level:
 
 
 def ring_hops(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the latency (s) and the bandwidth (bytes/s) of the hops of a ring in each group, both of shape ``[groups,
-    size // 2]``, for messages to the rank 1, 2, ... positions further.
+    """Return the latency (s) and the bandwidth (bytes/s) of messages around rings. Both have the shape ``[groups, size
+    // 2]``; column ``k`` is for messages to the rank ``k + 1`` positions further.
 
     ``rows``: the device indices of groups that communicate at the same time, in ring order, shape ``[groups, size]``.
     Messages to the rank as many positions back take equally long, so larger distances are not needed.

@@ -42,8 +42,8 @@ def parse_quantity(value: Any, kind: str | None = None) -> Any:
     """Return a text like ``80 GB`` as a number in the base unit (bytes, bytes/s, s, FLOP/s, W, USD/h). Other values are
     returned unchanged, except booleans.
 
-    ``kind``: the dimension that is required, such as ``"bytes"``; ``None`` allows any. Raise ``ValueError`` for
-    booleans, text that is not a number, unknown units and units of another dimension.
+    ``kind``: what the text must measure, such as ``"bytes"``; ``None`` allows any. Raise ``ValueError`` for booleans,
+    text that is not a number, unknown units and units that measure something else.
     """
     like = "'80 GB', '50 GB/s', '5 us'" if kind is None else _DIMENSIONS[kind][1]
     if isinstance(value, bool):  # which Python takes for 0 or 1
@@ -107,9 +107,9 @@ def _require_rising_rows(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[fl
 
 
 def _make_range_validator(least: float, most: float, unit: str, like: str) -> AfterValidator:
-    """Return a validator that refuses numbers outside the range of real hardware, which are typing errors or wrong
-    units.
-    """
+    """Return a pydantic validator that refuses numbers outside ``least`` to ``most``, the range of real hardware,
+    because they are typing errors or wrong units. ``unit``: name of the unit, and ``like``: an example of a correct
+    value, both for the error message."""
 
     def check(value: float) -> float:
         if not least <= value <= most:

@@ -78,9 +78,8 @@ def _find_named_devices(topology: Topology, name: str) -> Ints:
 
 
 def _find_node_runs(topology: Topology, kept: Marks) -> Iterator[tuple[NodeGroup, Places, tuple[str, ...]]]:
-    """Yield runs of consecutive equal nodes of which the same devices are kept: the node group, the kept positions in a
-    node, and the names of all kept devices.
-    """
+    """Yield runs of consecutive equal nodes of which the same devices remain: the node group, the indices of these
+    devices in a node, and the names of all remaining devices. ``kept``: for each device, whether it remains."""
     start = 0
     for group in topology.nodes:
         nodes = kept[start : start + group.count * group.devices].reshape(group.count, group.devices)
@@ -106,9 +105,8 @@ def _count_remaining_cards(group: NodeGroup, places: Places) -> int | None:
 
 
 def _restrict_pattern(pattern: Pattern, places: Places) -> Pattern:
-    """Return the direct links inside a node between the devices at the indices ``places``, which are renumbered from
-    0.
-    """
+    """Return the part of ``pattern`` (direct links inside a node) that connects remaining devices. ``places``: their
+    indices in the node; they are renumbered from 0."""
     at = {place: number for number, place in enumerate(places)}
     links = []
     for link in pattern.links:
@@ -122,9 +120,9 @@ def _restrict_pattern(pattern: Pattern, places: Places) -> Pattern:
 
 
 def _require_same_links(topology: Topology, smaller: Topology, numbers: Sequence[int], kept: Ints) -> None:
-    """Raise :class:`TopologyError` if the kept devices would be connected differently than before. ``numbers``: the
-    indices of the levels that remain.
-    """
+    """Raise :class:`TopologyError` if the remaining devices would be connected differently than before. ``smaller``:
+    the topology of these devices. ``numbers``: indices in ``topology`` of the levels that remain. ``kept``: indices of
+    the remaining devices."""
     before = [topology.groups[number] for number in numbers]
     for level, old, new in zip(smaller.levels, before, smaller.groups, strict=True):
         pairs = len({*zip(old[kept].tolist(), new.tolist(), strict=True)})
@@ -141,7 +139,8 @@ def _require_same_links(topology: Topology, smaller: Topology, numbers: Sequence
 
 
 def _format_devices(topology: Topology, gone: Marks) -> str:
-    """Return a text that names the removed devices: whole nodes by number, and others by name."""
+    """Return a text that names the removed devices: whole nodes by number, and others by name. ``gone``: for each
+    device of ``topology``, whether it is removed."""
     whole, single = [], []
     for node in np.unique(topology.node_of[gone]).tolist():
         of_node = np.flatnonzero(topology.node_of == node)

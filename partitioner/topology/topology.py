@@ -368,7 +368,8 @@ class Topology(TopologyPart):
         return self._find_routed_link(i, j)
 
     def _inside_node(self, i: int, j: int) -> Link | None:
-        """Return the direct link that the pattern of a node gives two devices; ``None`` if there is none."""
+        """Return the direct link between the devices ``i`` and ``j`` (indices) that the pattern of their node gives
+        them; ``None`` if there is none."""
         kind = int(self.pattern_of[i])
         if kind < 0 or self.node_of[i] != self.node_of[j]:
             return None
@@ -379,8 +380,8 @@ class Topology(TopologyPart):
         )
 
     def _find_routed_link(self, i: int, j: int) -> Link:
-        """Return the route of least latency over other devices as one link. Its bandwidth is that of the slowest link
-        on the route."""
+        """Return the route of least latency from device ``i`` to device ``j`` (indices) over other devices, as one
+        link. Its bandwidth is that of the slowest link on the route."""
         bandwidth, latency = find_routes(self.roads, self.names[i])[self.names[j]]
         return Link(name="routed", bandwidth=bandwidth, latency=latency, level=-1)
 

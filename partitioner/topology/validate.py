@@ -52,8 +52,8 @@ def format_validation_error(
 ) -> str:
     """Return the most specific error of a pydantic validation as one sentence.
 
-    ``model``: the class that was validated. ``what``: the name of the object. ``line_of``: maps a path of keys to a
-    line of a file.
+    ``model``: the class that was validated. ``what``: the name of the validated object in the sentence, such as a file
+    name. ``line_of``: function that returns the line of the file for a path of keys, if the object is from a file.
     """
     every = error.errors()
     # what is inside tells more than that nothing is left of the whole, what was given more than what was not
@@ -73,7 +73,7 @@ def format_validation_error(
 
 
 def _has_inside(place: Sequence[int | str], every: Iterable[ErrorDetails]) -> bool:
-    """Whether one of the pydantic errors ``every`` is about a value inside the one at the path of keys ``place``."""
+    """Whether one of the pydantic errors ``every`` is about a value inside the value at ``place``, a path of keys."""
     return any(len(each["loc"]) > len(place) > 0 and each["loc"][: len(place)] == place for each in every)
 
 
@@ -115,7 +115,8 @@ MOST_DEVICES = 1 << 20  # what each has of its own fills some gigabytes
 
 
 class MisplacedError(ValueError):
-    """An error in the value under the keys ``path`` of a topology file."""
+    """Error in a part of a topology, which knows where the part is in the file: ``path`` has the keys and list indices
+    that lead to it."""
 
     def __init__(self, message: str, *path: int | str) -> None:
         super().__init__(message)
@@ -234,9 +235,8 @@ def _check_pattern(topology: Topology, group: NodeGroup, number: int) -> None:
 
 
 def _check_pairs(name: str, pattern: Pattern) -> None:
-    """Raise :class:`MisplacedError` if a pattern lists a pair of devices twice. ``all`` must precede the pairs that
-    differ.
-    """
+    """Raise :class:`MisplacedError` if a pattern lists a pair of devices twice. ``name``: name of the pattern, for the
+    error. ``all`` must come before the pairs that differ from it."""
     listed: set[frozenset[int]] = set()
     for k, link in enumerate(pattern.links):
         if link.pairs == "all":

@@ -364,6 +364,12 @@ def _read_stages(options: Options, pp: int) -> dict[str, Any]:
                 f"multiple of {pp * per_chunk}"
             )
         chunks = count // (pp * per_chunk) if count else None
+    layers, stages = options.take_number("num-layers"), pp * (chunks or 1)
+    if layers and not per_chunk and "stage_layers" not in found and (layers + sum(map(bool, ends))) % stages:
+        raise ContradictionError(
+            f"{options.name('num-layers')}={layers} does not divide into {stages} stages; expected a multiple of it, "
+            f"or {options.name('pipeline-model-parallel-layout')}"
+        )
     found["virtual_stages"] = chunks if chunks and chunks > 1 else None
     unsure = bool(per_chunk) and chunks is None
     found["schedule"] = "interleaved" if unsure or (chunks or 1) > 1 else "1f1b"

@@ -58,6 +58,7 @@ LAYOUTS = {
 _STAND_INS = """
 import importlib.abc, importlib.machinery, sys, types
 NAMES = ("datasets", "torchdata", "tensorboard", "wandb", "torchao", "tokenizers")
+FOLDERS = ("torch.utils.tensorboard", "torchtitan.distributed.minimal_async_ep")  # the latter are kernels of GPUs
 class StandIn(types.ModuleType):
     __path__, __version__ = [], "99.0"
     def __getattr__(self, name):
@@ -68,7 +69,7 @@ class StandIn(types.ModuleType):
         return made
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in NAMES:
+        if name.split(".")[0] in NAMES or name.startswith(FOLDERS):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
     def create_module(self, spec):
         return StandIn(spec.name)

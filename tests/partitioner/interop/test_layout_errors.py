@@ -43,6 +43,7 @@ MEGATRON = "--micro-batch-size 2 --bf16 "
             ContradictionError,
             "multiple of 6",
         ),
+        ("--pipeline-model-parallel-size 4 --num-layers 30", ContradictionError, "pipeline-model-parallel-layout"),
         ("--context-parallel-size 4 --seq-length 1020", ContradictionError, "multiple"),
     ],
 )

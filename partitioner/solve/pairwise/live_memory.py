@@ -20,8 +20,7 @@ from partitioner.solve.pairwise.presolve import Choices, Vector
 @dataclass(frozen=True)
 class MemoryConstraint:
     """A limit on the total memory of the nodes that are live (in memory) at the same time. ``usages[i]``: bytes of each
-    choice of node i during the half-open interval ``intervals[i]``.
-    """
+    choice of node i during the half-open interval ``intervals[i]`` of time, in integer steps. ``limit``: bytes."""
 
     intervals: Sequence[tuple[int, int]]
     usages: Sequence[Vector]

@@ -303,10 +303,9 @@ class ReducedProblem:
         return True
 
     def _check_row(self, row: int) -> None:
-        """Simplify a resource limit: subtract what each node uses under all of its choices, remove choices that exceed
-        the limit alone, and remove the limit if it cannot be exceeded. Raise :class:`InfeasibleAssignmentError` if it
-        always is.
-        """
+        """Simplify resource limit number ``row``: subtract what each node uses under all of its choices, remove choices
+        that exceed the limit alone, and remove the limit if it cannot be exceeded. Raise
+        :class:`InfeasibleAssignmentError` if it always is."""
         for node in list(self.members[row]):
             usage = self.usage[node][row]
             least = float(usage.min())

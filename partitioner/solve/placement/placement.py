@@ -234,7 +234,10 @@ class Placements:
 
         The cached candidates of the mesh are reduced to the best ones of ``costs`` and the placement of rank ``i`` on
         device ``i``. They are evaluated again when the mesh is searched with another microbatch size. If ``likely`` is
-        given, a first series of exchanges minimizes its estimate instead of the evaluated cost.
+        given, a first series of exchanges minimizes its estimate instead of the evaluated cost. ``costs``: pairs (cost,
+        index among the cached candidates) of the placements that were evaluated. ``enough``: placements that cost at
+        least this are of no interest. ``exchanges``: the largest number of placements to evaluate. For the other
+        arguments see :meth:`_exchange_groups`.
         """
         mesh = best.machine.mesh
         key = _mesh_to_key(mesh)
@@ -272,7 +275,12 @@ class Placements:
         """Exchange stages, groups or single devices between positions of the mesh as long as the cost decreases, and
         return the best placement. ``left``: the maximum number of placements that are evaluated. Placements whose lower
         bound ``least`` reaches the best cost or ``enough`` are not evaluated. Errors of the evaluator are appended to
-        ``errors``."""
+        ``errors``.
+
+        ``placement_evaluator``: returns the cost and the result of a placement. ``least``: returns a lower bound on the
+        cost of a placement; its second argument is the cost above which the bound does not matter. A group is the ranks
+        with one index of ``pp`` and one of ``dp``.
+        """
         mesh = best.machine.mesh
         seen = {self._identify_placement(machine) for machine in self.candidates(mesh)}
         looks = _LOOKS
@@ -335,7 +343,8 @@ def _in_groups(machine: PlacedMesh) -> float:
 
 def _list_exchange_neighbours(devices: Ints, mesh: Mapping[str, int], inside: bool) -> Iterator[Ints]:
     """Yield the placements ``[ranks]`` that differ from ``devices`` by one exchange: of two stages, of two groups of
-    different stages or, if ``inside``, of two devices."""
+    different stages or, if ``inside``, of two devices. A group is the ranks with one index of ``pp`` and one of ``dp``.
+    ``devices``: the device of each rank. ``mesh``: the size of each axis."""
     stages = mesh.get("pp", 1)
     by_stage = devices.reshape(stages, -1)
     for a, b in combinations(range(stages), 2):

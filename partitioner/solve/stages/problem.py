@@ -24,10 +24,11 @@ Recompute = Literal["none", "selective", "full"]
 class StageCall:
     """One call of a module that is to be placed on a stage, with its cost.
 
-    ``path``: the module's name. ``inputs``, ``outputs``: names of the values that stages send or keep, in the order of
-    ``cost``. ``states``: names of the parameters and buffers that it reads. ``index``: its position among the model's
-    calls. ``gathered_bytes``: temporary bytes of gathered weights (its own and its neighbours') while it runs, with
-    gradients. ``at_ends``: temporary bytes at the first and last call of a stage, see :class:`AtEnds`.
+    ``path``: the name of the module that is called, such as ``layers.3``. ``inputs``, ``outputs``: names of the values
+    that stages send or keep, in the order of ``cost``. ``states``: names of the parameters and buffers that the call
+    reads. ``index``: its position among the model's calls. ``gathered_bytes``: temporary bytes of gathered weights (its
+    own and its neighbours') while it runs, with gradients. ``at_ends``: temporary bytes at the first and last call of a
+    stage, see :class:`AtEnds`.
     """
 
     path: str
@@ -67,8 +68,8 @@ class StageProblem:
       ``late_bytes``: the part of these bytes that is allocated only when the first backward frees activations.
     - ``local``: names of values that are never sent between stages (model inputs, results of calls that every stage
       runs).
-    - ``recompute``: the recomputation that is required, or ``None`` for a free choice. ``pinned``: stage by position of
-      the call.
+    - ``recompute``: the recomputation that is required, or ``None`` for a free choice. ``pinned``: for calls whose
+      stage is fixed, the stage by index of the call.
     - ``overhead``: the calls that every stage runs in addition. ``paces``: costs on each stage's devices; if empty, the
       calls' own costs apply.
     - ``bubble``: the schedule's fraction of the fill and drain time of a plain pipeline. ``chunks``: number of virtual

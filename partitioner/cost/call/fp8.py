@@ -57,7 +57,8 @@ def in_fp8(
     """Return the kernels of a product with its weight in fp8, and the kernels that cast its operands to fp8. If the
     product has no weight or no 16-bit operands, return ``kernels`` and no casts.
 
-    - ``backward``: the kernels are those of the backward.
+    - ``operands``, ``results``: the tensors that the product reads and writes. ``backward``: the kernels are those of
+      the backward.
     - ``fused``: forward, the kernel in front of the product writes the operand in fp8, as it is and transposed, if the
       product is the ``first`` to read it. Backward, one kernel reads the gradient once and writes it twice (NVIDIA's
       Transformer Engine). Without ``fused``, each product casts the tensors that it reads by itself.

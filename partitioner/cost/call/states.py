@@ -280,8 +280,9 @@ def state_costs(
     computes a partial sum (``R'``). If every rank of ``cp`` computes the whole gradient, ``cp`` is left out. ZeRO
     (Rajbhandari et al. 2020) shards optimizer states (1), also gradients (2), and also parameters (3).
 
-    ``kinds``: the states, grouped by equal cost. ``offload``: the kinds of data in host memory. ``short_gradients``: a
-    gradient has its parameter's type, even if that is shorter than float32.
+    ``kinds``: the states, grouped by equal cost. ``mesh``: the size of each axis. ``sharded``: how ZeRO and ``ep``
+    shard them. ``offload``: the kinds of data in host memory. ``short_gradients``: a gradient has its parameter's type,
+    even if that is shorter than float32.
     """
 
     def find(state: ModelState, layout: Layout, expert: bool, complete: bool, small: bool) -> StateCost:

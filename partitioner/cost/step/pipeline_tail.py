@@ -44,7 +44,8 @@ _MOST_FOLLOWED = 60  # with more runs of calls, reductions are not simulated buc
 
 def least_update(problem: StageProblem, states: Mapping[str, StateCost], machine: PlacedMesh) -> float:
     """Return a lower bound in seconds on the optimizer's update, however the model is cut into stages. It assumes that
-    all pipeline ranks update equally many bytes on the fastest device."""
+    all pipeline ranks update equally many bytes on the fastest device. ``states``: the cost of each parameter and
+    buffer by name."""
     if not problem.train:
         return 0.0
     held = {name for call in problem.calls for name in call.states if name in states}

@@ -93,9 +93,9 @@ class BlockWork:
     over_ranks: BlockWork | None = None
 
     def at(self, share: float, tp: int, several: bool = True, ep: int = 1, cp: int = 1) -> CallCost:
-        """Return a lower bound on the cost of one call on one of ``tp`` ranks. ``share``: the rank's share of the
-        batch; with ``cp`` ranks that share a sequence, this share is already divided by ``cp``. ``several``: whether
-        the microbatch has more than one sample."""
+        """Return a lower bound on the cost of one call on one of ``tp`` ranks. ``tp``, ``ep``, ``cp``: sizes of these
+        mesh axes. ``share``: the rank's share of the batch; with ``cp`` ranks that share a sequence, this share is
+        already divided by ``cp``. ``several``: whether the microbatch has more than one sample."""
         if cp > 1 and self.over_ranks is not None:
             return self.over_ranks.at(share, tp, several, ep)
         scale = share / tp
@@ -155,8 +155,9 @@ def block_work(
     fused_casts: bool = False,
 ) -> BlockWork:
     """Return lower bounds on the seconds and bytes of one call of ``block``, a graph for the whole batch, on
-    ``device``. ``how``: the kind of selective recomputation; what it recomputes costs no time and no memory here.
-    ``None``: nothing is recomputed."""
+    ``device``. ``train``: the call has a backward. ``fp8``: products with weights are in fp8. ``fused_casts``: the
+    kernel in front of a product writes its operand in fp8. ``how``: the kind of selective recomputation; what it
+    recomputes costs no time and no memory here. ``None``: nothing is recomputed."""
     found = _block_work(_copy_block_graph(block), device, train, fp8, how, fused_casts)
     once = _copy_block_graph(block)
     if not read_heads_once(once):

@@ -201,7 +201,8 @@ class LocalModels:
         self, key: LocalKey, num_microbatches: int, known: Solutions | None = None
     ) -> tuple[FoldedModel, ShardingSolution | None, ShardingSolution]:
         """Return the model of one microbatch on a rank along ``cp``, its sharding over ``cp`` (``None`` if ``cp`` is
-        1), and its sharding over ``tp``. ``known``: the solutions if they were found before."""
+        1), and its sharding over ``tp``. ``num_microbatches``: those of one rank. ``known``: the solutions if they were
+        found before."""
         tp, cp, _, _, _, experts = key
         batch = self._select_batch_sharding(key)
         if key[2:5] not in self._splits:

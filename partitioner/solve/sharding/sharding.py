@@ -71,8 +71,8 @@ class ShardingCosts(Protocol):
 
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
         """Return the cost of keeping a parameter or buffer in ``layout``. Under ``R'`` (replicated with a partial-sum
-        gradient) it includes the reduction of the gradient, once per step.
-        """
+        gradient) it includes the reduction of the gradient, once per step. ``spec``: its whole shape and its dtype.
+        ``num_ranks``: size of the mesh axis that is solved."""
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
         """Return the cost of keeping or sending a tensor between blocks in ``layout``."""
@@ -83,9 +83,10 @@ class ShardingSolution:
     """The chosen layouts and strategies on one axis. ``objective`` is the cost, and no sharding costs less than
     ``bound``; both are in the unit of the costs, seconds on ``tp`` and ``cp``.
 
-    ``blocks``: strategies and layouts by block name. ``values`` and ``states``: layouts by name. ``matmul_sharded``:
-    the share of the matrix-multiply FLOPs that is divided over the ranks. ``without_rule``: the share of compute time
-    of each operator that has no factor rule and therefore cannot be sharded.
+    ``axis``: name of the mesh axis. ``blocks``: strategies and layouts by block name. ``values`` and ``states``:
+    layouts by name. ``matmul_sharded``: the share of the matrix-multiply FLOPs that is divided over the ranks.
+    ``without_rule``: the share of compute time of each operator that has no factor rule and therefore cannot be
+    sharded.
     """
 
     axis: str
@@ -136,9 +137,8 @@ def solve_sharding(
 def sharding_problem(
     model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts, rules: LayoutRules = FREE_LAYOUTS
 ) -> ShardingProblem:
-    """Return the problem that :func:`solve_sharding` solves, for two or more ranks. ``rules``: layouts fixed by the
-    caller.
-    """
+    """Return the problem that :func:`solve_sharding` solves, for two or more ranks. ``axis``: name of the mesh axis,
+    such as ``"tp"``. ``num_ranks``: its size. ``rules``: layouts fixed by the caller."""
     return ShardingProblem(model, axis, num_ranks, costs, _complete_layout_rules(model, axis, rules))
 
 
@@ -269,8 +269,7 @@ class ShardingProblem:
     def _state_reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
         """Return the seconds of reading a parameter or buffer of layout ``source`` as ``target``; infinite if the
         forward would need a collective. Weights are not gathered for every microbatch here, since ZeRO over ``dp``
-        exists for that.
-        """
+        exists for that. ``spec``: its whole shape and its dtype. ``differentiable``: whether it receives a gradient."""
         change = RESHARDS.get((source.kind, target.kind))
         if change is None or change.forward is not None:
             return math.inf
@@ -332,8 +331,7 @@ def _measure_sharded_work(
     model: FoldedModel, chosen: Mapping[str, Mapping[fx.Node, Strategy]], costs: ShardingCosts, num_ranks: int
 ) -> tuple[float, dict[str, float]]:
     """Return the share of matrix-multiply FLOPs that is sharded, and the share of compute time of each operator without
-    a factor rule, by operator name.
-    """
+    a factor rule, by operator name. ``chosen``: for each block by name, the strategy of each operator."""
     flops = sharded = total = 0.0
     unruled: dict[str, float] = {}
     for name, strategies in chosen.items():
@@ -350,7 +348,8 @@ def _measure_sharded_work(
 
 
 def whole_sharding(model: FoldedModel, axis: str, costs: ShardingCosts) -> ShardingSolution:
-    """Return the sharding over one rank, in which everything is replicated, with its cost."""
+    """Return the sharding over one rank, in which everything is replicated, with its cost. ``axis``: name of the mesh
+    axis, such as ``"tp"``."""
     chosen: dict[str, dict[fx.Node, Strategy]] = {}
     blocks: dict[str, BlockSharding] = {}
     for name, block in model.blocks.items():

@@ -66,9 +66,9 @@ class KernelRow:
     ``way``: 0 forward, 1 backward. ``product``: its operator is a matrix product or an attention. ``again``: selective
     recomputation runs it a second time. ``ring``: the index of its attention over a sharded sequence, or -1.
 
-    For products of experts: ``widest`` is the smaller side of an expert's matrix; ``rows`` the number of rows of all
-    experts in the graph (0: every expert gets all rows); ``held`` the number of experts in the graph; ``each`` whether
-    a rank launches the kernel separately for each of its experts.
+    ``expert``: it belongs to the products of experts. For these: ``widest`` is the smaller side of an expert's matrix;
+    ``rows`` the number of rows of all experts in the graph (0: every expert gets all rows); ``held`` the number of
+    experts in the graph; ``each`` whether a rank launches the kernel separately for each of its experts.
     """
 
     kernel: Kernel
@@ -144,9 +144,10 @@ class KernelTable:
 class Exchange:
     """A collective of the block over a mesh axis.
 
-    ``way``: 0 forward, 1 backward. ``nbytes``: size of its operand, which is one rank's part of the tensor if
-    ``from_part``. ``strided``: the dim that it joins or splits is not outermost in memory. ``in_pieces``: it may
-    overlap with matrix products. ``anew``: it is a gather that backward repeats if its result is not kept.
+    ``way``: 0 forward, 1 backward. ``op``: name of the collective. ``nbytes``: size of its operand, which is one rank's
+    part of the tensor if ``from_part``. ``strided``: the dim that it joins or splits is not outermost in memory.
+    ``in_pieces``: it may overlap with matrix products. ``anew``: it is a gather that backward repeats if its result is
+    not kept.
     """
 
     way: int

@@ -177,8 +177,8 @@ class _Computed:
     """Seconds and FLOPs of the kernels of one block call on one device type. Pairs are (forward, backward).
 
     ``seconds``: all kernels. ``weights``: kernels that compute gradients of weights, in backward. ``products``: matrix
-    products. ``rings``: each attention over a sharded sequence. ``again``: what selective recomputation runs again.
-    ``flops``: FLOPs of matrix products. ``experts_s``: forward products of experts.
+    products. ``rings``: each attention over a sharded sequence. ``again``: seconds of what selective recomputation runs
+    again. ``flops``: FLOPs of matrix products. ``experts_s``: forward products of experts.
     """
 
     seconds: tuple[float, float]

@@ -34,6 +34,8 @@ def gradient_bytes(spec: TensorSpec, short: bool) -> int:
 class StateCost:
     """Bytes of one state (parameter or buffer) on one rank, with its gradient and optimizer states.
 
+    - ``parameter``, ``gradient``, ``optimizer``: bytes of the parameter or buffer itself, of its gradient and of its
+      optimizer states.
     - ``grad_axes``: the mesh axes over which its gradient is summed. ``stage``: the ZeRO stage. ``replicas``: the
       number of ranks that shard it under ZeRO. ``hybrid``: these are only a part of the data-parallel ranks.
       ``expert``: it belongs to experts.

@@ -260,7 +260,8 @@ class _ReductionTails:
 
     def _describe_stage(self, stage: int) -> tuple[bool, bool, float, tuple[object, ...]]:
         """Return what the delays depend on besides the calls: whether the stage is the first, whether it runs its
-        backwards in halves, the slowdown of computation beside collectives, and its devices and groups."""
+        backwards in halves, the slowdown of computation beside collectives, and its devices and groups. ``stage``:
+        index of a stage of the problem."""
         if stage not in self._described:
             devices = [reducer.device.model_dump_json() for reducer in self._reducers_of(stage)[:1]]
             groups = [reducer.group(axes) for reducer in self._reducers_of(stage) for axes in self._axes]

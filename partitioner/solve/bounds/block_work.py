@@ -51,8 +51,9 @@ class BlockCallTime:
     in parts.
 
     ``launches``: seconds of kernel launches. ``batch``: seconds that grow with the batch. ``weights``: seconds of
-    reading and writing weights. ``flops``: FLOPs of matrix products. ``spared``: seconds (launches, part that grows
-    with the batch) of copies and sums that a sharded graph or one for a single sample may not need.
+    reading and writing weights. ``flops``: FLOPs of matrix products. ``issued``: seconds in which the host issues the
+    operators; the call takes at least as long. ``spared``: seconds (launches, part that grows with the batch) of copies
+    and sums that a sharded graph or one for a single sample may not need.
     """
 
     launches: float = 0.0
@@ -78,8 +79,9 @@ class BlockWork:
 
     ``forward``, ``backward``: seconds in parts. ``inputs``: the part of the backward that computes gradients of inputs.
     ``kept``: the least bytes that are saved for the backward. ``carried``: bytes held between the two halves of a split
-    backward. ``over_ranks``: the work under context parallelism (``cp`` > 1), if it is less there because repeated key
-    and value heads are read only once.
+    backward. ``input_bytes``, ``output_bytes``: bytes of each input and output. ``output_grads``: for each output,
+    whether it receives a gradient. ``over_ranks``: the work under context parallelism (``cp`` > 1), if it is less there
+    because repeated key and value heads are read only once.
     """
 
     forward: BlockCallTime
@@ -121,8 +123,9 @@ class Works:
     """The work of all blocks of a model (such as a decoder layer), on the best device type and on each device type of
     the topology. It is computed when first needed.
 
-    ``device``: the best device type. ``types``: all device types at their speeds, or empty if there is only one.
-    ``how``: the kind of selective recomputation, or ``None``.
+    ``blocks``: the blocks by name, as graphs for the whole batch. ``device``: the best device type. ``types``: all
+    device types at their speeds, or empty if there is only one. ``how``: the kind of selective recomputation, or
+    ``None``.
     """
 
     blocks: Mapping[str, Block]

@@ -98,9 +98,8 @@ class AssignmentProblem:
 @dataclass(frozen=True)
 class Assignment:
     """A solution of an assignment problem. ``choice[i]``: index of the choice of node i. ``objective``: its cost.
-    ``bound``: no assignment costs less. ``seconds``: time of the solution. ``gap``: ``objective - bound`` relative to
-    ``objective``.
-    """
+    ``bound``: no assignment costs less. ``seconds``: time of the solution. ``num_variables``: size of the mixed-integer
+    programs that were left to the solver. ``gap``: ``objective - bound`` relative to ``objective``."""
 
     choice: list[int]
     objective: float
@@ -267,7 +266,8 @@ def _find_components(reduction: ReducedProblem) -> list[list[int]]:
 
 
 class _MixedIntegerProgram:
-    """The mixed-integer program of one connected component, kept as arrays and converted to a MathOpt proto."""
+    """The mixed-integer program of one connected component, kept as arrays and converted to a MathOpt proto. ``nodes``:
+    indices of the nodes of the component."""
 
     def __init__(self, reduction: ReducedProblem, nodes: Sequence[int]) -> None:
         sizes = [len(reduction.costs[i]) for i in nodes]

@@ -52,6 +52,10 @@ class InfeasibleAssignmentError(PartitionError):
 class _Function:
     """A reduction step that can be undone: the choice of an eliminated ``node`` as a function of its neighbours'
     choices.
+
+    ``labels``: for each neighbour, the choices that it had left at that time, as original indices in increasing order.
+    ``choice``: the original index of the choice of ``node``, indexed by the positions of the neighbours' choices in
+    ``labels``.
     """
 
     node: int

@@ -84,7 +84,8 @@ def _list_zigzag_shards(tie: LayoutTie, num_ranks: int, rules: LayoutRules) -> l
 
 def value_options(model: FoldedModel, tie: LayoutTie, num_ranks: int, rules: LayoutRules) -> list[Layout]:
     """Return the layouts that the values of ``tie`` (values that must share one layout) may have. Raise
-    :class:`ShardingError` if ``rules`` leave none. ``num_ranks``: size of the mesh axis that is solved."""
+    :class:`ShardingError` if ``rules`` leave none. ``num_ranks``: size of the mesh axis over which the model is
+    sharded."""
     read = {v for call in model.calls for v in call.inputs}
     inputs = {i.value for i in model.inputs}
     outputs = {o.value for o in model.outputs if o.value is not None}

@@ -81,7 +81,7 @@ class TensorCosts:
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
         """Return the seconds of one call of an operator, forward and backward, if it is run by ``strategy`` (with these
         layouts of operands and results). The collectives of the strategy are included. ``num_ranks``: size of the mesh
-        axis that is solved."""
+        axis over which the model is sharded."""
         key = (node, strategy)
         if key not in self._nodes:
             operator = self._operators.get(node)
@@ -101,7 +101,8 @@ class TensorCosts:
 
     def _divide_compute_seconds(self, node: fx.Node, strategy: Strategy, num_ranks: int, seconds: float) -> float:
         """Return the seconds of an operator if each rank computes only its own rows but reads the sharded operands in
-        whole. ``seconds``: those of the undivided work. ``num_ranks``: size of the mesh axis that is solved."""
+        whole. ``seconds``: those of the undivided work. ``num_ranks``: size of the mesh axis over which the model is
+        sharded."""
         read = sum(
             o.meta["val"].nbytes / num_ranks
             for o, layout in zip(operands_of(node), strategy.operands, strict=True)
@@ -115,7 +116,7 @@ class TensorCosts:
         """Return the seconds that the communication of a sequence-parallel attention adds to its computation of
         ``seconds``.
 
-        ``num_ranks``: size of the mesh axis that is solved.
+        ``num_ranks``: size of the mesh axis over which the model is sharded.
         """
         query, key, value = operator.operands(strategy, num_ranks)[:3]
         zigzag, seen = strategy.operands[0].zigzag, find_attention_band(operator.node) or Band()
@@ -157,7 +158,7 @@ class TensorCosts:
         """Return the seconds of keeping a parameter or buffer in ``layout``: the optimizer's update of a rank's part
         and, if every rank computes a partial sum of the gradient (``R'``), its reduction. Both occur once per step and
         are divided by the number of microbatches. ``spec``: its whole shape and its dtype. ``num_ranks``: size of the
-        mesh axis that is solved."""
+        mesh axis over which the model is sharded."""
         local = math.prod(local_shape(layout, spec.shape, num_ranks)) * spec.dtype.itemsize
         if not self.train or not spec.dtype.is_floating_point:
             return local * self.state_price
@@ -201,7 +202,7 @@ class _Operator:
 
     def operands(self, strategy: Strategy, num_ranks: int) -> list[Operand]:
         """Return the shapes and dtypes of one rank's operands under ``strategy``. ``num_ranks``: size of the mesh axis
-        that is solved.
+        over which the model is sharded.
 
         If ranks share the sequence of an attention, repeated key heads are counted once
         (``passes/shard/repeated_heads.py``).
@@ -228,7 +229,7 @@ class _Operator:
 
     def seconds(self, strategy: Strategy, num_ranks: int, device: DeviceType) -> float:
         """Return the compute seconds of the operator on one rank, forward and, if it has a gradient, backward.
-        ``num_ranks``: size of the mesh axis that is solved."""
+        ``num_ranks``: size of the mesh axis over which the model is sharded."""
         operands = self.operands(strategy, num_ranks)
         results = [
             Operand(local_shape(layout, shape, num_ranks), dtype)

@@ -72,7 +72,7 @@ class ShardingCosts(Protocol):
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
         """Return the cost of keeping a parameter or buffer in ``layout``. Under ``R'`` (replicated with a partial-sum
         gradient) it includes the reduction of the gradient, once per step. ``spec``: its whole shape and its dtype.
-        ``num_ranks``: size of the mesh axis that is solved."""
+        ``num_ranks``: size of the mesh axis over which the model is sharded."""
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
         """Return the cost of keeping or sending a tensor between blocks in ``layout``."""

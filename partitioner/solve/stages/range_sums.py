@@ -202,7 +202,8 @@ class Segments:
 
 
 class _StateReads:
-    """The names of the parameters and buffers that each call reads, prepared for tables with different byte sizes."""
+    """The names of the parameters and buffers that each call reads, prepared for tables of the bytes of runs of calls,
+    one table for each mapping of names to bytes. ``names``: for each call, these names."""
 
     def __init__(self, names: Sequence[Sequence[str]]) -> None:
         self._places, counted = _index_first_occurrences(names)

@@ -60,6 +60,7 @@ class CallCost:
 
     Fields that end in ``_comm_s`` are seconds of collectives; other ``_s`` fields are seconds without collectives.
 
+
     - ``weights_s``: the part of ``backward_s`` for gradients of weights, for which no other stage waits. ``flops``,
       ``backward_flops``: FLOPs of matrix products, forward and backward.
     - ``saved_bytes``: bytes kept from forward to backward, in addition to the inputs that ``saved_inputs`` marks.

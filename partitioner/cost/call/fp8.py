@@ -89,7 +89,8 @@ def in_fp8(
 
 def _in_a_byte(kernel: Kernel, matrices: Sequence[Operand], result: Operand, backward: bool) -> Kernel:
     """Return ``kernel`` as an fp8 kernel, which reads one byte per element and writes results of unchanged width. A
-    kernel that is no product of 16-bit numbers is returned unchanged."""
+    kernel that is no product of 16-bit numbers is returned unchanged. ``matrices``: the factors of the forward product.
+    ``result``: its result. ``backward``: the kernel is one of the backward."""
     if not kernel.flops or kernel.precision not in ("bf16", "fp16"):
         return kernel
     read = [result, *(o for o in matrices if o.learned != kernel.learned)] if backward else list(matrices)

@@ -63,7 +63,8 @@ class Operand(NamedTuple):
 class Kernel(NamedTuple):
     """One kernel with its memory traffic and FLOPs.
 
-    ``num_bytes``: bytes read and written, of which ``state_bytes`` belong to weights. ``launches``: number of launches.
+    ``num_bytes``: bytes read and written, of which ``state_bytes`` belong to weights. ``flops``: FLOPs of a product.
+    ``precision``: number format in which these are computed, such as ``"bf16"``. ``launches``: number of launches.
     ``kind``: the key in the device's table of memory efficiencies. ``smallest``: the smallest of M, N and K of a
     product, or the number of keys of an attention. ``width``: the smallest head width of an attention. ``aligned``:
     every row of a product's 16-bit matrices is a multiple of 16 bytes, which matrix units need for full speed.

@@ -168,7 +168,8 @@ def _compute_backward_windows(tables: StageTables, stage: int, times: Table) -> 
 
 class _ReductionTails:
     """Lower bounds on the time of gradient reductions that computation does not hide, for runs of block calls on a
-    stage."""
+    stage. ``tables``: seconds and bytes of these runs. ``states``: the cost of each parameter and buffer by name.
+    ``machine``: devices and groups."""
 
     def __init__(
         self,

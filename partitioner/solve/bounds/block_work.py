@@ -124,8 +124,9 @@ class Works:
     the topology. It is computed when first needed.
 
     ``blocks``: the blocks by name, as graphs for the whole batch. ``device``: the best device type. ``types``: all
-    device types at their speeds, or empty if there is only one. ``how``: the kind of selective recomputation, or
-    ``None``.
+    device types at their speeds, or empty if there is only one. ``train``: calls have a backward. ``fp8``: products
+    with weights are in fp8. ``fused_casts``: the kernel in front of a product writes its operand in fp8. ``how``: the
+    kind of selective recomputation, or ``None``.
     """
 
     blocks: Mapping[str, Block]

@@ -69,6 +69,7 @@ class Usage:
     """The memory of many nodes over the rows (maximal sets of nodes that are in memory together), in flat arrays.
 
     Choices of all nodes are numbered consecutively; ``starts[r]`` is the number of the first choice of node r.
+    ``stretches``: the memory of each node, by node. ``num_choices``, ``num_rows``: the numbers of choices and of rows.
     """
 
     def __init__(

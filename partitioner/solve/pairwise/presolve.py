@@ -69,7 +69,8 @@ class ReducedProblem:
 
     ``costs[i]`` has one entry per remaining choice of node i. ``tables[i][j]`` is indexed (choice of i, choice of j).
     ``usage[i][r]`` is the amount that each choice of i takes of resource r. ``limits[r]`` is the amount of r that is
-    left.
+    left. Arguments: ``edges``, each (i, j, table); ``rows``, each the amounts that the choices of nodes take of one
+    resource, by node, and its limit.
     """
 
     def __init__(

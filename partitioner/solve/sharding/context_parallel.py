@@ -166,6 +166,10 @@ def _explain_algorithm_obstacle(node: fx.Node, num_ranks: int, tp: int, algorith
 class _ContextRules:
     """A function object: whether an operator may be run by a strategy over ``cp``. It refuses strategies that shard
     samples or weights, and attention by another algorithm than the requested one.
+
+    ``batch``: the layouts that split the batch; they show which dims have samples. ``num_ranks``: size of ``cp``.
+    ``tp``: number of ranks that share the attention heads. ``algorithm``: the requested one; ``None`` allows all.
+    ``also``: a further function that must allow a strategy.
     """
 
     def __init__(

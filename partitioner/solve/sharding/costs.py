@@ -179,8 +179,8 @@ class TensorCosts:
 
 class _Operator:
     """The data of one operator that are equal for all strategies, and its compute seconds cached by the shapes on one
-    rank.
-    """
+    rank. ``train``: the backward counts too. ``tp``: number of ranks that divide the attention heads left by the mesh
+    axis."""
 
     def __init__(self, node: fx.Node, train: bool, tp: int) -> None:
         self.node, self._tp = node, tp

@@ -53,7 +53,7 @@ class ProblemBuilder:
 
 
 class Reshards:
-    """A cache of the seconds of changes of layout; infinite if a change is impossible."""
+    """A cache of the seconds of changes of layout, which ``cost`` computes; infinite if a change is impossible."""
 
     def __init__(self, cost: ReshardCost) -> None:
         self._cost = cost

@@ -83,10 +83,11 @@ class ShardingSolution:
     """The chosen layouts and strategies on one axis. ``objective`` is the cost, and no sharding costs less than
     ``bound``; both are in the unit of the costs, seconds on ``tp`` and ``cp``.
 
-    ``axis``: name of the mesh axis. ``blocks``: strategies and layouts by block name. ``values`` and ``states``:
-    layouts by name. ``matmul_sharded``: the share of the matrix-multiply FLOPs that is divided over the ranks.
-    ``without_rule``: the share of compute time of each operator that has no factor rule and therefore cannot be
-    sharded.
+    ``axis``, ``num_ranks``: name and size of the mesh axis. ``blocks``: strategies and layouts by block name.
+    ``values`` and ``states``: layouts by name. ``matmul_sharded``: the share of the matrix-multiply FLOPs that is
+    divided over the ranks. ``without_rule``: the share of compute time of each operator that has no factor rule and
+    therefore cannot be sharded. ``seconds``: time of the solution. ``num_choices``: number of choices of the assignment
+    problem.
     """
 
     axis: str
@@ -157,6 +158,10 @@ def _complete_layout_rules(model: FoldedModel, axis: str, rules: LayoutRules) ->
 class ShardingProblem:
     """The pairwise assignment problem of a model on one mesh axis, and the meaning of its nodes. It can be solved
     several times, each with other strategies allowed.
+
+    Most nodes are operators, whose choices are strategies, and tensors, whose choices are layouts. ``axis``,
+    ``num_ranks``: name and size of the mesh axis. ``costs``: prices of strategies and layouts. ``rules``: layouts that
+    the caller fixed.
     """
 
     def __init__(self, model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts, rules: LayoutRules) -> None:
@@ -282,9 +287,8 @@ class ShardingProblem:
                 yield Asker(variable, [frozenset(s.operands[p] for p in reader.positions) for s in choices])
 
     def _ties_reading(self, name: str, value: BlockValue) -> Iterator[Asker]:
-        """Yield one reader for each group of block outputs (that must share a layout) as which this value is
-        returned.
-        """
+        """Yield one reader for each group of block outputs (that must share a layout) as which this value is returned.
+        ``name``: name of the block."""
         places = [p for reader in value.readers if reader.node is None for p in reader.positions]
         for variable, options in dict(self.ports[name, "output", p] for p in places).items():
             yield Asker(variable, [frozenset((layout,)) for layout in options])

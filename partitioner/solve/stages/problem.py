@@ -63,6 +63,8 @@ class StageProblem:
     """The problem of cutting calls into pipeline stages: the calls in order, the stages' memory and links, and the
     schedule.
 
+    - ``schedule``: name of the pipeline schedule. ``microbatch_size``: number of samples. ``tp``, ``dp``: sizes of
+      these mesh axes. ``train``: calls have a backward.
     - ``capacity``: usable bytes of a rank, by stage. ``links``: the link from each stage to the next.
     - ``state_bytes``: bytes of a parameter or buffer on a rank, with its gradient and optimizer states, by name.
       ``late_bytes``: the part of these bytes that is allocated only when the first backward frees activations.

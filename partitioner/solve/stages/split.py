@@ -95,10 +95,10 @@ class StagePlan:
     in full. If ``selective``, it also recomputes the cheap parts of the other calls.
 
     ``start``, ``stop``: indices among the calls of the problem; ``stop`` itself is not included. Seconds are per
-    microbatch. ``transfer_s``: seconds of waiting for neighbours in both directions, of which ``forward_wait_s``
-    precede the forward. ``memory``: peak bytes. ``in_flight``: number of microbatches held at a time. ``number``: index
-    of the stage in the problem. ``parts``: the virtual stages of a rank that has several; calls of other ranks lie
-    between them.
+    microbatch. ``recompute_s``: recomputation, which ``backward_s`` does not contain. ``transfer_s``: seconds of
+    waiting for neighbours in both directions, of which ``forward_wait_s`` precede the forward. ``memory``: peak bytes.
+    ``in_flight``: number of microbatches held at a time. ``number``: index of the stage in the problem. ``parts``: the
+    virtual stages of a rank that has several; calls of other ranks lie between them.
     """
 
     start: int
@@ -132,7 +132,8 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class StageSplit:
-    """A cut of the calls into pipeline stages, in order, and the seconds that one step of the pipeline takes.
+    """A cut of the calls into pipeline stages, in order, and the seconds (``pipeline_s``) that one step of the pipeline
+    takes.
 
     ``lower_bound_s``: lower bound on the pipeline's seconds over all cuts. ``stages`` may be slightly slower, because
     about equal stages are preferred. ``microbatch_s``: seconds of one microbatch through all calls, forward and

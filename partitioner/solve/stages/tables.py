@@ -29,8 +29,8 @@ class StageTables:
     """Seconds and peak bytes of every run of consecutive calls (a "segment") on every stage, as tables of shape
     ``[calls + 1, calls + 1]``. Row ``i`` and column ``j`` are for the calls ``[i, j)``.
 
-    ``slim``: the tables under selective recomputation, or ``None`` if that is not allowed. Each segment uses the faster
-    of the two. Raises :class:`PlanError` if there are more stages than calls.
+    ``problem``: the calls and stages. ``slim``: the tables under selective recomputation, or ``None`` if that is not
+    allowed. Each segment uses the faster of the two. Raises :class:`PlanError` if there are more stages than calls.
     """
 
     def __init__(self, problem: StageProblem) -> None:

@@ -101,9 +101,10 @@ def exchange_seconds(
 ) -> Seconds:
     """Return the forward and backward seconds of communication of one attention over a sharded sequence.
 
-    The operands have the shapes on one rank. ``seen``: which keys each query attends to. ``algorithm``: ``"ring"``, or
-    one that gathers keys and values. ``zigzag``: each rank has two distant parts of the sequence, which balances a
-    causal mask. Steps of a ring are sequential; each takes as long as its slowest pair of ranks.
+    ``query``, ``key``, ``value``: the operands with their shapes on one rank. ``group``: the ranks that share the
+    sequence. ``seen``: which keys each query attends to. ``algorithm``: ``"ring"``, or one that gathers keys and
+    values. ``zigzag``: each rank has two distant parts of the sequence, which balances a causal mask. Steps of a ring
+    are sequential; each takes as long as its slowest pair of ranks.
     """
     if group.others:
         each = (exchange_seconds(query, key, value, seen, algorithm, zigzag, one) for one in group.every)

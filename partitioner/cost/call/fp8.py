@@ -104,8 +104,10 @@ def _in_a_byte(kernel: Kernel, matrices: Sequence[Operand], result: Operand, bac
 
 
 def _build_product_casts(product: Kernel, operands: list[Operand], result: Operand, backward: bool) -> Iterator[Kernel]:
-    """Yield the kernels that cast the tensors which ``product`` reads. Forward these are both operands. Backward they
-    are the gradient and, transposed, the other operand (:func:`partitioner.passes.ops.fp8.linear_fp8`)."""
+    """Yield the kernels that cast the tensors which ``product`` reads. ``operands``, ``result``: the tensors that the
+    forward product reads and writes. ``backward``: ``product`` is one of the backward. Forward these are both operands.
+    Backward they are the gradient and, transposed, the other operand (:func:`partitioner.passes.ops.fp8.linear_fp8`).
+    """
     if not backward:
         yield from (cast for o in operands for cast in _build_cast_kernels(o, product, False))
         return

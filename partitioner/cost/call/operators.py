@@ -401,7 +401,7 @@ def _compute_product_work(
 
 def _compute_attention_work(node: fx.Node, operands: Sequence[Operand], out: Shape) -> _Product:
     """Return the FLOPs of an attention (scores, and their product with the values) and its number of keys. Pairs that a
-    causal mask or a window excludes are not counted."""
+    causal mask or a window excludes are not counted. ``out``: shape of the result."""
     query, key = operands[0].shape, operands[1].shape
     if "partition" in str(node.target):
         over = collective_name(node.target) is not None

@@ -165,6 +165,8 @@ def stage_problem(
     - ``costs``: cost of a call by block name. ``states``: cost of each parameter and buffer by name. ``machine``: the
       devices, capacities and links of the stages.
     - ``costs_by_stage``: costs by block name on each stage's devices; empty if they are ``costs`` on all stages.
+    - ``microbatch_size``: number of samples. ``profile``: how the framework that runs the plan executes it. ``train``:
+      calls have a backward.
     - ``ranks``: the pipeline rank of each virtual stage if ranks hold several. The stages of the problem are then the
       virtual stages. Empty: each rank holds one stage.
     - ``scattering``: bytes of gradient buckets that a rank holds temporarily under ZeRO-1 and ZeRO-2.

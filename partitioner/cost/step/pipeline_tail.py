@@ -65,7 +65,8 @@ def run_tails(
     end of the step. The entry ``[start, stop]`` is for a stage that consists of the block calls ``start:stop``.
 
     An infinite entry means that the stage cannot consist of these calls in any division of the model whose step takes
-    at most ``within_s`` seconds. ``ranks``: the pipeline rank of each stage if ranks hold several; otherwise empty.
+    at most ``within_s`` seconds. ``states``: the cost of each parameter and buffer by name. ``ranks``: the pipeline
+    rank of each stage if ranks hold several; otherwise empty.
     """
     tables = StageTables(problem)
     stages, m = range(problem.num_stages), problem.num_microbatches
@@ -111,8 +112,8 @@ def _least_tied(
     """Return a lower bound in seconds on adding up the gradients of tied weights, which several block calls read. A
     weight is counted on as many ranks as must hold one of its readers, whatever division is chosen.
 
-    ``seconds``: for each stage, a table over runs of calls ``[start, stop]``, infinite where the stage may not consist
-    of this run. ``ranks``: the rank of each stage.
+    ``states``: the cost of each parameter and buffer by name. ``seconds``: for each stage, a table over runs of calls
+    ``[start, stop]``, infinite where the stage may not consist of this run. ``ranks``: the rank of each stage.
     """
     readers: dict[str, list[int]] = {}
     for place, call in enumerate(problem.calls):

@@ -118,7 +118,8 @@ class LocalModels:
 
     def split(self, candidate: MeshCandidate, parts: int, whole: bool) -> FoldedModel:
         """Return the model of one microbatch before its sequence is sharded over ``cp``. The local model of the
-        candidate must have been requested before. For the arguments see :meth:`key`."""
+        candidate must have been requested before. ``parts``: the number of microbatches in the global batch. ``whole``:
+        whether each rank has a single microbatch."""
         return self._splits[self.key(candidate, parts, whole)[2:5]]
 
     @cached_property

@@ -168,7 +168,8 @@ def list_operator_strategies(
     """Return for each operator of a block its strategies: the ways to run it on ``num_ranks`` ranks, with the layouts
     of its operands and results.
 
-    ``values``: the values of the block. ``lengths``: sequence lengths; dims of these sizes may be sharded zigzag.
+    ``operators``: the operators of the block. ``values``: its tensors. ``lengths``: sequence lengths; dims of these
+    sizes may be sharded zigzag.
     """
     spots: dict[fx.Node, dict[int, int]] = {node: {} for node in operators}  # operand i or result ~k -> value
     for number, value in enumerate(values):

@@ -134,9 +134,8 @@ class TensorCosts:
         return sum(collective_time(name, numel * itemsize, self.group) for name, numel in lowering.collectives)
 
     def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
-        """Return the seconds of one change of layout, forward and, if ``differentiable``, backward. ``math.inf`` if no
-        collective makes this change.
-        """
+        """Return the seconds of one change from layout ``source`` to ``target``, forward and, if ``differentiable``,
+        backward. ``math.inf`` if no collective makes this change. ``spec``: whole shape and dtype of the tensor."""
         if source == target or (source.kind == target.kind and not source.is_shard):
             return 0.0
         change = RESHARDS.get((source.kind, target.kind))

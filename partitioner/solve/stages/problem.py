@@ -48,7 +48,8 @@ class StageCall:
 
 @dataclass(frozen=True)
 class Pace:
-    """The costs of all calls on the devices of one stage. Only their seconds are used.
+    """The costs of all calls on the devices of one stage, for clusters whose stages have devices of different speeds.
+    Only the seconds of these costs are used.
 
     ``costs``: the cost of each call, in the order of the problem. ``overhead``: the cost of the calls that every stage
     runs in addition.

@@ -380,8 +380,8 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
 
 
 def _simulate_step_seconds(job: Job, chosen: SolvedCandidate, program: Program, facts: ProgramFacts) -> float:
-    """Return the simulated seconds of one step of the program that ``facts`` describe, plus the estimated seconds that
-    ranks lose by sharing processor cores."""
+    """Return the simulated seconds of one step of ``program``, plus the estimated seconds that ranks lose by sharing
+    processor cores."""
     laid = ProgramOnDevices(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)
     contention = chosen.estimate.breakdown.get("contention", 0.0)
     return simulate_plan_seconds(laid, facts) + contention

@@ -66,9 +66,9 @@ class KernelRow:
     ``way``: 0 forward, 1 backward. ``product``: its operator is a matrix product or an attention. ``again``: selective
     recomputation runs it a second time. ``ring``: the index of its attention over a sharded sequence, or -1.
 
-    For products of experts: ``widest`` is the smaller side of an expert's matrix; ``rows`` the number of rows of all
-    experts in the graph (0: every expert gets all rows); ``held`` the number of experts in the graph; ``each`` whether
-    a rank launches the kernel separately for each of its experts.
+    ``expert``: it belongs to the products of experts. For these: ``widest`` is the smaller side of an expert's matrix;
+    ``rows`` the number of rows of all experts in the graph (0: every expert gets all rows); ``held`` the number of
+    experts in the graph; ``each`` whether a rank launches the kernel separately for each of its experts.
     """
 
     kernel: Kernel
@@ -144,9 +144,10 @@ class KernelTable:
 class Exchange:
     """A collective of the block over a mesh axis.
 
-    ``way``: 0 forward, 1 backward. ``nbytes``: size of its operand, which is one rank's part of the tensor if
-    ``from_part``. ``strided``: the dim that it joins or splits is not outermost in memory. ``in_pieces``: it may
-    overlap with matrix products. ``anew``: it is a gather that backward repeats if its result is not kept.
+    ``way``: 0 forward, 1 backward. ``op``: name of the collective. ``axis``: name of the mesh axis. ``nbytes``: size of
+    its operand, which is one rank's part of the tensor if ``from_part``. ``strided``: the dim that it joins or splits
+    is not outermost in memory. ``in_pieces``: it may overlap with matrix products. ``anew``: it is a gather that
+    backward repeats if its result is not kept.
     """
 
     way: int
@@ -163,8 +164,8 @@ class Exchange:
 class StateRead:
     """A parameter or buffer (state) that a block reads.
 
-    ``nbytes``: its bytes in the graph. ``gradient_bytes``: the bytes of its accumulated gradient; 0 if it has none.
-    ``expert``: it belongs to experts. ``small``: ZeRO-3 does not shard it.
+    ``name``: its name in the block. ``nbytes``: its bytes in the graph. ``gradient_bytes``: the bytes of its
+    accumulated gradient; 0 if it has none. ``expert``: it belongs to experts. ``small``: ZeRO-3 does not shard it.
     """
 
     name: str
@@ -184,11 +185,11 @@ class StateRead:
 class BlockProfile:
     """Kernels, collectives, parameters and buffers of one call of a block.
 
-    ``issued``: number of operators that the host issues in forward, in backward for inputs, and in backward for
-    weights. ``issued_each``: number of those that it issues for each of a rank's experts. ``held``: number of experts
-    in the graph. ``rings``: the attentions over a sharded sequence, and whether each runs backward. ``states``: the
-    parameters and buffers that the call reads. ``region``: the products of experts. ``routing``: number of forward
-    operators between the attention and the experts.
+    ``exchanges``: the collectives. ``issued``: number of operators that the host issues in forward, in backward for
+    inputs, and in backward for weights. ``issued_each``: number of those that it issues for each of a rank's experts.
+    ``held``: number of experts in the graph. ``rings``: the attentions over a sharded sequence, and whether each runs
+    backward. ``states``: the parameters and buffers that the call reads. ``region``: the products of experts.
+    ``routing``: number of forward operators between the attention and the experts.
     """
 
     kernels: KernelTable
@@ -223,7 +224,12 @@ def asked_by(
 
 
 class _BlockProfiler:
-    """Collects the kernels and collectives of a block's operators."""
+    """Collects the kernels and collectives of a block's operators.
+
+    ``train``: the block has a backward. ``fp8``: products with weights are in fp8. ``again``: the nodes that selective
+    recomputation runs again. ``fused_casts``, ``current_scaling``: ``fused`` and ``current`` of :func:`in_fp8`.
+    ``expert_kernels``: how experts' products run: ``"grouped"``, ``"each"`` or ``"fused"``.
+    """
 
     def __init__(
         self,

@@ -60,6 +60,7 @@ class CallCost:
 
     Fields that end in ``_comm_s`` are seconds of collectives; other ``_s`` fields are seconds without collectives.
 
+
     - ``weights_s``: the part of ``backward_s`` for gradients of weights, for which no other stage waits. ``flops``,
       ``backward_flops``: FLOPs of matrix products, forward and backward.
     - ``saved_bytes``: bytes kept from forward to backward, in addition to the inputs that ``saved_inputs`` marks.
@@ -177,8 +178,8 @@ class _Computed:
     """Seconds and FLOPs of the kernels of one block call on one device type. Pairs are (forward, backward).
 
     ``seconds``: all kernels. ``weights``: kernels that compute gradients of weights, in backward. ``products``: matrix
-    products. ``rings``: each attention over a sharded sequence. ``again``: what selective recomputation runs again.
-    ``flops``: FLOPs of matrix products. ``experts_s``: forward products of experts.
+    products. ``rings``: each attention over a sharded sequence. ``again``: seconds of what selective recomputation runs
+    again. ``flops``: FLOPs of matrix products. ``experts_s``: forward products of experts.
     """
 
     seconds: tuple[float, float]

@@ -27,7 +27,8 @@ _ROUNDS = {"all_reduce": 2, "all_reduce_max": 2, "all_gather": 1, "reduce_scatte
 
 
 def collective_time(op: str, num_bytes: float, group: Group) -> float:
-    """Return the seconds of the collective ``op`` over ``group``; 0 for a group of one rank. Raises ``KeyError`` for an
+    """Return the seconds of the collective ``op`` over ``group``; 0 for a group of one rank. ``op``: its name, such as
+    ``"all_gather"``. ``num_bytes``: size of the whole tensor, not of one rank's part. Raises ``KeyError`` for an
     unknown collective."""
     if group.size == 1:
         return 0.0
@@ -46,7 +47,7 @@ def collective_time(op: str, num_bytes: float, group: Group) -> float:
 
 def moved_share(op: str, size: int) -> float:
     """Return the fraction of the whole tensor that passes through each rank's links, the convention by which bus
-    bandwidth is measured."""
+    bandwidth is measured. ``op``: name of a collective, such as ``"all_gather"``. ``size``: number of ranks."""
     return _ROUNDS.get(op, 1 / size) * (size - 1) / size
 
 
@@ -100,9 +101,10 @@ def exchange_seconds(
 ) -> Seconds:
     """Return the forward and backward seconds of communication of one attention over a sharded sequence.
 
-    The operands have the shapes on one rank. ``seen``: which keys each query attends to. ``algorithm``: ``"ring"``, or
-    one that gathers keys and values. ``zigzag``: each rank has two distant parts of the sequence, which balances a
-    causal mask. Steps of a ring are sequential; each takes as long as its slowest pair of ranks.
+    ``query``, ``key``, ``value``: the operands with their shapes on one rank. ``group``: the ranks that share the
+    sequence. ``seen``: which keys each query attends to. ``algorithm``: ``"ring"``, or one that gathers keys and
+    values. ``zigzag``: each rank has two distant parts of the sequence, which balances a causal mask. Steps of a ring
+    are sequential; each takes as long as its slowest pair of ranks.
     """
     if group.others:
         each = (exchange_seconds(query, key, value, seen, algorithm, zigzag, one) for one in group.every)
@@ -124,7 +126,8 @@ def exchange_seconds(
 
 def context_exchanges(node: fx.Node, groups: Mapping[str, Group]) -> tuple[Seconds, bool]:
     """Return the forward and backward seconds of communication of an attention node over a sharded sequence, and
-    whether it overlaps with the node's computation. For other nodes the seconds are 0."""
+    whether it overlaps with the node's computation. For other nodes the seconds are 0. ``groups``: the communication
+    group of each mesh axis."""
     group = groups.get(get_node_argument(node, "axis", "")) if collective_name(node.target) in CONTEXT else None
     if group is None or group.size == 1:
         return (0.0, 0.0), False

@@ -36,9 +36,9 @@ _ALONE = Group(1)
 class Spread:
     """How a call is distributed over ranks besides ``tp`` and ``cp``.
 
-    - ``experts``: the group over which experts are distributed (``ep``). ``sharers``: the group of ranks that share one
-      expert. ``expert_tensor``: ratio of ``tp`` to the number of these ranks (``etp``). ``num_experts``: the number of
-      experts of the layer with the most.
+    - ``tp``: number of ranks of the axis ``tp``. ``experts``: the group over which experts are distributed (``ep``).
+      ``sharers``: the group of ranks that share one expert. ``expert_tensor``: ratio of ``tp`` to the number of these
+      ranks (``etp``). ``num_experts``: the number of experts of the layer with the most.
     - ``shards``, ``expert_shards``: the groups over which ZeRO-3 shards weights, and weights of experts.
     - ``divided``: the graph already contains only one rank's experts and the token exchanges. ``fp8``: products with
       weights are in fp8. ``whole_scatter``: a reduce-scatter needs a receive buffer for the whole tensor. ``profile``:
@@ -94,8 +94,9 @@ def expected_loads(tokens: NDArray[np.float64], ranks: int) -> NDArray[np.float6
 class ExpertProducts:
     """The matrix products of a block's experts.
 
-    ``entries``: the values sent to the experts. ``exits``: the values that come back. ``states``: the names of the
-    experts' weights. ``known``: the planner can distribute these products over ranks.
+    ``products``: the nodes of these products. ``entries``: the values sent to the experts. ``exits``: the values that
+    come back. ``states``: the names of the experts' weights. ``known``: the planner can distribute these products over
+    ranks.
     """
 
     entries: tuple[fx.Node, ...] = ()
@@ -207,8 +208,8 @@ def sorting_seconds(region: ExpertProducts, held: int, spread: Spread, device: D
 
 
 def compute_exposed_seconds(compute_s: float, comm_s: float, slowdown: float, overlap: bool = True) -> float:
-    """Return the seconds that communication adds to computation. Without ``overlap`` that is ``comm_s``. With it, each
-    takes ``slowdown`` times as long while both run."""
+    """Return the seconds that communication of ``comm_s`` seconds adds to computation of ``compute_s`` seconds. Without
+    ``overlap`` that is ``comm_s``. With it, each takes ``slowdown`` times as long while both run."""
     if not overlap:
         return comm_s
     return max(0.0, comm_s - compute_s) + (slowdown - 1) * min(compute_s, comm_s)
@@ -216,7 +217,9 @@ def compute_exposed_seconds(compute_s: float, comm_s: float, slowdown: float, ov
 
 def in_pieces(compute_s: float, comm_s: float, pieces: int, slowdown: float) -> float:
     """Return the seconds that gathers and scatters, split into ``pieces``, add to the matrix products that they overlap
-    with. Nothing hides the first piece (Wang et al. 2023; Transformer Engine's user buffers)."""
+    with. ``compute_s``: seconds of the products. ``comm_s``: seconds of the gathers and scatters. ``slowdown``: factor
+    on the time of computation and of a collective while both run. Nothing hides the first piece (Wang et al. 2023;
+    Transformer Engine's user buffers)."""
     first = comm_s / max(1, pieces)
     return first + compute_exposed_seconds(compute_s, comm_s - first, slowdown)
 

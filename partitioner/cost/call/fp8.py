@@ -57,7 +57,8 @@ def in_fp8(
     """Return the kernels of a product with its weight in fp8, and the kernels that cast its operands to fp8. If the
     product has no weight or no 16-bit operands, return ``kernels`` and no casts.
 
-    - ``backward``: the kernels are those of the backward.
+    - ``operands``, ``results``: the tensors that the product reads and writes. ``backward``: the kernels are those of
+      the backward.
     - ``fused``: forward, the kernel in front of the product writes the operand in fp8, as it is and transposed, if the
       product is the ``first`` to read it. Backward, one kernel reads the gradient once and writes it twice (NVIDIA's
       Transformer Engine). Without ``fused``, each product casts the tensors that it reads by itself.
@@ -88,7 +89,8 @@ def in_fp8(
 
 def _in_a_byte(kernel: Kernel, matrices: Sequence[Operand], result: Operand, backward: bool) -> Kernel:
     """Return ``kernel`` as an fp8 kernel, which reads one byte per element and writes results of unchanged width. A
-    kernel that is no product of 16-bit numbers is returned unchanged."""
+    kernel that is no product of 16-bit numbers is returned unchanged. ``matrices``: the factors of the forward product.
+    ``result``: its result. ``backward``: the kernel is one of the backward."""
     if not kernel.flops or kernel.precision not in ("bf16", "fp16"):
         return kernel
     read = [result, *(o for o in matrices if o.learned != kernel.learned)] if backward else list(matrices)
@@ -102,8 +104,10 @@ def _in_a_byte(kernel: Kernel, matrices: Sequence[Operand], result: Operand, bac
 
 
 def _build_product_casts(product: Kernel, operands: list[Operand], result: Operand, backward: bool) -> Iterator[Kernel]:
-    """Yield the kernels that cast the tensors which ``product`` reads. Forward these are both operands. Backward they
-    are the gradient and, transposed, the other operand (:func:`partitioner.passes.ops.fp8.linear_fp8`)."""
+    """Yield the kernels that cast the tensors which ``product`` reads. ``operands``, ``result``: the tensors that the
+    forward product reads and writes. ``backward``: ``product`` is one of the backward. Forward these are both operands.
+    Backward they are the gradient and, transposed, the other operand (:func:`partitioner.passes.ops.fp8.linear_fp8`).
+    """
     if not backward:
         yield from (cast for o in operands for cast in _build_cast_kernels(o, product, False))
         return

@@ -63,7 +63,8 @@ class Operand(NamedTuple):
 class Kernel(NamedTuple):
     """One kernel with its memory traffic and FLOPs.
 
-    ``num_bytes``: bytes read and written, of which ``state_bytes`` belong to weights. ``launches``: number of launches.
+    ``num_bytes``: bytes read and written, of which ``state_bytes`` belong to weights. ``flops``: FLOPs of a product.
+    ``precision``: number format in which these are computed, such as ``"bf16"``. ``launches``: number of launches.
     ``kind``: the key in the device's table of memory efficiencies. ``smallest``: the smallest of M, N and K of a
     product, or the number of keys of an attention. ``width``: the smallest head width of an attention. ``aligned``:
     every row of a product's 16-bit matrices is a multiple of 16 bytes, which matrix units need for full speed.
@@ -283,7 +284,8 @@ def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequenc
 
 def _entropy_kernel(kind: str, logits: Operand, as_given: int, as_made: int, launches: int) -> Kernel:
     """Return the kernel of a cross-entropy: ``as_given`` passes over the logits, and ``as_made`` passes over
-    intermediate results of this size in the type in which exponents are added up."""
+    intermediate results of this size in the type in which exponents are added up. ``kind``: the key in the device's
+    table of memory efficiencies. ``launches``: number of launches."""
     made = logits._replace(dtype=accumulated_in(logits.dtype))
     return _build_kernel(kind, [logits] * as_given + [made] * as_made, launches=launches)
 
@@ -292,7 +294,8 @@ def form_kernels(
     node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand], num_ranks: int, zigzag: bool, backward: bool
 ) -> list[Kernel]:
     """Return the kernels of an attention whose queries and keys are both sharded over ``num_ranks``. Shapes are those
-    of one rank. ``zigzag``: each rank has two distant parts of the sequence, which balances a causal mask."""
+    of one rank. ``zigzag``: each rank has two distant parts of the sequence, which balances a causal mask.
+    ``backward``: return the kernels of the backward."""
     width = results[0].shape[-1]
     flops, smallest = attention_product(
         operands[0].shape, operands[1].shape, width, find_attention_band(node) or Band(), num_ranks, zigzag
@@ -306,7 +309,8 @@ def form_kernels(
 def backward_kernels(
     node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand], needs: Sequence[bool]
 ) -> list[Kernel]:
-    """Return the kernels that compute the gradients of the operands that ``needs`` marks."""
+    """Return the kernels that compute the gradients of the operands that ``needs`` marks. ``operands``, ``results``:
+    the tensors on one rank that the operator reads and writes in its forward."""
     if not any(needs) or node.target is operator.getitem or _only_sends(node) or not results:
         return []
     name, result = operator_name(node), results[0]
@@ -356,7 +360,8 @@ def _product_backward(
     node: fx.Node, name: str, operands: Sequence[Operand], results: Sequence[Operand], needs: Sequence[bool]
 ) -> list[Kernel]:
     """Return the backward kernels of a product: one product of the same size for each factor that needs a gradient, and
-    a sum for a bias."""
+    a sum for a bias. ``name``: the operator's name. ``needs``: for each operand, whether its gradient is needed.
+    ``operands``, ``results``: the tensors on one rank that the operator reads and writes in its forward."""
     flops, smallest = _compute_product_work(node, name, operands, results)
     factors = _PRODUCTS[name][:2] if name in _PRODUCTS else range(len(operands))
     precision = _find_precision(operands)
@@ -396,7 +401,7 @@ def _compute_product_work(
 
 def _compute_attention_work(node: fx.Node, operands: Sequence[Operand], out: Shape) -> _Product:
     """Return the FLOPs of an attention (scores, and their product with the values) and its number of keys. Pairs that a
-    causal mask or a window excludes are not counted."""
+    causal mask or a window excludes are not counted. ``out``: shape of the result."""
     query, key = operands[0].shape, operands[1].shape
     if "partition" in str(node.target):
         over = collective_name(node.target) is not None
@@ -409,8 +414,9 @@ def _compute_attention_work(node: fx.Node, operands: Sequence[Operand], out: Sha
 def attention_product(
     query: Shape, key: Shape, width: int, seen: Band, num_ranks: int = 1, zigzag: bool = False
 ) -> _Product:
-    """Return the FLOPs of an attention and its number of keys, on the rank with the most work. ``query`` and ``key``:
-    shapes on each of ``num_ranks``. ``width``: head width of the values."""
+    """Return the FLOPs of an attention and its number of keys, on the rank with the most work. ``seen``: which pairs
+    the causal mask or window admits. ``query`` and ``key``: shapes on each of ``num_ranks``. ``width``: head width of
+    the values. ``zigzag``: each rank has two distant parts of the sequence."""
     pairs = most_pairs(query[-2], key[-2], num_ranks, zigzag, seen)
     return 2.0 * math.prod(query[:-2]) * pairs * (query[-1] + width), key[-2]
 

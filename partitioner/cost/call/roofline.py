@@ -143,8 +143,8 @@ def _evaluate_curve(curve: Sequence[tuple[float, float]], value: float) -> float
 
 
 def matmul_efficiency(smallest: float, device: DeviceType) -> float:
-    """Return the fraction of peak FLOP/s of a matrix product by the smallest of M, N and K. It is interpolated between
-    measured sizes, proportional to the size below the first, and constant above the last."""
+    """Return the fraction of peak FLOP/s of a matrix product by the smallest of its sizes M, N and K (``smallest``). It
+    is interpolated between measured sizes, proportional to the size below the first, and constant above the last."""
     curve = device.matmul_efficiency
     if smallest < curve[0][0]:
         return curve[0][1] * max(smallest, _LEAST) / curve[0][0]

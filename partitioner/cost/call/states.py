@@ -34,6 +34,8 @@ def gradient_bytes(spec: TensorSpec, short: bool) -> int:
 class StateCost:
     """Bytes of one state (parameter or buffer) on one rank, with its gradient and optimizer states.
 
+    - ``parameter``, ``gradient``, ``optimizer``: bytes of the parameter or buffer itself, of its gradient and of its
+      optimizer states.
     - ``grad_axes``: the mesh axes over which its gradient is summed. ``stage``: the ZeRO stage. ``replicas``: the
       number of ranks that shard it under ZeRO. ``hybrid``: these are only a part of the data-parallel ranks.
       ``expert``: it belongs to experts.
@@ -280,8 +282,9 @@ def state_costs(
     computes a partial sum (``R'``). If every rank of ``cp`` computes the whole gradient, ``cp`` is left out. ZeRO
     (Rajbhandari et al. 2020) shards optimizer states (1), also gradients (2), and also parameters (3).
 
-    ``kinds``: the states, grouped by equal cost. ``offload``: the kinds of data in host memory. ``short_gradients``: a
-    gradient has its parameter's type, even if that is shorter than float32.
+    ``kinds``: the states, grouped by equal cost. ``mesh``: the size of each axis. ``sharded``: how ZeRO and ``ep``
+    shard them. ``offload``: the kinds of data in host memory. ``short_gradients``: a gradient has its parameter's type,
+    even if that is shorter than float32.
     """
 
     def find(state: ModelState, layout: Layout, expert: bool, complete: bool, small: bool) -> StateCost:

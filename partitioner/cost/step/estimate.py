@@ -86,7 +86,8 @@ def stage_estimates(
 
 def _host_bytes(stage: StagePlan, calls: Sequence[StageCall], held: Sequence[StateCost]) -> float:
     """Return the bytes that a rank of the stage keeps in host memory: offloaded activations of all microbatches in
-    flight, and offloaded states (parameters and optimizer states)."""
+    flight, and offloaded states (parameters and optimizer states). ``calls``: the block calls of the stage. ``held``:
+    the costs of its parameters and buffers."""
     kept = sum(call.cost.host_bytes for call in calls)
     flying = max(run.in_flight for run in stage.runs)
     return flying * kept + sum(cost.in_host for cost in held)
@@ -164,6 +165,8 @@ def stage_problem(
     - ``costs``: cost of a call by block name. ``states``: cost of each parameter and buffer by name. ``machine``: the
       devices, capacities and links of the stages.
     - ``costs_by_stage``: costs by block name on each stage's devices; empty if they are ``costs`` on all stages.
+    - ``microbatch_size``: number of samples. ``profile``: how the framework that runs the plan executes it. ``train``:
+      calls have a backward.
     - ``ranks``: the pipeline rank of each virtual stage if ranks hold several. The stages of the problem are then the
       virtual stages. Empty: each rank holds one stage.
     - ``scattering``: bytes of gradient buckets that a rank holds temporarily under ZeRO-1 and ZeRO-2.
@@ -299,8 +302,8 @@ def estimate_step(
 ) -> Estimate:
     """Return the estimate of one training step for the stages in ``split``.
 
-    ``model_flops``: FLOPs of the whole unsharded model for the global batch. ``chunks``: number of virtual stages of
-    each rank, for schedules that allow several numbers.
+    ``states``: the cost of each parameter and buffer by name. ``model_flops``: FLOPs of the whole unsharded model for
+    the global batch. ``chunks``: number of virtual stages of each rank, for schedules that allow several numbers.
 
     ``Estimate.breakdown`` has the seconds of the step by kind, which add up to the step time:
 
@@ -398,8 +401,9 @@ def _compute_contended_seconds(
     """Return the seconds of the pipeline and the optimizer's update if ranks of a node share its processor cores. 0 if
     no node limits the number of devices that compute at the same time.
 
-    ``updates``: seconds of the update of each stage with a core of its own. Collectives get no further slowdown: their
-    measured times contain it already.
+    ``chunks``: number of virtual stages of each rank; ``None``: the number that the schedule fixes. ``updates``:
+    seconds of the update of each stage with a core of its own. Collectives get no further slowdown: their measured
+    times contain it already.
     """
     if not machine.topology.concurrent:
         return 0.0
@@ -454,7 +458,10 @@ def how_reduced(
 ) -> tuple[float, ReductionScheme]:
     """Choose the best way of reducing gradients. Return the seconds that gradient reductions and gathers of updated
     parameters add to the pipeline time, and the chosen scheme. If several schemes take equally long, the simplest is
-    chosen."""
+    chosen.
+
+    ``states``: the cost of each parameter and buffer by name. ``chunks``: number of virtual stages of each rank.
+    """
     names = [_list_stage_states(problem, plan, states) for plan in split.stages]
     held = [sum_state_costs(states[name] for name in of_stage) for of_stage in names]
     owned = [_count_shared_states(of_stage, states) for of_stage in names] if machine.profile.gather == "owner" else []
@@ -471,7 +478,8 @@ def how_reduced(
 
 def _count_shared_states(names: Sequence[str], states: Mapping[str, StateCost]) -> Counter[tuple[str, ...]]:
     """Return the number of the stage's parameters that ZeRO shards, by the axes over which they are sharded. Parameters
-    without a gradient are not counted. ``names``: the parameters and buffers of the stage."""
+    without a gradient are not counted. ``names``: the parameters and buffers of the stage. ``states``: the cost of each
+    parameter and buffer by name."""
     return Counter(states[n].scatter_axes for n in names if states[n].gradient and states[n].scatter_axes)
 
 
@@ -488,8 +496,8 @@ def _followed_tail(
     """Return the seconds that gathers of updated parameters and gradient reductions add to a schedule with several
     virtual stages on each rank. The schedule is simulated action by action.
 
-    ``held``: for each stage, the costs of its parameters and buffers. ``how``: the reduction scheme. ``chunks``: number
-    of virtual stages of each rank.
+    ``states``: the cost of each parameter and buffer by name. ``held``: for each stage, the costs of its parameters and
+    buffers. ``how``: the reduction scheme. ``chunks``: number of virtual stages of each rank.
     """
     phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.virtual)]
     ranks = []
@@ -516,9 +524,9 @@ def _reduction_tail(
     """Return the seconds by which gathers of updated parameters delay the pipeline, plus the seconds by which the
     gradient reductions end after it.
 
-    ``held``: for each stage, the costs of its parameters and buffers. ``how``: the reduction scheme. ``owned``: for
-    each stage, the number of its parameters by the axes over which ZeRO shards them, if each parameter is whole on one
-    owner rank; empty otherwise.
+    ``states``: the cost of each parameter and buffer by name. ``held``: for each stage, the costs of its parameters and
+    buffers. ``how``: the reduction scheme. ``owned``: for each stage, the number of its parameters by the axes over
+    which ZeRO shards them, if each parameter is whole on one owner rank; empty otherwise.
 
     The last backward of a stage ends before those of the stages in front of it. In the time between, its reductions are
     hidden. With ``overlap_steps`` they are not, because the stage begins the next step in this time.
@@ -578,7 +586,7 @@ def _compute_tied_seconds(
     problem: StageProblem, held: Sequence[Sequence[str]], states: Mapping[str, StateCost], machine: PlacedMesh
 ) -> float:
     """Return the seconds of adding up the gradients of tied weights (weights that several stages read) over these
-    stages. Nothing hides this time, because it precedes all other work after the pipeline. ``held``: for each stage,
-    the names of its parameters and buffers."""
+    stages. Nothing hides this time, because it precedes all other work after the pipeline. ``states``: the cost of each
+    parameter and buffer by name. ``held``: for each stage, the names of its parameters and buffers."""
     often = Counter(name for names in held for name in names)
     return sum(tied_seconds(states[name], count, machine) for name, count in often.items() if problem.train)

@@ -91,7 +91,8 @@ class Reducer:
     def _time_once(
         self, op: str, num_bytes: float, axes: Axes, find: Callable[[], CommunicationTime]
     ) -> CommunicationTime:
-        """Return ``find()``, which is called only once for each operation, size and axes."""
+        """Return ``find()``, which is called only once for each operation, size and axes. ``op``: name of the
+        collective. ``axes``: the mesh axes over which it runs."""
         key = op, num_bytes, axes
         if key not in self._times:
             self._times[key] = find()
@@ -295,7 +296,10 @@ def exposed_seconds(
     works: Sequence[Seconds], window_s: Seconds, slowdown: float, forward_s: Seconds, overlap: bool, microbatches: int
 ) -> Any:
     """Return the seconds of :meth:`GradientReduction.exposed` for many reductions at once. ``works``: the six values of
-    :attr:`GradientReduction.seconds`, each a number or an array. The result has the shape of the arrays."""
+    :attr:`GradientReduction.seconds`, each a number or an array. ``window_s``: seconds of computation that can hide
+    reductions. ``forward_s``: seconds of the forward, which hides gathers. ``slowdown``: factor on the time of
+    computation and of a collective while both run. ``overlap``: whether they run at the same time at all.
+    ``microbatches``: number of them in a step. The result has the shape of the arrays."""
     total, last, gather, again, coding, coding_again = works
     coding = coding + (microbatches - 1) * coding_again
     if not overlap:

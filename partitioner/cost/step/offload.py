@@ -126,8 +126,9 @@ def disk_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
 def exchanged_seconds(costs: Sequence[StateCost], host: HostShare, forward_s: float, backward_s: float) -> float:
     """Return the seconds of sending gradients to the host and updated parameters back that computation does not hide.
 
-    The backward of one microbatch (``backward_s``) hides the transfer of gradients, except the last bucket, which is
-    complete only after it. The forward (``forward_s``) hides the transfer of parameters.
+    ``costs``: the costs of the parameters of a rank. The backward of one microbatch (``backward_s``) hides the transfer
+    of gradients, except the last bucket, which is complete only after it. The forward (``forward_s``) hides the
+    transfer of parameters.
     """
     hosted = [cost for cost in costs if cost.hosted and cost.gradient]
     num_bytes = sum(c.gradient / (c.replicas if c.stage else 1) for c in hosted)

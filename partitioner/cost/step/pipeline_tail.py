@@ -44,7 +44,8 @@ _MOST_FOLLOWED = 60  # with more runs of calls, reductions are not simulated buc
 
 def least_update(problem: StageProblem, states: Mapping[str, StateCost], machine: PlacedMesh) -> float:
     """Return a lower bound in seconds on the optimizer's update, however the model is cut into stages. It assumes that
-    all pipeline ranks update equally many bytes on the fastest device."""
+    all pipeline ranks update equally many bytes on the fastest device. ``states``: the cost of each parameter and
+    buffer by name."""
     if not problem.train:
         return 0.0
     held = {name for call in problem.calls for name in call.states if name in states}
@@ -64,7 +65,8 @@ def run_tails(
     end of the step. The entry ``[start, stop]`` is for a stage that consists of the block calls ``start:stop``.
 
     An infinite entry means that the stage cannot consist of these calls in any division of the model whose step takes
-    at most ``within_s`` seconds. ``ranks``: the pipeline rank of each stage if ranks hold several; otherwise empty.
+    at most ``within_s`` seconds. ``states``: the cost of each parameter and buffer by name. ``ranks``: the pipeline
+    rank of each stage if ranks hold several; otherwise empty.
     """
     tables = StageTables(problem)
     stages, m = range(problem.num_stages), problem.num_microbatches
@@ -110,8 +112,8 @@ def _least_tied(
     """Return a lower bound in seconds on adding up the gradients of tied weights, which several block calls read. A
     weight is counted on as many ranks as must hold one of its readers, whatever division is chosen.
 
-    ``seconds``: for each stage, a table over runs of calls ``[start, stop]``, infinite where the stage may not consist
-    of this run. ``ranks``: the rank of each stage.
+    ``states``: the cost of each parameter and buffer by name. ``seconds``: for each stage, a table over runs of calls
+    ``[start, stop]``, infinite where the stage may not consist of this run. ``ranks``: the rank of each stage.
     """
     readers: dict[str, list[int]] = {}
     for place, call in enumerate(problem.calls):
@@ -167,7 +169,8 @@ def _compute_backward_windows(tables: StageTables, stage: int, times: Table) -> 
 
 class _ReductionTails:
     """Lower bounds on the time of gradient reductions that computation does not hide, for runs of block calls on a
-    stage."""
+    stage. ``tables``: seconds and bytes of these runs. ``states``: the cost of each parameter and buffer by name.
+    ``machine``: devices and groups."""
 
     def __init__(
         self,
@@ -259,7 +262,8 @@ class _ReductionTails:
 
     def _describe_stage(self, stage: int) -> tuple[bool, bool, float, tuple[object, ...]]:
         """Return what the delays depend on besides the calls: whether the stage is the first, whether it runs its
-        backwards in halves, the slowdown of computation beside collectives, and its devices and groups."""
+        backwards in halves, the slowdown of computation beside collectives, and its devices and groups. ``stage``:
+        index of a stage of the problem."""
         if stage not in self._described:
             devices = [reducer.device.model_dump_json() for reducer in self._reducers_of(stage)[:1]]
             groups = [reducer.group(axes) for reducer in self._reducers_of(stage) for axes in self._axes]

@@ -289,7 +289,7 @@ class PlacedMesh:
 
     def link(self, stage: int, other: int) -> Link:
         """Return the slowest link between the ranks of two stages. If both are one stage, nothing is sent, and the
-        result is :data:`HERE`."""
+        result is :data:`HERE`. ``stage``, ``other``: indices of pipeline stages."""
         if stage == other:
             return HERE
         return self.compute_once(
@@ -351,7 +351,8 @@ class PlacedMesh:
         return tuple(found[k] for k in of_replica.reshape(-1).tolist())
 
     def devices_of(self, stage: int) -> list[DeviceType]:
-        """Return the distinct device types of a stage, with their rates scaled by the devices' speed factors."""
+        """Return the distinct device types of the pipeline stage with index ``stage``, with their rates scaled by the
+        devices' speed factors."""
         return [self.topology.paced_type(seat.kind, seat.speed) for seat in self.seats[stage]]
 
     def host(self, stage: int) -> HostShare | None:

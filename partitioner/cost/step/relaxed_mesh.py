@@ -45,7 +45,7 @@ class BestCaseMesh:
 
     def link(self, stage: int, other: int) -> Link:
         """Return the best link between the ranks of two stages. If both are one stage, nothing is sent, and the result
-        is ``HERE``."""
+        is ``HERE``. ``stage``, ``other``: indices of pipeline stages."""
         return HERE if stage == other else _best_link(self.links)
 
 
@@ -81,9 +81,9 @@ def build_best_case_mesh(
     """Return the mesh with the best capacity of each stage, and the best link between neighbouring stages, over
     ``candidates``.
 
-    ``candidates``: all placements that the search may choose; ``None`` if they are not enumerated. The result then
-    bounds every placement. With ``n`` devices per stage, the smallest device of a stage has at most the memory of the
-    ``n``-th largest device of the cluster.
+    ``mesh``: the size of each axis. ``candidates``: all placements that the search may choose; ``None`` if they are not
+    enumerated. The result then bounds every placement. With ``n`` devices per stage, the smallest device of a stage has
+    at most the memory of the ``n``-th largest device of the cluster.
     """
     stages = mesh.get("pp", 1)
     if candidates is not None:

@@ -49,7 +49,8 @@ def seconds_added(
     time at which all gradients are reduced, minus the end of the pipeline without these collectives.
 
     ``m``: number of microbatches. ``chunks``: number of virtual stages of each rank. ``phases``: seconds of forward and
-    backward of each virtual stage. ``ranks``: gathers and reductions of each rank.
+    backward of each virtual stage. ``schedule``: its name, or a table that the user wrote. ``ranks``: gathers and
+    reductions of each rank.
     """
     table, more = shorten_timetable(schedule, len(ranks), m, chunks, _MOST_ACTIONS)
     added = _compute_added_seconds(table, phases, ranks)

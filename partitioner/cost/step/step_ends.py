@@ -77,7 +77,7 @@ def _group_bucket_members(
 ) -> Iterator[tuple[list[tuple[int, StateCost]], float]]:
     """Yield, for each kind of gradients that may share a bucket, the gradients and the bytes that fill a bucket.
     Gradients are pairs (index of the first block call that reads the parameter, cost of the parameter), in the order in
-    which the backward completes them."""
+    which the backward completes them. ``plan``: the block calls of the stage."""
     together: dict[object, list[tuple[int, StateCost]]] = {}
     known: set[str] = set()
     first: dict[str, int] = {}
@@ -129,7 +129,9 @@ def gathered_seconds(
     """Return the seconds by which the first forward of a stage ends later than if nothing preceded it.
 
     ``first_s`` seconds of other work precede it. The gathers of updated parameters run at the same time, and each block
-    call waits for its own. ``idle_s``: seconds in which the stage waits for its first input, which hide gathers.
+    call waits for its own. ``plan``: the block calls of the stage. ``buckets``: its gradient buckets. ``slowdown``:
+    factor on the time of computation and of a collective while both run. ``idle_s``: seconds in which the stage waits
+    for its first input, which hide gathers.
     """
     gathers = {b: OverlappedCollective(0.0, b.gather_s) for b in sorted(buckets, key=lambda b: b.place) if b.gather_s}
     if not gathers:
@@ -211,8 +213,9 @@ def reduction_delays(
 ) -> Delays:
     """Return the seconds that the gradient reductions of a stage add to its last backward.
 
-    ``slowdown``: factor on the time of computation and of a collective while both run. ``by_halves``: the backward is
-    split and only its half for gradients of weights remains at the end.
+    ``plan``: the block calls of the stage. ``buckets``: its gradient buckets. ``slowdown``: factor on the time of
+    computation and of a collective while both run. ``by_halves``: the backward is split and only its half for gradients
+    of weights remains at the end.
     """
     run = plan.runs[0]  # the virtual stage whose backwards end last
     clock = RankClock(slowdown)

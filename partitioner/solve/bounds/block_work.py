@@ -51,8 +51,9 @@ class BlockCallTime:
     in parts.
 
     ``launches``: seconds of kernel launches. ``batch``: seconds that grow with the batch. ``weights``: seconds of
-    reading and writing weights. ``flops``: FLOPs of matrix products. ``spared``: seconds (launches, part that grows
-    with the batch) of copies and sums that a sharded graph or one for a single sample may not need.
+    reading and writing weights. ``flops``: FLOPs of matrix products. ``issued``: seconds in which the host issues the
+    operators; the call takes at least as long. ``spared``: seconds (launches, part that grows with the batch) of copies
+    and sums that a sharded graph or one for a single sample may not need.
     """
 
     launches: float = 0.0
@@ -78,8 +79,9 @@ class BlockWork:
 
     ``forward``, ``backward``: seconds in parts. ``inputs``: the part of the backward that computes gradients of inputs.
     ``kept``: the least bytes that are saved for the backward. ``carried``: bytes held between the two halves of a split
-    backward. ``over_ranks``: the work under context parallelism (``cp`` > 1), if it is less there because repeated key
-    and value heads are read only once.
+    backward. ``input_bytes``, ``output_bytes``: bytes of each input and output. ``output_grads``: for each output,
+    whether it receives a gradient. ``over_ranks``: the work under context parallelism (``cp`` > 1), if it is less there
+    because repeated key and value heads are read only once.
     """
 
     forward: BlockCallTime
@@ -93,9 +95,9 @@ class BlockWork:
     over_ranks: BlockWork | None = None
 
     def at(self, share: float, tp: int, several: bool = True, ep: int = 1, cp: int = 1) -> CallCost:
-        """Return a lower bound on the cost of one call on one of ``tp`` ranks. ``share``: the rank's share of the
-        batch; with ``cp`` ranks that share a sequence, this share is already divided by ``cp``. ``several``: whether
-        the microbatch has more than one sample."""
+        """Return a lower bound on the cost of one call on one of ``tp`` ranks. ``tp``, ``ep``, ``cp``: sizes of these
+        mesh axes. ``share``: the rank's share of the batch; with ``cp`` ranks that share a sequence, this share is
+        already divided by ``cp``. ``several``: whether the microbatch has more than one sample."""
         if cp > 1 and self.over_ranks is not None:
             return self.over_ranks.at(share, tp, several, ep)
         scale = share / tp
@@ -121,8 +123,10 @@ class Works:
     """The work of all blocks of a model (such as a decoder layer), on the best device type and on each device type of
     the topology. It is computed when first needed.
 
-    ``device``: the best device type. ``types``: all device types at their speeds, or empty if there is only one.
-    ``how``: the kind of selective recomputation, or ``None``.
+    ``blocks``: the blocks by name, as graphs for the whole batch. ``device``: the best device type. ``types``: all
+    device types at their speeds, or empty if there is only one. ``train``: calls have a backward. ``fp8``: products
+    with weights are in fp8. ``fused_casts``: the kernel in front of a product writes its operand in fp8. ``how``: the
+    kind of selective recomputation, or ``None``.
     """
 
     blocks: Mapping[str, Block]
@@ -155,8 +159,9 @@ def block_work(
     fused_casts: bool = False,
 ) -> BlockWork:
     """Return lower bounds on the seconds and bytes of one call of ``block``, a graph for the whole batch, on
-    ``device``. ``how``: the kind of selective recomputation; what it recomputes costs no time and no memory here.
-    ``None``: nothing is recomputed."""
+    ``device``. ``train``: the call has a backward. ``fp8``: products with weights are in fp8. ``fused_casts``: the
+    kernel in front of a product writes its operand in fp8. ``how``: the kind of selective recomputation; what it
+    recomputes costs no time and no memory here. ``None``: nothing is recomputed."""
     found = _block_work(_copy_block_graph(block), device, train, fp8, how, fused_casts)
     once = _copy_block_graph(block)
     if not read_heads_once(once):

@@ -286,7 +286,8 @@ class ModelBounds:
         ``[candidates]``. A mean stage has an even share of all work and gradients, and can reduce its gradients from
         the beginning of its last backward on.
 
-        The reduction counts as 0 with a single stage, or if all placements are known, because other bounds are tighter
+        ``ahead``, ``back``: forward and backward seconds of one microbatch through all calls, by candidate. The
+        reduction counts as 0 with a single stage, or if all placements are known, because other bounds are tighter
         there.
         """
 

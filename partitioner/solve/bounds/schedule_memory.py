@@ -26,7 +26,8 @@ _HALVINGS = 20
 
 
 class ActivationBytes:
-    """The activation bytes of one microbatch in each call, with lower bounds on the seconds of the calls."""
+    """The activation bytes of one microbatch in each call, with lower bounds on the seconds of the calls. They bound
+    how many bytes the calls of one rank can have. ``sizes``, ``seconds``: bytes and seconds of each call."""
 
     def __init__(self, sizes: Sequence[float], seconds: Sequence[float]) -> None:
         self.total = sum(sizes)
@@ -45,7 +46,8 @@ class MicrobatchMemory:
     """Lower bounds on the activation bytes of one microbatch through all calls.
 
     ``whole``: without recomputation. ``inputs``: with full recomputation, which saves only inputs of calls. ``again``:
-    for each call, the seconds per recomputed byte and the number of bytes, cheapest first.
+    for each call, the seconds of recomputation per byte that need not be saved, and the number of these bytes; cheapest
+    first.
     """
 
     whole: ActivationBytes
@@ -125,7 +127,8 @@ def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> Mic
 @lru_cache(maxsize=1024)
 def most_held(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> NDArray[np.float64]:
     """Return, for each rank, the greatest number of activation bytes of one microbatch that it can take, per byte of
-    its memory. ``p``: ranks, ``m``: microbatches, ``v``: virtual stages of a rank.
+    its memory. ``p``: number of pipeline ranks. ``m``: number of microbatches. ``v``: number of virtual stages of a
+    rank.
 
     If virtual stage ``k`` of a rank takes ``x_k`` bytes of one microbatch, the rank holds ``sum c_k x_k`` bytes at a
     moment when it has ``c_k`` microbatches of stage ``k`` in flight. This fits at all moments, so it also fits for

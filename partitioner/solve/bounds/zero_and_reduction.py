@@ -55,7 +55,7 @@ class BlockLowerBound:
 @dataclass(frozen=True)
 class _WeightReads:
     """Bytes of the weights that a block reads and bytes of their gradients, for the weights of experts and for the
-    others."""
+    others. Each is a pair (bytes of weights, bytes of gradients)."""
 
     experts: tuple[float, float]
     others: tuple[float, float]

@@ -172,8 +172,8 @@ class BatchSharing:
         self, of_stages: Sequence[Costs], different: Mapping[int, Costs], counts: Sequence[int], num_microbatches: int
     ) -> float:
         """Return a lower bound in seconds on running ``num_microbatches`` in total on all pipelines. ``of_stages``: the
-        costs of calls on the stages of each kind of pipeline, one kind after the other. ``counts``: the number of
-        pipelines of each kind."""
+        costs of calls on the stages of each kind of pipeline, one kind after the other. ``different``: the distinct
+        ones of these costs, by identity. ``counts``: the number of pipelines of each kind."""
         often, numbers = self._calls_by_block, {key: k for k, key in enumerate(different)}
         seconds = [
             [sum(getattr(of[b], name) for name in self._time_fields) for b in often] for of in different.values()

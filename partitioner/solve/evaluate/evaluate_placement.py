@@ -70,8 +70,8 @@ def split_of(
     improved: bool = True,
     cutoff_s: float = math.inf,
 ) -> StageSplit:
-    """Return the best cut of the calls of ``problem`` into stages under the candidate's schedule. Arguments and
-    exceptions are those of :func:`partitioner.solve.stages.virtual_stages.solve_virtual`."""
+    """Return the best cut of the calls of ``problem`` into stages under the candidate's schedule. The other arguments
+    and the exceptions are those of :func:`partitioner.solve.stages.virtual_stages.solve_virtual`."""
     if is_formula(candidate.schedule):
         return solve_stages(problem)
     schedule = candidate.schedule, candidate.pp, candidate.virtual_stages
@@ -263,7 +263,7 @@ class PlacementEvaluator:
     def expected(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
         """Return a probable lower bound in seconds on the step on ``machine``. It is at least :meth:`least`, but not
         proven: it assumes that no division of the batch is faster by more than a fixed fraction than those that are
-        tried first."""
+        tried first. ``cutoff_s``: a bound of this many seconds is tight enough."""
         machine = self.dressed(machine)
         quick = self._batch_sharing.least(machine)
         if quick >= cutoff_s or not self._has_floor:
@@ -274,7 +274,7 @@ class PlacementEvaluator:
 
     def _least_of(self, machine: PlacedMesh, shares: Shares, cutoff_s: float) -> float:
         """Return a lower bound in seconds on a step under a simulated schedule with ``shares`` of the batch; infinite
-        if no cut into stages fits in memory."""
+        if no cut into stages fits in memory. ``cutoff_s``: a bound of this many seconds is tight enough."""
         problem, held, _ = self._build_stage_problem(machine, shares)
         try:
             found = least_time(self._set_microbatches_in_flight(problem), cutoff_s, quick=True)

@@ -45,9 +45,11 @@ _EXCHANGES_FOLLOWED = 8  # placements that are evaluated during exchanges under 
 class SolvedCandidate:
     """The best plan of a candidate before its program is emitted.
 
-    ``stage_of_call``: the stage of each call of the local model. ``recompute``: indices of the calls that are
-    recomputed in full. ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at least the
-    cutoff that the search was given if that is smaller.
+    ``local``: the graphs of one rank. ``stage_of_call``: the stage of each call of the local model. ``devices``: the
+    device index of each rank. ``recompute``: indices of the calls that are recomputed in full. ``selective``: indices
+    of those that recompute selectively. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if
+    all have equally many. ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at least
+    the cutoff that the search was given if that is smaller.
     """
 
     candidate: MeshCandidate
@@ -243,7 +245,8 @@ class CandidateEvaluator:
 
     def _asked(self, candidate: MeshCandidate, size: int) -> tuple[Hashable, tuple[MeshCandidate, int, bool]]:
         """Return a key that is equal for candidates with equal results of :meth:`floor`, and the arguments for
-        computing the result."""
+        computing the result: a candidate, the microbatch size, and whether all samples of a rank are one microbatch.
+        ``size``: samples of a microbatch."""
         whole = self._is_whole(candidate, size)
         if candidate.zero < 3:  # candidates with these ZeRO stages take equally long, except for waits between ranks
             candidate = replace(
@@ -363,7 +366,8 @@ class CandidateEvaluator:
 
     def _wanted(self, candidate: MeshCandidate, size: int, whole: bool) -> Wanted:
         """Return the cache key of the local model (the sharded graphs of one rank) from which :meth:`floor` is computed
-        for microbatches of ``size`` samples, and the number of microbatches of a rank."""
+        for microbatches of ``size`` samples, and the number of microbatches of a rank. ``whole``: whether all samples
+        of a rank are one microbatch."""
         parts = self.job.global_batch // size
         dp = candidate.dp if whole or (parts % candidate.dp == 0 and parts > candidate.dp) else 1
         return self.locals.key(candidate, parts, whole or parts == 1), parts // dp

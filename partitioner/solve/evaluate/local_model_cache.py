@@ -118,7 +118,8 @@ class LocalModels:
 
     def split(self, candidate: MeshCandidate, parts: int, whole: bool) -> FoldedModel:
         """Return the model of one microbatch before its sequence is sharded over ``cp``. The local model of the
-        candidate must have been requested before. For the arguments see :meth:`key`."""
+        candidate must have been requested before. ``parts``: the number of microbatches in the global batch. ``whole``:
+        whether each rank has a single microbatch."""
         return self._splits[self.key(candidate, parts, whole)[2:5]]
 
     @cached_property
@@ -201,7 +202,8 @@ class LocalModels:
         self, key: LocalKey, num_microbatches: int, known: Solutions | None = None
     ) -> tuple[FoldedModel, ShardingSolution | None, ShardingSolution]:
         """Return the model of one microbatch on a rank along ``cp``, its sharding over ``cp`` (``None`` if ``cp`` is
-        1), and its sharding over ``tp``. ``known``: the solutions if they were found before."""
+        1), and its sharding over ``tp``. ``num_microbatches``: those of one rank. ``known``: the solutions if they were
+        found before."""
         tp, cp, _, _, _, experts = key
         batch = self._select_batch_sharding(key)
         if key[2:5] not in self._splits:

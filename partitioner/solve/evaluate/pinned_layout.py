@@ -17,10 +17,11 @@ from partitioner.solve.stages.problem import StageCall
 
 @dataclass(frozen=True)
 class PinnedLayout:
-    """The layout of the first program of a plan.
+    """The layout of the first program of a plan. Further programs over the same parameters and buffers (states), such
+    as one for evaluation, have to keep it.
 
     ``states``: layout of parameters and buffers over ``tp``. ``stages``: for each module path, the (virtual) stages of
-    its calls, in order. ``home``: the stage of each state that one stage reads. ``program``: the first program.
+    its calls, in order. ``home``: for each state that only one stage reads, that stage. ``program``: the first program.
     """
 
     states: Mapping[str, Layout]
@@ -43,14 +44,16 @@ class PinnedLayout:
         return PinnedLayout(kept, {path: tuple(found) for path, found in stages.items()}, home, program)
 
     def rules(self, model: FoldedModel, train: bool) -> LayoutRules:
-        """What the sharding of ``model`` over ``tp`` has to keep. Without training, no state has a gradient."""
+        """Return the layouts of parameters and buffers that the sharding of ``model`` over ``tp`` has to keep.
+        ``train``: whether they receive gradients."""
         found = {n: layout for n, layout in self.states.items() if n in model.states}
         if not train:
             found = {n: REPLICATED if layout == READ_SHARDED else layout for n, layout in found.items()}
         return LayoutRules(states=found)
 
     def pinned_calls(self, calls: Sequence[StageCall]) -> dict[int, int]:
-        """The stage by position of each call that has a stage in the first program: by its path, else by its states."""
+        """Return, by index among ``calls``, the stage of each call that has a stage in the first program: by its path,
+        else by its states."""
         seen: dict[str, int] = defaultdict(int)
         counts: dict[str, int] = defaultdict(int)
         for call in calls:

@@ -103,7 +103,8 @@ class PreparedModel:
 
     def _of_groups(self, global_batch: int | None, size: int, constraints: Constraints, device: str) -> Work:
         """Return the model for groups of samples: its graphs are for one group of ``size`` samples, and its loss is
-        that group's part of the mean over all groups."""
+        that group's part of the mean over all groups. ``global_batch``: number of samples of a step; ``None``: as many
+        as the inputs have. ``device``: the device type to capture for."""
         given, dims = given_samples(self.model, self.inputs)
         batch = given if global_batch is None else global_batch
         constraints.check_groups(batch)
@@ -118,7 +119,8 @@ class PreparedModel:
 
     def normalize_capture(self, global_batch: int | None, device: str) -> Captured:
         """Capture the model and return its graph in normal form. Numbers among the inputs become tensors in the graph.
-        If such a graph cannot be normalized, they are constants instead."""
+        If such a graph cannot be normalized, they are constants instead. ``global_batch``: number of samples in the
+        graph; ``None``: as many as the inputs have. ``device``: the device type to capture for."""
         if self.given is not None and global_batch is None:
             return self.given()
         captured = self._capture_model(global_batch, device)

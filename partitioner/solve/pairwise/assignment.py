@@ -85,9 +85,8 @@ class AssignmentProblem:
                 raise ValueError(f"edge ({i}, {j}) needs a table of shape {expected}, got {table.shape}")
 
     def objective(self, choice: Sequence[int]) -> float:
-        """Return the cost of an assignment, which has the index of a choice for each node; infinite if it contains a
-        forbidden choice or pair, or exceeds a limit.
-        """
+        """Return the cost of an assignment; infinite if it contains a forbidden choice or pair, or exceeds a limit.
+        ``choice``: for each node, the index of its choice."""
         if any(sum(u[choice[i]] for i, u in row.usage.items()) > row.limit for row in self.rows):
             return float("inf")
         if self.memory is not None and self.memory.peak(choice) > self.memory.limit:
@@ -99,9 +98,8 @@ class AssignmentProblem:
 @dataclass(frozen=True)
 class Assignment:
     """A solution of an assignment problem. ``choice[i]``: index of the choice of node i. ``objective``: its cost.
-    ``bound``: no assignment costs less. ``seconds``: time of the solution. ``gap``: ``objective - bound`` relative to
-    ``objective``.
-    """
+    ``bound``: no assignment costs less. ``seconds``: time of the solution. ``num_variables``: size of the mixed-integer
+    programs that were left to the solver. ``gap``: ``objective - bound`` relative to ``objective``."""
 
     choice: list[int]
     objective: float
@@ -200,9 +198,8 @@ def solve_assignment(
 
 
 def _order_narrow_component(reduction: ReducedProblem, nodes: Sequence[int], most_work: int) -> list[int] | None:
-    """Return an order of the nodes in which dynamic programming can solve a connected component. ``None`` if its tables
-    would have more than ``most_work`` entries, or if the component has resource limits.
-    """
+    """Return an order of ``nodes`` (indices of nodes) in which dynamic programming can solve a connected component.
+    ``None`` if its tables would have more than ``most_work`` entries, or if the component has resource limits."""
     if any(reduction.usage[i] for i in nodes):
         return None
     sizes = {i: len(reduction.costs[i]) for i in nodes}
@@ -213,8 +210,9 @@ def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dic
     """Remove choices that no optimal assignment has from connected components that are too large for dynamic
     programming.
 
-    Return a good choice for each node of these components, as original indices, and a lower bound on the cost of every
-    assignment of the whole problem.
+    ``most_work``: the largest number of table entries for which dynamic programming is used. Return a good choice for
+    each node of these components, as original indices, and a lower bound on the cost of every assignment of the whole
+    problem.
     """
     near, bound = dict[int, int](), reduction.constant
     for nodes in _find_components(reduction):
@@ -268,7 +266,8 @@ def _find_components(reduction: ReducedProblem) -> list[list[int]]:
 
 
 class _MixedIntegerProgram:
-    """The mixed-integer program of one connected component, kept as arrays and converted to a MathOpt proto."""
+    """The mixed-integer program of one connected component, kept as arrays and converted to a MathOpt proto. ``nodes``:
+    indices of the nodes of the component."""
 
     def __init__(self, reduction: ReducedProblem, nodes: Sequence[int]) -> None:
         sizes = [len(reduction.costs[i]) for i in nodes]
@@ -321,6 +320,9 @@ class _MixedIntegerProgram:
     def solve(self, time_limit_s: float, relative_gap: float, choice: dict[int, int]) -> float:
         """Solve the program, write the choice of each node into ``choice``, and return the lower bound on the
         component's cost.
+
+        ``relative_gap``: the solver stops when its assignment and its bound differ by at most this share of the cost.
+        ``time_limit_s``: seconds for the solver.
         """
         parameters = mathopt.SolveParameters(
             time_limit=timedelta(seconds=time_limit_s), relative_gap_tolerance=relative_gap

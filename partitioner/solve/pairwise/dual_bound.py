@@ -48,10 +48,9 @@ class Reparametrization:
         return sum_of_minima(self.unary, self.tables)
 
     def sweep(self, forward: bool) -> None:
-        """Move costs between nodes and edge tables, through all nodes in order or in reverse. Each node collects the
-        minima of its tables and distributes its excess cost to the tables of later nodes. The cost of each assignment
-        stays unchanged.
-        """
+        """Move costs between nodes and edge tables, through all nodes in order (``forward``) or in reverse. Each node
+        collects the minima of its tables and distributes its excess cost to the tables of the nodes that come later in
+        this direction. The cost of each assignment stays unchanged."""
         for node in self.unary if forward else reversed(self.unary):
             unary = self._gather_messages(node)
             ahead = [(pair, dim) for pair, dim, later in self.near[node] if later == forward]
@@ -114,7 +113,11 @@ class Reparametrization:
 
 
 def sum_of_minima(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> float:
-    """Return the sum of the minima of all node costs and tables, a lower bound on the cost of every assignment."""
+    """Return the sum of the minima of all node costs and tables, a lower bound on the cost of every assignment.
+
+    ``costs``: the costs of the choices of each node, by node. ``tables``: by pair of nodes, the cost of each pair of
+    their choices.
+    """
     return sum(float(c.min()) for c in (*costs.values(), *tables.values()))
 
 
@@ -135,6 +138,9 @@ class RemainingChoices:
 def find_remaining_choices(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> RemainingChoices:
     """Run a dual ascent on a pairwise assignment problem. Return the choices of each node that an optimal assignment
     may contain, a good assignment if one was found, and a lower bound on the cost.
+
+    ``costs``: the costs of the choices of each node, by node. ``tables``: by pair of nodes, the cost of each pair of
+    their choices.
     """
     dual = Reparametrization(costs, tables)
     best, least, bound = None, np.inf, -np.inf

@@ -54,6 +54,10 @@ def _order_nodes_greedily(
 ) -> tuple[int, list[int]] | None:
     """Return the number of entries of all tables and the order that eliminates the node of the least ``score`` next.
     ``None`` if the tables have too many entries.
+
+    ``sizes``: number of choices of each node. ``neighbours``: for each node, the nodes that it shares a table with.
+    ``score``: function of a node, the sizes and the neighbours. ``most_work``: the largest number of entries of all
+    tables together.
     """
     near = {node: set(others) for node, others in neighbours.items()}
     scores = {node: score(node, sizes, near) for node in near}
@@ -82,6 +86,9 @@ def eliminate_nodes(
 ) -> tuple[dict[int, int], float]:
     """Return the index of an optimal choice for every node of ``order``, and the total cost. Raise
     :class:`InfeasibleAssignmentError` if every assignment is forbidden.
+
+    ``costs``: the costs of the choices of each node, by node. ``tables``: (i, j, table), where ``table[p, q]`` is the
+    cost of choice p of node i and choice q of node j. ``order``: the nodes in the order in which they are eliminated.
     """
     place = {node: i for i, node in enumerate(order)}
     waiting: dict[int, list[_Term]] = {node: [] for node in order}
@@ -113,7 +120,11 @@ def eliminate_nodes(
 
 
 def _sum_cost_tables(cost: Vector, terms: Sequence[_Term], scope: Sequence[int]) -> NDArray[np.float64]:
-    """Return the sum of a node's costs and of ``terms`` as one array with the dims (node, *scope)."""
+    """Return the sum of a node's costs and of ``terms`` as one array with the dims (node, *scope).
+
+    ``cost``: the cost of each choice of the node. ``terms``: each the other nodes of a table, and the table with the
+    dims (node, *others). ``scope``: the other nodes of all terms.
+    """
     joined = cost.reshape(-1, *[1] * len(scope))
     for others, table in sorted(terms, key=lambda term: term[1].size):
         if len(others) < len(scope):

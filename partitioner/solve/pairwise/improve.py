@@ -27,6 +27,9 @@ def improve_assignment(
 ) -> dict[int, int]:
     """Return an assignment (a choice for each node) that costs no more than the given one, ``choice``. The search ends
     after three rounds without gain, or after the round in which ``time.perf_counter()`` passes ``until``.
+
+    ``costs``: the costs of the choices of each node, by node. ``tables``: by pair of nodes, the cost of each pair of
+    their choices.
     """
     near: dict[int, set[int]] = {node: set() for node in costs}
     for i, j in tables:
@@ -58,6 +61,9 @@ def _choose_elimination_order(
 ) -> list[int]:
     """Return the nodes to optimise, in an order of elimination with small tables. The nodes that are left out keep
     their choices; nodes that have rarely kept them so far (``kept``) are preferred.
+
+    ``sizes``: number of choices of each node. ``neighbours``: for each node, the nodes that it shares a table with.
+    ``kept``: how often each node has kept its choice.
     """
     near = {node: set(others) for node, others in neighbours.items()}
     scores = {node: _count_table_entries(node, sizes, near) for node in near}

@@ -20,8 +20,7 @@ from partitioner.solve.pairwise.presolve import Choices, Vector
 @dataclass(frozen=True)
 class MemoryConstraint:
     """A limit on the total memory of the nodes that are live (in memory) at the same time. ``usages[i]``: bytes of each
-    choice of node i during the half-open interval ``intervals[i]``.
-    """
+    choice of node i during the half-open interval ``intervals[i]`` of time, in integer steps. ``limit``: bytes."""
 
     intervals: Sequence[tuple[int, int]]
     usages: Sequence[Vector]
@@ -70,6 +69,7 @@ class Usage:
     """The memory of many nodes over the rows (maximal sets of nodes that are in memory together), in flat arrays.
 
     Choices of all nodes are numbered consecutively; ``starts[r]`` is the number of the first choice of node r.
+    ``stretches``: the memory of each node, by node. ``num_choices``, ``num_rows``: the numbers of choices and of rows.
     """
 
     def __init__(

@@ -52,6 +52,10 @@ class InfeasibleAssignmentError(PartitionError):
 class _Function:
     """A reduction step that can be undone: the choice of an eliminated ``node`` as a function of its neighbours'
     choices.
+
+    ``labels``: for each neighbour, the choices that it had left at that time, as original indices in increasing order.
+    ``choice``: the original index of the choice of ``node``, indexed by the positions of the neighbours' choices in
+    ``labels``.
     """
 
     node: int
@@ -65,7 +69,8 @@ class ReducedProblem:
 
     ``costs[i]`` has one entry per remaining choice of node i. ``tables[i][j]`` is indexed (choice of i, choice of j).
     ``usage[i][r]`` is the amount that each choice of i takes of resource r. ``limits[r]`` is the amount of r that is
-    left.
+    left. Arguments: ``edges``, each (i, j, table); ``rows``, each the amounts that the choices of nodes take of one
+    resource, by node, and its limit.
     """
 
     def __init__(
@@ -303,10 +308,9 @@ class ReducedProblem:
         return True
 
     def _check_row(self, row: int) -> None:
-        """Simplify a resource limit: subtract what each node uses under all of its choices, remove choices that exceed
-        the limit alone, and remove the limit if it cannot be exceeded. Raise :class:`InfeasibleAssignmentError` if it
-        always is.
-        """
+        """Simplify resource limit number ``row``: subtract what each node uses under all of its choices, remove choices
+        that exceed the limit alone, and remove the limit if it cannot be exceeded. Raise
+        :class:`InfeasibleAssignmentError` if it always is."""
         for node in list(self.members[row]):
             usage = self.usage[node][row]
             least = float(usage.min())

@@ -38,9 +38,9 @@ MOST = 200  # greatest number of candidate placements
 
 
 def list_arrangements(topology: Topology, mesh: Mapping[str, int]) -> list[Ints]:
-    """Return distinct candidate placements of the mesh on the topology's devices, at most ``MOST``. Each is an array
-    ``[ranks]`` with the device of every rank. The first one puts rank ``i`` on device ``i``. With at most four devices,
-    all permutations are returned."""
+    """Return distinct candidate placements of the mesh on the topology's devices, at most ``MOST``. ``mesh``: the size
+    of each axis. Each placement is an array ``[ranks]`` with the device of every rank. The first one puts rank ``i`` on
+    device ``i``. With at most four devices, all permutations are returned."""
     num = topology.num_devices
     plain = np.arange(num)
     if num <= _EVERY:
@@ -56,7 +56,8 @@ def list_arrangements(topology: Topology, mesh: Mapping[str, int]) -> list[Ints]
 
 
 def group_size(mesh: Mapping[str, int]) -> int:
-    """Return the number of ranks that differ in neither ``pp`` nor ``dp``. Their devices are chosen as one group."""
+    """Return the number of ranks that differ in neither ``pp`` nor ``dp``. Their devices are chosen together. ``mesh``:
+    the size of each axis."""
     return math.prod(size for axis, size in mesh.items() if axis not in ("pp", "dp"))
 
 
@@ -67,8 +68,9 @@ def has_all_arrangements(topology: Topology) -> bool:
 
 def _list_straddling_nestings(topology: Topology, mesh: Mapping[str, int], size: int) -> Iterator[Ints]:
     """Yield one placement ``[ranks]`` for every way to divide the sizes of the mesh axes between "inside a node" and
-    "between nodes". Yield nothing if nodes have different numbers of devices, or if groups of ``size`` devices fill
-    nodes evenly."""
+    "between nodes". Yield nothing if nodes have different numbers of devices, or if a node can be divided into groups
+    of ``size`` devices without remainder. ``mesh``: the size of each axis. ``size``: the result of :func:`group_size`.
+    """
     per_node = {group.devices for group in topology.nodes}
     if len(per_node) == 1 and (devices := min(per_node)) % size:
         levels = [n for n in (devices, topology.num_devices) if n > 1]
@@ -78,9 +80,10 @@ def _list_straddling_nestings(topology: Topology, mesh: Mapping[str, int], size:
 def _list_packed_placements(topology: Topology, mesh: Mapping[str, int]) -> Iterator[Ints]:
     """Yield placements ``[ranks]`` that put as many whole pipeline stages as possible inside single nodes.
 
-    Such a stage has similar devices of one node. The other stages get the remaining devices. With few stages, one
-    placement is yielded for every order of the stages; otherwise one for each of two orders. Nothing is yielded if a
-    stage is one device, if stages fill nodes evenly, or if no node is large enough for a stage.
+    ``mesh``: the size of each axis. A stage inside one node has similar devices of one node. The other stages get the
+    remaining devices. With few stages, one placement is yielded for every order of the stages; otherwise one for each
+    of two orders. Nothing is yielded if a stage is one device, if every node can be divided into whole stages, or if no
+    node is large enough for a stage.
     """
     stage = topology.num_devices // mesh.get("pp", 1)
     if stage == 1 or not any(group.devices % stage for group in topology.nodes):
@@ -108,9 +111,10 @@ def _list_packed_placements(topology: Topology, mesh: Mapping[str, int]) -> Iter
 
 
 def _list_group_nestings(topology: Topology, mesh: Mapping[str, int], order: Ints, size: int) -> Iterator[Ints]:
-    """Yield placements ``[ranks]`` over the devices in this ``order``. Each run of ``size`` devices stays together as
-    one group. If there are few groups, there is one placement for every order of them; otherwise there is one for every
-    way to divide ``pp`` and ``dp`` between "inside a node" and "between nodes"."""
+    """Yield placements ``[ranks]`` over the device indices ``order``. Each run of ``size`` consecutive devices is a
+    group: it gets the ranks with one index of ``pp`` and one of ``dp``. ``mesh``: the size of each axis. If there are
+    few groups, there is one placement for every order of them; otherwise there is one for every way to divide ``pp``
+    and ``dp`` between "inside a node" and "between nodes"."""
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
     groups = order.reshape(-1, size)
     if len(groups) <= _FEW:

@@ -247,6 +247,8 @@ class Placements:
         tried once for each mesh. The other arguments are those of :meth:`best`, which collects ``errors``.
 
         If ``likely`` is given, a first series of exchanges minimizes its estimate instead of the evaluated cost.
+        ``enough``: placements that cost at least this are of no interest. ``exchanges``: the largest number of
+        placements to evaluate.
         """
         key = _mesh_to_key(best.machine.mesh)
         if key in self._exchanged or best.cost >= enough * (_NEAR_INSIDE if self._differ_inside else _NEAR):
@@ -278,7 +280,12 @@ class Placements:
         """Exchange stages, groups or single devices between positions of the mesh as long as the cost decreases, and
         return the best placement. ``left``: the maximum number of placements that are evaluated. Placements whose lower
         bound ``least`` reaches the best cost or ``enough`` are not evaluated. Errors of the evaluator are appended to
-        ``errors``."""
+        ``errors``.
+
+        ``placement_evaluator``: returns the cost and the result of a placement. ``least``: returns a lower bound on the
+        cost of a placement; its second argument is the cost above which the bound does not matter. A group is the ranks
+        with one index of ``pp`` and one of ``dp``.
+        """
         mesh = best.machine.mesh
         seen = {self._identify_placement(machine) for machine in self.candidates(mesh)}
         looks = _LOOKS
@@ -341,7 +348,8 @@ def _in_groups(machine: PlacedMesh) -> float:
 
 def _list_exchange_neighbours(devices: Ints, mesh: Mapping[str, int], inside: bool) -> Iterator[Ints]:
     """Yield the placements ``[ranks]`` that differ from ``devices`` by one exchange: of two stages, of two groups of
-    different stages or, if ``inside``, of two devices."""
+    different stages or, if ``inside``, of two devices. A group is the ranks with one index of ``pp`` and one of ``dp``.
+    ``devices``: the device of each rank. ``mesh``: the size of each axis."""
     stages = mesh.get("pp", 1)
     by_stage = devices.reshape(stages, -1)
     for a, b in combinations(range(stages), 2):

@@ -61,7 +61,8 @@ def equal_levels(topology: Topology) -> tuple[int, ...] | None:
 
 def is_regular_nesting(mesh: Mapping[str, int], levels: Sequence[int]) -> bool:
     """Whether no mesh axis straddles a level of links if rank ``i`` runs on device ``i``. An axis of 2 ranks straddles
-    nodes of 3 devices, for example. ``levels``: the number of devices that the links of each level join."""
+    nodes of 3 devices, for example. ``mesh``: the size of each axis. ``levels``: the number of devices that the links
+    of each level join."""
     product = 1
     for axis in reversed(AXES):
         product *= mesh.get(axis, 1)

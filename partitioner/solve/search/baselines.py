@@ -59,8 +59,8 @@ _NONE: Mapping[str, Baseline] = {}
 
 @dataclass(frozen=True)
 class LayoutFamily:
-    """The layouts of one kind that an expert would choose among. ``bounds``: lower bounds on them. ``space``: the
-    search space from which they were listed."""
+    """The layouts of one kind, such as ZeRO-3, that an expert would choose among (``candidates``). ``bounds``: lower
+    bounds on them. ``space``: the search space from which they were listed."""
 
     candidates: tuple[MeshCandidate, ...]
     bounds: ModelBounds
@@ -117,9 +117,9 @@ class LayoutFamily:
 class StandardLayout:
     """A layout that the report compares with.
 
-    ``candidates``: candidates to try until one fits, the best by its bound first. ``excluded``: the reason why the
-    search cannot choose the layout; empty if it can. ``family``: the layouts of this kind among which the best is
-    shown, or ``None``.
+    ``name``: how reports call it. ``candidates``: candidates to try until one fits, the best by its bound first.
+    ``excluded``: the reason why the search cannot choose the layout; empty if it can. ``family``: the layouts of this
+    kind among which the best is shown, or ``None``.
     """
 
     name: str
@@ -191,8 +191,8 @@ def _find_textbook_layouts(
 def _list_leaner_candidates(
     space: SearchSpace, candidate: MeshCandidate, known: Collection[MeshCandidate]
 ) -> Iterator[MeshCandidate]:
-    """Yield variants of ``candidate`` that need less memory: smaller microbatches, then (with ``tp``) also more
-    stages."""
+    """Yield variants of ``candidate`` that need less memory: smaller microbatches, then (with ``tp``) also more stages.
+    ``known``: the candidates of the search."""
     for pp in list_divisors(candidate.pp * candidate.dp):
         dp = candidate.pp * candidate.dp // pp
         if pp < candidate.pp or (pp > candidate.pp and candidate.tp == 1) or not space.splits(dp):
@@ -256,8 +256,8 @@ def compare_standard_layouts(
 
 
 def _best_row(standard: StandardLayout, rows: Sequence[Candidate]) -> Candidate | None:
-    """Return the fastest row of the search's outcomes that belongs to the layout's family, interleaved schedules
-    included; ``None`` if there is none."""
+    """Return the fastest of ``rows``, the report's rows of the candidates of the search, that belongs to the layout's
+    family, interleaved schedules included; ``None`` if there is none."""
     family = standard.family
     if family is None:
         return None
@@ -285,8 +285,8 @@ def _tune_standard_layout(
     evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate],
     until: float,
 ) -> Candidate | None:
-    """Return the best layout of a family that is found until ``until``: the ``textbook`` one, one that the search
-    solved, or one that is planned now. ``None`` if the layout has no candidates."""
+    """Return the best layout of a family that is found until the time ``until``: the ``textbook`` one, one of ``rows``
+    (what the search solved), or one that is planned now by ``evaluate``. ``None`` if the layout has no candidates."""
     family, best = standard.family, textbook
     if family is None:
         return best

@@ -102,8 +102,9 @@ class SearchProgress:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best candidate, its plan, and the certificate of the search. ``rows``: the outcome of every candidate.
-    ``interrupted``: whether the search ended early."""
+    """The best candidate, its plan, and the certificate of the search. ``best``: its plan. ``num_evaluated``: number of
+    candidates that were evaluated. ``rows``: the outcome of every candidate. ``interrupted``: whether the search ended
+    early."""
 
     candidate: MeshCandidate
     best: EvaluatedCandidate
@@ -225,7 +226,7 @@ class BestFirstSearch:
         before: Mapping[MeshCandidate, CandidateOutcome],
     ) -> None:
         """Create an outcome for each candidate, with its quickest bound and the results of the earlier search
-        ``before``."""
+        ``before``. ``left_out``: candidates that are reported but not searched, and the reasons."""
         is_choice = len(candidates) > 1
         first = self.bounds.times(candidates).tolist() if is_choice else [0.0] * len(candidates)
         self.outcomes = {c: CandidateOutcome(c, bound) for c, bound in zip(candidates, first, strict=True)}
@@ -239,7 +240,8 @@ class BestFirstSearch:
                 _mark_infeasible(row, old.error)
 
     def _branch_and_bound(self, deadline: float) -> bool:
-        """Run until no lower bound is below the best step time. Return ``False`` if time ran out.
+        """Run until no lower bound is below the best step time. Return ``False`` if time ran out. ``deadline``: end of
+        the search on the clock of :func:`time.monotonic`.
 
         Schedules that have to be simulated come after the others, because their bounds are quick once a good plan is
         known.
@@ -304,8 +306,9 @@ class BestFirstSearch:
         return [members for members in nodes if len(members) > 1 or self.outcomes[members[0]].is_open]
 
     def _compute_next_bound(self, members: Sequence[MeshCandidate], step: int) -> float | None:
-        """Compute and store the bound number ``step`` of a family or a candidate, and return it in seconds; ``None`` if
-        there is no plan."""
+        """Compute and store the next bound of a family or a candidate (``members``), and return it in seconds; ``None``
+        if there is no plan. ``step``: index of the bound in the sequence of family bounds, followed by candidate
+        bounds."""
         num_family_bounds = len(self.bounds.family_bounds)
         known = [self.outcomes[candidate] for candidate in members if candidate in self.outcomes]
         rows = [row for row in known if row.is_open]
@@ -366,7 +369,7 @@ class BestFirstSearch:
 
     def _tighten_least_bound(self, deadline: float) -> bool:
         """Tighten the least of all lower bounds as long as that is possible, since it is the bound of the certificate.
-        Return ``False`` if time ran out."""
+        Return ``False`` if time ran out. ``deadline``: end of the search on the clock of :func:`time.monotonic`."""
         while self.incumbent is not None:
             row = min((row for row in self.outcomes.values() if row.says), key=lambda row: row.bound, default=None)
             if row is None or not row.loose or row.bound >= self.incumbent_s:
@@ -392,7 +395,8 @@ class BestFirstSearch:
             self.progress(SearchProgress(self._num_evaluated, num_open, best, bound, candidate, self._num_bounded))
 
     def _explain_no_plan(self, interrupted: bool) -> InfeasibleError:
-        """Return the error that explains why no candidate has a plan."""
+        """Return the error that explains why no candidate has a plan. ``interrupted``: whether the search ended before
+        it had looked at all candidates."""
         rows = self.outcomes
         if any(row.is_open for row in rows.values()) and self.cutoff_s < math.inf:
             return PlanError(f"no plan takes less than {self.cutoff_s:.3g} s a step")

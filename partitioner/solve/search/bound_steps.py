@@ -162,8 +162,8 @@ class BoundCascade:
 
     def _bound_least_memory_stages(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
         """Return a lower bound in seconds on the steps of a family, from the best stages in the memory of the member
-        that needs least. Schedules with several stages on a rank are bounded by the recomputation that memory
-        requires."""
+        that needs least. Schedules with several stages on a rank are bounded by the recomputation that memory requires.
+        ``candidates``: the members of the family. ``cutoff_s``: a bound of this many seconds is tight enough."""
         key = self.family(candidates[0])
         if not is_plain(key.schedule, key.virtual_stages):
             return self._bound_simulated_recompute(candidates, cutoff_s)
@@ -186,7 +186,8 @@ class BoundCascade:
 
     def _own_even(self, candidates: Sequence[MeshCandidate], _: float) -> float:
         """Return a lower bound in seconds that holds for the whole family, from an even division into stages, by the
-        sharding of the family's candidate without ZeRO. That candidate is never slower than the others."""
+        sharding of the family's candidate without ZeRO. That candidate is never slower than the others. ``candidates``:
+        the members of the family."""
         if self._says_most(candidates[0]):
             return 0.0  # an earlier bound included it
         floor = self.evaluator.floor(self.family(candidates[0]), candidates[0].microbatch_size)
@@ -243,7 +244,8 @@ class BoundCascade:
 
     def _bound_simulated_recompute(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
         """Return a lower bound in seconds on steps under a simulated schedule: the work plus the recomputation that is
-        needed so that activations fit on all ranks together, where no rank computes for longer than the step."""
+        needed so that activations fit on all ranks together, where no rank computes for longer than the step.
+        ``candidates``: the members of the family. ``cutoff_s``: a bound of this many seconds is tight enough."""
         candidate = min(candidates, key=self.bounds.state_bytes)
         job = self.evaluator.job
         if not job.train or candidate.pp == 1 or job.constraints.offload:
@@ -297,7 +299,7 @@ class BoundCascade:
 
     def _bound_stages_thoroughly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds from a thorough search of the stages, if the quick search found none that
-        fit; otherwise 0."""
+        fit; otherwise 0. ``cutoff_s``: a bound of this many seconds is tight enough."""
         if candidate not in self._unseen:
             return 0.0
         return self.bounds.staged(
@@ -324,7 +326,8 @@ class BoundCascade:
 
     def _of_leanest(self, leanest: MeshCandidate, cutoff_s: float) -> LeastTime | None:
         """Return lower bounds on the stage times of a family, in the memory of ``leanest``, its member that needs
-        least. ``None`` means that there is no bound. Raises the error of ``leanest`` if that has no plan."""
+        least. ``None`` means that there is no bound. ``cutoff_s``: bounds that make a step this many seconds long are
+        tight enough. Raises the error of ``leanest`` if that has no plan."""
         if leanest not in self._own_shared:
             try:
                 least = self.evaluator.bound_family_costs(leanest)

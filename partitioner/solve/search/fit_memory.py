@@ -102,8 +102,8 @@ def plan_to_fit(
     """Return the best plan of ``job``, found by ``find``, together with a program that fits in memory.
 
     The program of a plan may need more memory than the search estimated. If it exceeds a device, the search is repeated
-    with more memory reserved for this candidate, and finally for all candidates. Repetitions end when ``time_limit_s``
-    seconds have passed.
+    with more memory reserved for this candidate, and finally for all candidates. ``estimate_only``: return no program,
+    because the plan is not to be executed. Repetitions end when ``time_limit_s`` seconds have passed.
 
     Raises the exceptions of ``find``, and :class:`CapacityError` if no program fits.
     """
@@ -219,7 +219,8 @@ def _with_less(job: Job, candidate: MeshCandidate, lacks: _MemoryShortfall, trie
 
 
 def _finished(job: Job, explored: PlanSearchResult, estimate_only: bool) -> PlannedProgram:
-    """Return the plan of ``explored``, with its program unless the plan is only estimated."""
+    """Return the plan of ``explored``, with its program unless ``estimate_only`` is set or this version cannot execute
+    the plan. ``explored``: the result of the search."""
     chosen = explored.chosen
     beyond = planned_only(job, chosen.candidate, job.constraints)
     beyond += ("estimate_only=True",) if estimate_only else ()
@@ -291,9 +292,10 @@ def _find_memory_shortfall(job: Job, chosen: SolvedCandidate, estimate: Estimate
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """A solved candidate with its certificate, program and estimate. ``beyond``: the features of the plan that this
-    version cannot execute; ``program`` is ``None`` if there are any.
-    """
+    """A solved candidate with its certificate, program and estimate. ``chosen``: the plan before its program was
+    written. ``beyond``: the features of the plan that this version cannot execute; ``program`` is ``None`` if there are
+    any. ``context``: step times with other algorithms of attention. ``lacking``: the memory shortage that made the
+    search choose offload; empty if there was none."""
 
     chosen: SolvedCandidate
     certificate: Certificate
@@ -379,8 +381,7 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
 
 def _simulate_step_seconds(job: Job, chosen: SolvedCandidate, program: Program, facts: ProgramFacts) -> float:
     """Return the simulated seconds of one step of ``program``, plus the estimated seconds that ranks lose by sharing
-    processor cores.
-    """
+    processor cores."""
     laid = ProgramOnDevices(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)
     contention = chosen.estimate.breakdown.get("contention", 0.0)
     return simulate_plan_seconds(laid, facts) + contention

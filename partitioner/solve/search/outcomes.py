@@ -88,9 +88,9 @@ def list_solved_candidates(rows: Mapping[MeshCandidate, CandidateOutcome]) -> di
 
 
 def certificate_of(every: Collection[CandidateOutcome], objective: float, cut_off: CutOff | None = None) -> Certificate:
-    """Return the certificate of a search: its rows, best first, and the least lower bound. ``objective``: step time of
-    the best plan in seconds. ``cut_off``: why the search ended early; ``None`` if it was completed.
-    """
+    """Return the certificate of a search: rows of the candidates, best first, and the least lower bound. ``every``: the
+    outcomes of all candidates. ``objective``: step time of the best plan in seconds. ``cut_off``: why the search ended
+    early; ``None`` if it was completed."""
     order = {"chosen": 0, "solved": 1, "bounded": 2, "infeasible": 3}
     bound, gap = bound_and_gap(objective, (row.bound for row in every if row.says))
     rows = sorted(every, key=lambda r: (r.evaluated is None, order[r.status], _outcome_seconds(r)))
@@ -129,7 +129,8 @@ def _outcome_to_report(row: CandidateOutcome) -> Candidate:
 def build_candidate_report(
     candidate: MeshCandidate, evaluated: EvaluatedCandidate | None = None, reason: str = ""
 ) -> Candidate:
-    """Return the report's row of a candidate: its step time and memory, or the reason why it has no plan."""
+    """Return the report's row of a candidate: its step time and memory, or the reason why it has no plan (``reason``,
+    in words)."""
     breakdown = evaluated.breakdown if evaluated is not None else None
     return Candidate(
         mesh=candidate.mesh,

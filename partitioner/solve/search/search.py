@@ -70,8 +70,9 @@ class PlanSearchResult:
     """Result of the search: the plan, its certificate, and the baselines, which may still be computed in the
     background.
 
-    ``rows``: the outcome of each candidate. ``ahead``: an earlier best plan and its program, which is written in the
-    background. ``lacking``: the memory shortage that made the search choose offload; empty if there was none.
+    ``chosen``: the plan. ``rows``: the outcome of each candidate. ``ahead``: an earlier best plan and its program,
+    which is written in the background. ``lacking``: the memory shortage that made the search choose offload; empty if
+    there was none.
     """
 
     chosen: SolvedCandidate
@@ -200,7 +201,8 @@ def _with_offload(job: Job, kinds: tuple[Offload, ...]) -> Job:
 
 @dataclass(frozen=True)
 class _SearchRequest:
-    """Arguments of :func:`search_for_plan`. ``deadline``: end of the search on the clock of :func:`time.monotonic`."""
+    """Arguments of :func:`search_for_plan`, where they are explained. ``deadline``: end of the search on the clock of
+    :func:`time.monotonic`."""
 
     progress: Callable[[SearchProgress], None] | None
     compare: bool

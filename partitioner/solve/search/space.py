@@ -332,7 +332,8 @@ def _list_searched_schedules(space: SearchSpace) -> list[str]:
 
 
 def _chunk_choices(space: SearchSpace, pp: int, schedule: str) -> list[int]:
-    """Return the numbers of virtual stages on a rank to try for ``schedule``, which allows any number."""
+    """Return the numbers of virtual stages on a rank to try for ``schedule``, which allows any number. ``pp``: number
+    of pipeline ranks."""
     if schedule == "interleaved":
         return even_chunks(space, pp)
     pinned = space.constraints
@@ -341,7 +342,8 @@ def _chunk_choices(space: SearchSpace, pp: int, schedule: str) -> list[int]:
 
 def even_chunks(space: SearchSpace, pp: int) -> list[int]:
     """Return the numbers of virtual stages on a rank that give all stages equally many layers, and others that nearly
-    do so. Numbers close to each other are left out. Return ``[2]`` if there are none."""
+    do so. Numbers close to each other are left out. Return ``[2]`` if there are none. ``pp``: number of pipeline ranks.
+    """
     layers, found = space.repeated or space.num_calls, list[int]()
     several = range(2, min(_MOST_CHUNKS, space.num_calls // pp) + 1)
     largest = {chunks: -(-layers // (chunks * pp)) * chunks * pp for chunks in several}
@@ -364,14 +366,14 @@ def several_stages(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCan
 
 
 def _is_for(table: ScheduleTable | None, pp: int, num_microbatches: int) -> bool:
-    """Whether ``table``, a schedule that the user wrote, is for this number of ranks and microbatches. ``None`` is for
-    all."""
+    """Whether ``table``, a schedule that the user wrote, is for ``pp`` pipeline ranks and ``num_microbatches``
+    microbatches. Always true if ``table`` is ``None``."""
     return table is None or (len(table.own.orders), table.num_microbatches) == (pp, num_microbatches)
 
 
 def _list_zero_options(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, int]]:
     """Return the pairs to try: ZeRO stage, and the number of ``dp`` ranks that share parameters, gradients or optimizer
-    states (0: all of them)."""
+    states (0: all of them). ``dp``, ``cp``: sizes of these mesh axes."""
     pinned = space.constraints
     if pinned.dp_shard is not None and dp % pinned.dp_shard:
         return []

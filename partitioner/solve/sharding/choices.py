@@ -84,8 +84,8 @@ def _list_zigzag_shards(tie: LayoutTie, num_ranks: int, rules: LayoutRules) -> l
 
 def value_options(model: FoldedModel, tie: LayoutTie, num_ranks: int, rules: LayoutRules) -> list[Layout]:
     """Return the layouts that the values of ``tie`` (values that must share one layout) may have. Raise
-    :class:`ShardingError` if ``rules`` leave none.
-    """
+    :class:`ShardingError` if ``rules`` leave none. ``num_ranks``: size of the mesh axis over which the model is
+    sharded."""
     read = {v for call in model.calls for v in call.inputs}
     inputs = {i.value for i in model.inputs}
     outputs = {o.value for o in model.outputs if o.value is not None}
@@ -136,8 +136,8 @@ def state_options(
 
 def _pinned_state(layout: Layout, trained: bool) -> Collection[Layout]:
     """Return the layouts that a parameter or buffer may have if the user fixed ``layout``. A trained parameter that is
-    fixed as replicated may have a complete gradient (``R``) or a partial-sum gradient (``R'``).
-    """
+    fixed as replicated may have a complete gradient (``R``) or a partial-sum gradient (``R'``). ``trained``: whether it
+    receives a gradient."""
     return (REPLICATED, READ_SHARDED) if layout == REPLICATED and trained else (layout,)
 
 
@@ -168,7 +168,8 @@ def list_operator_strategies(
     """Return for each operator of a block its strategies: the ways to run it on ``num_ranks`` ranks, with the layouts
     of its operands and results.
 
-    ``values``: the values of the block. ``lengths``: sequence lengths; dims of these sizes may be sharded zigzag.
+    ``operators``: the operators of the block. ``values``: its tensors. ``lengths``: sequence lengths; dims of these
+    sizes may be sharded zigzag.
     """
     spots: dict[fx.Node, dict[int, int]] = {node: {} for node in operators}  # operand i or result ~k -> value
     for number, value in enumerate(values):

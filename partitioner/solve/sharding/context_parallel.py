@@ -44,9 +44,8 @@ _LEAST_DIVIDED = 0.5  # of the matrix products' work: with less there is no sequ
 
 @dataclass(frozen=True)
 class ContextModel:
-    """A model as one rank of ``cp`` runs it, and its sharding. In ``model``, graphs and the tensors between them have
-    the shapes of one rank; parameters, buffers and inputs have their global shapes.
-    """
+    """A model as one rank of ``cp`` runs it, and its sharding over ``cp``. In ``model``, graphs and the tensors between
+    them have the shapes of one rank; parameters, buffers and inputs have their global shapes."""
 
     model: FoldedModel
     sharding: ShardingSolution
@@ -113,8 +112,7 @@ def _solve_context_sharding(
 
 def _input_layouts(spec: TensorSpec, batch: Layout, num_ranks: int) -> list[Layout]:
     """Return the layouts that an input may have: replicated, or sharded (in order or zigzag) on any dim but that of the
-    samples.
-    """
+    samples. ``spec``: the shape and dtype of the input. ``num_ranks``: size of ``cp``."""
     dims = [d for d in range(len(spec.shape)) if not (batch.is_shard and batch.dim == d)]
     found = [make_shard_layout(d, (), zigzag) for d in dims for zigzag in (False, True)]
     return [REPLICATED, *(to for to in found if can_shard_evenly(to, spec.shape, num_ranks))]
@@ -127,9 +125,9 @@ def list_fused_attentions(model: FoldedModel) -> Iterator[fx.Node]:
 
 
 def check_algorithm(model: FoldedModel, num_ranks: int, tp: int, algorithm: Algorithm | None) -> None:
-    """Raise :class:`PlanError` if some attention of ``model`` cannot run by ``algorithm`` over ``num_ranks`` ranks. The
-    message names the attention, the reason and an alternative.
-    """
+    """Raise :class:`PlanError` if some attention of ``model`` cannot run by ``algorithm`` over ``num_ranks`` ranks.
+    ``tp``: number of ranks that share the attention heads. The message names the attention, the reason and an
+    alternative."""
     if algorithm is None or num_ranks == 1:
         return
     found = list(list_fused_attentions(model))
@@ -147,9 +145,8 @@ def check_algorithm(model: FoldedModel, num_ranks: int, tp: int, algorithm: Algo
 
 
 def _explain_algorithm_obstacle(node: fx.Node, num_ranks: int, tp: int, algorithm: str) -> str:
-    """Return the reason why an attention cannot run by ``algorithm``, as the predicate of a sentence; ``""`` if it
-    can.
-    """
+    """Return the reason why an attention cannot run by ``algorithm``, as the predicate of a sentence; ``""`` if it can.
+    ``num_ranks``: size of ``cp``. ``tp``: number of ranks that share the attention heads."""
     query, key = (get_meta_shape(o) for o in operands_of(node)[:2])
     if get_node_argument(node, "dropout_p"):
         return "drops out weights within the operator"
@@ -169,6 +166,10 @@ def _explain_algorithm_obstacle(node: fx.Node, num_ranks: int, tp: int, algorith
 class _ContextRules:
     """A function object: whether an operator may be run by a strategy over ``cp``. It refuses strategies that shard
     samples or weights, and attention by another algorithm than the requested one.
+
+    ``batch``: the layouts that split the batch; they show which dims have samples. ``num_ranks``: size of ``cp``.
+    ``tp``: number of ranks that share the attention heads. ``algorithm``: the requested one; ``None`` allows all.
+    ``also``: a further function that must allow a strategy.
     """
 
     def __init__(

@@ -80,8 +80,8 @@ class TensorCosts:
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
         """Return the seconds of one call of an operator, forward and backward, if it is run by ``strategy`` (with these
-        layouts of operands and results). The collectives of the strategy are included.
-        """
+        layouts of operands and results). The collectives of the strategy are included. ``num_ranks``: size of the mesh
+        axis over which the model is sharded."""
         key = (node, strategy)
         if key not in self._nodes:
             operator = self._operators.get(node)
@@ -101,8 +101,8 @@ class TensorCosts:
 
     def _divide_compute_seconds(self, node: fx.Node, strategy: Strategy, num_ranks: int, seconds: float) -> float:
         """Return the seconds of an operator if each rank computes only its own rows but reads the sharded operands in
-        whole. ``seconds``: those of the undivided work.
-        """
+        whole. ``seconds``: those of the undivided work. ``num_ranks``: size of the mesh axis over which the model is
+        sharded."""
         read = sum(
             o.meta["val"].nbytes / num_ranks
             for o, layout in zip(operands_of(node), strategy.operands, strict=True)
@@ -115,6 +115,8 @@ class TensorCosts:
     def _of_form(self, operator: _Operator, strategy: Strategy, seconds: float, num_ranks: int) -> float:
         """Return the seconds that the communication of a sequence-parallel attention adds to its computation of
         ``seconds``.
+
+        ``num_ranks``: size of the mesh axis over which the model is sharded.
         """
         query, key, value = operator.operands(strategy, num_ranks)[:3]
         zigzag, seen = strategy.operands[0].zigzag, find_attention_band(operator.node) or Band()
@@ -132,9 +134,8 @@ class TensorCosts:
         return sum(collective_time(name, numel * itemsize, self.group) for name, numel in lowering.collectives)
 
     def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
-        """Return the seconds of one change of layout, forward and, if ``differentiable``, backward. ``math.inf`` if no
-        collective makes this change.
-        """
+        """Return the seconds of one change from layout ``source`` to ``target``, forward and, if ``differentiable``,
+        backward. ``math.inf`` if no collective makes this change. ``spec``: whole shape and dtype of the tensor."""
         if source == target or (source.kind == target.kind and not source.is_shard):
             return 0.0
         change = RESHARDS.get((source.kind, target.kind))
@@ -155,8 +156,8 @@ class TensorCosts:
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
         """Return the seconds of keeping a parameter or buffer in ``layout``: the optimizer's update of a rank's part
         and, if every rank computes a partial sum of the gradient (``R'``), its reduction. Both occur once per step and
-        are divided by the number of microbatches.
-        """
+        are divided by the number of microbatches. ``spec``: its whole shape and its dtype. ``num_ranks``: size of the
+        mesh axis over which the model is sharded."""
         local = math.prod(local_shape(layout, spec.shape, num_ranks)) * spec.dtype.itemsize
         if not self.train or not spec.dtype.is_floating_point:
             return local * self.state_price
@@ -177,8 +178,8 @@ class TensorCosts:
 
 class _Operator:
     """The data of one operator that are equal for all strategies, and its compute seconds cached by the shapes on one
-    rank.
-    """
+    rank. ``train``: the backward counts too. ``tp``: number of ranks that divide the attention heads left by the mesh
+    axis."""
 
     def __init__(self, node: fx.Node, train: bool, tp: int) -> None:
         self.node, self._tp = node, tp
@@ -199,7 +200,8 @@ class _Operator:
         return None if strategy.factor is None else self._lower.get(strategy.factor)
 
     def operands(self, strategy: Strategy, num_ranks: int) -> list[Operand]:
-        """Return the shapes and dtypes of one rank's operands under ``strategy``.
+        """Return the shapes and dtypes of one rank's operands under ``strategy``. ``num_ranks``: size of the mesh axis
+        over which the model is sharded.
 
         If ranks share the sequence of an attention, repeated key heads are counted once
         (``passes/shard/repeated_heads.py``).
@@ -225,7 +227,8 @@ class _Operator:
         return times // exchanged_times(self._operands[1][0][1], times, self._tp) if times > 1 else 1
 
     def seconds(self, strategy: Strategy, num_ranks: int, device: DeviceType) -> float:
-        """Return the compute seconds of the operator on one rank, forward and, if it has a gradient, backward."""
+        """Return the compute seconds of the operator on one rank, forward and, if it has a gradient, backward.
+        ``num_ranks``: size of the mesh axis over which the model is sharded."""
         operands = self.operands(strategy, num_ranks)
         results = [
             Operand(local_shape(layout, shape, num_ranks), dtype)
@@ -279,8 +282,7 @@ _UNDIVIDED_RESULTS = 4.0
 def divided_costs(model: FoldedModel, axis: str, device: DeviceType, group: Group, precision: str) -> TensorCosts:
     """Return costs on ``axis`` over ``group`` with a large penalty for matrix products and weights that are not divided
     over the ranks. On ``cp`` the penalty also applies to all other results, because that axis exists to divide their
-    memory.
-    """
+    memory. ``precision``: number format of most products, such as ``"bf16"``."""
     products = [(often, node) for often, node in _list_weighted_operators(model) if matmul_flops(node)]
     flops = sum(often * matmul_flops(node) for often, node in products)
     results = sum(often * made_bytes(node) for often, node in products)

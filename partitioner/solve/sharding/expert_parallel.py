@@ -38,8 +38,7 @@ def regions_of(model: FoldedModel, apart: Collection[str] = ()) -> dict[str, lis
 
 def expert_states(model: FoldedModel, regions: Mapping[str, list[ExpertRegion]]) -> dict[str, tuple[int, int]]:
     """Return the experts' parameters and buffers by name, each with the dim that indexes experts and the number of
-    experts.
-    """
+    experts. ``regions``: the parts of each block that compute by expert, by block name."""
     found: dict[str, tuple[int, int]] = {}
     for call in model.calls:
         bound = dict(zip(model.blocks[call.block].states, call.states, strict=True))
@@ -88,6 +87,10 @@ def _find_expert_row_dims(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[
 def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_order: bool = True) -> Allowed:
     """Return a function that allows an operator only strategies under which every rank has its own rows of the experts'
     work.
+
+    ``rows``: the operators that work row by row, with the dim of rows of their results. ``tables``: nodes that are
+    computed from experts' parameters alone, with the dim that indexes experts. ``in_order``: each rank must have
+    consecutive rows.
     """
 
     def allowed(node: fx.Node, strategy: Strategy) -> bool:
@@ -102,6 +105,9 @@ def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_orde
 def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> Allowed:
     """Return a function that allows an operator only strategies under which every rank has all rows and a part of their
     gradients. A row that two ranks send to its expert then counts once.
+
+    ``rows``: the operators that work row by row, with the dim of rows of their results. ``tables``: nodes that are
+    computed from experts' parameters alone, with the dim that indexes experts.
     """
 
     def allowed(node: fx.Node, strategy: Strategy) -> bool:

@@ -38,7 +38,7 @@ class BlockValue:
     """A tensor inside a block: result ``index`` of the node ``source``, with its readers. A placeholder has one result.
 
     ``operator.getitem`` is not counted as an operator; the tensor that it selects is a result of its producer.
-    ``grad``: whether a gradient flows back through the value.
+    ``spec``: its shape and dtype. ``grad``: whether a gradient flows back through the value.
     """
 
     source: fx.Node

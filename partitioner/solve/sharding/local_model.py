@@ -20,8 +20,12 @@ from partitioner.solve.sharding.sharding import ShardingSolution
 
 @dataclass(frozen=True)
 class LocalModel:
-    """The blocks that one rank runs for one microbatch, and the layouts of its tensors over ``tp``, ``cp`` and
-    ``ep``.
+    """The blocks that one rank runs for one microbatch, and the layouts of its tensors over ``tp``, ``cp`` and ``ep``.
+
+    ``model``: the blocks with the shapes of one rank; parameters, buffers (states) and inputs have their global shapes.
+    ``sharding``: layouts over ``tp``. ``context``: layouts over ``cp``; ``None`` if ``cp`` is 1. ``experts``: layouts
+    of the experts' states over ``ep``, by name. ``by_rows``: the ranks of ``tp`` hold different experts and different
+    rows of their work.
     """
 
     model: FoldedModel  # blocks and values as one rank has them; states and inputs with their global specs

@@ -42,7 +42,8 @@ class ProblemBuilder:
         self.names: list[str] = []
 
     def add(self, name: str, cost: Vector) -> int:
-        """Add a node to the problem. ``cost`` has the cost of each of its choices. Return the index of the node."""
+        """Add a node to the problem. ``name``: a text for error messages. ``cost`` has the cost of each of its choices.
+        Return the index of the node."""
         self.costs.append(cost)
         self.names.append(name)
         return len(self.costs) - 1
@@ -52,7 +53,7 @@ class ProblemBuilder:
 
 
 class Reshards:
-    """A cache of the seconds of changes of layout; infinite if a change is impossible."""
+    """A cache of the seconds of changes of layout, which ``cost`` computes; infinite if a change is impossible."""
 
     def __init__(self, cost: ReshardCost) -> None:
         self._cost = cost
@@ -124,8 +125,8 @@ def add_reshard_costs(
     """Add to ``builder`` the nodes and edges that price the changes of layout of one value between the node that
     produces it, ``source``, and its readers, ``askers``.
 
-    ``value``: the spec of the value and whether it has a gradient. ``weight``: the number of calls, by which seconds
-    are multiplied.
+    ``name``: a text for error messages. ``value``: the spec (shape and dtype) of the value and whether it has a
+    gradient. ``weight``: the number of calls, by which seconds are multiplied.
     """
     made, made_of = _index_distinct_items(source.layouts)
     asked = [_index_distinct_items(a.layouts) for a in askers]
@@ -200,6 +201,11 @@ def _connect_by_target(
 ) -> None:
     """Add one node with the choices (absent, available) for each layout in which a value is read. This replaces a
     single node with a choice for each set of layouts, if there are too many sets.
+
+    ``cost``: seconds indexed (layout in which the value is produced, layout in which it is read). ``made_of``: for each
+    choice of ``source``, the index of the layout that it produces. ``wants``: for each reader, a mask of the layouts in
+    each set that it may need. ``asked_of``: for each reader, the index of this set for each of its choices. ``name``: a
+    text for error messages.
     """
     for target in range(cost.shape[1]):
         node = builder.add(f"{name}, layout {target}", np.zeros(2))

@@ -71,8 +71,8 @@ class ShardingCosts(Protocol):
 
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
         """Return the cost of keeping a parameter or buffer in ``layout``. Under ``R'`` (replicated with a partial-sum
-        gradient) it includes the reduction of the gradient, once per step.
-        """
+        gradient) it includes the reduction of the gradient, once per step. ``spec``: its whole shape and its dtype.
+        ``num_ranks``: size of the mesh axis over which the model is sharded."""
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
         """Return the cost of keeping or sending a tensor between blocks in ``layout``."""
@@ -83,9 +83,11 @@ class ShardingSolution:
     """The chosen layouts and strategies on one axis. ``objective`` is the cost, and no sharding costs less than
     ``bound``; both are in the unit of the costs, seconds on ``tp`` and ``cp``.
 
-    ``blocks``: strategies and layouts by block name. ``values`` and ``states``: layouts by name. ``matmul_sharded``:
-    the share of the matrix-multiply FLOPs that is divided over the ranks. ``without_rule``: the share of compute time
-    of each operator that has no factor rule and therefore cannot be sharded.
+    ``axis``, ``num_ranks``: name and size of the mesh axis. ``blocks``: strategies and layouts by block name.
+    ``values`` and ``states``: layouts by name. ``matmul_sharded``: the share of the matrix-multiply FLOPs that is
+    divided over the ranks. ``without_rule``: the share of compute time of each operator that has no factor rule and
+    therefore cannot be sharded. ``seconds``: time of the solution. ``num_choices``: number of choices of the assignment
+    problem.
     """
 
     axis: str
@@ -136,9 +138,8 @@ def solve_sharding(
 def sharding_problem(
     model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts, rules: LayoutRules = FREE_LAYOUTS
 ) -> ShardingProblem:
-    """Return the problem that :func:`solve_sharding` solves, for two or more ranks. ``rules``: layouts fixed by the
-    caller.
-    """
+    """Return the problem that :func:`solve_sharding` solves, for two or more ranks. ``axis``: name of the mesh axis,
+    such as ``"tp"``. ``num_ranks``: its size. ``rules``: layouts fixed by the caller."""
     return ShardingProblem(model, axis, num_ranks, costs, _complete_layout_rules(model, axis, rules))
 
 
@@ -157,6 +158,10 @@ def _complete_layout_rules(model: FoldedModel, axis: str, rules: LayoutRules) ->
 class ShardingProblem:
     """The pairwise assignment problem of a model on one mesh axis, and the meaning of its nodes. It can be solved
     several times, each with other strategies allowed.
+
+    Most nodes are operators, whose choices are strategies, and tensors, whose choices are layouts. ``axis``,
+    ``num_ranks``: name and size of the mesh axis. ``costs``: prices of strategies and layouts. ``rules``: layouts that
+    the caller fixed.
     """
 
     def __init__(self, model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts, rules: LayoutRules) -> None:
@@ -269,8 +274,7 @@ class ShardingProblem:
     def _state_reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
         """Return the seconds of reading a parameter or buffer of layout ``source`` as ``target``; infinite if the
         forward would need a collective. Weights are not gathered for every microbatch here, since ZeRO over ``dp``
-        exists for that.
-        """
+        exists for that. ``spec``: its whole shape and its dtype. ``differentiable``: whether it receives a gradient."""
         change = RESHARDS.get((source.kind, target.kind))
         if change is None or change.forward is not None:
             return math.inf
@@ -283,9 +287,8 @@ class ShardingProblem:
                 yield Asker(variable, [frozenset(s.operands[p] for p in reader.positions) for s in choices])
 
     def _ties_reading(self, name: str, value: BlockValue) -> Iterator[Asker]:
-        """Yield one reader for each group of block outputs (that must share a layout) as which this value is
-        returned.
-        """
+        """Yield one reader for each group of block outputs (that must share a layout) as which this value is returned.
+        ``name``: name of the block."""
         places = [p for reader in value.readers if reader.node is None for p in reader.positions]
         for variable, options in dict(self.ports[name, "output", p] for p in places).items():
             yield Asker(variable, [frozenset((layout,)) for layout in options])
@@ -332,8 +335,7 @@ def _measure_sharded_work(
     model: FoldedModel, chosen: Mapping[str, Mapping[fx.Node, Strategy]], costs: ShardingCosts, num_ranks: int
 ) -> tuple[float, dict[str, float]]:
     """Return the share of matrix-multiply FLOPs that is sharded, and the share of compute time of each operator without
-    a factor rule, by operator name.
-    """
+    a factor rule, by operator name. ``chosen``: for each block by name, the strategy of each operator."""
     flops = sharded = total = 0.0
     unruled: dict[str, float] = {}
     for name, strategies in chosen.items():
@@ -350,7 +352,8 @@ def _measure_sharded_work(
 
 
 def whole_sharding(model: FoldedModel, axis: str, costs: ShardingCosts) -> ShardingSolution:
-    """Return the sharding over one rank, in which everything is replicated, with its cost."""
+    """Return the sharding over one rank, in which everything is replicated, with its cost. ``axis``: name of the mesh
+    axis, such as ``"tp"``."""
     chosen: dict[str, dict[fx.Node, Strategy]] = {}
     blocks: dict[str, BlockSharding] = {}
     for name, block in model.blocks.items():

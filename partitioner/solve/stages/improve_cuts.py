@@ -93,7 +93,10 @@ def _improve_cuts_locally(
 ) -> None:
     """Add cuts into stages to ``seen`` (step time in seconds by cuts) by a local search from the fastest ones. The
     search moves single cuts and groups of neighbouring cuts, and stops if no move is faster. ``left``: the largest
-    number of schedules to simulate."""
+    number of schedules to simulate.
+
+    ``how``: the options ``train`` and ``overlap_steps`` of the simulation, as in :class:`StageProblem`.
+    """
     best, before = min(seen, key=lambda cuts: seen[cuts]), None
     while best != before and left > 0:
         near = [cuts for cuts in _list_neighbour_cuts(best) if cuts not in seen][:left]
@@ -115,7 +118,9 @@ def _list_neighbour_cuts(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int) -> RankedCuts:
-    """Simulate all possible cuts and return the fastest ones. The bound is the step time of the best."""
+    """Simulate all possible cuts and return the fastest ones. The bound is the step time of the best. ``calls``,
+    ``stages``: the numbers of calls and of stages. ``how``: the options ``train`` and ``overlap_steps`` of the
+    simulation, as in :class:`StageProblem`."""
     taken = costs.taken(timetable, _all_cuts(calls, stages), how, _KEPT)  # at least the first cuts fit
     order = tuple((seconds, cuts) for cuts, seconds in taken.items())
     return RankedCuts(order, order[0][0])
@@ -162,6 +167,7 @@ class _Costs:
         """Simulate the cuts in the rows of ``cuts`` and return step time in seconds by cuts, fastest first.
 
         Cuts with a stage that alone does not fit on its rank are left out. ``most``: largest number of results.
+        ``how``: the options ``train`` and ``overlap_steps`` of the simulation, as in :class:`StageProblem`.
         """
         each = np.stack([table[:, cuts[:, k], cuts[:, k + 1]] for k, table in enumerate(self.of_stage)])
         fit = np.flatnonzero(np.isfinite(each[:, 1]).all(axis=0))

@@ -55,7 +55,10 @@ class LeastTime:
 
     def pipeline_s(self, schedule: str | ScheduleTable, p: int, m: int, overlap_steps: bool = False) -> float:
         """Return a lower bound on the seconds of ``m`` microbatches under ``schedule`` with one stage on each of ``p``
-        ranks."""
+        ranks.
+
+        ``overlap_steps``: a rank begins the next step as soon as it has ended its own part of this one.
+        """
         fill = least_fill(schedule, p, m, 1, overlap_steps)
         seen = max(self.step_s, self._pipeline_s(schedule, p, m, fill, self.slowest_s, self.total_s))
         return min(seen, self._pipeline_s(schedule, p, m, fill, *self.unseen))

@@ -24,10 +24,11 @@ Recompute = Literal["none", "selective", "full"]
 class StageCall:
     """One call of a module that is to be placed on a stage, with its cost.
 
-    ``path``: the module's name. ``inputs``, ``outputs``: names of the values that stages send or keep, in the order of
-    ``cost``. ``states``: names of the parameters and buffers that it reads. ``index``: its position among the model's
-    calls. ``gathered_bytes``: temporary bytes of gathered weights (its own and its neighbours') while it runs, with
-    gradients. ``at_ends``: temporary bytes at the first and last call of a stage, see :class:`AtEnds`.
+    ``path``: the name of the module that is called, such as ``layers.3``. ``inputs``, ``outputs``: names of the values
+    that stages send or keep, in the order of ``cost``. ``states``: names of the parameters and buffers that the call
+    reads. ``index``: its position among the model's calls. ``gathered_bytes``: temporary bytes of gathered weights (its
+    own and its neighbours') while it runs, with gradients. ``at_ends``: temporary bytes at the first and last call of a
+    stage, see :class:`AtEnds`.
     """
 
     path: str
@@ -47,7 +48,8 @@ class StageCall:
 
 @dataclass(frozen=True)
 class Pace:
-    """The costs of all calls on the devices of one stage. Only their seconds are used.
+    """The costs of all calls on the devices of one stage, for clusters whose stages have devices of different speeds.
+    Only the seconds of these costs are used.
 
     ``costs``: the cost of each call, in the order of the problem. ``overhead``: the cost of the calls that every stage
     runs in addition.
@@ -62,13 +64,15 @@ class StageProblem:
     """The problem of cutting calls into pipeline stages: the calls in order, the stages' memory and links, and the
     schedule.
 
+    - ``schedule``: name of the pipeline schedule. ``microbatch_size``: number of samples. ``tp``, ``dp``: sizes of
+      these mesh axes. ``train``: calls have a backward.
     - ``capacity``: usable bytes of a rank, by stage. ``links``: the link from each stage to the next.
     - ``state_bytes``: bytes of a parameter or buffer on a rank, with its gradient and optimizer states, by name.
       ``late_bytes``: the part of these bytes that is allocated only when the first backward frees activations.
     - ``local``: names of values that are never sent between stages (model inputs, results of calls that every stage
       runs).
-    - ``recompute``: the recomputation that is required, or ``None`` for a free choice. ``pinned``: stage by position of
-      the call.
+    - ``recompute``: the recomputation that is required, or ``None`` for a free choice. ``pinned``: for calls whose
+      stage is fixed, the stage by index of the call.
     - ``overhead``: the calls that every stage runs in addition. ``paces``: costs on each stage's devices; if empty, the
       calls' own costs apply.
     - ``bubble``: the schedule's fraction of the fill and drain time of a plain pipeline. ``chunks``: number of virtual

@@ -32,7 +32,10 @@ class Holding(NamedTuple):
     and its cost, so that tables can be cached by it.
 
     ``inputs``, ``outputs`` and ``states`` (parameters and buffers) are names. ``input_bytes``, ``saved_inputs``,
-    ``output_bytes`` and ``output_grads`` are parallel to the names.
+    ``output_bytes`` and ``output_grads`` have one entry for each input or output: its bytes, and whether it is kept for
+    backward (``saved_inputs``) or receives a gradient (``output_grads``). ``saved_bytes``: kept from forward to
+    backward besides inputs. ``carried_bytes``: held between the two halves of the backward. ``working_bytes``:
+    temporary. ``at_ends``: the fields of :class:`AtEnds`.
     """
 
     inputs: tuple[str, ...]
@@ -199,7 +202,8 @@ class Segments:
 
 
 class _StateReads:
-    """The names of the parameters and buffers that each call reads, prepared for tables with different byte sizes."""
+    """The names of the parameters and buffers that each call reads, prepared for tables of the bytes of runs of calls,
+    one table for each mapping of names to bytes. ``names``: for each call, these names."""
 
     def __init__(self, names: Sequence[Sequence[str]]) -> None:
         self._places, counted = _index_first_occurrences(names)

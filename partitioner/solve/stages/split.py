@@ -94,10 +94,11 @@ class StagePlan:
     """The calls ``start:stop`` of one stage, with seconds and memory. Backward recomputes the first ``recompute`` calls
     in full. If ``selective``, it also recomputes the cheap parts of the other calls.
 
-    Seconds are per microbatch. ``transfer_s``: seconds of waiting for neighbours in both directions, of which
-    ``forward_wait_s`` precede the forward. ``memory``: peak bytes. ``in_flight``: number of microbatches held at a
-    time. ``number``: position of the stage in the problem. ``parts``: the virtual stages of a rank that has several;
-    calls of other ranks lie between them.
+    ``start``, ``stop``: indices among the calls of the problem; ``stop`` itself is not included. Seconds are per
+    microbatch. ``recompute_s``: recomputation, which ``backward_s`` does not contain. ``transfer_s``: seconds of
+    waiting for neighbours in both directions, of which ``forward_wait_s`` precede the forward. ``memory``: peak bytes.
+    ``in_flight``: number of microbatches held at a time. ``number``: index of the stage in the problem. ``parts``: the
+    virtual stages of a rank that has several; calls of other ranks lie between them.
     """
 
     start: int
@@ -131,7 +132,8 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class StageSplit:
-    """A cut of the calls into pipeline stages, in order, and the seconds that one step of the pipeline takes.
+    """A cut of the calls into pipeline stages, in order, and the seconds (``pipeline_s``) that one step of the pipeline
+    takes.
 
     ``lower_bound_s``: lower bound on the pipeline's seconds over all cuts. ``stages`` may be slightly slower, because
     about equal stages are preferred. ``microbatch_s``: seconds of one microbatch through all calls, forward and
@@ -268,10 +270,11 @@ class _Splitter:
 def stage_plan(
     tables: StageTables, stage: int, start: int, stop: int, recompute: int | None = None, *, in_part: bool = False
 ) -> StagePlan:
-    """Build the plan of stage ``stage`` with the calls ``start:stop``, with its seconds and peak bytes.
+    """Return the plan of one stage that holds the calls ``start:stop``, with its seconds and peak bytes.
 
-    ``recompute``: number of first calls to recompute in full; by default the fewest that fit in memory. ``in_part``:
-    also recompute the cheap parts of the other calls. It applies only if ``recompute`` is given.
+    ``stage``: index of a stage of the problem. ``recompute``: number of first calls to recompute in full; by default
+    the fewest that fit in memory. ``in_part``: also recompute the cheap parts of the other calls. It applies only if
+    ``recompute`` is given.
     """
     if recompute is None:
         return stage_plans(tables, stage, np.array([start]), np.array([stop]))[0]
@@ -299,7 +302,11 @@ def stage_plans(tables: StageTables, stage: int, starts: Counts, stops: Counts) 
 def _build_stage_plans(
     tables: StageTables, way: StageTables, stage: int, start: Counts, stop: Counts, recomputed: Counts
 ) -> list[StagePlan]:
-    """Build the plans of segments that all use the tables ``way``, either ``tables`` or its selective ones."""
+    """Build the plans of segments that all use the tables ``way``, either ``tables`` or its selective ones.
+
+    ``stage``: index of the stage. ``start``, ``stop``: for each segment, the index of its first call and of the call
+    after its last. ``recomputed``: for each segment, the number of first calls to recompute in full.
+    """
     problem = tables.problem
     forward, backward = (table[start, stop] for table in tables.seconds(stage))
     again = way.seconds(stage)[1][start, stop] - backward + way.again(stage, start, recomputed)

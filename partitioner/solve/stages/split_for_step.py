@@ -101,7 +101,7 @@ def cut_for_step(
 
 def _list_stage_tails(tails: Sequence[Table], split: StageSplit) -> list[float]:
     """Return, for each stage of ``split``, a lower bound on the seconds that it works after the pipeline (gradient
-    reduction and update)."""
+    reduction and update). ``tails``: for each stage, a table ``[start, stop]`` of these bounds by run of calls."""
     stages = split.virtual or split.stages
     return [float(tail[stage.start, stage.stop]) for tail, stage in zip(tails, stages, strict=True)]
 

@@ -29,8 +29,8 @@ class StageTables:
     """Seconds and peak bytes of every run of consecutive calls (a "segment") on every stage, as tables of shape
     ``[calls + 1, calls + 1]``. Row ``i`` and column ``j`` are for the calls ``[i, j)``.
 
-    ``slim``: the tables under selective recomputation, or ``None`` if that is not allowed. Each segment uses the faster
-    of the two. Raises :class:`PlanError` if there are more stages than calls.
+    ``problem``: the calls and stages. ``slim``: the tables under selective recomputation, or ``None`` if that is not
+    allowed. Each segment uses the faster of the two. Raises :class:`PlanError` if there are more stages than calls.
     """
 
     def __init__(self, problem: StageProblem) -> None:
@@ -86,7 +86,7 @@ class StageTables:
 
     def slimmed(self, stage: int, start: Counts, stop: Counts) -> NDArray[np.bool_]:
         """Return for each segment ``[start, stop)`` whether it recomputes selectively: whether :attr:`slim` has its
-        figures instead of these tables."""
+        figures instead of these tables. ``stage``: index of the stage that holds the segments."""
         return np.zeros(len(start), bool) if self.slim is None else self._ways[1][stage][start, stop]
 
     @cached_property
@@ -193,7 +193,8 @@ class StageTables:
         return tables
 
     def pace_number(self, stage: int) -> int:
-        """Return a number that is equal for stages on whose devices every call takes equally long."""
+        """Return a number that is equal for stages on whose devices every call takes equally long. ``stage``: index of
+        the stage."""
         return int(self._pace_of[stage])
 
     def seconds(self, stage: int) -> tuple[Table, Table]:
@@ -268,7 +269,8 @@ class StageTables:
         )
 
     def again(self, stage: int | Counts, start: Counts, recomputed: Counts) -> Table:
-        """Return the seconds to recompute in full the first ``recomputed`` calls of runs that begin at ``start``."""
+        """Return the seconds to recompute in full the first ``recomputed`` calls of runs that begin at ``start``.
+        ``stage``: index of the stage, or one index for each run."""
         prefix, pace = self._whole_again, self._pace_of[stage]
         stop = np.minimum(start + recomputed, prefix.shape[1] - 1)
         seconds: Table = prefix[pace, stop] - prefix[pace, start]
@@ -318,8 +320,9 @@ class StageTables:
     ) -> Table:
         """Return the largest total bytes of the microbatches that a stage holds at a time.
 
-        ``whole``: bytes of a microbatch whose backward has not begun. ``half``: bytes of a microbatch between the two
-        halves of its backward. ``gone``: bytes that one microbatch of the first kind has already freed.
+        ``stage``: index of the stage, or an array of indices. ``whole``: bytes of a microbatch whose backward has not
+        begun. ``half``: bytes of a microbatch between the two halves of its backward. ``gone``: bytes that one
+        microbatch of the first kind has already freed.
         """
         held: Table = np.zeros(())
         for begun, (of_whole, of_half) in enumerate(self._counts):
@@ -329,7 +332,10 @@ class StageTables:
         return held
 
     def _compute_peak_without_recompute(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
-        """Return the peak bytes of the runs of calls ``[start, stop)`` if no call is recomputed in full."""
+        """Return the peak bytes of the runs of calls ``[start, stop)`` if no call is recomputed in full.
+
+        ``stage``: index of the stage, or an array of indices.
+        """
         inputs = self.segments.saved_inputs[start, stop]
         carried = self.segments.carried[start, stop] + inputs
         held = self.segments.saved[start, stop] + inputs, carried
@@ -340,7 +346,11 @@ class StageTables:
         self, peak: Table, stage: int | Counts, start: Counts, stop: Counts, whole: Table, half: Table
     ) -> Table:
         """Return the larger of ``peak`` and the bytes at the end of a microbatch's backward. At that moment gradients
-        are sent to the previous stage, and one microbatch (``whole`` bytes) is already freed."""
+        are sent to the previous stage, and one microbatch (``whole`` bytes) is already freed.
+
+        ``stage``: index of the stage, or an array of indices. ``start``, ``stop``: the runs of calls. ``half``: bytes
+        of a microbatch between the two halves of its backward.
+        """
         closing = self.segments.closing[start]
         if not closing.any():
             return peak
@@ -358,7 +368,10 @@ class StageTables:
 
     def _compute_peak_with_recompute(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
         """Return the peak bytes of the runs of calls ``[start, stop)`` if all their calls are recomputed in full, so
-        that only inputs are kept."""
+        that only inputs are kept.
+
+        ``stage``: index of the stage, or an array of indices.
+        """
         inputs = self.segments.all_inputs[start, stop]
         held = inputs, inputs + self.segments.carried[start, stop]
         peak: Table = self._fixed_again[start, stop] + self._bound_in_flight_bytes(stage, *held)
@@ -375,7 +388,10 @@ class StageTables:
 
     def memory(self, stage: int | Counts, start: Counts, stop: Counts, recomputed: Counts) -> Table:
         """Return the peak bytes of a rank that holds the calls ``[start, stop)`` and recomputes the first
-        ``recomputed`` of them in full. Arguments may be arrays; the result has an entry for each run."""
+        ``recomputed`` of them in full. Arguments may be arrays; the result has an entry for each run.
+
+        ``stage``: index of the stage, or an array of indices.
+        """
         if not self.problem.train:
             return self.fixed_memory[start, stop]
         fixed = np.where(
@@ -388,7 +404,8 @@ class StageTables:
 
 @lru_cache(maxsize=8)
 def _runs_of(calls: int, most: int) -> tuple[Counts, Counts]:
-    """Return the starts and the stops of all non-empty runs of calls of at most ``most`` calls."""
+    """Return the starts and the stops of all non-empty runs of calls of at most ``most`` calls. ``calls``: the number
+    of calls of the model."""
     start, stop = np.triu_indices(calls + 1, 1)
     short = stop - start <= most
     return start[short], stop[short]
@@ -396,7 +413,11 @@ def _runs_of(calls: int, most: int) -> tuple[Counts, Counts]:
 
 def _stack_in_flight_counts(held: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Vector, Vector]]:
     """Rearrange the numbers of microbatches that each stage holds, given as pairs by stage, into pairs of arrays of
-    shape ``[stages]``. For stages with fewer pairs the last pair is repeated."""
+    shape ``[stages]``. For stages with fewer pairs the last pair is repeated.
+
+    A pair is a moment of the schedule: the number of microbatches whose backward has not begun, and the number between
+    the two halves of their backward.
+    """
     most = max(map(len, held))
     padded = np.array([[*pairs, *[pairs[-1]] * (most - len(pairs))] for pairs in held], dtype=np.float64)
     return [(pairs[:, 0].copy(), pairs[:, 1].copy()) for pairs in np.moveaxis(padded, 1, 0)]
@@ -404,7 +425,7 @@ def _stack_in_flight_counts(held: Sequence[Sequence[tuple[int, int]]]) -> list[t
 
 def _message_times(num_bytes: Table, bandwidth: float, latency: float) -> Table:
     """Return the seconds of messages of ``num_bytes`` between stages: latency plus bytes / bandwidth, or 0 for empty
-    messages."""
+    messages. ``bandwidth``: bytes per second. ``latency``: seconds."""
     seconds: Table = np.where(num_bytes > 0, latency + num_bytes / bandwidth, 0.0)
     return seconds
 

@@ -136,9 +136,9 @@ def solve_virtual(
     """Cut the calls of ``problem`` into the virtual stages of ``schedule``, and return the stages of each rank with the
     simulated pipeline time. The problem has one stage for each virtual stage; its capacity is that of the stage's rank.
 
-    ``chunks``: number of virtual stages on each rank. ``proven``: also compute a lower bound over all cuts.
-    ``improved``: also search cuts beyond those that are best if the largest stage paces all others. ``cutoff_s``:
-    pipelines that take at least this many seconds are of no use to the caller.
+    ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on each rank. ``proven``: also compute
+    a lower bound over all cuts. ``improved``: also search cuts beyond those that are best if the largest stage paces
+    all others. ``cutoff_s``: pipelines that take at least this many seconds are of no use to the caller.
 
     If memory is short, cuts chosen for selective and for full recomputation of all stages are also tried. Cuts chosen
     without recomputation may fit worse.
@@ -219,7 +219,8 @@ class _VirtualStageRanks:
         return [self.taken(tables, rank, [every[k] for k in own]) for rank, own in enumerate(self.own)]
 
     def hold(self, tables: StageTables, every: Sequence[StagePlan]) -> bool:
-        """Whether the virtual stages of every rank fit in its memory together."""
+        """Whether the virtual stages of every rank fit in its memory together. ``every``: the plans of all virtual
+        stages in order."""
         every_rank = zip(self.own, self.capacity, strict=True)
         return all(
             self.taken(tables, rank, [every[k] for k in own]) <= room for rank, (own, room) in enumerate(every_rank)
@@ -307,7 +308,11 @@ def set_scheduled_in_flight(
     problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None
 ) -> StageProblem:
     """Return a copy of ``problem`` with the numbers of microbatches that each stage holds under ``schedule``. If the
-    problem is not for training, return it unchanged."""
+    problem is not for training, return it unchanged.
+
+    ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on each rank; ``None``: the number
+    that the schedule fixes.
+    """
     if not problem.train:
         return problem
     flying = held_microbatches(schedule, num_ranks, problem.num_microbatches, chunks)
@@ -335,7 +340,7 @@ def _divide_rank_capacity(
     needs: Sequence[float], own: Sequence[Sequence[int]], capacity: Sequence[float]
 ) -> list[float]:
     """Divide the memory of each rank among its virtual stages in proportion to ``needs``. Return the bytes of each
-    virtual stage. ``own``: for each rank, the numbers of its virtual stages."""
+    virtual stage. ``capacity``: usable bytes by rank. ``own``: for each rank, the numbers of its virtual stages."""
     limits = [0.0] * len(needs)
     for stages, room in zip(own, capacity, strict=True):
         total = sum(needs[k] for k in stages)
@@ -409,8 +414,8 @@ def _join_stages_by_rank(
 
 
 def _merge_virtual_stages(parts: Sequence[StagePlan], memory: int) -> StagePlan:
-    """Merge the virtual stages of one rank into a single stage with summed seconds. ``memory``: peak bytes of the
-    rank."""
+    """Merge the virtual stages of one rank into a single stage with summed seconds. ``parts``: the plans of these
+    virtual stages. ``memory``: peak bytes of the rank."""
     total = {
         name: sum(getattr(part, name) for part in parts)
         for name in ("forward_s", "backward_s", "recompute_s", "transfer_s", "recompute")
@@ -428,7 +433,8 @@ def _merge_virtual_stages(parts: Sequence[StagePlan], memory: int) -> StagePlan:
 
 def phases_of(problem: StageProblem, stage: int, plan: StagePlan) -> Phases:
     """Return the seconds of one microbatch in a virtual stage, split into forward, backward for inputs, backward for
-    weights, and the waits for values and for gradients.
+    weights, and the waits for values and for gradients. ``stage``: index of the virtual stage. ``plan``: its calls and
+    seconds.
 
     Collectives and recomputation belong to the backward for inputs. On a rank with one stage the waits are added to the
     forward and the backward, because the rank is idle then. A rank with several virtual stages can run another one

@@ -18,7 +18,7 @@ from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_ONE_STAGE, Constraints
 from partitioner.errors import ConstraintError, PlanError
 from partitioner.schedules.csv_table import ScheduleTable, table_of
-from partitioner.schedules.registry import SCHEDULES, chunks_of, schedule_name
+from partitioner.schedules.registry import SCHEDULES, SEARCHED, chunks_of, schedule_name
 from partitioner.topology.hosts import can_offload
 from partitioner.topology.topology import Topology
 from partitioner.units import format_plural, format_ranges, list_divisors
@@ -108,8 +108,6 @@ _MOST_CHUNKS = 16
 _WIDEST = 8  # greatest tp that is searched if no node has more devices
 
 _PART_GROWS = 4  # ratio of consecutive sizes of dp_shard that are tried
-
-SEARCHED = {"1f1b": (1,), "zb-1p": (1,)}  # schedules that are searched if none is fixed, with their virtual stages
 
 _BESIDE = {"zb-1p": (2,), "zb-v": (2,)}  # tried after the search on the best meshes, as is "interleaved"
 _OVERLAPPING = {"zb-2p": (1,)}  # tried in addition if steps overlap: the next step fills its idle time
@@ -401,8 +399,9 @@ def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
         return found
     if space.train and pinned.schedule is None and pinned.virtual_stages is None and pinned.pp != 1:
         schedules = (
-            "The proof covers the pipeline schedules 1F1B and ZB-1P; schedules with several stages on a rank "
-            "(interleaved, ZB-V) were tried on the best meshes only."
+            f"The proof covers the pipeline schedules {' and '.join(SEARCHED).upper()} with one stage on each rank. "
+            f"Schedules with several stages on a rank ({', '.join(['interleaved', *_BESIDE])}) were tried on the best "
+            "meshes only."
         )
         found |= {"schedule": schedules, "virtual_stages": schedules}
     if space.length and pinned.cp is None:

@@ -281,13 +281,15 @@ def test_what_may_be_faster_by_its_bound_is_not_called_slower_without_a_limit_ei
 def test_a_proven_optimum_says_so(plan: Plan):
     certificate = plan.certificate.model_copy(update={"gap": 0.0, "bound": plan.certificate.objective})
     proven = plan.model_copy(update={"certificate": certificate})
-    assert "proven optimal under the cost model" in format_summary(proven)
-    assert "It is proven optimal under the cost model: no plan that the proof covers takes less." in format_explanation(
-        proven
-    )
+    covered = "proven fastest of the plans that the proof covers (one stage on each rank: 1F1B, ZB-1P): none takes less"
+    summary, why = (" ".join(text(proven).split()) for text in (format_summary, format_explanation))
+    assert f"{covered} than 1.23 s under the cost model" in summary
+    assert f"It is {covered} under the cost model." in why
+    assert "Not proven: that no layout with several stages on a rank is faster. None was worked out." in why
+    assert "proven optimal" not in summary + why
     searched = proven.model_copy(update={"certificate": certificate.model_copy(update={"beyond": {}})})
     assert line_of(format_summary(searched), "certificate").endswith(
-        "under the cost model: no plan takes less than 1.23 s"
+        "proven optimal, fastest of all plans: none takes less than 1.23 s under the cost model"
     )
     assert "not covered" not in format_summary(searched)
 
@@ -506,16 +508,38 @@ def test_what_is_proven_of_a_schedule_that_the_proof_does_not_cover(plan: Plan):
     summary, why = texts(1.3)
     assert (
         "certificate not proven optimal: its schedule (zb-v, 2 virtual stages on each rank) is not covered. Under the "
-        "cost model this plan takes 1.23 s, a plan of its own layout 1.2 s or more (gap 2.8%), and a plan that the "
-        "proof covers 1.3 s or more"
+        "cost model this plan takes 1.23 s; lower bounds are 1.2 s for its own layout (gap 2.8%) and 1.3 s for all "
+        "plans that the proof covers"
     ) in summary
-    covered = "Proven under the cost model: a plan that the proof covers takes"
+    covered = "Bound for all plans that the proof covers:"
     assert "the proof does not cover its schedule (zb-v, 2 virtual stages on each rank)." in why
-    assert f"{covered} 1.3 s or more, so it is not faster than this plan." in why
-    own = "a plan of this plan's own layout (pp 4 × dp 2 × tp 2, v 2, zb-v) takes 1.2 s or more, so it may be faster"
-    assert f"{own} than this plan by 2.8% at most." in why
+    assert f"{covered} 1.3 s, so no covered plan is faster." in why
+    own = "Bound for this plan's own layout (pp 4 × dp 2 × tp 2, v 2, zb-v): 1.2 s, so no plan of it is faster"
+    assert f"{own} by more than 2.8%." in why
     assert "Not proven: that no other layout with several stages on a rank is faster." in why
-    assert f"{covered} 1.22 s or more, so it may be faster than this plan by 1.1% at most." in texts(1.22)[1]
+    assert f"{covered} 1.22 s, so no covered plan is faster by more than 1.1%." in texts(1.22)[1]
+
+
+def test_a_rival_that_the_proof_does_not_cover_is_named(plan: Plan):
+    """The plan is the fastest of the covered ones. A layout under an interleaved schedule takes 1.25 s; its bound of
+    0.9 s is below the plan's 1.234 s. One with a bound above that is no rival."""
+    rival = plan.certificate.candidates[1].model_copy(
+        update={"schedule": "interleaved", "virtual_stages": 4, "bound": 0.9, "step_time": 1.25}
+    )
+
+    def texts(rows: tuple[Candidate, ...]) -> list[str]:
+        certificate = plan.certificate.model_copy(update={"gap": 0.0, "bound": 1.234, "candidates": rows})
+        told = plan.model_copy(update={"certificate": certificate})
+        return [" ".join(text(told).split()) for text in (format_summary, format_explanation)]
+
+    summary, why = texts((plan.chosen, rival))
+    times = "takes 1.25 s, and the bound for its layout is 900 ms"
+    assert f"Not proven of several stages on a rank: the best found {times}" in summary
+    assert "Worked out were 1 such layout on 1 mesh." in why
+    assert f"The best one found is dp 2 × tp 8, v 4 (interleaved). It {times}." in why
+    assert "slower, uncovered" in why
+    assert "chosen, uncovered" not in why
+    assert "Not proven of" not in texts((plan.chosen, rival.model_copy(update={"bound": 1.24})))[0]
 
 
 def test_a_search_says_what_it_proves_of_its_schedule():

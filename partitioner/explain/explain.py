@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
+from partitioner.cost import MEAN_ERRORS
 from partitioner.explain.proof import explain_proof, list_uncovered_choices
 from partitioner.explain.tables import (
     build_bar_chart,
@@ -419,6 +420,12 @@ def _format_baseline(baseline: Baseline, plan: Plan) -> str:
 def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
     c = plan.certificate
     yield format_text_line(f"The cost model estimates {seconds_text(c.objective)} for a step of this plan.")
+    (known, num_known), (unseen, num_unseen) = MEAN_ERRORS["known"], MEAN_ERRORS["unseen"]
+    yield format_text_line(
+        f"Its step times were off by {format_percent(known)} on average in {num_known:,} measured runs, and by "
+        f"{format_percent(unseen)} in {num_unseen:,} that no constant was set by. Smaller differences between plans are "
+        "within the error of the model."
+    )
     yield from map(format_text_line, explain_proof(plan))
     if c.cut_off is not None:
         yield format_text_line(f"The search was {cut_off(c)}: with more time it may find a better plan.")

@@ -6,6 +6,7 @@ import io
 import math
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import nn
 from partitioner import Topology, partition
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
+from partitioner.cost import MEAN_ERRORS
 from partitioner.explain.explain import format_explanation, format_summary
 from partitioner.explain.tables import build_bar_chart, candidate_counts, describe_outcome, sharing_text
 from partitioner.explain.time_parts import format_time_changes
@@ -518,6 +520,16 @@ def test_what_is_proven_of_a_schedule_that_the_proof_does_not_cover(plan: Plan):
     assert f"{own} by more than 2.8%." in why
     assert "Not proven: that no other layout with several stages on a rank is faster." in why
     assert f"{covered} 1.22 s, so no covered plan is faster by more than 1.1%." in texts(1.22)[1]
+
+
+def test_the_error_of_the_cost_model_is_that_of_the_docs(plan: Plan):
+    """The two tables of docs/accuracy.md end with a row of means: known runs first, then unseen ones."""
+    page = (Path(__file__).parents[3] / "docs" / "accuracy.md").read_text()
+    rows = re.findall(r"\*\*mean over families\*\* \| ([\d,]+) of [\d,]+ \| \*\*([\d.]+) %\*\*", page)
+    means = [(float(error), int(runs.replace(",", ""))) for runs, error in rows]
+    assert means == [(pytest.approx(100 * error), runs) for error, runs in MEAN_ERRORS.values()]
+    text = " ".join(format_explanation(plan).split())
+    assert f"off by {rows[0][1]}% on average in {rows[0][0]} measured runs" in text
 
 
 def test_a_rival_that_the_proof_does_not_cover_is_named(plan: Plan):

@@ -423,8 +423,8 @@ def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
     (known, num_known), (unseen, num_unseen) = MEAN_ERRORS["known"], MEAN_ERRORS["unseen"]
     yield format_text_line(
         f"Its step times were off by {format_percent(known)} on average in {num_known:,} measured runs, and by "
-        f"{format_percent(unseen)} in {num_unseen:,} that no constant was set by. Smaller differences between plans are "
-        "within the error of the model."
+        f"{format_percent(unseen)} in {num_unseen:,} that no constant was set by. Smaller differences between plans "
+        "are within the error of the model."
     )
     yield from map(format_text_line, explain_proof(plan))
     if c.cut_off is not None:

@@ -746,6 +746,9 @@ def explain_expert_axis(plan: Plan) -> Iterator[RenderableType]:
             f"{bytes_text(size)} of "
             "parameters."
         )
+    yield format_text_line(
+        "Time and memory assume that every expert gets as many tokens. A rank that gets more takes longer and needs more."
+    )
     if plan.constraints.ep is not None:
         return
     yield from _explain_without_axis(plan, "ep", "Without expert parallelism (ep 1)")

@@ -24,7 +24,7 @@ from partitioner.explain.explain import format_explanation, format_summary
 from partitioner.explain.tables import build_bar_chart, candidate_counts, describe_outcome, sharing_text
 from partitioner.explain.time_parts import format_time_changes
 from partitioner.passes.errors import InputsError
-from partitioner.plan import Baseline, Candidate, Certificate, Plan
+from partitioner.plan import Baseline, Candidate, Certificate, Plan, StageEstimate
 from partitioner.plans import outline as outline_shared
 from partitioner.plans.figures import list_usable_bytes
 from partitioner.plans.outline import outline_program
@@ -225,7 +225,7 @@ def test_all_reports_compare_with_the_usable_memory(plan: Plan):
     summary, why = (" ".join(text.split()) for text in (plan.summary(), plan.explain()))
     told += " (memory_margin 5%)"
     assert f"usable memory {told}" in summary
-    assert f"Usable are {told}. The margin is for what the estimate does not know." in why
+    assert f"Usable are {told}. The margin covers fragmentation and errors of the estimate." in why
     assert "the fullest rank uses 84% of its usable memory" in why
     assert "55 GiB (76%)" in summary
     assert list_usable_bytes(plan) == (77_749_769_484,) * 16
@@ -419,6 +419,7 @@ def test_nothing_is_compared_where_experts_are_spread_as_asked_or_not_at_all():
     assert "Each rank holds 2 of 4 experts of a layer" in text
     assert "Without expert parallelism" not in text
     assert "How are the experts spread?" not in explained(ep=1)
+    assert ("every expert gets as many tokens" in text, "every expert gets" in explained(ep=1)) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -485,6 +486,32 @@ def test_the_parts_of_the_step_in_which_a_baseline_differs_are_named(plan: Plan)
     differences = "recomputation +250 ms, communication inside layers +160 ms, pipeline bubble −138 ms, the rest −6 ms"
     assert f"Megatron's layout (dp 2 × tp 8): takes 1.5 s, 22% more ({differences})" in text
     assert "ZeRO-3 (pp 4 × dp 2 × tp 2): this is the plan mesh" in text
+
+
+def test_standard_layouts_outside_of_the_table_are_named(plan: Plan):
+    """The table has the layout of one baseline. The other was worked out in addition, as ZeRO-3 beside a plan that is
+    ZeRO-3, too."""
+    chosen, solved = plan.certificate.candidates[:2]
+    outside = solved.model_copy(update={"zero": 3})
+    baselines = (Baseline(name="Megatron's layout", candidate=solved), Baseline(name="ZeRO-3", candidate=outside))
+    rows = (chosen.model_copy(update={"zero": 3}), solved)
+    certificate = plan.certificate.model_copy(update={"baselines": baselines, "candidates": rows})
+    text = " ".join(format_explanation(plan.model_copy(update={"certificate": certificate})).split())
+    assert "Worked out in addition, so neither counted nor in the table: ZeRO-3." in text
+    assert text.count("the plan is ZeRO-3, too, on another mesh") == 1
+
+
+def test_the_slowest_stage_and_the_peak_rate_are_named(plan: Plan):
+    """Stage 1 is busy for 3 s, stage 0 for 2.5 s. An H100 multiplies 989 TFLOP/s in bf16."""
+    one = StageEstimate(
+        first="a", last="b", num_calls=1, recomputed=0, forward_s=1.0, backward_s=1.5, memory={"saved": 2**30}
+    )
+    stages = (one, one.model_copy(update={"backward_s": 2.0}), one, one)
+    told = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"stages": stages})})
+    text = " ".join(format_explanation(told).split())
+    assert "Time of the slowest rank (on stage 1): computation" in text
+    assert "The peak of rank 0 (stage 0) consists of:" in text
+    assert "43% of the devices' peak of 989 TFLOP/s (MFU):" in text
 
 
 def test_equal_parts_of_the_step_are_no_difference():

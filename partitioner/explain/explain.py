@@ -257,7 +257,7 @@ def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
             used += f", and {format_percent(again)} of the step is recomputation, which saves memory"
         if share >= _TIGHT and again <= _NOTED:
             yield format_text_line(
-                f"Memory is nearly full: {used}. Little is recomputed, so more memory would speed up only other layouts."
+                f"Memory is nearly full: {used}. Little is recomputed, so more memory helps other layouts only."
             )
         elif again > _NOTED:
             yield format_text_line(
@@ -300,10 +300,8 @@ def _explain_breakdown(plan: Plan) -> list[RenderableType]:
 def _format_peak_rate(plan: Plan) -> str:
     """Return `` of 989 TFLOP/s``, the peak in the precision of the plan; empty if devices differ or it is unknown."""
     precision = plan.precision or (common_precision(plan.written) if plan.written is not None else "")
-    types = plan.topology.types
-    rates = (
-        {types[plan.topology.devices[device].kind].peak_of(precision) for device in plan.devices} if precision else ()
-    )
+    kinds = {plan.topology.devices[device].kind for device in plan.devices} if precision else set()
+    rates = {plan.topology.types[kind].peak_of(precision) for kind in kinds}
     return f" of {format_digits(next(iter(rates)) / 1e12)} TFLOP/s" if len(rates) == 1 else ""
 
 

@@ -747,7 +747,7 @@ def explain_expert_axis(plan: Plan) -> Iterator[RenderableType]:
             "parameters."
         )
     yield format_text_line(
-        "Time and memory assume that every expert gets as many tokens. A rank that gets more takes longer and needs more."
+        "Time and memory assume that every expert gets as many tokens. A rank that gets more needs more of both."
     )
     if plan.constraints.ep is not None:
         return

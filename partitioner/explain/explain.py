@@ -154,7 +154,7 @@ def explain_parts(plan: Plan) -> list[RenderableType]:
         ("Can it be run?", list(_planned_only(plan))),
         ("Does it fit?", list(_explain_fit(plan))),
         ("What limits it?", list(_explain_limits(plan))),
-        ("Where does the time go?", _explain_breakdown(plan)),
+        ("Where does the time go?", _explain_breakdown(plan, whole)),
         ("How is the work divided?", list(_explain_partition(plan, whole))),
         ("How is the sequence shared?", list(explain_sequence_axis(plan))),
         ("How are the experts spread?", list(explain_expert_axis(plan))),
@@ -285,7 +285,7 @@ def _disk_binds(plan: Plan) -> Iterator[RenderableType]:
     yield format_text_line(f"{binds}: the optimizer's update takes {seconds_text(update)}; {moved}.")
 
 
-def _explain_breakdown(plan: Plan) -> list[RenderableType]:
+def _explain_breakdown(plan: Plan, whole: Outline | None) -> list[RenderableType]:
     kinds = sorted(without_residue(plan.estimate.breakdown).items(), key=lambda item: -item[1])
     total = sum(s for _, s in kinds)
     if not total:
@@ -293,8 +293,13 @@ def _explain_breakdown(plan: Plan) -> list[RenderableType]:
     taken, mfu = seconds_text(plan.estimate.step_time), format_percent(plan.estimate.mfu)
     words = f"One step takes {taken} on the slowest rank, at {mfu} of the devices' peak{_format_peak_rate(plan)} (MFU):"
     chart = build_bar_chart([(KINDS.get(k, k), s / total, seconds_text(s)) for k, s in kinds])
-    waits = waiting_text(plan)
-    return [format_text_line(words), chart, *([format_text_line(f"Bubble: {waits}.")] if waits else [])]
+    lines = [f"Bubble: {waits}."] if (waits := waiting_text(plan)) else []
+    if whole is not None and plan.estimate.breakdown.get("tp_communication", 0.0) > _NOTED * total:
+        from partitioner.explain.kernel_costs import format_layer_communication  # as for operators above
+
+        if told := format_layer_communication(plan, whole):
+            lines.append(f"Communication inside layers, with what computation hides of it: {told}.")
+    return [format_text_line(words), chart, *map(format_text_line, lines)]
 
 
 def _format_peak_rate(plan: Plan) -> str:

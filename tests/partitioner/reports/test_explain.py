@@ -21,6 +21,7 @@ from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.cost import MEAN_ERRORS
 from partitioner.explain.explain import format_explanation, format_summary
+from partitioner.explain.kernel_costs import format_layer_communication
 from partitioner.explain.tables import build_bar_chart, candidate_counts, describe_outcome, sharing_text
 from partitioner.explain.time_parts import format_time_changes
 from partitioner.passes.errors import InputsError
@@ -512,6 +513,29 @@ def test_the_slowest_stage_and_the_peak_rate_are_named(plan: Plan):
     assert "Time of the slowest rank (on stage 1): computation" in text
     assert "The peak of rank 0 (stage 0) consists of:" in text
     assert "43% of the devices' peak of 989 TFLOP/s (MFU):" in text
+
+
+@pytest.mark.parametrize(
+    ("pins", "purposes", "within"),
+    [
+        ({"dp": 4, "tp": 2, "ep": 1}, {"tensor parallelism (tp"}, 0.02),
+        ({"dp": 4, "tp": 2, "ep": 4}, {"tensor parallelism (tp", "expert parallelism (ep"}, 0.1),
+    ],
+)
+def test_communication_inside_layers_is_split_by_axis(pins: dict[str, int], purposes: set[str], within: float):
+    """Nothing is hidden here, so the parts add up to what the step communicates inside layers. The search prices the
+    exchange of tokens before the program is written, so that the sums differ a little over ep."""
+    with torch.device("meta"):
+        model, x = Mixture(), torch.empty(8, 16, 64)
+    plan = partition(model, Topology.preset("dgx-h100"), (x,), constraints=Constraints(**pins))
+    told = format_layer_communication(plan, outline_program(plan.program))
+    seconds = dict(part.rsplit(") ", 1) for part in told.split(", "))
+    assert seconds.keys() == purposes
+    units = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+    total = sum(float(value.split()[0]) * units[value.split()[1]] for value in seconds.values())
+    assert total == pytest.approx(plan.estimate.breakdown["tp_communication"], rel=within)
+    text = " ".join(plan.explain().split())
+    assert f"Communication inside layers, with what computation hides of it: {told}." in text
 
 
 def test_equal_parts_of_the_step_are_no_difference():

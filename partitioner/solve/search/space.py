@@ -399,7 +399,7 @@ def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
         return found
     if space.train and pinned.schedule is None and pinned.virtual_stages is None and pinned.pp != 1:
         schedules = (
-            f"The proof covers the pipeline schedules {' and '.join(SEARCHED).upper()} with one stage on each rank. "
+            f"The proof covers the pipeline schedules {' and '.join(map(str.upper, SEARCHED))} with one stage on each rank. "
             f"Schedules with several stages on a rank ({', '.join(['interleaved', *_BESIDE])}) were tried on the best "
             "meshes only."
         )
@@ -426,11 +426,11 @@ def _describe_tried_context(space: SearchSpace) -> str:
     rare = [cp for cp in tried if cp not in usual]
     sizes = (
         f"over {format_ranges(usual)} ranks" if usual else "",
-        f"over {format_ranges(rare)} ranks where the batch does not divide over the ranks otherwise" if rare else "",
+        f"over {format_ranges(rare)} ranks where the batch does not divide over the ranks without it" if rare else "",
     )
     least = f"a rank would have fewer than {_LEAST_TOKENS:,} tokens of a sample"
     if tried:
-        others = "Otherwise" if rare else "Over other numbers of ranks"
+        others = "Elsewhere" if rare else "Over other numbers of ranks"
         uneven = " or not two equal pieces" if usual else ""
         return (
             f"Context parallelism was tried {' and '.join(filter(None, sizes))}. {others} it was not tried: {least}"

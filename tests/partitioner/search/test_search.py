@@ -884,7 +884,7 @@ def test_a_time_limit_is_a_length_of_time(seconds: Any):
     [
         (8, 8, 8192, {}, "was not tried: a rank would have fewer than 8,192 tokens of a sample."),
         (8, 8, 32768, {}, "was tried over 2, 4 ranks. Over other numbers of ranks it was not tried"),
-        (8, 2, 8192, {"pp": 1}, "was tried over 2, 4 ranks where the batch does not divide over the ranks otherwise."),
+        (8, 2, 8192, {"pp": 1}, "was tried over 2, 4 ranks where the batch does not divide over the ranks without it."),
         (8, 8, 32769, {}, "was not tried: no free number of ranks gives each two equal pieces"),
     ],
 )
@@ -907,3 +907,8 @@ def test_what_is_said_of_parts_that_share_states_is_what_was_tried():
         parts = list_hybrid_candidates(space, MeshCandidate(1, 64, 2, 1, "1f1b"))
         assert {part.dp_shard for part in parts} == ({4, 16} if not pins else set())
         assert words in beyond_the_bound(space)["dp_shard"]
+
+
+def test_the_schedules_that_the_proof_covers_are_those_that_are_searched():
+    said = beyond_the_bound(SearchSpace(Topology.local(8), 8, 4, frozenset([4096])))["schedule"]
+    assert said.startswith("The proof covers the pipeline schedules 1F1B and ZB-1P with one stage on each rank.")

@@ -398,8 +398,9 @@ def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
     if space.world_size == 1:
         return found
     if space.train and pinned.schedule is None and pinned.virtual_stages is None and pinned.pp != 1:
+        covered = " and ".join(map(str.upper, SEARCHED))
         schedules = (
-            f"The proof covers the pipeline schedules {' and '.join(map(str.upper, SEARCHED))} with one stage on each rank. "
+            f"The proof covers the pipeline schedules {covered} with one stage on each rank. "
             f"Schedules with several stages on a rank ({', '.join(['interleaved', *_BESIDE])}) were tried on the best "
             "meshes only."
         )

@@ -20,8 +20,8 @@ from partitioner.explain.time_parts import time_changes
 from partitioner.passes.errors import InputsError, PartitionError
 from partitioner.plan import OPEN, WITHOUT, Candidate, Limits, Plan
 from partitioner.plans.figures import candidate_text
-from partitioner.schedules.registry import schedule_name
-from partitioner.solve.search.space import SEARCHED, SearchSpace, list_candidates, widest_searched
+from partitioner.schedules.registry import SEARCHED, schedule_name
+from partitioner.solve.search.space import SearchSpace, list_candidates, widest_searched
 from partitioner.units import bytes_text, format_plural, seconds_text
 from partitioner.validate import check_request
 

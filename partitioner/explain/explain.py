@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
+from partitioner.cost import MEAN_ERRORS
 from partitioner.explain.proof import explain_proof, list_uncovered_choices
 from partitioner.explain.tables import (
     build_bar_chart,
@@ -37,7 +38,7 @@ from partitioner.explain.tables import (
     waiting_text,
 )
 from partitioner.explain.time_parts import KINDS, format_time_changes, time_shares, without_residue
-from partitioner.plan import NEAR, WITHOUT, Baseline, Plan
+from partitioner.plan import NEAR, WITHOUT, Baseline, Candidate, Plan
 from partitioner.plans.figures import (
     AXIS_NAMES,
     COLLECTIVE_NAMES,
@@ -53,11 +54,13 @@ from partitioner.plans.mesh_axes import axis_text
 from partitioner.plans.outline import CallGroup, Outline, group_notes, outline_program
 from partitioner.runtime.family.data import BatchPadding
 from partitioner.runtime.program.program import updated_states
+from partitioner.simulate.weight_precision import common_precision
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hosts import BOUNDLESS
 from partitioner.units import (
     bytes_text,
     count_text,
+    format_digits,
     format_percent,
     format_plain_text,
     format_plural,
@@ -75,7 +78,7 @@ MEMORY_KINDS = {
     "recomputed": "activations recomputed in backward",
     "working": "temporary tensors of operators",
     "flowing": "gradients of activations",
-    "gathered": "whole parameters and gradients of layers in use (ZeRO)",
+    "gathered": "unsharded parameters and gradients of layers in use (ZeRO)",
     "residuals": "rounding errors of compressed gradients",
     "buffers": "buffers for sends between stages",
 }
@@ -178,7 +181,7 @@ def explain_parts(plan: Plan) -> list[RenderableType]:
         ("Can it be run?", list(_planned_only(plan))),
         ("Does it fit?", list(_explain_fit(plan))),
         ("What limits it?", list(_explain_limits(plan))),
-        ("Where does the time go?", _explain_breakdown(plan)),
+        ("Where does the time go?", _explain_breakdown(plan, whole)),
         ("How is the work divided?", list(_explain_partition(plan, whole))),
         ("How is the sequence shared?", list(explain_sequence_axis(plan))),
         ("How are the experts spread?", list(explain_expert_axis(plan))),
@@ -230,7 +233,7 @@ def _explain_fit(plan: Plan) -> Iterator[RenderableType]:
         yield format_text_line(f"No: {where} {needs}: {bytes_text(peak - room)} too much.")
     yield format_text_line(f"Usable are {usable_memory_text(plan)}.")
     if device_memory(plan, rank).margin:
-        yield format_text_line("The margin is for what the estimate does not know.")
+        yield format_text_line("The margin covers fragmentation and errors of the estimate.")
     if plan.offload:
         held = " and ".join(", ".join(host_kinds(plan)).rsplit(", ", 1))
         size = bytes_text(max((part.host for part in plan.estimate.stages), default=0))
@@ -242,10 +245,16 @@ def _explain_fit(plan: Plan) -> Iterator[RenderableType]:
         parts = sorted(plan.estimate.stages[stage].memory.items(), key=lambda item: -item[1])
         total = max(1, sum(size for _, size in parts))
         yield format_text_line(
-            f"Its peak consists of, on stage {stage}:" if plan.num_stages > 1 else "Its peak consists of:"
+            f"The peak of rank {rank} (stage {stage}) consists of:" if plan.num_stages > 1 else "Its peak consists of:"
         )
         words = memory_words(plan)
         yield build_bar_chart([(words.get(kind, kind), size / total, bytes_text(size)) for kind, size in parts])
+
+
+def _describe_slowest_stage(plan: Plan) -> str:
+    """Return `` (on stage 7)``, the stage whose forward and backward take longest; empty for a single stage."""
+    busy = [stage.forward_s + stage.backward_s for stage in plan.estimate.stages]
+    return f" (on stage {busy.index(max(busy))})" if len(busy) > 1 else ""
 
 
 def _shares_text(plan: Plan) -> str:
@@ -257,7 +266,7 @@ def _shares_text(plan: Plan) -> str:
 def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
     estimate = plan.estimate
     if time_shares(plan):
-        yield format_text_line(f"Time of the slowest rank: {_shares_text(plan)}.")
+        yield format_text_line(f"Time of the slowest rank{_describe_slowest_stage(plan)}: {_shares_text(plan)}.")
         computing = estimate.breakdown.get("compute", 0.0) / sum(estimate.breakdown.values())
         if computing > 0.5 and estimate.mfu < _LOW and plan.written is not None:
             from partitioner.explain.kernel_costs import (
@@ -273,7 +282,11 @@ def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
         again = estimate.breakdown.get("recompute", 0.0) / (sum(estimate.breakdown.values()) or 1.0)
         if again > _NOTED:
             used += f", and {format_percent(again)} of the step is recomputation, which saves memory"
-        if share >= _TIGHT or again > _NOTED:
+        if share >= _TIGHT and again <= _NOTED:
+            yield format_text_line(
+                f"Memory is nearly full: {used}. Little is recomputed, so more memory helps other layouts only."
+            )
+        elif again > _NOTED:
             yield format_text_line(
                 f"Memory limits the plan: {used}. Layouts that need more are ruled out, even if they were faster."
             )
@@ -299,16 +312,29 @@ def _disk_binds(plan: Plan) -> Iterator[RenderableType]:
     yield format_text_line(f"{binds}: the optimizer's update takes {seconds_text(update)}; {moved}.")
 
 
-def _explain_breakdown(plan: Plan) -> list[RenderableType]:
+def _explain_breakdown(plan: Plan, whole: Outline | None) -> list[RenderableType]:
     kinds = sorted(without_residue(plan.estimate.breakdown).items(), key=lambda item: -item[1])
     total = sum(s for _, s in kinds)
     if not total:
         return []
     taken, mfu = seconds_text(plan.estimate.step_time), format_percent(plan.estimate.mfu)
-    words = f"One step takes {taken} on the slowest rank, at {mfu} of the devices' peak (MFU):"
+    words = f"One step takes {taken} on the slowest rank, at {mfu} of the devices' peak{_format_peak_rate(plan)} (MFU):"
     chart = build_bar_chart([(KINDS.get(k, k), s / total, seconds_text(s)) for k, s in kinds])
-    waits = waiting_text(plan)
-    return [format_text_line(words), chart, *([format_text_line(f"Bubble: {waits}.")] if waits else [])]
+    lines = [f"Bubble: {waits}."] if (waits := waiting_text(plan)) else []
+    if whole is not None and plan.estimate.breakdown.get("tp_communication", 0.0) > _NOTED * total:
+        from partitioner.explain.kernel_costs import format_layer_communication  # as for operators above
+
+        if told := format_layer_communication(plan, whole):
+            lines.append(f"Communication inside layers, with what computation hides of it: {told}.")
+    return [format_text_line(words), chart, *map(format_text_line, lines)]
+
+
+def _format_peak_rate(plan: Plan) -> str:
+    """Return `` of 989 TFLOP/s``, the peak in the precision of the plan; empty if devices differ or it is unknown."""
+    precision = plan.precision or (common_precision(plan.written) if plan.written is not None else "")
+    kinds = {plan.topology.devices[device].kind for device in plan.devices} if precision else set()
+    rates = {plan.topology.types[kind].peak_of(precision) for kind in kinds}
+    return f" of {format_digits(next(iter(rates)) / 1e12)} TFLOP/s" if len(rates) == 1 else ""
 
 
 def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[RenderableType]:
@@ -370,6 +396,11 @@ def _explain_weights(whole: Outline) -> Iterator[RenderableType]:
             yield format_text_line(f"{' + '.join(blocks)}:")
             for way, names in ways.items():
                 yield indent_part(indent_part(Text(f"{way}: {', '.join(names)}")))
+    if any(seen.values()):
+        yield format_text_line(
+            "R: the same on every rank of tp; R': so, too, with a gradient that is summed over tp; S0, S1: sharded on "
+            "dimension 0, 1. ZeRO's sharding comes on top."
+        )
 
 
 def _explain_communication(whole: Outline) -> Iterator[RenderableType]:
@@ -414,6 +445,7 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
         return
     yield format_text_line(candidate_counts(plan.certificate) + ".")
     yield from (format_text_line(_format_baseline(b, plan)) for b in plan.certificate.baselines if not b.global_batch)
+    yield from _explain_uncounted_layouts(plan)
     if other := other_batch_text(plan):
         yield format_text_line(f"A global batch {other}.")
     if any(b.name.startswith(WITHOUT) for b in plan.certificate.baselines):
@@ -422,9 +454,28 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
         )
     yield candidate_table(plan)
     yield format_text_line(
-        "zero: ZeRO's stage; dp_shard: ranks that share states; v: virtual stages of a rank; at least: a lower bound "
-        "on the step time; memory: of the fullest rank. why_not(...) says in which parts of the step time one differs"
+        "zero: ZeRO's stage, 0 if absent; dp_shard: ranks that share states, all of dp if absent; v: virtual stages of "
+        "a rank; at least: a lower bound on the step time of any plan of the row; memory: of the fullest rank; "
+        "uncovered: not covered by the proof. why_not(...), such as why_not(tp=2), says in which parts of the step "
+        "time one differs."
     )
+
+
+def _explain_uncounted_layouts(plan: Plan) -> Iterator[RenderableType]:
+    """Yield a line that names the standard layouts that were worked out in addition to the candidates of the search."""
+    rows = {_get_layout(row) for row in plan.certificate.candidates}
+    names = [
+        baseline.name
+        for baseline in plan.certificate.baselines
+        if not baseline.global_batch and baseline.candidate is not None and baseline.candidate.step_time is not None
+        if not baseline.name.startswith(WITHOUT) and _get_layout(baseline.candidate) not in rows
+    ]
+    if names:
+        yield format_text_line(f"Worked out in addition, so neither counted nor in the table: {', '.join(names)}.")
+
+
+def _get_layout(candidate: Candidate) -> tuple[str, int, str]:
+    return candidate_text(candidate), candidate.microbatch_size, candidate.schedule
 
 
 def _format_baseline(baseline: Baseline, plan: Plan) -> str:
@@ -438,12 +489,20 @@ def _format_baseline(baseline: Baseline, plan: Plan) -> str:
     differences = ""
     if baseline.candidate.status != "chosen" and baseline.candidate.breakdown:
         differences = format_time_changes(plan.estimate.breakdown, baseline.candidate.breakdown)
-    return f"{baseline.name} ({layout}): {became}{f' ({differences})' if differences else ''}{excluded}"
+    also = baseline.candidate.status != "chosen" and baseline.candidate.zero == plan.chosen.zero == 3
+    other = "; the plan is ZeRO-3, too, on another mesh" if also else ""
+    return f"{baseline.name} ({layout}): {became}{f' ({differences})' if differences else ''}{excluded}{other}"
 
 
 def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
     c = plan.certificate
     yield format_text_line(f"The cost model estimates {seconds_text(c.objective)} for a step of this plan.")
+    (known, num_known), (unseen, num_unseen) = MEAN_ERRORS["known"], MEAN_ERRORS["unseen"]
+    yield format_text_line(
+        f"Its step times were off by {format_percent(known)} on average in {num_known:,} measured runs, and by "
+        f"{format_percent(unseen)} in {num_unseen:,} that no constant was set by. Smaller differences between plans "
+        "are within the error of the model."
+    )
     yield from map(format_text_line, explain_proof(plan))
     if c.cut_off is not None:
         yield format_text_line(f"The search was {cut_off(c)}: with more time it may find a better plan.")
@@ -462,7 +521,7 @@ def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
         compared = compared if difference >= 5e-4 else "the same"
         yield format_text_line(
             f"Check: a simulation of the generated programs with the same costs takes {seconds_text(simulated)}, "
-            f"{compared}."
+            f"{compared}. It checks the schedule, not the cost model."
         )
     over = [axis for axis in ("cp", "tp") if plan.mesh.get(axis, 1) > 1]
     if over:  # the other axes divide samples, stages and experts, all of whose work is divided

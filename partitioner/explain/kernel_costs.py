@@ -1,18 +1,23 @@
-"""Split a microbatch's predicted time by kind of operator."""
+"""Split a microbatch's predicted time by kind of operator, and communication inside layers by mesh axis."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from itertools import chain
+from typing import Any, cast
 
 from partitioner.cost.call.block_profile import asked_by
-from partitioner.cost.call.call_cost import CallCost
+from partitioner.cost.call.call_cost import CallCost, compute_exchange_seconds
+from partitioner.cost.call.collectives import context_exchanges
 from partitioner.cost.call.roofline import kernel_times
 from partitioner.passes.ir.model import Block
 from partitioner.plan import Plan
+from partitioner.plans.figures import AXIS_NAMES
+from partitioner.plans.outline import Outline
 from partitioner.simulate.program_time import PlanDurations
 from partitioner.topology.hardware import DeviceType
-from partitioner.units import format_percent
+from partitioner.units import format_percent, seconds_text
 
 Seconds = dict[str, float]  # by kind, in words
 
@@ -42,6 +47,41 @@ def format_costliest_kinds(plan: Plan) -> str:
     ranked = sorted(seconds.items(), key=lambda item: -item[1])[:_MOST]
     shown = [f"{kind} ({format_percent(s / total)})" for kind, s in ranked if s > _LEAST * total]
     return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
+
+
+def format_layer_communication(plan: Plan, whole: Outline) -> str:
+    """Return the seconds of communication inside layers by purpose, on the busiest stage, for example ``tensor
+    parallelism (tp) 2.8 s, experts (ep) 630 ms``; empty if there is none. No part of them is hidden by computation."""
+    durations, program = PlanDurations(plan), plan.program
+    busy = [stage.forward_s + stage.backward_s for stage in plan.estimate.stages]
+    stage = busy.index(max(busy)) if busy else 0
+    seconds: Seconds = defaultdict(float)
+    calls = Counter(call.block for call in program.stages[stage].calls if not call.prologue)
+    for name, count in calls.items():
+        for purpose, took in _list_exchange_seconds(durations, stage, name):
+            seconds[purpose] += program.num_microbatches * count * took
+    for moved in whole.stages[stage].reductions if program.zero == 3 else ():
+        op = cast("Any", moved.op)
+        if moved.op in ("all_gather", "reduce_scatter"):
+            each = durations.share(op, tuple(moved.axis.split("×")), moved.num_bytes // moved.count, stage)
+            seconds[f"{moved.what} of ZeRO-3 ({moved.axis})"] += moved.count * each
+    found = sorted(((took, purpose) for purpose, took in seconds.items() if took), reverse=True)
+    return ", ".join(f"{purpose} {seconds_text(took)}" for took, purpose in found)
+
+
+def _list_exchange_seconds(durations: PlanDurations, stage: int, name: str) -> Iterator[tuple[str, float]]:
+    """Yield pairs of purpose and seconds of the collectives of one call of the block ``name``. Tokens are sent to
+    experts by collectives over ``ep``, which the program's blocks contain."""
+    train = durations.plan.program.objective == "train"
+    seat = durations.machine.seats[stage][0]
+    groups, device = dict(seat.groups), durations.topology.paced_type(seat.kind, seat.speed)
+    asked = asked_by(durations.blocks[name], train)
+    for exchange in asked.exchanges:
+        took = compute_exchange_seconds(exchange, groups, device)
+        yield f"{AXIS_NAMES.get(exchange.axis, exchange.axis)} parallelism ({exchange.axis})", took
+    for node, back in asked.rings:
+        sent, _ = context_exchanges(node, groups)
+        yield f"{AXIS_NAMES['cp']} parallelism (cp)", sum(sent[: 1 + back])
 
 
 def _of_stage(plan: Plan, durations: PlanDurations, stage: int) -> Seconds:

@@ -4,62 +4,123 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from partitioner.plan import Plan
+from partitioner.plan import Candidate, Certificate, Plan
 from partitioner.plans.figures import candidate_text, schedule_text
-from partitioner.units import format_percent, seconds_text
+from partitioner.schedules.registry import SEARCHED
+from partitioner.units import format_percent, format_plural, seconds_text
 
 _MAIN_GAPS = ("schedule", "virtual_stages", "offload")  # constraints outside of a proof that change step times most
 _TOLD_GAPS = 2  # sentences on what a proof leaves out that the summary has
 _ROUNDING = 1e-9
 _PROVEN = 1e-6  # of a step: a smaller gap is none
+_SEVERAL = "several stages on a rank"
+
+
+def is_covered(candidate: Candidate, certificate: Certificate) -> bool:
+    """Whether the bound over all covered plans holds for plans of ``candidate``. It does not hold for schedules that
+    were tried on the best meshes only. It holds for GPipe, which takes as long as 1F1B."""
+    one_stage = candidate.virtual_stages == 1 and candidate.schedule in (*SEARCHED, "gpipe")
+    return one_stage or "schedule" not in certificate.beyond
 
 
 def certificate_text(plan: Plan) -> str:
-    """Return what is proven of the plan in one sentence: that it is optimal, or the lower bounds."""
+    """Return what is proven of the plan in one sentence: that no covered plan is faster, or the lower bounds. If the
+    proof leaves out schedules, a second one has the fastest plan found under these."""
     c, covered = plan.certificate, "that the proof covers " if list_uncovered_choices(plan) else ""
     takes = f"this plan takes {seconds_text(c.objective)}"
     if c.covered_bound is not None:
         own = plan.chosen.bound
         gap = format_percent(max(0.0, 1 - own / c.objective)) if c.objective else "0%"
         return (
-            f"not proven optimal: its schedule ({schedule_text(plan)}) is not covered. Under the cost model {takes}, a "
-            f"plan of its own layout {seconds_text(own)} or more (gap {gap}), "
-            f"and a plan that the proof covers {seconds_text(c.covered_bound)} or more"
+            f"not proven optimal: its schedule ({schedule_text(plan)}) is not covered. Under the cost model {takes}; "
+            f"lower bounds are {seconds_text(own)} for its own layout (gap {gap}) and {seconds_text(c.covered_bound)} "
+            "for all plans that the proof covers"
         )
+    rival = _find_uncovered_rival(c)
+    told = f". Not proven of {_SEVERAL}: the best found takes {_format_rival_times(rival)}" if rival else ""
     if c.gap <= _PROVEN:
-        return f"proven optimal under the cost model: no plan {covered}takes less than {seconds_text(c.bound)}"
+        return f"{_describe_proven(plan)}: none takes less than {seconds_text(c.bound)} under the cost model{told}"
     least = f"a plan {covered}takes {seconds_text(c.bound)} or more"
-    return f"gap {format_percent(c.gap)} under the cost model: {takes}, {least}"
+    return f"gap {format_percent(c.gap)} under the cost model: {takes}, {least}{told}"
+
+
+def _describe_proven(plan: Plan) -> str:
+    """Return of which plans one without a gap is the fastest: of all, or of those that the proof covers."""
+    if not list_uncovered_choices(plan):
+        return "proven optimal, fastest of all plans"
+    schedules = ", ".join(SEARCHED).upper()
+    which = f" (one stage on each rank: {schedules})" if "schedule" in plan.certificate.beyond else ""
+    return f"proven fastest of the plans that the proof covers{which}"
 
 
 def explain_proof(plan: Plan) -> Iterator[str]:
     """Yield sentences on what the certificate proves of the plan, and what it does not prove."""
     c, covered = plan.certificate, "that the proof covers " if list_uncovered_choices(plan) else ""
-    if c.covered_bound is None:
-        if c.gap <= _PROVEN:
-            yield f"It is proven optimal under the cost model: no plan {covered}takes less."
-        else:
-            least = f"a plan {covered}takes {seconds_text(c.bound)} or more"
-            yield f"It is not proven optimal: {least}, which is {format_percent(c.gap)} less than this plan takes."
+    if c.covered_bound is not None:
+        yield f"It is not proven optimal: the proof does not cover its schedule ({schedule_text(plan)})."
+        yield (
+            f"Bound for all plans that the proof covers: {_compare_bound(c.covered_bound, c.objective, 'covered plan')}"
+        )
+        own = _compare_bound(plan.chosen.bound, c.objective, "plan of it")
+        yield f"Bound for this plan's own layout ({candidate_text(plan.chosen)}, {plan.schedule}): {own}"
+    elif c.gap <= _PROVEN:
+        yield f"It is {_describe_proven(plan)}: none takes less under the cost model."
+    else:
+        least = f"a plan {covered}takes {seconds_text(c.bound)} or more"
+        yield f"It is not proven optimal: {least}, which is {format_percent(c.gap)} less than this plan takes."
+    if "schedule" in c.beyond:
+        yield from _explain_uncovered_schedules(c)
+
+
+def _explain_uncovered_schedules(certificate: Certificate) -> Iterator[str]:
+    """Yield sentences on the layouts whose schedule the proof does not cover: how many were worked out, and the fastest
+    that is not the plan."""
+    found = [row for row in certificate.candidates if row.step_time is not None and not is_covered(row, certificate)]
+    if not found:
+        yield f"Not proven: that no layout with {_SEVERAL} is faster. None was worked out."
         return
-    yield f"It is not proven optimal: the proof does not cover its schedule ({schedule_text(plan)})."
+    meshes = len({tuple(sorted(row.mesh.items())) for row in found})
+    other = "other " if any(row.status == "chosen" for row in found) else ""
     yield (
-        "Proven under the cost model: a plan that the proof covers takes "
-        f"{_compare_bound(c.covered_bound, c.objective)}."
+        f"Not proven: that no {other}layout with {_SEVERAL} is faster. Worked out were "
+        f"{format_plural(len(found), 'such layout')} on {format_plural(meshes, 'mesh', 'meshes')}."
     )
-    yield (
-        f"Proven under the cost model: a plan of this plan's own layout ({candidate_text(plan.chosen)}, "
-        f"{plan.schedule}) takes {_compare_bound(plan.chosen.bound, c.objective)}."
-    )
-    yield "Not proven: that no other layout with several stages on a rank is faster."
+    others = [row for row in found if row.status != "chosen"]
+    if others:
+        best = min(others, key=_get_seconds)
+        yield (
+            f"The best {other}one found is {candidate_text(best)} ({best.schedule}). It takes "
+            f"{_format_rival_times(best)}."
+        )
 
 
-def _compare_bound(bound: float, objective: float) -> str:
-    """``3.55 s or more, so it may be faster than this plan by 3.4% at most``; ``bound`` and ``objective``: seconds."""
+def _find_uncovered_rival(certificate: Certificate) -> Candidate | None:
+    """Return the fastest layout whose schedule the proof does not cover and whose own bound is below the plan's step
+    time. Return ``None`` if there is none."""
+    below_s = certificate.objective * (1 - _ROUNDING)
+    rivals = [
+        row
+        for row in certificate.candidates
+        if row.status == "solved" and not is_covered(row, certificate) and row.bound < below_s
+    ]
+    return min(rivals, key=_get_seconds, default=None)
+
+
+def _get_seconds(candidate: Candidate) -> float:
+    return candidate.step_time or 0.0
+
+
+def _format_rival_times(rival: Candidate) -> str:
+    """``7.41 s, and the bound for its layout is 5.45 s``."""
+    bound = f", and the bound for its layout is {seconds_text(rival.bound)}" if rival.bound else ""
+    return f"{seconds_text(_get_seconds(rival))}{bound}"
+
+
+def _compare_bound(bound: float, objective: float, what: str) -> str:
+    """``3.55 s, so no covered plan is faster by more than 3.4%.``; ``bound`` and ``objective``: seconds."""
     faster = 1 - bound / objective if objective else 0.0
-    if faster > _PROVEN:
-        return f"{seconds_text(bound)} or more, so it may be faster than this plan by {format_percent(faster)} at most"
-    return f"{seconds_text(bound)} or more, so it is not faster than this plan"
+    most = f" by more than {format_percent(faster)}" if faster > _PROVEN else ""
+    return f"{seconds_text(bound)}, so no {what} is faster{most}."
 
 
 def list_uncovered_choices(plan: Plan) -> list[str]:

@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from partitioner.explain.proof import certificate_text, list_main_uncovered_choices
+from partitioner.explain.proof import certificate_text, is_covered, list_main_uncovered_choices
 from partitioner.optimizers import OPTIMIZERS
 from partitioner.passes.dtypes import get_dtype_itemsize, sum_type
 from partitioner.passes.ir.layouts import Layout
@@ -585,7 +585,9 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
          ("memory", True), ("outcome", False)]
     )  # fmt: skip
     for candidate in best_first(plan.certificate.candidates)[:most]:
-        outcome = status_word(candidate, plan.certificate) + (f": {candidate.reason}" if candidate.reason else "")
+        outcome = status_word(candidate, plan.certificate)
+        outcome += "" if is_covered(candidate, plan.certificate) else ", uncovered"
+        outcome += f": {candidate.reason}" if candidate.reason else ""
         made.add_row(
             candidate_text(candidate),
             str(candidate.microbatch_size),
@@ -744,6 +746,9 @@ def explain_expert_axis(plan: Plan) -> Iterator[RenderableType]:
             f"{bytes_text(size)} of "
             "parameters."
         )
+    yield format_text_line(
+        "Time and memory assume that every expert gets as many tokens. A rank that gets more needs more of both."
+    )
     if plan.constraints.ep is not None:
         return
     yield from _explain_without_axis(plan, "ep", "Without expert parallelism (ep 1)")

@@ -67,9 +67,14 @@ def time_changes(old: Mapping[str, float], new: Mapping[str, float], most: int =
 
 def format_time_changes(old: Mapping[str, float], new: Mapping[str, float], most: int = 3) -> str:
     """Return the largest changes between two breakdowns in one clause, for example ``recomputation +145 ms, pipeline
-    bubble −48 ms``; empty if nothing changed. ``most``: largest number of kinds."""
+    bubble −48 ms, the rest +4 ms``; empty if nothing changed. ``most``: largest number of kinds by name. The others are
+    the rest, with which the changes add up."""
     changes = list_time_changes(old, new)[:most]
-    return ", ".join(f"{KINDS.get(kind, kind)} {_format_change(seconds)}" for kind, seconds in changes)
+    told = [f"{KINDS.get(kind, kind)} {_format_change(seconds)}" for kind, seconds in changes]
+    rest_s = sum(new.values()) - sum(old.values()) - sum(seconds for _, seconds in changes)
+    if told and abs(rest_s) > _SAME * sum(old.values()):
+        told.append(f"the rest {_format_change(rest_s)}")
+    return ", ".join(told)
 
 
 def _format_change(seconds: float) -> str:

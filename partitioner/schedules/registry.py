@@ -149,6 +149,9 @@ def ranks_of(schedule: str | ScheduleTable, num_ranks: int, chunks: int | None =
     return known.placement(num_ranks, _resolve_chunk_count(known, str(schedule), chunks))
 
 
+SEARCHED = {"1f1b": (1,), "zb-1p": (1,)}  # searched, and proven, if none is fixed; with their virtual stages
+
+
 def schedule_name(schedule: str | ScheduleTable) -> str:
     """Return the name under which plans and programs refer to ``schedule``."""
     return schedule if isinstance(schedule, str) else schedule.name

@@ -243,7 +243,7 @@ class CallWork:
             for way in range(1 + back):
                 comm[way] += compute_exposed_seconds(of_ring[way], sent[way], slowdown, beside)
         for exchange in asked.exchanges:
-            took = _compute_exchange_seconds(exchange, groups, device)
+            took = compute_exchange_seconds(exchange, groups, device)
             apart = profile.overlap_tensor and exchange.in_pieces
             (pieces if apart else comm)[exchange.way] += took
             if exchange.anew and profile.regather:  # overlaps with the products of the backward
@@ -443,7 +443,7 @@ def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType,
     return seconds
 
 
-def _compute_exchange_seconds(exchange: Exchange, groups: Mapping[str, Group], device: DeviceType) -> float:
+def compute_exchange_seconds(exchange: Exchange, groups: Mapping[str, Group], device: DeviceType) -> float:
     group = groups.get(exchange.axis)
     if group is None or group.size == 1:
         return 0.0

@@ -18,10 +18,10 @@ from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_ONE_STAGE, Constraints
 from partitioner.errors import ConstraintError, PlanError
 from partitioner.schedules.csv_table import ScheduleTable, table_of
-from partitioner.schedules.registry import SCHEDULES, chunks_of, schedule_name
+from partitioner.schedules.registry import SCHEDULES, SEARCHED, chunks_of, schedule_name
 from partitioner.topology.hosts import can_offload
 from partitioner.topology.topology import Topology
-from partitioner.units import format_plural, list_divisors
+from partitioner.units import format_plural, format_ranges, list_divisors
 
 
 def explain_uneven_batch(space: SearchSpace, dp: int) -> str:
@@ -108,8 +108,6 @@ _MOST_CHUNKS = 16
 _WIDEST = 8  # greatest tp that is searched if no node has more devices
 
 _PART_GROWS = 4  # ratio of consecutive sizes of dp_shard that are tried
-
-SEARCHED = {"1f1b": (1,), "zb-1p": (1,)}  # schedules that are searched if none is fixed, with their virtual stages
 
 _BESIDE = {"zb-1p": (2,), "zb-v": (2,)}  # tried after the search on the best meshes, as is "interleaved"
 _OVERLAPPING = {"zb-2p": (1,)}  # tried in addition if steps overlap: the next step fills its idle time
@@ -398,25 +396,23 @@ def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
     pinned, topology = space.constraints, space.topology
     several, found = topology.num_nodes > 1, dict[str, str]()
     if pinned.offload is None and can_offload(topology):
-        found["offload"] = "Plans with offload to host memory were tried only where nothing fits without it."
+        found["offload"] = "Offload to host memory was not tried, since plans were found without it."
     if space.world_size == 1:
         return found
     if space.train and pinned.schedule is None and pinned.virtual_stages is None and pinned.pp != 1:
+        covered = " and ".join(map(str.upper, SEARCHED))
         schedules = (
-            "The proof covers the pipeline schedules 1F1B and ZB-1P; schedules with several stages on a rank "
-            "(interleaved, ZB-V) were tried on the best meshes only."
+            f"The proof covers the pipeline schedules {covered} with one stage on each rank. "
+            f"Schedules with several stages on a rank ({', '.join(['interleaved', *_BESIDE])}) were tried on the best "
+            "meshes only."
         )
         found |= {"schedule": schedules, "virtual_stages": schedules}
     if space.length and pinned.cp is None:
-        found["cp"] = (
-            f"Context parallelism was tried with {_LEAST_TOKENS:,} tokens of a sample on each rank or more."
-            if space.length >= 2 * _LEAST_TOKENS
-            else f"Context parallelism was not tried: a sample has fewer than 2 × {_LEAST_TOKENS:,} tokens."
-        )
+        found["cp"] = _describe_tried_context(space)
     if pinned.tp is None and space.widest < space.world_size:
         found["tp"] = f"Tensor parallelism over more than {space.widest} ranks was not tried."
     if several and space.train and pinned.zero != 0 and pinned.dp_shard is None:
-        found["dp_shard"] = "Sharding states over a part of the data-parallel ranks was tried for whole nodes only."
+        found["dp_shard"] = _describe_tried_parts(space)
     if len(topology.paces[0]) > 1 and pinned.data_shares is None:
         found["data_shares"] = "Shares of the batch were tried about as fast as ranks are, not all."
     if several and space.train and pinned.hierarchical is None and not topology.single_ring:
@@ -424,6 +420,41 @@ def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
     if space.experts and pinned.etp is None and space.any_etp and not pinned.ahead:
         found["etp"] = "Splitting an expert over other numbers of ranks than tp or one was not tried."
     return found
+
+
+def _describe_tried_context(space: SearchSpace) -> str:
+    """Return a sentence that says which sizes of ``cp`` were tried, and why not others."""
+    tried = sorted({cp for *_, cp in list_mesh_shapes(space) if cp > 1})
+    usual = [cp for cp in tried if space.length >= _LEAST_TOKENS * cp]
+    rare = [cp for cp in tried if cp not in usual]
+    sizes = (
+        f"over {format_ranges(usual)} ranks" if usual else "",
+        f"over {format_ranges(rare)} ranks where the batch does not divide over the ranks without it" if rare else "",
+    )
+    least = f"a rank would have fewer than {_LEAST_TOKENS:,} tokens of a sample"
+    if tried:
+        others = "Elsewhere" if rare else "Over other numbers of ranks"
+        uneven = " or not two equal pieces" if usual else ""
+        return (
+            f"Context parallelism was tried {' and '.join(filter(None, sizes))}. {others} it was not tried: {least}"
+            f"{uneven}."
+        )
+    if space.length < 2 * _LEAST_TOKENS:
+        return f"Context parallelism was not tried: {least}."
+    return "Context parallelism was not tried: no free number of ranks gives each two equal pieces of a sample."
+
+
+def _describe_tried_parts(space: SearchSpace) -> str:
+    """Return a sentence that says over which parts of the data-parallel ranks sharding states was tried."""
+    what = "Sharding states over a part of the data-parallel ranks"
+    if space.constraints.zero is not None:
+        return f"{what} was not tried, since the stage of ZeRO is fixed."
+    if space.constraints.hierarchical:
+        return f"{what} was not tried, since gradients are reduced level by level."
+    return (
+        f"{what} was tried over about as many ranks as a node has, and over {_PART_GROWS}, {_PART_GROWS**2} and so on "
+        "times as many; other sizes were not tried."
+    )
 
 
 def _tensor_axis_fits(space: SearchSpace, tp: int) -> bool:

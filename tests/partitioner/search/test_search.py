@@ -34,6 +34,7 @@ from partitioner.solve.search.outcomes import CandidateOutcome, EvaluatedCandida
 from partitioner.solve.search.search import search_for_plan
 from partitioner.solve.search.space import (
     SearchSpace,
+    beyond_the_bound,
     even_chunks,
     find_baseline_candidates,
     left_out,
@@ -876,3 +877,38 @@ def test_a_time_limit_returns_the_best_so_far_with_its_gap():
 def test_a_time_limit_is_a_length_of_time(seconds: Any):
     with pytest.raises(InputsError, match="time_limit_s must be a positive number of seconds, or None; got "):
         partition(small_experts(8)[0], Topology.local(2), time_limit_s=seconds)
+
+
+@pytest.mark.parametrize(
+    ("world", "batch", "length", "pins", "words"),
+    [
+        (8, 8, 8192, {}, "was not tried: a rank would have fewer than 8,192 tokens of a sample."),
+        (8, 8, 32768, {}, "was tried over 2, 4 ranks. Over other numbers of ranks it was not tried"),
+        (8, 2, 8192, {"pp": 1}, "was tried over 2, 4 ranks where the batch does not divide over the ranks without it."),
+        (8, 8, 32769, {}, "was not tried: no free number of ranks gives each two equal pieces"),
+    ],
+)
+def test_what_is_said_of_context_parallelism_is_what_was_tried(
+    world: int, batch: int, length: int, pins: dict[str, Any], words: str
+):
+    space = SearchSpace(
+        Topology.local(world), batch, 4, frozenset([4096]), Constraints(**pins), length=length, even=True
+    )
+    tried = {candidate.cp for candidate in list_candidates(space)} - {1}
+    said = beyond_the_bound(space)["cp"]
+    assert f"Context parallelism {words}" in said
+    assert tried == ({2, 4} if "was tried" in words else set())
+
+
+def test_what_is_said_of_parts_that_share_states_is_what_was_tried():
+    topology = Topology.preset("dgx-h100", nodes=16)
+    for pins, words in (({}, "was tried over about as many ranks as a node has"), ({"zero": 1}, "was not tried")):
+        space = SearchSpace(topology, 512, 32, frozenset([4096]), Constraints(**pins))
+        parts = list_hybrid_candidates(space, MeshCandidate(1, 64, 2, 1, "1f1b"))
+        assert {part.dp_shard for part in parts} == ({4, 16} if not pins else set())
+        assert words in beyond_the_bound(space)["dp_shard"]
+
+
+def test_the_schedules_that_the_proof_covers_are_those_that_are_searched():
+    said = beyond_the_bound(SearchSpace(Topology.local(8), 8, 4, frozenset([4096])))["schedule"]
+    assert said.startswith("The proof covers the pipeline schedules 1F1B and ZB-1P with one stage on each rank.")

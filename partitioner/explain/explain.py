@@ -96,6 +96,7 @@ _AXIS_WORDS = {  # axes of groups that are not of the plan's mesh
 }
 _LOW = 0.3  # MFU: below it the kinds of operators are named that take longest
 _NOTED = 0.01  # of a step: recomputation that is worth a word
+_SPLIT = 0.1  # share of the step from which communication inside layers is split; that loads PyTorch
 _TIGHT = 0.9  # of the memory: from here on memory is said to bind
 
 
@@ -321,7 +322,7 @@ def _explain_breakdown(plan: Plan, whole: Outline | None) -> list[RenderableType
     words = f"One step takes {taken} on the slowest rank, at {mfu} of the devices' peak{_format_peak_rate(plan)} (MFU):"
     chart = build_bar_chart([(KINDS.get(k, k), s / total, seconds_text(s)) for k, s in kinds])
     lines = [f"Bubble: {waits}."] if (waits := waiting_text(plan)) else []
-    if whole is not None and plan.estimate.breakdown.get("tp_communication", 0.0) > _NOTED * total:
+    if whole is not None and plan.estimate.breakdown.get("tp_communication", 0.0) > _SPLIT * total:
         from partitioner.explain.kernel_costs import format_layer_communication  # as for operators above
 
         if told := format_layer_communication(plan, whole):

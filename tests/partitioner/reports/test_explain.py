@@ -534,8 +534,9 @@ def test_communication_inside_layers_is_split_by_axis(pins: dict[str, int], purp
     units = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
     total = sum(float(value.split()[0]) * units[value.split()[1]] for value in seconds.values())
     assert total == pytest.approx(plan.estimate.breakdown["tp_communication"], rel=within)
-    text = " ".join(plan.explain().split())
-    assert f"Communication inside layers, with what computation hides of it: {told}." in text
+    text, parts = " ".join(plan.explain().split()), plan.estimate.breakdown
+    much = parts["tp_communication"] > 0.1 * sum(parts.values())
+    assert (f"Communication inside layers, with what computation hides of it: {told}." in text) == much
 
 
 def test_equal_parts_of_the_step_are_no_difference():

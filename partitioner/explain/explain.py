@@ -100,9 +100,14 @@ _SPLIT = 0.1  # share of the step from which communication inside layers is spli
 _TIGHT = 0.9  # of the memory: from here on memory is said to bind
 
 
+# Under ZeRO 1 a rank holds the sum of its microbatches, and its piece of the sum over all ranks.
+_GRADIENTS_OF_ZERO_1 = "gradients of parameters, and the rank's piece of their sum (ZeRO 1)"
+
+
 def memory_words(plan: Plan) -> dict[str, str]:
     """Return the display names of the kinds of memory, by kind. Names for inference do not mention backward."""
-    return MEMORY_KINDS if plan.objective == "train" else {**MEMORY_KINDS, **_OF_INFERENCE}
+    words = MEMORY_KINDS if plan.objective == "train" else {**MEMORY_KINDS, **_OF_INFERENCE}
+    return {**words, "gradients": _GRADIENTS_OF_ZERO_1} if plan.chosen.zero == 1 else words
 
 
 def format_summary(plan: Plan) -> str:

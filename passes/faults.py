@@ -9,6 +9,7 @@ of the model, so no other code has to record them.
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import re
 import sys
@@ -66,16 +67,23 @@ def typed_errors(entry: str, passing: Callable[[Exception], bool] = lambda error
     :class:`PartitionError`.
 
     ``entry``: the name of the public function, for the message. ``passing``: whether an exception is raised unchanged.
-    An exception from the user's progress callback is also raised unchanged, because it is a way to stop the search.
+    An exception from the user's progress callback is also raised unchanged, because it is a way to stop the search. So
+    is Python's :class:`TypeError` for a call without a required argument, or with an unknown one.
     """
     try:
         yield
     except PartitionError:
         raise
     except Exception as error:
-        if passing(error) or _is_of_progress(error):
+        if passing(error) or _is_of_progress(error) or _is_of_call(error):
             raise
         raise build_typed_error(error, entry) from error
+
+
+def _is_of_call(error: Exception) -> bool:
+    """Whether the arguments of a decorated function do not match its signature, so that no line of it has run."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, TypeError) and frames[-1].f_code.co_filename == contextlib.__file__
 
 
 def build_typed_error(error: Exception, entry: str) -> PartitionError:

@@ -152,6 +152,13 @@ def test_what_reports_progress_may_end_the_search():
         make_plan(progress=progress)
 
 
+def test_a_call_that_does_not_match_the_signature_is_pythons_error(plan: Plan):
+    for call in (lambda: partition(nn.Linear(2, 2)), lambda: partition(nn.Linear(2, 2), of=1), lambda: plan.verify()):
+        with pytest.raises(TypeError, match=r"missing [12] required|unexpected keyword argument 'of'") as caught:
+            call()
+        assert type(caught.value) is TypeError
+
+
 def test_interruptions_pass():
     with pytest.raises(KeyboardInterrupt), typed_errors("here"):
         raise KeyboardInterrupt

@@ -239,7 +239,8 @@ def _replace_stage_places(base: Variant, places: dict[str, int], text: str) -> V
 
 
 def _list_batch_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
-    """Yield variants with nearby batch sizes that can be divided by the fixed constraints or over the devices."""
+    """Yield variants with the nearest global batch sizes that are multiples of the fixed ``dp`` times the fixed
+    microbatch size, or of a number of groups of samples that divides the devices."""
     given = base.constraints
     batch = asked.prepare(base.topology, given.meaning, base.global_batch).global_batch
     groups = given.group_size or 1

@@ -108,9 +108,11 @@ def find_equal_layers(model: nn.Module, least: int) -> list[ModuleGroup]:
 
 
 def _with_own(members: Sequence[_Member], least: int) -> Iterable[ModuleGroup]:
-    """Split modules that are equal except for integer and text attributes into groups.
+    """Split modules that are equal except for integer and text attributes into groups, and yield each group.
 
-    Within a group each such attribute has either one value for all members or a different value for each member.
+    An attribute whose values differ between all ``members``, such as a layer's index, is recorded as different in each
+    member. Modules are then in one group if all other attributes are equal. No module is in two groups, and modules of
+    smaller groups than ``least`` are left out.
 
     Args:
         members: (name, module, integer and text attributes) of each module.

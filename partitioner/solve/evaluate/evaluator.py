@@ -232,8 +232,8 @@ class CandidateEvaluator:
         self.locals.expect(wanted, self._readings(floors))
 
     def wish(self, candidate: MeshCandidate, size: int) -> None:
-        """Announce that :meth:`floor` of ``candidate`` and ``size`` will be needed soon. A second process computes it
-        next."""
+        """Announce that the lower bound ``floor(candidate, size)`` will be needed soon. A second process computes it
+        next. ``size``: samples of a microbatch."""
         self.locals.wish(self._wanted(candidate, size, self._is_whole(candidate, size)))
 
     def _readings(self, floors: Iterable[tuple[MeshCandidate, int]]) -> Iterator[Reading]:

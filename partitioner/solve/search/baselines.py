@@ -180,9 +180,9 @@ def _find_layout_families(
 def _find_textbook_layouts(
     space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds
 ) -> dict[str, MeshCandidate | None]:
-    """Return the best textbook layout of each kind by name, see
-    :func:`partitioner.solve.search.space.find_baseline_candidates`. Plain data parallelism has no expert
-    parallelism."""
+    """Return the layouts that every report compares with: ``"data parallel"`` (plain data parallelism, without expert
+    parallelism) and ``"megatron"`` (the layout that Megatron-LM's authors recommend). Of each kind the candidate with
+    the least lower bound on its step time that fits in memory; ``None`` if there is none."""
     found = find_baseline_candidates(space, candidates, bounds.times, _build_fit_check(bounds))
     plain = [p for p in candidates if p.pp == p.tp == p.cp == p.ep == 1 and not p.zero]
     return {**found, "data parallel": find_least_bound_candidate(plain, bounds.times, _build_fit_check(bounds))}

@@ -79,8 +79,8 @@ def list_uniform_clusters(topology: Topology) -> list[Topology]:
 
 
 def _find_node_bandwidth_shares(topology: Topology) -> list[float]:
-    """Return, for each node, the fraction of the full bandwidth to other nodes that its best device is left with, if
-    network cards are missing or slower."""
+    """Return, for each node, the bandwidth of its best device to other nodes as a fraction of the full one. It is
+    below 1 if network cards are missing or slower."""
     best = np.zeros(topology.num_nodes)
     np.maximum.at(best, topology.node_of, topology.cards.left)
     found: list[float] = best.tolist()

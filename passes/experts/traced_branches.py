@@ -96,8 +96,8 @@ class TracedBranches:
             self.counted[rows.node.expr] = rows, listing, number
 
     def decides(self, question: Any) -> bool:
-        """Fix the outcome of the symbolic condition ``question`` if it only asks whether an expert has rows. The outcome
-        is the one that :meth:`has_rows` chooses for this trace.
+        """Fix the outcome of the symbolic condition ``question`` if it only asks whether an expert has rows. The
+        outcome is the one that :meth:`has_rows` chooses for this trace.
 
         Returns whether the condition was of that kind, with a row count that :meth:`count` registered.
         """

@@ -355,8 +355,8 @@ class CallWork:
 
 def _count_issued_operators(asked: BlockProfile, half: int, spread: Spread) -> float:
     """Return the number of operators that the host issues in one part of a block call (``half`` 0: forward, 1: backward
-    for inputs, 2: backward for weights). Operators in recorded CUDA graphs do not count. ``spread``: how the call is distributed over the
-    ranks of experts. The number is a fraction if a rank holds a fraction of an expert."""
+    for inputs, 2: backward for weights). Operators in recorded CUDA graphs do not count. ``spread``: how the call is
+    distributed over the ranks of experts. The number is a fraction if a rank holds a fraction of an expert."""
     of_experts, others = _issued_each(asked, half, spread), float(asked.issued[half])
     if half == 0 and spread.profile.expert_kernels == "each" and asked.held:
         others += max(0, _ROUTING[spread.profile.dispatch] - asked.routing)

@@ -36,6 +36,9 @@ _REGATHERS = ("Megatron", "NeMo", "MaxText")
 _USER_BUFFERS = ("NeMo/",)
 _NATIVE = ("torchtitan",)  # whose selective recomputation keeps every second product, and the rest is made again
 PADS = ("Megatron", "NeMo")
+# Under FSDP they reduce gradients in float32: Megatron-Core by default, torchtitan (``mixed_precision_reduce``) and
+# KempnerForge (``default_mp_policy``). NeMo AutoModel (``FSDP2Manager``) and fms-fsdp reduce in bf16.
+_REDUCES_FLOAT32 = ("Megatron", "torchtitan", "KempnerForge")
 # Those that send what all ranks of tp have in parts, which the next stage gathers: Megatron-LM
 # (``scatter_gather_tensors_in_pipeline``, on by default) and DeepSpeed's pipeline engine (``is_pipe_partitioned``).
 _SENDS_PARTS = ("Megatron",)
@@ -114,10 +117,10 @@ def profile_of(row: Row) -> ExecutionProfile:
         expert_kernels=expert_kernels_of(row),
         graphs=_graphs(row),
         even_experts=_even_experts(row),
-        # float32 ones came with bf16; what ZeRO-3 and FSDP scatter stayed short, but in Megatron-Core, whose default
+        # float32 ones came with bf16; what ZeRO-3 and FSDP scatter stayed short, but in the frameworks whose default
         # they are there too; NeMo's recipes for performance set ``grad_reduce_in_fp32=False``
         short_gradients=row.get("precision") == "fp16"
-        or (zero == 3 and not is_of(row, ("Megatron",)))
+        or (zero == 3 and not is_of(row, _REDUCES_FLOAT32))
         or "NeMo" in row.get("framework", ""),
         current_scaling=_current_scaling(row),
         fused_casts=True,  # Transformer Engine, XLA and Inductor all do

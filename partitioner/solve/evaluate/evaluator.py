@@ -161,8 +161,9 @@ class CandidateEvaluator:
 
     def _estimate_by_1f1b(self, candidate: MeshCandidate) -> Callable[[PlacedMesh], float]:
         """Return a function that estimates a placement by the seconds of its step under the 1F1B schedule, which is
-        quick to compute; infinite if the candidate does not fit there. Placements differ in collectives and in the end
-        of the step, and these are equal under the candidate's own, simulated schedule."""
+        quick to compute; infinite if the candidate does not fit there. Placements differ in devices, links and
+        collectives. The end of the step is another one than under the candidate's own schedule, where reductions of
+        gradients start earlier."""
         placement_evaluator = self._build_placement_evaluator(
             replace(candidate, schedule="1f1b", virtual_stages=1), proven=False
         )

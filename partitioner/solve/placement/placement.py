@@ -71,6 +71,7 @@ EXCHANGES = 60  # placements that are evaluated during the exchanges of one mesh
 _LOOKS = 400  # placements that are generated during the exchanges of one mesh, at most
 _NEAR = 1.1  # exchanges are tried below the best cost of any mesh times this; they have gained 3 % at most
 _NEAR_INSIDE = 2.5  # the same factor if pairs of devices have links of their own, where exchanges have gained a half
+_NEAR_LEAST = 1.05  # placements of equal devices are evaluated up to the least lower bound times this
 _AS_LIKELY = 1.01  # placements are evaluated up to the least estimated cost times this
 _KEPT, _AS_GOOD = 4, 1.05  # placements kept for other microbatch sizes; their greatest cost relative to the best
 _SENT = 1e6  # bytes of the all-reduce by which groups are compared
@@ -159,9 +160,8 @@ class Placements:
     def at(self, mesh: Mapping[str, int], devices: Sequence[int]) -> PlacedMesh:
         """Return the placement that puts rank ``i`` of ``mesh`` on ``devices[i]``. If it is among the candidates, the
         cached object is returned."""
-        tried = (
-            machine for machine in self._candidates.get(_mesh_to_key(mesh), ()) if machine.device_of_rank == devices
-        )
+        known = self.candidates(mesh) if self.complete(mesh) else self._candidates.get(_mesh_to_key(mesh), ())
+        tried = (machine for machine in known if machine.device_of_rank == devices)
         return next(tried, None) or PlacedMesh(self.topology, mesh, self.precision, tuple(devices))
 
     def best(
@@ -183,8 +183,9 @@ class Placements:
         - ``enough``: the best cost of another mesh. If the best cost of this mesh is far above it, no exchanges are
           tried.
         - ``exchanges``: the maximum number of further placements that are evaluated while devices are exchanged.
-        - ``likely``: a cheap estimate of the cost. Placements whose estimate is clearly worse than the best one are not
-          evaluated.
+        - ``likely``: a cheap estimate of the cost, given if an evaluation takes long. Placements whose estimate is
+          clearly worse than the best one are not evaluated. If all placements are enumerated, ``least`` is taken for
+          the estimate.
 
         If ``placement_evaluator`` raises for every placement, raise the :class:`CapacityError` with the fewest missing
         bytes, or the first error if memory is not the reason.
@@ -194,8 +195,12 @@ class Placements:
         costs: list[tuple[float, int]] = []
         machines = self.candidates(mesh)
         floors = [0.0 if least is None else least(machine, 0.0) for machine in machines]
-        told = floors if likely is None or len(machines) == 1 else [likely(machine) for machine in machines]
-        enough_told = min(told) * _AS_LIKELY if told is not floors else np.inf
+        told, enough_told = floors, np.inf
+        if likely is not None and self.complete(mesh):
+            enough_told = min(floors) * _NEAR_LEAST
+        elif likely is not None and len(machines) > 1:
+            told = [likely(machine) for machine in machines]
+            enough_told = min(told) * _AS_LIKELY
         for number in sorted(range(len(machines)), key=lambda k: (told[k], floors[k])):
             machine = machines[number]
             if best is not None and told[number] > enough_told:

@@ -33,7 +33,7 @@ from partitioner.runtime.program.precision import with_fp8
 from partitioner.runtime.program.program import Program
 from partitioner.runtime.program.state_bytes import host_states
 from partitioner.runtime.prove.prove import prove
-from partitioner.schedules.formulas import is_split
+from partitioner.schedules.formulas import is_formula, is_split
 from partitioner.simulate.program_memory import replace_estimated_memory
 from partitioner.simulate.program_time import ProgramOnDevices, simulate_plan_seconds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
@@ -50,11 +50,12 @@ def context_ways(job: Job, chosen: SolvedCandidate) -> tuple[ContextWay, ...]:
     """Return the step time of ``chosen`` under each algorithm of context-parallel attention, one entry per algorithm.
 
     The result is empty if the plan has no context-parallel axis ``cp``. An entry has a reason instead of a step time if
-    the algorithm has no plan.
+    the algorithm has no plan. All have the placement of ``chosen``.
     """
     if chosen.local.context is None or not chosen.context_model:
         return ()
     calls = algorithms_of(chosen.context_model, chosen.local.context)
+    plain = is_formula(chosen.candidate.schedule)  # for others the cut into stages takes long
     ways = []
     for name in ALGORITHMS:
         if calls == {name: sum(calls.values())}:
@@ -62,7 +63,8 @@ def context_ways(job: Job, chosen: SolvedCandidate) -> tuple[ContextWay, ...]:
             continue
         pinned = job.constraints.model_copy(update={"context": name})
         try:
-            found = CandidateEvaluator(replace(job, constraints=pinned)).solve(chosen.candidate)
+            evaluator = CandidateEvaluator(replace(job, constraints=pinned))
+            found = evaluator.solve(chosen.candidate, chosen.devices, proven=plain, improved=plain)
             way = ContextWay(algorithm=name, step_time=found.estimate.step_time)
         except PartitionError as error:
             way = ContextWay(algorithm=name, reason=getattr(error, "message", str(error)))

@@ -26,7 +26,7 @@ from partitioner.solve.search.outcomes import (
     build_candidate_report,
     build_refused_report,
 )
-from partitioner.solve.search.space import SearchSpace, even_chunks, several_stages
+from partitioner.solve.search.space import SearchSpace, even_chunks, list_context_variants, several_stages
 
 PATIENCE = 200  # consecutive families without a better plan after which such schedules are skipped
 
@@ -39,6 +39,10 @@ _HOPED, _MOST_ASKED = (
     0.93,
     1000,
 )  # greatest estimate relative to the best plan (estimates are a tenth too low); most bounds
+_BEST_CONTEXT, _NEAR_CONTEXT = (
+    2,
+    1.02,
+)  # how many meshes are tried with more cp; their greatest time relative to the best
 _RELAXED = 4  # number of a candidate's bounds that use the sharding of the largest microbatch
 
 
@@ -93,11 +97,36 @@ def _far_from_few(candidate: MeshCandidate) -> tuple[bool, int]:
     return candidate.schedule != "interleaved", abs(candidate.virtual_stages - _FEW)
 
 
+def contexts_of_best(
+    space: SearchSpace, tried: Mapping[MeshCandidate, float], known: Collection[MeshCandidate]
+) -> list[Sequence[MeshCandidate]]:
+    """Return groups of one candidate each, in the order in which they should be tried: variants of the best candidates
+    in which more ranks share each sequence. ``tried``: candidate -> seconds of its step, for the candidates that were
+    solved. Candidates in ``known`` are left out."""
+    enough = min(tried.values()) * _NEAR_CONTEXT
+    near: dict[MeshCandidate, MeshCandidate] = {}
+    for candidate in sorted(tried, key=tried.__getitem__):
+        if tried[candidate] <= enough:
+            near.setdefault(mesh_of(candidate), candidate)
+    best = list(near.values())[:_BEST_CONTEXT]
+    found = dict.fromkeys(other for candidate in best for other in list_context_variants(space, candidate))
+    return [[other] for other in found if other not in known]
+
+
 def mesh_of(candidate: MeshCandidate) -> MeshCandidate:
     """Return ``candidate`` without schedule, virtual stages and ZeRO, as a key of candidates with equal mesh and
     microbatch size.
     """
     return replace(candidate, schedule="", virtual_stages=1, zero=0, dp_shard=0)
+
+
+def meshes_around(candidate: MeshCandidate) -> Iterator[MeshCandidate]:
+    """Yield the keys (see :func:`mesh_of`) of meshes on which rank ``i`` may have the same device as on the mesh of
+    ``candidate``: its own, and those from which :func:`contexts_of_best` makes it."""
+    yield mesh_of(candidate)
+    if candidate.cp % 2 == 0:
+        for axis in ("tp", "dp"):
+            yield mesh_of(replace(candidate, cp=candidate.cp // 2, **{axis: 2 * getattr(candidate, axis)}))
 
 
 def _list_promising_candidates(
@@ -287,7 +316,7 @@ def _add_rows_to_certificate(
             "objective": step,
             "bound": bound,
             "gap": gap,
-            "covered_bound": certificate.bound,
+            "covered_bound": certificate.bound if certificate.covered_bound is None else certificate.covered_bound,
             "candidates": (*solved, *rows),
         }
     )
@@ -307,8 +336,10 @@ def _is_same_candidate(row: Candidate, other: Candidate) -> bool:
 __all__ = [
     "PATIENCE",
     "best_schedule",
+    "contexts_of_best",
     "estimate_interleaved_effort",
     "mesh_of",
+    "meshes_around",
     "schedules_of_several",
     "solved_to_evaluated",
     "without_limit",

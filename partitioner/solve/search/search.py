@@ -32,8 +32,10 @@ from partitioner.solve.search.bound_steps import BoundCascade
 from partitioner.solve.search.interleaved import (
     PATIENCE,
     best_schedule,
+    contexts_of_best,
     estimate_interleaved_effort,
     mesh_of,
+    meshes_around,
     schedules_of_several,
     solved_to_evaluated,
     without_limit,
@@ -306,14 +308,19 @@ def _search_candidates(
 
         def attempt(candidate: MeshCandidate) -> EvaluatedCandidate:
             """Plan a candidate without a lower bound. If all placements would be tried, use the devices of a known plan
-            with the same mesh instead."""
-            same = devices.get(mesh_of(candidate)) if evaluator.placements.complete(candidate.grid) else None
+            with the same mesh instead, or of one whose ranks of ``cp`` come from its ranks of ``tp`` or ``dp``."""
+            key = next((key for key in meshes_around(candidate) if key in devices), None)
+            same = devices[key] if key is not None and evaluator.placements.complete(candidate.grid) else None
             found = attempts.evaluate(candidate, proven=False, devices=same)
+            tried[candidate] = found.step_time
+            devices.setdefault(mesh_of(candidate), found.payload.devices)
             return found if same is None else replace(found, least=0.0)
 
-        found, certificate = best_schedule(
-            attempts.evaluate, attempt, floors, floors.bound_tightly, several, found, certificate, deadline
-        )
+        tried = {candidate: solved.step_time for candidate, solved in known.items()}
+        best = partial(best_schedule, attempts.evaluate, attempt, floors, floors.bound_tightly, deadline=deadline)
+        found, certificate = best(several, found, certificate)
+        if certificate.cut_off is None:
+            found, certificate = best(contexts_of_best(space, tried, result.rows), found, certificate)
     if certificate.cut_off is None and not evaluator.tries_all(found.candidate):
         found, certificate = without_limit(certificate, found, evaluator.without_share_history.solve(found.candidate))
 

@@ -97,9 +97,9 @@ def _asked_by(schedule: str | ScheduleTable) -> str:
 
 Times = Callable[[Sequence["MeshCandidate"]], NDArray[np.float64]]  # lower bounds in seconds on many candidates
 
-_LEAST_TOKENS = 8192  # of a sequence on a rank; shorter pieces only if cp is fixed, since they take longer to plan
+_LEAST_TOKENS = 8192  # of a sequence on a rank; shorter pieces are tried only beside the best plans
 
-_FEWEST_TOKENS = 2048  # the same if there are more ranks than the batch can be divided over
+_FEWEST_TOKENS = 2048  # the same beside the best plans, and if there are more ranks than the batch can be divided over
 _CHOICES = {"zb-1p": (1, 2, 4)}  # numbers of virtual stages to try for schedules that allow any
 _UNEVEN = 1.1  # the largest virtual stage may have this many times an even share of the layers
 _MORE_CHUNKS = 1.8  # least ratio of two numbers of virtual stages that are tried
@@ -363,6 +363,24 @@ def several_stages(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCan
     return [replace(candidate, schedule=name, virtual_stages=v) for name, v in found]
 
 
+def list_context_variants(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCandidate]:
+    """Return variants of ``candidate`` in which twice as many ranks share each sequence: one with half of ``tp``, and
+    one with half of ``dp``. Sizes that the user fixed stay. Empty if a rank would have too few tokens."""
+    pinned, cp = space.constraints, 2 * candidate.cp
+    if pinned.cp is not None or space.length % (2 * cp) or space.length < _FEWEST_TOKENS * cp:
+        return []
+    free = [axis for axis in ("tp", "dp") if getattr(pinned, axis) is None and getattr(candidate, axis) % 2 == 0]
+    found = [replace(candidate, cp=cp, **{axis: getattr(candidate, axis) // 2}) for axis in free]
+    return [
+        other
+        for other in found
+        if other.microbatch_size in space.sizes(other.dp)
+        and space.allows(other)
+        and (other.zero, other.dp_shard) in _list_zero_options(space, other.dp, other.cp)
+        and (other.ep, other.etp) in _expert_axes(space, other.dp * other.cp * other.tp, other.tp)
+    ]
+
+
 def _is_for(table: ScheduleTable | None, pp: int, num_microbatches: int) -> bool:
     """Whether ``table``, a schedule that the user wrote, is for ``pp`` pipeline ranks and ``num_microbatches``
     microbatches. Always true if ``table`` is ``None``."""
@@ -436,12 +454,12 @@ def _describe_tried_context(space: SearchSpace) -> str:
         others = "Elsewhere" if rare else "Over other numbers of ranks"
         uneven = " or not two equal pieces" if usual else ""
         return (
-            f"Context parallelism was tried {' and '.join(filter(None, sizes))}. {others} it was not tried: {least}"
-            f"{uneven}."
+            f"Context parallelism was tried {' and '.join(filter(None, sizes))}. {others} it was tried beside the best "
+            f"plans only: {least}{uneven}."
         )
-    if space.length < 2 * _LEAST_TOKENS:
-        return f"Context parallelism was not tried: {least}."
-    return "Context parallelism was not tried: no free number of ranks gives each two equal pieces of a sample."
+    if space.length < 2 * _FEWEST_TOKENS or space.length % 4:
+        return "Context parallelism was not tried: ranks would have too few tokens of a sample, or not equally many."
+    return f"Context parallelism was tried beside the best plans only: {least}."
 
 
 def _describe_tried_parts(space: SearchSpace) -> str:

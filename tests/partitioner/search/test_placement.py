@@ -471,3 +471,36 @@ def test_devices_with_links_of_their_own_are_grouped_alike_whatever_their_names(
         )
         took.append(CandidateEvaluator(job(topology, 8)).solve(MeshCandidate(1, 4, 2, 1)).estimate.step_time)
     assert took == pytest.approx([min(took)] * len(took), rel=0.05)
+
+
+def test_a_misleading_estimate_hides_no_placement_of_equal_devices():
+    """All placements of equal devices are enumerated, and their lower bounds are what counts.
+
+    The bounds are 1.00, 1.02, 1.04 and 1.2 for the first four placements, and more for the others. The estimate
+    prefers the fourth. The third costs least, 1.1. The fourth cannot cost less than 1.2, so it is not evaluated.
+    """
+    topology = Topology.preset("dgx-h100", nodes=4)
+    mesh = {"pp": 2, "dp": 4, "cp": 1, "tp": 4, "ep": 1}
+    placements = Placements(topology)
+    machines = placements.candidates(mesh)
+    assert placements.complete(mesh) and len(machines) >= 4
+    bounds = [1.0, 1.02, 1.04, *(1.2 + 0.1 * k for k in range(len(machines) - 3))]
+    costs = [1.3, 1.2, 1.1, *bounds[3:]]
+    evaluated: list[int] = []
+
+    def number(machine: PlacedMesh) -> int:
+        return next(k for k, other in enumerate(machines) if other is machine)
+
+    def placement_evaluator(machine: PlacedMesh) -> tuple[float, None]:
+        evaluated.append(number(machine))
+        return costs[number(machine)], None
+
+    best = placements.best(
+        mesh,
+        placement_evaluator,
+        lambda machine, _: bounds[number(machine)],
+        likely=lambda machine: 1.0 if number(machine) == 3 else 2.0,
+    )
+    assert best.machine is machines[2]
+    assert best.cost == 1.1
+    assert 3 not in evaluated

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from partitioner import partition, prepare
+from partitioner import Plan, partition, prepare
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.cost.step.gradient_reduction import GradientReduction
@@ -39,6 +40,7 @@ from partitioner.solve.search.space import (
     find_baseline_candidates,
     left_out,
     list_candidates,
+    list_context_variants,
     list_hybrid_candidates,
     several_stages,
 )
@@ -882,10 +884,17 @@ def test_a_time_limit_is_a_length_of_time(seconds: Any):
 @pytest.mark.parametrize(
     ("world", "batch", "length", "pins", "words"),
     [
-        (8, 8, 8192, {}, "was not tried: a rank would have fewer than 8,192 tokens of a sample."),
-        (8, 8, 32768, {}, "was tried over 2, 4 ranks. Over other numbers of ranks it was not tried"),
+        (8, 8, 2048, {}, "was not tried: ranks would have too few tokens of a sample"),
+        (
+            8,
+            8,
+            8192,
+            {},
+            "was tried beside the best plans only: a rank would have fewer than 8,192 tokens of a sample.",
+        ),
+        (8, 8, 32768, {}, "was tried over 2, 4 ranks. Over other numbers of ranks it was tried beside the best plans"),
         (8, 2, 8192, {"pp": 1}, "was tried over 2, 4 ranks where the batch does not divide over the ranks without it."),
-        (8, 8, 32769, {}, "was not tried: no free number of ranks gives each two equal pieces"),
+        (8, 8, 32769, {}, "was not tried: ranks would have too few tokens of a sample, or not equally many."),
     ],
 )
 def test_what_is_said_of_context_parallelism_is_what_was_tried(
@@ -897,7 +906,54 @@ def test_what_is_said_of_context_parallelism_is_what_was_tried(
     tried = {candidate.cp for candidate in list_candidates(space)} - {1}
     said = beyond_the_bound(space)["cp"]
     assert f"Context parallelism {words}" in said
-    assert tried == ({2, 4} if "was tried" in words else set())
+    assert tried == ({2, 4} if "was tried over" in words else set())
+
+
+def test_context_variants_take_their_ranks_from_tp_or_dp():
+    """Two ranks share a sequence of 8,192 tokens: 4,096 each, at least 2,048. With cp=8 a rank would have 1,024."""
+    space = SearchSpace(Topology.preset("dgx-h100", nodes=4), 64, 8, frozenset([4096]), length=8192)
+    candidate = MeshCandidate(2, 4, 4, 1, "interleaved", zero=1, virtual_stages=2)
+    found = list_context_variants(space, candidate)
+    assert [(c.pp, c.dp, c.cp, c.tp) for c in found] == [(2, 4, 2, 2), (2, 2, 2, 4)]
+    assert {(c.schedule, c.virtual_stages, c.zero, c.microbatch_size) for c in found} == {("interleaved", 2, 1, 1)}
+    assert not list_context_variants(space, replace(candidate, cp=4, dp=1))
+    for pins, left in (({"cp": 1}, []), ({"tp": 4}, [(2, 2, 2, 4)]), ({"dp": 4}, [(2, 4, 2, 2)])):
+        pinned = replace(space, constraints=Constraints(**pins))
+        assert [(c.pp, c.dp, c.cp, c.tp) for c in list_context_variants(pinned, candidate)] == left
+
+
+def test_context_parallelism_is_tried_beside_the_best_plan():
+    """Wide layers with one sample for each node: half of tp and two ranks for each sequence send less than tp=8 does.
+
+    The free plan is at least as fast as one with ``cp=1`` and one with ``cp=2``, though sequences of 8,192 tokens are
+    not shared in the space that the bounds cover.
+    """
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=16384,
+        intermediate_size=53248,
+        num_hidden_layers=8,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+        ids = torch.empty((1, 8192), dtype=torch.int64)
+    topology, inputs = Topology.preset("dgx-h100", nodes=16), {"input_ids": ids, "labels": ids}
+
+    def plan(**pins: Any) -> Plan:
+        pinned = Constraints(**pins)
+        return partition(
+            model, topology, inputs, global_batch=16, precision="bf16", constraints=pinned, estimate_only=True
+        )
+
+    free = plan()
+    assert free.mesh["cp"] == 2
+    assert free.certificate.objective < plan(cp=1).certificate.objective
+    assert free.certificate.objective <= plan(cp=2).certificate.objective * (1 + 1e-9)
+    assert "beside the best plans" in free.certificate.beyond["cp"]
 
 
 def test_what_is_said_of_parts_that_share_states_is_what_was_tried():

@@ -555,7 +555,9 @@ class _Simulation:
         return total
 
     def send_values(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the transfer of the SEND ``i`` when its channel is idle, and record when it arrives at the other stage."""
+        """Start the transfer of the SEND ``i`` when its channel is idle, and record when it arrives at the other
+        pipeline stage.
+        """
         assert i.peer is not None
         channel = lane.stage, i.peer, i.op[-1]
         nbytes = sum(self.sizes[v] for v in i.values)

@@ -46,7 +46,9 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class LaunchError(PartitionError):
-    """Raised if a program cannot be started, for example because of a wrong number of ranks or a file without a plan."""
+    """Raised if a program cannot be started, for example because of a wrong number of ranks or a file without a
+    plan.
+    """
 
 
 class OffloadError(LaunchError):

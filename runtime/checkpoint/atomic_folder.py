@@ -42,7 +42,8 @@ def this_process() -> str:
 
 
 def has_ended(process: str) -> bool:
-    """Whether ``process``, a string from :func:`this_process`, is a process of this host that has certainly ended.
+    """Return whether ``process``, a string from :func:`this_process`, is a process of this host that has certainly
+    ended.
 
     Return ``False`` if it still runs, if it is on another host, or if its state cannot be determined.
     """
@@ -58,7 +59,9 @@ def has_ended(process: str) -> bool:
 
 
 def is_here(process: str) -> bool:
-    """Whether ``process``, a string from :func:`this_process`, runs on this host, so that its end can be detected."""
+    """Return whether ``process``, a string from :func:`this_process`, runs on this host, so that its end can be
+    detected.
+    """
     try:
         return process.rsplit(" ", 2)[0] == _identify_host()
     except OSError:
@@ -178,8 +181,8 @@ class CheckpointTarget:
         )
 
     def _is_gone(self, record: Path) -> bool:
-        """Whether the process has certainly ended that has to write the file ``record``, which confirms that its part
-        is written.
+        """Return whether the process has certainly ended that has to write the file ``record``, which confirms that its
+        part is written.
         """
         with contextlib.suppress(OSError):
             return has_ended(self.writer(int(record.name.removeprefix(".record-"))).read_text())
@@ -272,7 +275,7 @@ def wait_for_writers(directory: Path, timeout: float) -> None:
 
 
 def _is_written(folder: Path, changed: dict[Path, tuple[int, float]]) -> bool:
-    """Whether some process is still writing the partial checkpoint ``folder``.
+    """Return whether some process is still writing the partial checkpoint ``folder``.
 
     Rank 0 completes a checkpoint, so its process decides. If that process is on another host, the folder counts as
     being written until its contents have not changed for 10 seconds. ``changed`` has, for each folder, the hash of the

@@ -59,7 +59,7 @@ class CheckpointMatch(NamedTuple):
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether ``directory`` is a checkpoint or has a complete one in it.
+    """Return whether ``directory`` is a checkpoint or has a complete one in it.
 
     Return ``False`` for a folder of safetensors files.
     """
@@ -382,7 +382,7 @@ def _require_same_checkpoint(found: CheckpointMatch, rank: RankProgram, communic
 
 
 def _is_equal_across_ranks(number: int, rank: RankProgram, communicator: Communicator) -> bool:
-    """Whether all ranks pass the same ``number``, of at most 60 bits. All ranks call this."""
+    """Return whether all ranks pass the same ``number``, of at most 60 bits. All ranks call this."""
     bounds = torch.tensor([number, -number], dtype=torch.int64, device=communicator.device)
     high, low = all_ranks(communicator, rank.program.world_size).all_reduce(bounds, maximum=True).wait().tolist()
     return bool(high == -low)

@@ -361,7 +361,7 @@ class MemoryCopies:
         remove_line_token(self.checkpoints, self.rank)
 
     def _is_node_leader(self) -> bool:
-        """Whether this rank is the lowest rank on its node."""
+        """Return whether this rank is the lowest rank on its node."""
         return self._nodes.index(self._nodes[self.rank]) == self.rank
 
     def _make_folder(self) -> None:

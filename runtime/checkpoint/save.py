@@ -212,7 +212,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether writing has ended, with a complete checkpoint or with an error."""
+        """Return whether writing has ended, with a complete checkpoint or with an error."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait_until_copied(self) -> None:

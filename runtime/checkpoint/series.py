@@ -57,7 +57,7 @@ class Interrupts:
             ) from None
 
     def asked(self) -> bool:
-        """Whether any rank has received a signal. All ranks call this."""
+        """Return whether any rank has received a signal. All ranks call this."""
         return bool(self._peers.total([int(self._asked)])[0])
 
     def close(self) -> None:

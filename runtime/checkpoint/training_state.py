@@ -108,7 +108,7 @@ class OptimizerState:
             )
 
     def steps(self, name: str) -> bool:
-        """Whether one of the optimizers updates the parameter ``name`` in its step."""
+        """Return whether one of the optimizers updates the parameter ``name`` in its step."""
         return id(self.parameters.get(name)) in self._owners
 
     def owner(self, name: str) -> torch.optim.Optimizer | None:
@@ -155,8 +155,8 @@ class OptimizerState:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def of_own_shape(self, name: str, tensor: Tensor) -> bool:
-        """Whether ``tensor``, an optimizer state of the parameter ``name``, is not a number and differs in shape from
-        it.
+        """Return whether ``tensor``, an optimizer state of the parameter ``name``, is not a number and differs in shape
+        from it.
         """
         return bool(tensor.dim()) and tensor.shape != self.parameters[name].shape
 
@@ -245,7 +245,9 @@ def unpack_plain_data(content: bytes) -> dict[str, Any]:
 
 
 def is_equal_data(one: Any, other: Any) -> bool:
-    """Whether two pieces of plain data are equal. Tensors must have the same dtype and elements; NaN equals NaN."""
+    """Return whether two pieces of plain data are equal. Tensors must have the same dtype and elements; NaN equals
+    NaN.
+    """
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
         return both and one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())

@@ -50,7 +50,7 @@ def as_real(x: Tensor) -> Tensor:
 
 
 def share_memory(x: Tensor, other: Tensor) -> bool:
-    """Whether both tensors have the same storage."""
+    """Return whether both tensors have the same storage."""
     return bool(x.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 

@@ -317,7 +317,9 @@ def _count_samples(dataset: Any) -> int | None:
 
 
 def _is_stream(dataset: Any) -> bool:
-    """Whether a dataset is iterated over rather than indexed. Raise :class:`BatchError` if neither is possible."""
+    """Return whether a dataset is iterated over rather than indexed. Raise :class:`BatchError` if neither is
+    possible.
+    """
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise BatchError(

@@ -183,8 +183,9 @@ class Engine:
 
     @property
     def overflowed(self) -> bool:
-        """Whether the last step's scaled gradients overflowed float16. If so, parameters have no gradients, and the
-        optimizer skips the step."""
+        """Return whether the last step's scaled gradients overflowed float16. If so, parameters have no gradients, and
+        the optimizer skips the step.
+        """
         return self._scale is not None and self._scale.overflowed
 
     @typed_errors("Engine.step()", passing=is_of_ranks)

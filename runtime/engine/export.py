@@ -331,7 +331,7 @@ def chunks_of(program: Program) -> list[Chunk]:
 
 
 def _is_chunk_writer(chunk: Chunk, rank: RankProgram) -> bool | None:
-    """Whether this rank writes the file ``chunk``; ``None`` if it does not take part in gathering its tensors.
+    """Return whether this rank writes the file ``chunk``; ``None`` if it does not take part in gathering its tensors.
 
     The ranks of a stage take turns as writers.
     """

@@ -93,7 +93,7 @@ class OptimizerCheck:
         return any(id(p) in self._own for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
 
     def _trains_elsewhere(self) -> bool:
-        """Whether trained parameters are on several pipeline stages, so that no rank has all of them."""
+        """Return whether trained parameters are on several pipeline stages, so that no rank has all of them."""
         trained = [s.stages for s in self.rank.program.states.values() if s.requires_grad and s.kind == "parameter"]
         return len({stage for stages in trained for stage in stages}) > 1
 

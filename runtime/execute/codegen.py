@@ -257,7 +257,9 @@ class _CodeWriter:
         return stacks, passed
 
     def one_reader(self, node: fx.Node) -> bool:
-        """Whether exactly one operator, or one sink (an accumulator of gradients), reads the result of ``node``."""
+        """Return whether exactly one operator, or one sink (an accumulator of gradients), reads the result of
+        ``node``.
+        """
         return len(node.users) == 1 and node not in self.returned and self.sunk.count(node) <= 1
 
     def is_started(self, node: fx.Node) -> bool:
@@ -442,7 +444,7 @@ class _CodeWriter:
 
 
 def _is_transposed_copy(node: fx.Node) -> bool | None:
-    """Whether ``node`` transposes the last two dims of a stack of matrices (``True``) or is a copy (``False``).
+    """Return whether ``node`` transposes the last two dims of a stack of matrices (``True``) or is a copy (``False``).
 
     Return ``None`` if it is neither.
     """

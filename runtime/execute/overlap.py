@@ -96,7 +96,7 @@ _UNSAFE = {
 
 
 def can_alias_operand(node: fx.Node) -> bool:
-    """Whether the result of ``node`` may share memory with its first operand."""
+    """Return whether the result of ``node`` may share memory with its first operand."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True

@@ -129,8 +129,8 @@ def _train_patiently(options: argparse.Namespace) -> None:
 
 
 def _has_gpu() -> bool:
-    """Whether each rank of this node has its own GPU: the only one that it sees, or one of at least as many as local
-    ranks.
+    """Return whether each rank of this node has its own GPU: the only one that it sees, or one of at least as many as
+    local ranks.
     """
     if not torch.cuda.is_available():
         return False

@@ -198,7 +198,7 @@ class _Lines:
 
 
 def _is_before(line: str, step: int) -> bool:
-    """Whether a line of the file is complete and its step is before ``step``. True for lines without a step."""
+    """Return whether a line of the file is complete and its step is before ``step``. True for lines without a step."""
     try:
         found = json.loads(line) if line.endswith("\n") else None
     except ValueError:

@@ -160,7 +160,7 @@ def _find_nan_and_infinity(x: Tensor) -> tuple[bool, bool]:
 
 
 def _asked_for(operation: ProbedOperation) -> bool:
-    """Whether an argument of the operator is an infinite number, such as in ``masked_fill(mask, -inf)``."""
+    """Return whether an argument of the operator is an infinite number, such as in ``masked_fill(mask, -inf)``."""
     return any(isinstance(s, float) and math.isinf(s) for s in operation.scalars)
 
 

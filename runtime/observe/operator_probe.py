@@ -93,7 +93,7 @@ class _OperatorProbe(TorchDispatchMode):
 
 
 def _is_buffer(frame: FrameType | None, func: Any) -> bool:
-    """Whether an operator works on memory that is not filled yet, such as a communication buffer."""
+    """Return whether an operator works on memory that is not filled yet, such as a communication buffer."""
     if "empty" in str(func):
         return True
     while frame is not None and frame.f_code.co_filename.startswith(_PYTORCH):

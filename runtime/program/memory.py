@@ -443,7 +443,9 @@ class _Holder:
             self.flowing += self.sizes[value]
 
     def run_forward(self, i: Instruction) -> None:
-        """Count the outputs of the calls of the forward instruction ``i``, and the tensors that they save for backward."""
+        """Count the outputs of the calls of the forward instruction ``i``, and the tensors that they save for
+        backward.
+        """
         assert i.calls is not None
         for position, call in enumerate(self.calls[slice(*i.calls)], i.calls[0]):
             for value in call.data.outputs:

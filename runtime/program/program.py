@@ -150,7 +150,9 @@ class InputData(Data):
 
 
 class PlainValue(Data):
-    """An argument value that is not a tensor: the name of its type, and its ``repr`` (for a string, the text itself)."""
+    """An argument value that is not a tensor: the name of its type, and its ``repr`` (for a string, the text
+    itself).
+    """
 
     kind: Literal["bool", "int", "float", "str", "NoneType"]
     text: str

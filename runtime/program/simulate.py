@@ -459,7 +459,9 @@ class _Simulation:
     """
 
     def __init__(self, facts: ProgramFacts, durations: Durations, lanes: Sequence[_SimulatedRank]) -> None:
-        """Start with empty channels between the stages. ``lanes``: the simulated rank of each pipeline stage, in order."""
+        """Start with empty channels between the stages. ``lanes``: the simulated rank of each pipeline stage, in
+        order.
+        """
         self.facts = facts
         self.program = facts.program
         self.durations = durations

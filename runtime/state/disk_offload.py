@@ -45,7 +45,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether the memory of ``tensor`` is a mapped file of this module."""
+    """Return whether the memory of ``tensor`` is a mapped file of this module."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
         return False
     return _PREFIX in (tensor.untyped_storage().filename or "")

@@ -305,7 +305,9 @@ def _list_norm_axes(rank: RankProgram) -> tuple[str, ...]:
 
 
 def _is_counted_shard(rank: RankProgram, state: str) -> bool:
-    """Whether this rank adds its shard of ``state`` to the norm, so that replicas and tied states are counted once."""
+    """Return whether this rank adds its shard of ``state`` to the norm, so that replicas and tied states are counted
+    once.
+    """
     data = rank.program.states[state]
     first_stage = not data.stages or rank.stage_index == min(data.stages)
     if "dp" in _list_norm_axes(rank):

@@ -40,7 +40,7 @@ class FlatBuffer:
 
     @property
     def given(self) -> bool:
-        """Whether the memory of the buffer is released."""
+        """Return whether the memory of the buffer is released."""
         return self._storage.nbytes() != self._nbytes
 
     def take(self) -> None:

@@ -184,7 +184,7 @@ class FileWeights:
             self._open.clear()
 
     def _is_paired(self, name: str) -> bool:
-        """Whether a tensor is complex and stored with real and imaginary parts in its last dim (see
+        """Return whether a tensor is complex and stored with real and imaginary parts in its last dim (see
         :func:`write_weights`).
         """
         path, handle = self._files[name], self._open_file(name)
@@ -304,7 +304,7 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def is_weights(path: Path) -> bool:
-    """Whether ``path`` is a file, or a folder with safetensors files."""
+    """Return whether ``path`` is a file, or a folder with safetensors files."""
     return path.is_file() or (path / INDEX).exists() or any(path.glob("*.safetensors"))
 
 

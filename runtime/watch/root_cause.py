@@ -105,7 +105,9 @@ def waits_for(states: Sequence[RankState]) -> dict[int, set[int]]:
 
 
 def _is_report_outdated(state: RankState) -> bool:
-    """Whether a rank's last report may be outdated, because its process is stopped, dead or sends no heartbeats."""
+    """Return whether a rank's last report may be outdated, because its process is stopped, dead or sends no
+    heartbeats.
+    """
     return state.stopped or not state.alive or state.silent_s > SILENT_S
 
 

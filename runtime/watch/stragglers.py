@@ -145,7 +145,7 @@ def _own_past(
 def _is_surely_slower(
     rank: int, peers: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]], past: float
 ) -> bool:
-    """Whether nearly all recent steps of ``rank`` take longer than nearly all recent steps of most ``peers``.
+    """Return whether nearly all recent steps of ``rank`` take longer than nearly all recent steps of most ``peers``.
 
     Without peers, compare with its own earlier steps, scaled so that their median is ``past`` seconds.
     """

@@ -94,14 +94,14 @@ class Failure:
     """Why a rank failed, and where. ``str()`` formats it as one line.
 
     Args:
-    - rank: global rank that failed. ``error``: text of the error.
-    - kind: class name of the error, or ``"ProcessDied"``, ``"Stalled"``, ``"ConnectionLost"`` or ``"LeftEarly"``.
-    - instruction: printed form of the instruction, such as ``0F3``; outside of the program, what the rank did.
-    - index: position of the instruction in the rank's list, from 0; ``None`` outside of the program.
-    - call: module path of the part of the model that ran. ``node``: graph node. ``path``: module path of the node.
-    - source: source line, as ``file:line``. ``traceback``: formatted Python traceback, or empty.
-    - secondary: whether it is a consequence of another rank's failure.
-    - step: training step, counted from 1; ``None`` if unknown.
+        rank: global rank that failed. ``error``: text of the error.
+        kind: class name of the error, or ``"ProcessDied"``, ``"Stalled"``, ``"ConnectionLost"`` or ``"LeftEarly"``.
+        instruction: printed form of the instruction, such as ``0F3``; outside of the program, what the rank did.
+        index: position of the instruction in the rank's list, from 0; ``None`` outside of the program.
+        call: module path of the part of the model that ran. ``node``: graph node. ``path``: module path of the node.
+        source: source line, as ``file:line``. ``traceback``: formatted Python traceback, or empty.
+        secondary: whether it is a consequence of another rank's failure.
+        step: training step, counted from 1; ``None`` if unknown.
     """
 
     rank: int

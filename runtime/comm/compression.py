@@ -63,9 +63,9 @@ class LevelwiseReduction:
     """The hierarchical reduction of one rank's flat gradients ``buffer``, which has the sum at the end.
 
     Args:
-    - groups: for each level (step of the hierarchy), the group over which gradients are scattered and later gathered.
-    - rest: the group of the all-reduce between scattering and gathering.
-    - codec: compression of the transfers of the last level; ``None``: uncompressed.
+        groups: for each level (step of the hierarchy), the group over which gradients are scattered and later gathered.
+        rest: the group of the all-reduce between scattering and gathering.
+        codec: compression of the transfers of the last level; ``None``: uncompressed.
 
     The length of the buffer must be divisible by the number of shards, and that of a shard by the codec's chunk.
     """

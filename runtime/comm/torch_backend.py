@@ -234,9 +234,9 @@ class TorchCommunicator:
     must exist.
 
     Args:
-    - world_size: number of ranks of the program. ``device``: the device of this rank.
-    - timeout: how long operations wait for other ranks; by default as long as the default group.
-    - placement: device number of each rank; empty: process ``i`` runs rank ``i``.
+        world_size: number of ranks of the program. ``device``: the device of this rank.
+        timeout: how long operations wait for other ranks; by default as long as the default group.
+        placement: device number of each rank; empty: process ``i`` runs rank ``i``.
 
     Groups are opened from the default group's store, without the ranks outside of a group.
     ``torch.distributed.new_group`` would need all ranks. Groups that overlap must be opened in the same order on all of

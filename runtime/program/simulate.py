@@ -274,11 +274,11 @@ def simulate(
     """Return the simulated timeline of one step. The program must have passed the prover.
 
     Args:
-    - durations: the cost model: seconds of each call, transfer and collective.
-    - extra_bytes: for each pipeline stage, bytes to add to its memory; empty for none.
-    - facts: the derived facts of ``program``, if they exist already.
-    - overlap_steps: whether a rank begins the next step as soon as it has ended its own part of this one. The times of
-      the instructions are those of the first step.
+        durations: the cost model: seconds of each call, transfer and collective.
+        extra_bytes: for each pipeline stage, bytes to add to its memory; empty for none.
+        facts: the derived facts of ``program``, if they exist already.
+        overlap_steps: whether a rank begins the next step as soon as it has ended its own part of this one. The times
+            of the instructions are those of the first step.
     """
     facts = facts or ProgramFacts(program)
     lanes, updates = _follow_step(facts, durations)

@@ -260,8 +260,8 @@ class RankGradients:
     """The gradients of a rank's parameters, by parameter name.
 
     Args:
-    - shards: parameter name -> the shard that this rank holds.
-    - copier: copies gradients to host memory, if the program offloads the optimizer.
+        shards: parameter name -> the shard that this rank holds.
+        copier: copies gradients to host memory, if the program offloads the optimizer.
 
     ``sinks`` accumulate gradients in backward. ``owned`` has what an optimizer reads after a step: the accumulated
     gradients, this rank's pieces of them under ZeRO, or copies in host memory.

@@ -183,9 +183,9 @@ class HostParameters:
     """The parameters of a rank whose values are in host memory, where an optimizer updates them.
 
     Args:
-    - masters: parameter name -> its tensor in host memory.
-    - shards: parameter name -> this rank's shard on the device, or its piece under ZeRO.
-    - sharded: the parameters that ZeRO divides. ``copier``: starts the copies.
+        masters: parameter name -> its tensor in host memory.
+        shards: parameter name -> this rank's shard on the device, or its piece under ZeRO.
+        sharded: the parameters that ZeRO divides. ``copier``: starts the copies.
 
     If the program offloads parameters, the device has them only from their fetch until they are freed, and ZeRO pieces
     only until their all-gather ends. ``whole``: the device tensors that calls read, for the parameters that are freed

@@ -204,9 +204,9 @@ def load_states(
     piece of it.
 
     Args:
-    - weights: where the values are read; ``None``: small random values, equal on all ranks that hold the same shard.
-    - dtypes: name -> type, if it is not the program's.
-    - placed: called with the name and tensor of each, one at a time; returns the tensor to use.
+        weights: where the values are read; ``None``: small random values, equal on all ranks that hold the same shard.
+        dtypes: name -> type, if it is not the program's.
+        placed: called with the name and tensor of each, one at a time; returns the tensor to use.
 
     Raise :class:`WeightsError` before anything is read if ``weights`` are not the weights of the program.
     """

@@ -176,7 +176,7 @@ class ShardedParameters:
     """All parameters of a rank that ZeRO divides.
 
     Args:
-    - held: parameter -> this rank's piece, whose values are copied.
+        held: parameter -> this rank's piece, whose values are copied.
 
     ``pieces``: parameter -> this rank's piece, which an optimizer updates. ``whole``: parameter -> the whole parameter,
     which calls read. ``leaving``: names of the parameters that are freed between calls. ``buckets``: index ->

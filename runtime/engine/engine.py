@@ -173,18 +173,25 @@ class Engine:
 
     @property
     def outputs(self) -> dict[str, dict[int, Tensor]]:
-        """This rank's part of the model's results in the last step or run: value -> microbatch -> tensor."""
+        """Return this rank's part of the model's results in the last step, as value name -> microbatch -> tensor.
+
+        Empty unless the engine was made with ``keep_outputs``.
+        """
         return self._latest.outputs
 
     @property
     def loss(self) -> Tensor | None:
-        """The whole loss of the last step. It has no graph: ``backward`` on it raises :class:`BackwardError`."""
+        """Return the loss of the last global batch; ``None`` before the first step or without a loss.
+
+        It has no autograd graph: ``backward`` on it raises :class:`BackwardError`.
+        """
         return self._loss
 
     @property
     def overflowed(self) -> bool:
-        """Return whether the last step's scaled gradients overflowed float16. If so, parameters have no gradients, and
-        the optimizer skips the step.
+        """Return whether the scaled gradients of the last step overflowed float16.
+
+        If so, parameters have no gradients, and the optimizer skips the step.
         """
         return self._scale is not None and self._scale.overflowed
 
@@ -257,14 +264,17 @@ class Engine:
 
     @typed_errors("Engine.run()", passing=is_of_ranks)
     def run(self, name: str, batch: Any, *, local: bool = False) -> Tensor | None:
-        """Run the plan's further program ``name``, as an evaluation, on a global batch. All ranks call it.
+        """Run the plan's further program ``name``, such as an evaluation, on a global batch. All ranks call this.
 
-        It reads the weights that :meth:`step` trains, as they are now, and changes no parameter, gradient, optimizer
-        state or buffer, no number of :attr:`steps` and no random numbers of later steps. ``batch`` and ``local`` are as
-        for :meth:`step`.
+        It reads the weights that :meth:`step` trains, as they are now. It changes no parameter, gradient, optimizer
+        state or buffer, none of :attr:`steps`, and no random numbers of later steps. ``batch``: the whole global batch,
+        the same on all ranks or, with ``local``, this rank's :attr:`share` of it.
+
         Returns the loss of the whole batch, the same on all ranks; ``None`` if the program has no loss. The results are
         in :attr:`outputs`.
-        Raises :class:`LaunchError` if the plan has no such program, and otherwise as :meth:`step` does.
+
+        Raises :class:`LaunchError` if the plan has no such program, :class:`BatchError` if the batch does not match it,
+        and :class:`InstructionError` if an instruction fails.
         """
         self._check_autocast("run()")
         further = self._further.find(name, "evaluate")
@@ -283,6 +293,9 @@ class Engine:
         return self.doing("in a further program") if name else nullcontext()
 
     def _check_autocast(self, method: str) -> None:
+        """Raise :class:`LaunchError` inside a region of ``torch.autocast``. ``method``: name of the caller, for the
+        message.
+        """
         if torch.is_autocast_enabled(self.device.type):
             raise LaunchError(
                 f"{method} is called inside torch.autocast, which would change what the plan's programs compute; "
@@ -291,18 +304,22 @@ class Engine:
             )
 
     def _begin_run(self) -> None:
-        """Set what programs read at their start: the seed, and parameters as the optimizer left them."""
+        """Set what programs read at their start: the seed of random operators, and the parameters as the optimizer left
+        them.
+        """
         with torch.no_grad():
             self._further.seed.fill_(self.seed + self.steps)
         self._masters.refresh()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's shards by the model's names; a tied parameter occurs once. See :meth:`parameters`."""
+        """Yield pairs (name in the model, this rank's shard of the parameter); a tied parameter occurs once. See
+        :meth:`parameters`.
+        """
         yield from self._parameters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's shards of the parameters, for any torch optimizer. Parameters trained in bfloat16 or float16 are
-        represented by float32 copies.
+        """Yield this rank's shards of the parameters, for any torch optimizer. Parameters trained in bfloat16 or
+        float16 are represented by float32 copies.
 
         Under tensor and expert parallelism a parameter is sharded along its dims. Under ZeRO that shard is flattened
         and divided, and the parameter has this rank's elements only, of shape ``[elements]``, possibly none. An
@@ -344,9 +361,10 @@ class Engine:
 
     @typed_errors("Engine.dtensors()", passing=is_of_ranks)
     def dtensors(self, *, strict: bool = True) -> dict[str, DTensor]:
-        """The parameters of :meth:`named_parameters` as DTensors of the whole tensors, for torch's own tools.
+        """Return the parameters of :meth:`named_parameters` by name, as DTensors of the whole tensors, for torch's own
+        tools.
 
-        They share the parameters' memory and have the current gradients in ``grad``. All ranks call it. Raises
+        They share the parameters' memory and have the current gradients in ``grad``. All ranks call this. Raises
         :class:`DTensorError` on all ranks if a DTensor cannot express a layout; without ``strict`` these parameters are
         left out. Raises :class:`LaunchError` if no device mesh of all ranks can be made.
         """
@@ -354,15 +372,20 @@ class Engine:
 
     @typed_errors("Engine.optimizer_dtensors()", passing=is_of_ranks)
     def optimizer_dtensors(self, optimizer: torch.optim.Optimizer, *, strict: bool = True) -> dict[str, dict[str, Any]]:
-        """The states of ``optimizer``: parameter name -> state name -> DTensor, laid out as in :meth:`dtensors`.
+        """Return the states of ``optimizer``, as parameter name -> state name -> DTensor of the whole tensor.
 
-        States without the parameter's shape (step counts) are returned as they are. Takes ``strict`` and raises
-        exceptions as :meth:`dtensors` does, and :class:`CheckpointError` if the optimizer has other parameters. All
-        ranks call it.
+        States without the parameter's shape (step counts) are returned as they are. All ranks call this. Raises
+        :class:`DTensorError` on all ranks if a DTensor cannot express a layout; without ``strict`` these parameters are
+        left out. Raises :class:`CheckpointError` if the optimizer has other parameters, and :class:`LaunchError` if no
+        device mesh of all ranks can be made.
         """
         return self._get_state_views(strict).of_optimizer(self._parameters, optimizer)
 
     def _get_state_views(self, strict: bool) -> Views:
+        """Return the object that makes DTensors of this rank's parameters, made at the first call. All ranks call this.
+
+        ``strict``: raise :class:`DTensorError` if a DTensor cannot express the layout of some parameter.
+        """
         from partitioner.runtime.engine.export import (  # its imports from torch are slow, and few callers need them
             Views,
             require_dtensor_views,
@@ -398,10 +421,10 @@ class Engine:
 
     @typed_errors("Engine.state_dict()", passing=is_of_ranks)
     def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
-        """This rank's shards of parameters and buffers by name.
+        """Return this rank's shards of parameters and buffers by name.
 
-        With ``full``, the first process gets every whole tensor, on the CPU, under all of its names; the other
-        processes take part and get an empty dict.
+        With ``full``, all ranks call this, and the first process gets every whole tensor, on the CPU, under all of its
+        names; the other processes get an empty dict.
         """
         shards = self._masters.current()
         if full:
@@ -491,7 +514,9 @@ class Engine:
         self._counted_at = self.steps_run
 
     def doing(self, phase: Phase) -> AbstractContextManager[None]:
-        """A context in which this rank reports ``phase`` (saving, loading) to the watch, if there is one."""
+        """Report ``phase`` ("saving", "loading") inside the ``with`` block, in this rank's flight record if it has
+        one.
+        """
         recorder = self._executor.recorder
         return nullcontext() if recorder is None else recorder.phase(phase)
 

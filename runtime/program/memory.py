@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from partitioner.runtime.program.analysis import CallFacts, ProgramFacts, value_bytes
@@ -250,6 +250,7 @@ class _Holder:
         self.passing = {s for states in self.shared for s in states} if facts.program.zero >= 2 else set()
         self.gathered = 0
         self.added: set[str] = set()  # states whose whole gradient is held
+        self.whole = 0  # bytes of these gradients
         self.scattering = ScatterQueue[tuple[int, int]]()  # (bucket, bytes) of reduce-scatters in flight
         self.scattered: set[int] = set()  # buckets whose gradient pieces are held, under ZeRO 2 and 3
         self.pieces = 0  # bytes of these pieces
@@ -264,9 +265,20 @@ class _Holder:
 
     @property
     def of_shared(self) -> int:
-        whole = sum(self.facts.gradient_bytes(s) for s in self.added)
         sent = sum(size for _, size in self.scattering)
-        return self.gathered + whole + sent + self.pieces + self.turning.held
+        return self.gathered + self.whole + sent + self.pieces + self.turning.held
+
+    def hold_gradients(self, states: Iterable[str]) -> None:
+        """Count the whole gradients of ``states``, each once."""
+        new = set(states) - self.added
+        self.added |= new
+        self.whole += sum(map(self.facts.gradient_bytes, new))
+
+    def drop_gradients(self, states: Iterable[str]) -> None:
+        """Stop counting the whole gradients of ``states``."""
+        old = self.added.intersection(states)
+        self.added -= old
+        self.whole -= sum(map(self.facts.gradient_bytes, old))
 
     def bucket_bytes(self, number: int) -> int:
         return sum(self.facts.state_bytes(s) for s in self.shared[number])
@@ -362,7 +374,7 @@ class _Holder:
             comes = int(2 * whole * self.facts.wire_share(bucket))  # compressed bytes, sent and received
             peak += int(WORKING[bucket.compression] * whole)
         self.scattering.begin((i.bucket, whole + comes))
-        self.added.difference_update(states)
+        self.drop_gradients(states)
         return peak
 
     def collect_scatter(self) -> int:
@@ -470,7 +482,7 @@ class _Holder:
                     self.hold_gradient(value, i.microbatch)
             new = [s for s in call.adds if s in self.passing] if i.op != "I" else []
             # the other gradients are created while the call's saved tensors are freed
-            self.added.update(sorted(new, key=self.facts.gradient_bytes)[-1:])
+            self.hold_gradients(sorted(new, key=self.facts.gradient_bytes)[-1:])
             first = self.held + call.recomputed_bytes
             self.note_moment(position, call.recomputed_bytes)
             if i.op != "W":
@@ -486,7 +498,7 @@ class _Holder:
                 for value in call.carries:
                     self.release_value(value, i.microbatch)
                 self.saved -= call.carried_bytes
-            self.added.update(new)
+            self.hold_gradients(new)
             if self.held > first:
                 self.note_moment(position)
             peak = max(peak, first, self.held)

@@ -322,6 +322,12 @@ class PlacedMesh:
         each has its own groups. Equal tuples are one object."""
         return self.compute_once(("pipelines", self.ep, self.expert_tp), self._build_pipeline_profiles)
 
+    @property
+    def distinct_pipelines(self) -> tuple[tuple[Seats, ...], ...]:
+        """The distinct entries of :attr:`pipelines`, in the order of the first rank of ``dp`` that has them."""
+        key = "distinct pipelines", self.ep, self.expert_tp
+        return self.compute_once(key, lambda: tuple(dict.fromkeys(self.pipelines)))
+
     def _build_pipeline_profiles(self) -> tuple[tuple[Seats, ...], ...]:
         dp, expert_mesh = self.mesh.get("dp", 1), self.expert_mesh
         if dp == 1 or self.nested:

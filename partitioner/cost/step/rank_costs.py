@@ -98,7 +98,7 @@ class CallCostCache:
         """Return the cost of one call of each block for each stage of each distinct ``dp`` replica of ``machine``, one
         replica after the other. Ranks of different replicas do not wait for each other."""
         spread = machine.spread
-        return tuple(self.of_stage(seats, spread) for replica in dict.fromkeys(machine.pipelines) for seats in replica)
+        return tuple(self.of_stage(seats, spread) for replica in machine.distinct_pipelines for seats in replica)
 
 
 def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:

@@ -43,6 +43,7 @@ from partitioner.solve.placement.placement import Placements
 from partitioner.solve.stages.lower_bound import LeastTime, least_time
 from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.split import check_room
+from partitioner.topology.groups import num_communicators, stage_capacity
 from partitioner.topology.hosts import BOUNDLESS
 from partitioner.units import bytes_text
 
@@ -139,6 +140,7 @@ class ModelBounds:
         self._shares: dict[tuple[Any, ...], StateCosts] = {}
         self._state_bytes: dict[tuple[Any, ...], float] = {}
         self._machines: dict[tuple[int, ...], BestCaseMesh] = {}  # by grid
+        self._capacities: dict[tuple[int, int], tuple[int, ...]] = {}  # by stages and number of communication groups
 
     def with_job(self, job: PlannedJob) -> ModelBounds:
         """Return a copy of these bounds for another job with the same model, batch and topology."""
@@ -347,12 +349,29 @@ class ModelBounds:
     def check_states(self, candidate: MeshCandidate) -> None:
         """Raise :class:`CapacityError` if parameters, gradients and optimizer states alone exceed the memory of all
         ranks together. The check is quick. A single stage may lack more bytes than the error says."""
-        needed, room = self.state_bytes(candidate), sum(self._find_best_case_mesh(candidate).capacity) / candidate.pp
+        needed, room = self.state_bytes(candidate), sum(self._find_capacity(candidate)) / candidate.pp
         check_room(f"parameters, gradients and optimizer states take {bytes_text(needed)} on average", needed, room)
 
     def capacity(self, candidate: MeshCandidate) -> int:
         """Return the usable bytes of the largest device that a rank of any placement could have."""
-        return max(self._find_best_case_mesh(candidate).capacity)
+        return max(self._find_capacity(candidate))
+
+    def _find_capacity(self, candidate: MeshCandidate) -> tuple[int, ...]:
+        """Return for each stage the usable bytes of the largest device that a rank of any placement could have. If all
+        devices are equal, no placement is enumerated."""
+        if not self._equal_rooms:
+            return self._find_best_case_mesh(candidate).capacity
+        grid = candidate.grid
+        key = grid["pp"], num_communicators(grid)
+        if key not in self._capacities:
+            self._capacities[key] = stage_capacity(self.topology, grid)
+        return self._capacities[key]
+
+    @cached_property
+    def _equal_rooms(self) -> bool:
+        """Whether programs may use equally many bytes on all devices."""
+        kinds = {self.topology.types[kind].communicator for kind, _ in self.topology.paces[0]}
+        return len(kinds) == 1 and bool(self.topology.usable.min() == self.topology.usable.max())
 
     def speeds(self, candidate: MeshCandidate) -> tuple[float, float]:
         """Return upper bounds on the speed of the fastest stage and on the summed speed of all stages. A stage on

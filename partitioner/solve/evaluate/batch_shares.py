@@ -77,7 +77,7 @@ class BatchSharing:
         """Whether the ranks of ``dp`` may have unequal numbers of microbatches on this placement and it makes a
         difference: their pipelines differ in speed, and neither a constraint nor the candidate fixes the numbers."""
         free = self.job.constraints.data_shares is None and self.job.goes_apart(self.candidate)
-        return free and len(set(machine.pipelines)) > 1
+        return free and len(machine.distinct_pipelines) > 1
 
     def first(self, machine: PlacedMesh) -> Sequence[Shares]:
         """Return the divisions of the batch to try first, each as the number of microbatches of every rank of ``dp``.
@@ -96,7 +96,7 @@ class BatchSharing:
         given cut into stages. ``calls``: for each stage, the indices of its calls in the local model."""
         blocks = [[self.local.model.calls[number].block for number in of_stage] for of_stage in calls]
         paces: dict[tuple[Seats, ...], float] = {}
-        for seats in dict.fromkeys(machine.pipelines):
+        for seats in machine.distinct_pipelines:
             costs = [self.costs.of_stage(of_stage, machine.spread) for of_stage in seats]
             stages = zip(costs, blocks, strict=True)
             each = (
@@ -113,10 +113,10 @@ class BatchSharing:
         returned. ``shares``: the number of microbatches of each rank of ``dp``.
         """
         candidate, pipelines = self.candidate, machine.pipelines
-        if len(set(pipelines)) == 1 or not self.job.goes_apart(candidate):
+        if len(machine.distinct_pipelines) == 1 or not self.job.goes_apart(candidate):
             return self.costs.by_stage(machine)
         most, fill = max(shares), float(candidate.pp - 1)
-        kinds = dict.fromkeys(pipelines)
+        kinds = machine.distinct_pipelines
         each = {seats: max(n for n, s in zip(shares, pipelines, strict=True) if s == seats) for seats in kinds}
         pace = {seats: (n + fill) / (most + fill) for seats, n in each.items()}
         paced = [
@@ -140,7 +140,7 @@ class BatchSharing:
         even = candidate.data_shares(self.job.global_batch)
         if not self.is_free(machine):
             return (self.job.constraints.data_shares or even,)
-        work = {seats: self._compute_stage_seconds(seats, machine) for seats in dict.fromkeys(machine.pipelines)}
+        work = {seats: self._compute_stage_seconds(seats, machine) for seats in machine.distinct_pipelines}
         best = {seats: 1 / sum(1 / seconds for seconds in of) for seats, of in work.items()}
         paced = {seats: max(of) / candidate.pp for seats, of in work.items()}
         shared = [self._share_out_batch([seconds[seats] for seats in machine.pipelines]) for seconds in (best, paced)]

@@ -108,7 +108,8 @@ class PlacementEvaluator:
     - ``reference``: the rank profile (device, speed and groups) that the sharding was optimized for.
     - ``check``: raises :class:`CapacityError` if hosts lack memory for offloaded data.
     - ``proven``: also compute tight lower bounds. ``improved``: also search cuts that fill the pipeline better.
-      ``cutoff_s``: plans that take at least this many seconds per step are of no interest.
+      ``cutoff_s``: plans that take at least this many seconds per step are of no interest; each plan that is found
+      lowers it.
     - ``record``: which divisions of the batch were fast, for candidates with the same pipelines.
     - ``lower_bounds``: for each evaluated placement that has a plan, a lower bound in seconds on all of its plans.
     - ``asked``: the placements that were evaluated, by identity.
@@ -166,6 +167,7 @@ class PlacementEvaluator:
         if best is None:
             raise errors[0]
         self.record.tell(steps)
+        self.cutoff_s = min(self.cutoff_s, step)
         self.lower_bounds.append(
             min(least, self._batch_sharing.least(machine)) if self._batch_sharing.is_free(machine) else least
         )

@@ -192,7 +192,7 @@ class RankTimeout(PartitionError):
 
 
 def first_cause(failures: tuple[Failure, ...]) -> Failure:
-    """Return the first failure that is not a consequence of another rank's failure; the first of all if
-    there is none.
+    """Return the first of ``failures`` that is not a consequence of another rank's failure; the first of all if there
+    is none.
     """
     return next((f for f in failures if not f.secondary), failures[0])

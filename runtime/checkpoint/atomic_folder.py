@@ -214,7 +214,9 @@ class CheckpointTarget:
         remove_path_atomically(self.old)
 
     def _keep_others(self) -> None:
-        """Move files that do not belong to a checkpoint from the replaced folder into the new one."""
+        """Move those files of the replaced folder that do not belong to a checkpoint into the folder that replaces
+        it.
+        """
         if self.old.is_dir() and self.final.is_dir():
             for path in self.old.iterdir():
                 if not re.fullmatch(self.own, path.name) and not (self.final / path.name).exists():

@@ -394,7 +394,10 @@ def _run_collectively(
 
 
 def _require_same_checkpoint(found: CheckpointMatch, rank: RankProgram, communicator: Communicator) -> None:
-    """Raise :class:`CheckpointError` on all ranks if the ranks have found different checkpoints."""
+    """Raise :class:`CheckpointError` on all ranks if the ranks have found different checkpoints. All ranks call this.
+
+    ``found``: the checkpoint that this rank has found.
+    """
     if not _is_equal_across_ranks(int(found.manifest["token"], 16), rank, communicator):
         raise CheckpointError(
             f"ranks see different checkpoints, this one {found.folder} of step {found.steps}: name one of them, and "

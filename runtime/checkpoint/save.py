@@ -320,7 +320,7 @@ class Saver:
         return self.last
 
     def wait(self) -> None:
-        """Wait until the last save is complete. Raise :class:`CheckpointError` if it failed."""
+        """Wait until the last save of this rank's state is complete. Raise :class:`CheckpointError` if it failed."""
         if self.last is not None:
             self.last.wait()
 

@@ -61,7 +61,7 @@ class Interrupts:
         return bool(self._peers.total([int(self._asked)])[0])
 
     def close(self) -> None:
-        """Restore the previous signal handlers."""
+        """Restore the signal handlers that were installed before."""
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
         self._before = {}
@@ -136,11 +136,12 @@ class Checkpoints:
         self._last: int | None = None  # the step that was saved last, or restored from the disk
 
     def after_step(self) -> Saving | None:
-        """Count an optimizer step, copy and save the state if it is due, and update :attr:`interrupted`.
+        """Count an optimizer step, copy and save the state if it is due, and update :attr:`interrupted`. All ranks call
+        this.
 
         Call this after each step of the optimizer. With ``engine.step(batch, accumulate=True)``, call it after the
-        optimizer has stepped, not after each batch. Return the checkpoint being written, or ``None`` if none was due.
-        Raise :class:`CheckpointError` if a copy, or the previous save, failed.
+        optimizer has stepped, not after each batch. Return the handle of the checkpoint that is being written, or
+        ``None`` if none was due. Raise :class:`CheckpointError` if a copy, or the previous save, failed.
         """
         self.engine.count_optimizer_step()
         steps = self.engine.optimizer_steps

@@ -116,7 +116,7 @@ def all_ranks(communicator: Communicator, world_size: int) -> RankGroup:
 
 
 class ImmediateResult:
-    """A result that is available immediately, from a group of one rank."""
+    """A collective that has ended already, in a process group of one rank; ``wait`` returns ``result``."""
 
     __slots__ = ("result",)
 

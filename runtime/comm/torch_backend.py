@@ -51,14 +51,14 @@ def as_real(x: Tensor) -> Tensor:
 
 
 def share_memory(x: Tensor, other: Tensor) -> bool:
-    """Return whether both tensors have the same storage."""
+    """Return whether the tensors ``x`` and ``other`` have the same storage."""
     return bool(x.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def give_back(x: Tensor) -> None:
     """Free the memory of ``x`` now, even if other tensors refer to it; nothing may read it afterwards.
 
-    Memory that NumPy shares (when a step is hashed) cannot be resized; torch frees it with the last reference.
+    Memory that is shared with NumPy cannot be freed in this way; torch frees it with the last reference.
     """
     storage = x.untyped_storage()
     if storage.resizable():

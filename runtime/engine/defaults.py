@@ -83,7 +83,7 @@ def local_gpu() -> torch.device:
 
 
 def resolve_device(device: torch.device | str) -> torch.device:
-    """Return ``device`` with an index if it is a GPU, and make it the current device."""
+    """Return ``device`` as a ``torch.device``. A GPU gets an index, and becomes the current device of the process."""
     device = torch.device(device)
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -63,7 +63,7 @@ AnOptimizer = TypeVar("AnOptimizer", bound=torch.optim.Optimizer)
 
 
 class Engine:
-    """One rank of ``plan``.
+    """One rank of ``plan``: it has this rank's part of the weights, and runs training steps.
 
     Args:
         plan: a plan, a :class:`Program`, or the path of a plan's JSON file.
@@ -78,14 +78,15 @@ class Engine:
         offload_folder: folder for the optimizer states of a plan that keeps them on disk, see :meth:`on_disk`: on a
             disk of this node, one for all ranks or one for each; by default the environment variable
             ``PARTITION_OFFLOAD_FOLDER``.
-        compile: run blocks through ``torch.compile``: with Inductor (``True``; operator by operator where it cannot
-            work), or with another of torch's backends by its name.
+        compile: compile the model's parts by ``torch.compile``: with Inductor (``True``; operator by operator where it
+            cannot work), or with another of torch's backends by its name.
 
     Attributes:
-        steps: number of batches of the whole run, one per call of :meth:`step`, accumulated or not; :meth:`load` sets
-            it to the checkpoint's number. Random numbers, names of checkpoints, metrics and errors are based on it.
-        optimizer_steps: number of calls of :meth:`Checkpoints.after_step` in the whole run; fewer than ``steps`` if
-            gradients are accumulated.
+        steps: number of batches since the start of training, one per call of :meth:`step`, accumulated or not;
+            :meth:`load` sets it to the checkpoint's number. Random numbers, names of checkpoints, metrics and errors
+            are based on it.
+        optimizer_steps: number of calls of :meth:`Checkpoints.after_step` since the start of training; fewer than
+            ``steps`` if gradients are accumulated.
         steps_run: number of batches that this engine has run itself; loading does not change it.
 
     Parameters that are trained in bfloat16 or float16 have float32 copies. :meth:`parameters` returns these copies, the
@@ -197,16 +198,19 @@ class Engine:
 
     @typed_errors("Engine.step()", passing=is_of_ranks)
     def step(self, batch: Any, *, local: bool = False, accumulate: bool = False) -> Tensor | None:
-        """Run forward and backward on a global batch; afterwards gradients are reduced over all ranks.
+        """Run forward and backward on a global batch; afterwards gradients are reduced over all ranks. All ranks call
+        this.
 
         ``batch`` is the whole global batch, the same on all ranks. If the plan has several shapes (``shapes=``), the
         fastest program that fits runs, and a smaller batch is padded exactly. With ``local``, each rank passes only its
         :attr:`share` of the batch (as :class:`partitioner.Loader` does): ``[batch / dp, ...]`` for an input ``[batch,
         ...]``, or ``{}`` if it reads no inputs; the batch then has the largest shape. The gradients of this batch
         replace those of the last step. With ``accumulate`` they are added to them, unless ``zero_grad`` has cleared
-        them; a sum with an overflowed addend is lost (:attr:`overflowed`).
-        Returns the loss of the whole batch, a 0-d tensor without a graph (see :attr:`loss`), the same on all ranks;
+        them; if the gradients of one batch overflowed, the sum is lost (:attr:`overflowed`).
+
+        Returns the loss of the whole batch, a 0-dimensional tensor without an autograd graph, the same on all ranks;
         ``None`` if the program has no loss.
+
         Raises :class:`BatchError` if the batch does not match the plan, :class:`InstructionError` if an instruction
         fails, :class:`AgreementError` if ranks have diverged since the last step (checked now and then), and
         :class:`LaunchError` inside a region of ``torch.autocast``.
@@ -352,8 +356,8 @@ class Engine:
     def on_disk(self, optimizer: AnOptimizer) -> AnOptimizer:
         """Move the states of ``optimizer`` to disk if the plan keeps them there, and return ``optimizer``.
 
-        ``optimizer`` is made of :meth:`parameters`. Call this before its first step, and before creating a
-        learning-rate scheduler. Raises :class:`OffloadError` if it does not update each parameter by itself.
+        ``optimizer``: an optimizer of :meth:`parameters`. Call this before its first step, and before creating a
+        learning-rate scheduler. Raises :class:`OffloadError` if the optimizer does not update each parameter by itself.
         """
         if self._disk is not None:
             keep_on_disk(optimizer, self._disk, self._saver.wait_until_copied)
@@ -411,7 +415,8 @@ class Engine:
 
     @typed_errors("Engine.clip_grad_norm_()", passing=is_of_ranks)
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm over the whole model is at most ``max_norm``. Returns the norm before.
+        """Scale the gradients so that their 2-norm over the whole model is at most ``max_norm``. Returns the norm
+        before. All ranks call this.
 
         Use it instead of ``torch.nn.utils.clip_grad_norm_``, which reads this rank's part only; a later :meth:`step`
         detects that and raises :class:`AgreementError`. Raises :class:`LaunchError` if ``max_norm`` is negative or no
@@ -433,7 +438,8 @@ class Engine:
 
     @typed_errors("Engine.export_weights()", passing=is_of_ranks)
     def export_weights(self, directory: str | Path) -> None:
-        """Write the whole weights as a safetensors folder under the model's names, in the format of published models.
+        """Write the whole weights to the folder ``directory`` as safetensors files under the model's names, like
+        published models.
 
         All ranks call it. The folder appears complete or not at all. Other files in an existing folder are kept.
         """
@@ -486,9 +492,11 @@ class Engine:
         extra: Mapping[str, Stateful] | None = None,
         verify: bool = True,
     ) -> int | None:
-        """Load a checkpoint that :meth:`save` wrote under this or another plan, or a safetensors folder.
+        """Load a checkpoint that :meth:`save` wrote under this or another plan, or a safetensors folder. All ranks call
+        it.
 
-        All ranks call it. ``directory``: a checkpoint, or a folder of checkpoints, of which the latest is loaded.
+        ``directory``: a checkpoint, or a folder of checkpoints, of which the latest is loaded. ``optimizer``: the
+        optimizer, or list of optimizers, whose state is restored; ``extra``: further objects to restore, by name.
         ``verify``: first compare all files with their checksums. If a save to that folder is in progress, in any engine
         or process, waits for it.
 

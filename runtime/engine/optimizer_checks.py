@@ -53,7 +53,7 @@ class OptimizerCheck:
         self._trusted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def attach(self, engine: object) -> None:
-        """Check every optimizer before it steps a parameter of this rank, as long as ``engine`` exists."""
+        """Check every torch optimizer before it steps a parameter of this rank, as long as ``engine`` exists."""
         if self.rank.program.objective == "train":
             step_hook.add(engine, self.before_step)
 
@@ -227,7 +227,9 @@ def _call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepCall:
 
 
 def _find_enclosing_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yield the optimizers whose methods are on the call stack of this step, such as one that wraps ``optimizer``."""
+    """Yield the optimizers whose methods are on the current call stack, such as one that wraps ``optimizer``, which is
+    left out.
+    """
     frame, seen = sys._getframe(2), {id(optimizer)}
     while frame is not None:
         first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()

@@ -492,7 +492,9 @@ def class_of(optimizer: Optimizer) -> type[Any]:
 
 
 class _Withheld:
-    """A placeholder for an object that is not copied, such as a model. Any use of it raises :class:`NotCopied`."""
+    """A placeholder for an object of the class ``what`` that is not copied, such as a model. Any use of it raises
+    :class:`NotCopied`.
+    """
 
     def __init__(self, what: str) -> None:
         self.__dict__["_what"] = what
@@ -531,7 +533,9 @@ class _OptimizerMirror:
         self._groups = optimizer.param_groups
 
     def copy_groups(self) -> list[dict[str, Any]]:
-        """Return copies of the parameter groups with their options, and with a learning rate that is not too small."""
+        """Return copies of the optimizer's parameter groups with small tensors as parameters, and a learning rate of
+        0.01 or more.
+        """
         found = [self.copy_value(group) for group in self._groups]
         for group in found:
             _raise_rate(group)
@@ -613,7 +617,9 @@ class _OptimizerMirror:
         return self._copy_object(value)
 
     def _copy_function(self, value: types.FunctionType) -> types.FunctionType:
-        """Return a copy of a function whose closure variables are copied, too."""
+        """Return a copy of the function ``value`` with copies of its closure variables; ``value`` itself if it has
+        none.
+        """
         if value.__closure__ is None:
             return value
         cells = tuple(types.CellType() for _ in value.__closure__)

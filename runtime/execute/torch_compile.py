@@ -54,7 +54,7 @@ class Segment:
             return result
 
     def _call_first_time(self, arguments: tuple[Any, ...]) -> Any:
-        """Call the function for the first time in a thread, which compiles it.
+        """Run the function for the first time in this thread, which compiles it, and return its results.
 
         If compilation fails, log a warning and run the operators one by one from then on.
         """

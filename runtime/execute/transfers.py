@@ -196,7 +196,7 @@ def early_starts(instructions: Sequence[Instruction]) -> dict[int, list[int]]:
 def slots_read(instruction: Instruction, stage: Stage) -> list[Slot]:
     """Return the received tensors that ``instruction`` may be the first to read, as (channel, microbatch, value name).
 
-    The channel is "F" for a value and "B" for its gradient.
+    The channel is "F" for a value and "B" for its gradient. ``stage``: the instruction's pipeline stage.
     """
     microbatch = instruction.microbatch
     if microbatch is None:

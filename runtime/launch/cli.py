@@ -44,7 +44,11 @@ _Number = TypeVar("_Number", int, float)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line, and exit the process: status 0, 1 if a rank failed, 2 for a wrong command line."""
+    """Run ``python -m partitioner.runtime`` with ``arguments`` (by default those of the process), which trains a plan,
+    and exit the process.
+
+    The exit status is 0, 1 if a rank failed, or 2 for a wrong command line.
+    """
     options = _build_parser().parse_args(arguments)
     status = 0
     try:

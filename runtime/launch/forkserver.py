@@ -36,7 +36,7 @@ serve(int(sys.argv[1]))
 
 
 class Child(NamedTuple):
-    """A forked rank: the PID of its process, and this side of its connection."""
+    """A forked process that runs a rank: its PID, and this process's side of the connection to it."""
 
     pid: int
     connection: Connection

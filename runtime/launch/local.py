@@ -144,6 +144,9 @@ def run_threads(
     failures: list[Failure] = []
 
     def work(rank: int) -> None:
+        """Run the step of ``rank`` in this thread, and store its results. If it fails, release the ranks that wait for
+        it.
+        """
         try:
             communicator = world.communicator(rank)
             engine = Engine(

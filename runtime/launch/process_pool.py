@@ -413,7 +413,7 @@ class LocalRanks:
             self._folder = None
 
     def close(self) -> None:
-        """Ask the processes to exit, and kill those that do not."""
+        """Ask the processes of the pool to exit, and kill those that do not within 5 seconds."""
         for child in self._children:
             with contextlib.suppress(OSError):
                 send_message(child.connection, "leave")
@@ -423,7 +423,8 @@ class LocalRanks:
 
 
 def preload_imports() -> None:
-    """Import modules that are usually imported by the first trace or checkpoint, so that forked ranks have them.
+    """Import modules that the first trace or checkpoint would import, so that processes which are forked later have
+    them.
 
     Autograd must not be used here, because its engine does not survive a fork.
     """

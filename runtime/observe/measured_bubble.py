@@ -93,6 +93,10 @@ def timed(engine: Engine) -> Iterator[Times]:
     steps = times.steps
 
     def computes(action: Callable[[], None], index: int) -> Callable[[], None]:
+        """Return a function that runs ``action`` and records its duration as computation of the instruction at
+        ``index``.
+        """
+
         def run() -> None:
             start = clock()
             action()
@@ -103,6 +107,11 @@ def timed(engine: Engine) -> Iterator[Times]:
         return run
 
     def waits(action: Callable[[], None], way: Way | None) -> Callable[[], None]:
+        """Return a function that runs ``action`` and records its duration as waiting.
+
+        ``way``: (index of the pipeline stage at the other end, "F" or "B") of a receive, or ``None``.
+        """
+
         def run() -> None:
             start = clock()
             action()
@@ -114,6 +123,12 @@ def timed(engine: Engine) -> Iterator[Times]:
         return run
 
     def posts(action: Callable[[], None], index: int, way: Way | None) -> Callable[[], None]:
+        """Return a function that runs ``action`` and records its duration as neither computation nor waiting.
+
+        ``index``: position of the instruction. ``way``: (index of the pipeline stage at the other end, "F" or "B") of a
+        send, or ``None``.
+        """
+
         def run() -> None:
             start = clock()
             if way is not None:

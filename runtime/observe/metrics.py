@@ -83,14 +83,14 @@ class StepMetrics:
 
 
 class StepLog:
-    """Measures the steps of ``engine``. Create one on every rank, or only on the first rank.
+    """Measures the training steps of ``engine``. Create one on every rank, or only on the first rank.
 
     Args:
         plan: the plan or the path of its file, whose estimate is needed for the MFU.
         folder: folder for ``metrics.jsonl`` and TensorBoard's event files, which are continued if they exist. The file
             has one line for each step. If a step is repeated, after a restart or a return to an earlier checkpoint, its
             line is replaced.
-        watch: the folder of :class:`partitioner.Watch`, from which the bubble of all ranks is read.
+        watch: the folder of :class:`partitioner.Watch`, from which the waiting times of all ranks are read.
     """
 
     def __init__(
@@ -121,8 +121,8 @@ class StepLog:
         """Return the metrics of the time since the last call, or since the log was created, and write them to the
         files.
 
-        Call it once per optimizer step, before or after ``optimizer.step()``. ``more``: further numbers for the files.
-        The loss is read, which waits for it on a CUDA device.
+        Call it once per optimizer step, before or after ``optimizer.step()``. ``loss``: the loss of the step, which is
+        read; on a GPU this waits for it. ``more``: further numbers for the files, by name.
         """
         value = float(loss) if loss is not None else None
         now = time.perf_counter()

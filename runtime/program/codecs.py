@@ -26,7 +26,7 @@ class Codec(Protocol):
     feedback: bool
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of an encoded row of ``numel`` numbers."""
+        """Return the bytes of a compressed row of ``numel`` numbers."""
 
     def encode(self, rows: Tensor) -> Tensor:
         """Compress ``rows``, of shape ``[rows, numel]``, and return bytes, ``uint8[rows, nbytes]``."""
@@ -57,7 +57,7 @@ class Bfloat16:
 class Int8:
     """Codec that rounds each number to 1/127 of the largest magnitude in its chunk of 256 numbers.
 
-    The encoded row holds the int8 numbers, followed by one float32 scale per chunk.
+    The compressed row has the int8 numbers, followed by one float32 scale per chunk.
     """
 
     chunk = 256

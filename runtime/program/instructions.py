@@ -175,8 +175,8 @@ class Part(Data):
 class Listing(Data, Sequence[Instruction]):
     """A compact instruction list, which can be read like the full sequence of instructions.
 
-    ``parts`` are the parts of the shortest list. The full list is that list after ``steps`` extensions, each of which
-    adds ``unit`` microbatches.
+    ``parts``: groups of instructions, with their numbers of repetitions in the shortest list. The full list is that
+    list after ``steps`` extensions, each of which adds ``unit`` microbatches.
     """
 
     steps: Annotated[int, Field(ge=0)]

@@ -44,7 +44,7 @@ def find_neighbour_stages(stage: int, source: int, num_stages: int) -> tuple[int
 
 
 def loss_edges(program: Program) -> set[tuple[int, int, str]]:
-    """Return the pipeline links (from stage, to stage, channel) over which the loss is sent to all stages.
+    """Return the links over which the loss is sent to all pipeline stages, as (from stage, to stage, "L").
 
     Empty if there is no loss or only one stage.
     """

@@ -76,7 +76,7 @@ class LevelReductionBytes:
         return whole if compressed else 0
 
     def finish(self) -> None:
-        """Record that all reductions have ended: no extra bytes are held."""
+        """Record that all reductions have ended, so that no extra bytes are held."""
         self._of.clear()
         self.held, self._gathering = 0, None
 

@@ -184,11 +184,11 @@ class ArgumentData(Data):
 
 
 class GuardData(Data):
-    """A condition on numbers of the batch on which the traced forward branched.
+    """A condition on numbers of the batch that decides which branch the model's ``forward`` takes.
 
-    ``expression``: the condition, as JSON of the nested lists that ``passes/ir/lifted_numbers.py`` evaluates;
-    ``outcome``: its result; ``where``: its position in the source (``file:line``). The program is valid only for
-    batches with this outcome.
+    ``expression``: the condition, as JSON of nested lists (see ``passes/ir/lifted_numbers.py``). ``outcome``: its
+    result when the model was traced. ``where``: its position in the source (``file:line``). The program is valid only
+    for batches with this outcome.
     """
 
     expression: str

@@ -224,6 +224,8 @@ def level_problem(program: Program, bucket: Bucket) -> str:
 
 
 def _split_hybrid_axes(axes: Sequence[str]) -> Iterator[str]:
-    """Yield ``axes`` and, after each, the two axes into which hybrid sharding splits it."""
+    """Yield each mesh axis of ``axes`` and, after it, the two axes into which hybrid sharding splits it: ``dp``,
+    ``dp_shard``, ``dp_replicate``.
+    """
     for axis in axes:
         yield from (axis, f"{axis}_shard", f"{axis}_replicate")

@@ -60,7 +60,7 @@ class RankClock:
     under_way: deque[OverlappedCollective] = field(default_factory=deque)  # that have not ended, in order
 
     def begin(self, collective: OverlappedCollective) -> None:
-        """Post ``collective`` behind those in progress. It begins no earlier than now."""
+        """Add ``collective`` behind those in progress. It begins no earlier than the clock's current time."""
         collective.ready = max(collective.ready, self.clock)
         self.under_way.append(collective)
 
@@ -162,8 +162,8 @@ class Durations(Protocol):
         ...
 
     def host(self, stage: int, nbytes: int) -> float:
-        """Return the seconds to copy ``nbytes`` between a rank of a stage and its host's memory, in either
-        direction.
+        """Return the seconds to copy ``nbytes`` between the device of a rank of a pipeline stage and its host's memory,
+        in either direction.
         """
         ...
 
@@ -211,7 +211,11 @@ class SimulatedSpan:
 
 @dataclass(frozen=True)
 class Background:
-    """A transfer or collective that overlaps with instructions. Times are in seconds from the start of the step."""
+    """A transfer or collective of a simulated rank that overlaps with its instructions. Times are in seconds from the
+    start of the step.
+
+    ``index``, ``instruction``: the instruction that started it, and its position in the list. ``nbytes``: its size.
+    """
 
     start: float
     end: float
@@ -222,15 +226,16 @@ class Background:
 
 @dataclass(frozen=True)
 class StageTimeline:
-    """The simulated step of one stage's rank.
+    """The simulated step of one rank of a pipeline stage; all ranks of the stage are alike.
 
     Args:
         spans: the instructions in order, with their times.
         background: transfers and collectives that overlap with them.
         busy: seconds of computation.
         bubble: the share of the step without computation, from 0 to 1.
-        memory: pairs (time, device bytes held from then on).
-        update_s: seconds of the optimizer's update, which begins when the last span and all transfers have ended.
+        memory: pairs (seconds from the start of the step, device bytes held from then on).
+        peak_bytes: the most device bytes held at a time.
+        update_s: seconds of the optimizer's update, which begins when all instructions and transfers have ended.
     """
 
     spans: tuple[SimulatedSpan, ...]
@@ -441,7 +446,9 @@ class _SimulatedRank(RankClock):
         return job
 
     def drain_collectives(self) -> None:
-        """Wait for all collectives, and for all transfers to other stages and to host memory."""
+        """Advance the clock until all collectives, and all transfers to other pipeline stages and to host memory, have
+        ended.
+        """
         self.wait_for_all()
         self.wait(max([self.clock, *(b.end for b in self.background)]))
 

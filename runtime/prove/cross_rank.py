@@ -59,7 +59,7 @@ def find_representatives(program: Program, traces: Mapping[int, Trace]) -> tuple
 
 
 def _list_groups(program: Program, axes: tuple[str, ...]) -> list[list[int]]:
-    """Return all groups of ranks that differ only on the mesh axes ``axes``, as lists of ranks."""
+    """Return all groups of ranks whose coordinates differ only on the mesh axes ``axes``, as lists of ranks."""
     grid = program.grid(axes)
     ranks = np.arange(program.world_size).reshape([*grid.values()])
     inner = [place for place, axis in enumerate(grid) if axis in axes]
@@ -237,7 +237,7 @@ class TraceRunner:
         return group
 
     def list_members(self, rank: int, event: CollectiveEvent) -> tuple[int, ...]:
-        """Return the ranks that take part in the collective ``event`` of ``rank``."""
+        """Return the ranks that take part in the collective ``event``, which ``rank`` starts."""
         if event.stages:
             return tuple(self.find_peer_rank(rank, s) for s in event.stages)
         return self.program.group(rank, event.axes)

@@ -273,7 +273,10 @@ class StateGradients:
         return due[len(done) - 1]
 
     def reduced(self, number: int) -> bool:
-        """Return whether all collectives that reduce the gradients of bucket ``number`` have been started."""
+        """Return whether all collectives that reduce the gradients of bucket ``number`` (an index) have been started.
+
+        A bucket is a set of parameters that are reduced together.
+        """
         return len(self.turned.get(number, ())) == len(self.due[number])
 
     def sync(self, states: Collection[str], index: int) -> tuple[int, ...]:

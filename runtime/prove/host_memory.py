@@ -22,7 +22,11 @@ Run = tuple[int, int]  # call, microbatch
 
 
 class ActivationOffloads:
-    """Checks that the activations that a call saves move to the host once, after forward, and back before backward."""
+    """Checks that tensors which calls save for backward move to host memory once, after forward, and back before
+    backward.
+
+    It follows the instructions of one rank of the pipeline stage ``stage`` (an index).
+    """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         self.calls = facts.stages[stage]
@@ -234,7 +238,10 @@ def check_alike(program: Program, known: dict[str, Sameness]) -> None:
 
 
 class WrittenUpdates:
-    """Tracks which buffers (such as running statistics) one rank has updated so far in the step."""
+    """Tracks which buffers (such as running statistics) one rank has updated so far in the step.
+
+    It follows the instructions of one rank of the pipeline stage ``stage`` (an index).
+    """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         self.program, self.stage = facts.program, stage

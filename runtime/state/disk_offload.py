@@ -192,8 +192,10 @@ class Disk:
             self._error = error
 
     def _add_file(self, nbytes: int) -> None:
-        """Create and map a file of ``nbytes`` bytes, with all of its blocks allocated: writing to a page without a
-        block on the disk would kill the process.
+        """Create a file of ``nbytes`` bytes and map it into memory, with all of its blocks allocated on the disk.
+
+        Writing to a page without a block on the disk would kill the process. Raise :class:`OffloadError` if there is
+        too little space.
         """
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         free = shutil.disk_usage(self.folder).free

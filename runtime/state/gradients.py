@@ -201,7 +201,7 @@ class ScatteredBucket:
             self.flat.give()
 
     def restore(self) -> None:
-        """Allocate the pieces again after a failed step, filled with zeros."""
+        """Allocate this rank's gradient pieces, filled with zeros, if a failed step has released them."""
         if self.flat.given:
             self.flat.take()
             self.flat.buffer.zero_()
@@ -227,7 +227,7 @@ class ScatteredBucket:
         self._sent.append((whole, pending))
 
     def collect(self) -> None:
-        """Wait for the oldest reduce-scatter in progress, and add its result to this rank's pieces."""
+        """Wait for the oldest reduce-scatter in progress, and add its result to this rank's gradient pieces."""
         whole, pending = self._sent.popleft()
         arrived = pending.wait()
         if self.fresh:
@@ -465,7 +465,9 @@ class RankGradients:
                 work.wait()
 
     def finish(self) -> None:
-        """Wait until all reductions and copies to host memory have ended, so that every gradient is complete."""
+        """Wait until all reductions of gradients and their copies to host memory have ended, so that every gradient is
+        complete.
+        """
         while self._scattering:
             self._collect_first_scatter()
         for pending in self._under_way.values():

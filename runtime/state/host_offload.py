@@ -39,8 +39,9 @@ class Arrival:
 
 
 class Copier:
-    """Starts copies between a device and host memory, one stream for each direction, ordered after the kernels queued
-    so far.
+    """Starts copies between ``device`` and host memory; on a GPU on one stream for each direction.
+
+    A copy starts after the kernels that were queued before it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -152,7 +153,7 @@ class OffloadedActivations:
         return sum(memory.numel() for memory in self._host)
 
     def fetch(self) -> None:
-        """Start to copy the tensors back to the device."""
+        """Start to copy the offloaded tensors from host memory back to the device."""
         self._there = [torch.empty(m.numel(), dtype=torch.uint8, device=self._copier.device) for m in self._host]
         pairs = zip(self._host, self._there, strict=True)
         self._arrival = self._copier.start(pairs, back=True, after=(self._arrival,))

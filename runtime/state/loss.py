@@ -83,7 +83,9 @@ class LossSum:
             self._receive = self.communicator.recv(self.value, self.source, CHANNEL)
 
     def add(self, value: Tensor) -> None:
-        """Add the loss of one microbatch. The last one starts the all-reduce over ``dp``."""
+        """Add ``value``, the loss of one microbatch. After the last microbatch, start to sum the loss over the ``dp``
+        ranks.
+        """
         value = value.to(self.dtype)
         self.value = value.clone() if self.value is None else self.value + value
         self._left -= 1

@@ -146,7 +146,7 @@ class GatheredBucket:
         self._pending = self.group.all_gather(self._concatenate_own_pieces(), 0)
 
     def _concatenate_own_pieces(self) -> Tensor:
-        """Return this rank's padded ZeRO pieces as one tensor, the operand of the all-gather."""
+        """Return this rank's padded ZeRO pieces of the parameters as one flat tensor, the operand of the all-gather."""
         if not self.keep:
             return self.flat.buffer
         return torch.cat([room.rows[self.group.index] for room in self.rooms])

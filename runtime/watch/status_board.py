@@ -91,7 +91,9 @@ class Board:
         self._post_file(rank, "failure", content)
 
     def post_addresses(self, rank: int, addresses: list[str]) -> None:
-        """Write the local addresses of this rank's connections."""
+        """Write the local network addresses of the connections of ``rank``, such as ``127.0.0.1:4000``, to its status
+        file.
+        """
         self._post_file(rank, "addresses", {"own": addresses})
 
     def _post_file(self, rank: int, kind: str, content: dict[str, Any]) -> None:

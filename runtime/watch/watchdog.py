@@ -58,11 +58,11 @@ class Watch:
     Args:
         folder: the folder to which all ranks write their states, in memory if possible. By default each host has one,
             and they are copied between hosts once a second through the store of the process group.
-        patience_s: if no rank makes progress for so many seconds, the run counts as stalled.
+        patience_s: if no rank makes progress for so many seconds, the ranks count as stalled.
         beat_s: seconds between heartbeats.
-        slow_factor: a rank whose computation in a step takes more than this factor times its peers' is reported by the
-            first rank on the standard error and in :attr:`slow`; ``None``: never.
-        leave: end the process if the run has failed; otherwise only write the cause to ``folder``, and let the
+        slow_factor: a rank whose computation in a step takes more than this factor times that of ranks with the same
+            work is reported by the first rank on the standard error and in :attr:`slow`; ``None``: never.
+        leave: end the process if a rank has failed; otherwise only write the cause to ``folder``, and let the
             exception propagate.
 
     Entering the block raises :class:`LaunchError` inside another watch of the same engine, or of the same folder.
@@ -233,6 +233,7 @@ class Watch:
                 print(found, file=sys.stderr, flush=True)
 
     def _check_for_cause(self) -> None:
+        """End this process if a rank has failed or the ranks have stalled, after the cause is reported."""
         cause = self.monitor.check()
         if cause is None or self._end.is_set():
             return

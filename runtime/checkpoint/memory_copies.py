@@ -132,11 +132,11 @@ class SlotState(NamedTuple):
 
 
 def parse_slot_content(content: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors by name, as views of the bytes ``content``, and the other state, such as counters, of an
-    in-memory copy.
+    """Return the tensors by name, as views of ``content``, and the other state, such as step counters, of an in-memory
+    copy.
 
-    ``content``: uint8 tensor, as :meth:`SlotState.write` wrote it. Raise an exception of unpickling if the bytes are
-    damaged.
+    ``content``: the bytes that :meth:`SlotState.write` wrote, as a uint8 tensor. Raise an exception of unpickling if
+    they are damaged.
     """
     length = int.from_bytes(bytes(content[:_LENGTH].tolist()), "little")
     head = content[_LENGTH : _LENGTH + length].numpy().tobytes()

@@ -307,7 +307,7 @@ def way_of(program: Program) -> str:
 def residual_pieces(rank: RankProgram, residuals: Mapping[str, Tensor]) -> list[ShardPiece]:
     """Return this rank's rounding errors of compressed gradients as named parts for a checkpoint.
 
-    ``residuals``: key (bucket and transfer) -> flat tensor.
+    ``residuals``: name of the transfer -> flat tensor.
     """
     return [
         ShardPiece(f"{RESIDUAL}{rank.rank}.{place}", tuple(tensor.shape), (0,), tensor)

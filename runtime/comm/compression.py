@@ -117,8 +117,9 @@ class LevelwiseReduction:
         self._arriving = PendingDecode(pending, lambda wire: sender.codec.decode(wire, dtype).view(-1))
 
     def finish(self) -> None:
-        """Wait for the sum and copy it into the gradient buffer. Do nothing if a level remains to be gathered, or
-        nothing was started.
+        """Wait for the sum and copy it into the gradient buffer.
+
+        Do nothing if a step of the hierarchical reduction remains to be gathered, or if nothing was started.
         """
         if self._arriving is not None and not self._level:
             pending = self._arriving

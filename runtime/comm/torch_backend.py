@@ -29,7 +29,7 @@ def parts_of(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def join_parts(parts: Tensor, dim: int) -> Tensor:
-    """Concatenate the parts in ``parts``, of shape ``[size, ...]``, along ``dim``, and return the tensor."""
+    """Return the tensor whose equal parts along ``dim`` are in ``parts``, of shape ``[size, ...]``."""
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 

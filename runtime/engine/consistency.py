@@ -247,8 +247,9 @@ class Agreement:
         """Find the parameter and the ranks whose replicas differ, and raise :class:`AgreementError`. All ranks call
         this.
 
-        Only warn if the difference is so small that a different order of sums explains it. ``kinds``: all kinds of
-        replication. ``order``: index of the kind. ``first``: lowest rank of the group of replicas.
+        Only warn if the difference is so small that a different order of sums explains it. ``kinds``: pairs (mesh axes
+        along which ranks hold equal shards, stages that share the parameter). ``order``: index in ``kinds``. ``first``:
+        lowest rank of the group of replicas.
         """
         kind, program = kinds[order], self.rank.program
         mine = self._group_parameters_by_kind(kinds).get(kind, []) if self._first_holder(kind) == first else []
@@ -308,6 +309,9 @@ class Agreement:
     def _group_parameters_by_kind(self, kinds: list[_Kind]) -> dict[_Kind, list[str]]:
         """Return kind of replication -> names of this rank's trained parameters of this kind, in the order of
         ``kinds``.
+
+        A kind is a pair: the mesh axes along which ranks hold equal shards, and the pipeline stages that share the
+        parameter.
         """
         found: dict[_Kind, list[str]] = {}
         for name in sorted(self._parameters):

@@ -187,7 +187,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position ``state``, from :meth:`state_dict`. Raise :class:`CheckpointError` if the dataset
+        """Restore the position ``state``, a result of :meth:`state_dict`. Raise :class:`CheckpointError` if the dataset
         has another length.
         """
         if state["of"] != self.num_samples:

@@ -308,8 +308,8 @@ class Engine:
             )
 
     def _begin_run(self) -> None:
-        """Set what programs read at their start: the seed of random operators, and the parameters as the optimizer left
-        them.
+        """Set the seed of random operators, and copy the parameters from the tensors that the optimizer updates, before
+        a program starts.
         """
         with torch.no_grad():
             self._further.seed.fill_(self.seed + self.steps)

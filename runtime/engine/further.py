@@ -45,7 +45,9 @@ class EngineState:
 
 @dataclass
 class FurtherExecutors:
-    """The objects that execute the further programs of a plan on one rank, each made when it is first used."""
+    """The objects that execute, on one rank, the further programs of a plan, such as an evaluation. Each is made when
+    it is first used.
+    """
 
     family: ProgramFamily
     communicator: Communicator

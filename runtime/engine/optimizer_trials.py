@@ -136,8 +136,8 @@ class TrialFinding:
 
     ``kind``: its updates of a part differ from those of the whole (``differs``); it raises an error on parts
     (``fails``); or it could not be tried (``untried``). ``what``: whether parts of parameters (``parts``) or some of
-    the parameters, as on one pipeline stage (``stages``), were tried. ``sample``: the parameter concerned. ``why``: an
-    explanation.
+    the parameters, as on one pipeline stage (``stages``), were tried. ``sample``: the small tensor that stands for the
+    parameter concerned. ``why``: an explanation.
     """
 
     kind: Literal["differs", "fails", "untried"]
@@ -227,10 +227,11 @@ class _WholeFailed(Exception):
 
 @dataclass
 class _Stepped:
-    """A copy of the optimizer in a trial, with the tensors that it steps.
+    """A copy of the optimizer in a trial, with the small tensors that it steps.
 
-    ``tensors``: index of the sample -> its tensors. ``parts``: index of the sample -> function that selects these
-    parts. ``rows``: all tensors with their gradients. ``before``: the tensors before the last step.
+    ``tensors``: index of a small tensor -> the parts of it that are stepped. ``parts``: index of a small tensor ->
+    function that selects these parts. ``rows``: all stepped parts with their gradients. ``before``: the parts before
+    the last step, by index.
     """
 
     optimizer: Any
@@ -241,7 +242,9 @@ class _Stepped:
     before: dict[int, list[Tensor]] = field(default_factory=dict)  # the last step
 
     def updates(self, index: int) -> list[Tensor]:
-        """Return the changes that the last step made to each tensor of the sample with index ``index``."""
+        """Return the changes that the last step made to the stepped parts of the small tensor with the index
+        ``index``.
+        """
         return [t.detach() - b for t, b in zip(self.tensors[index], self.before[index], strict=True)]
 
 
@@ -273,11 +276,11 @@ class _TrialRow:
 
 
 class _Trial:
-    """A trial of ``optimizer`` with one way to copy it: steps of the copies on ``samples``, and the comparison of the
-    updates.
+    """A trial of ``optimizer`` with one way to copy it: copies step small tensors, whole and in parts, and the updates
+    are compared.
 
-    ``make``: makes a copy from the optimizer and the tensors of each group. ``call``: how to call ``step``. ``wide``:
-    use float64.
+    ``samples``: the small tensors. ``make``: makes a copy from the optimizer and the tensors of each group. ``call``:
+    how to call ``step``. ``wide``: use float64.
     """
 
     def __init__(
@@ -300,10 +303,11 @@ class _Trial:
         self._gradients = [gradients for _, _, *gradients in numbers]
 
     def compare_copies(self, stages: bool) -> TrialFinding | None:
-        """Return the first difference between updates of whole samples and of their parts; ``None`` if there is none.
+        """Return the first difference between updates of whole small tensors and of their parts; ``None`` if there is
+        none.
 
-        ``stages``: also compare with steps on only some of the samples. Raise :class:`_WholeFailed` if a copy cannot
-        step whole samples.
+        ``stages``: also compare with steps on only some of the small tensors. Raise :class:`_WholeFailed` if a copy
+        cannot step whole ones.
         """
         try:
             whole = self._copy_parts({i: s.cut.parameters for i, s in enumerate(self.samples)}, "parts")
@@ -331,8 +335,10 @@ class _Trial:
         return None
 
     def _iterate_variants(self, stages: bool) -> Iterator[tuple[dict[int, Part], Literal["parts", "stages"]]]:
-        """Yield what copies are to step besides whole samples, as (index of a sample -> function that selects its part,
-        "parts" or "stages").
+        """Yield the variants that are compared with steps of whole small tensors.
+
+        Each is a pair: index of a small tensor -> function that selects the part to step; and "parts", or "stages" if
+        only some of the small tensors are stepped. ``stages``: include the latter.
         """
         if any(not s.cut.is_whole for s in self.samples):
             for place in (0, -1):  # of the first rank, and of the last
@@ -343,10 +349,10 @@ class _Trial:
                 yield {i: s.cut.parameters for i, s in chosen}, "stages"
 
     def _copy_parts(self, parts: Mapping[int, Part], what: Literal["parts", "stages"]) -> _Stepped:
-        """Return a copy of the optimizer for parts of the samples, with these tensors.
+        """Return a copy of the optimizer that steps parts of the small tensors.
 
-        ``parts``: index of the sample -> function that selects the parts. ``what``: "parts" of samples, or "stages":
-        some of the samples.
+        ``parts``: index of a small tensor -> function that selects its parts. ``what``: "parts", or "stages" if only
+        some of the small tensors are stepped.
         """
         groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
         tensors: dict[int, list[nn.Parameter]] = {}
@@ -377,8 +383,10 @@ class _Trial:
         self.draws |= before is not None and _has_state_changed(before, random_state(device))
 
     def _compare_updates(self, whole: _Stepped, other: _Stepped) -> TrialFinding | None:
-        """Return the difference between the last updates of whole samples and of parts, if it is more than rounding;
-        else ``None``.
+        """Return the difference between the last updates of whole small tensors and of their parts, if it is more than
+        rounding; else ``None``.
+
+        ``whole``, ``other``: the copies of the optimizer that stepped them.
         """
         for i, part in other.parts.items():
             sample, updates = self.samples[i], whole.updates(i)

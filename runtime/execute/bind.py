@@ -110,7 +110,7 @@ def _serialize_nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
 
 
 def _nodes_to_graph(nodes: list[tuple[Any, ...]]) -> fx.Graph:
-    """Return the FX graph of ``nodes``, tuples as :func:`_serialize_nodes` yields them."""
+    """Return the FX graph that :func:`_serialize_nodes` turned into the tuples ``nodes``."""
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
     for op, name, operator, args, kwargs, spec, place in nodes:
@@ -203,7 +203,8 @@ class Library:
         switched off.
 
         Each function is compiled once for all calls of a block. ``num_sinks``: number of last outputs that are
-        gradients of parameters. ``name``: the block; ``needs`` and ``kind``: which of its graphs it is.
+        gradients of parameters. ``name``: the block. ``needs``: the gradients that its backward computes. ``kind``:
+        which of its functions, such as "forward".
         """
         if self.backend is None:
             return graph
@@ -274,8 +275,8 @@ class Binder:
     ) -> Compiled:
         """Return the compiled function of a block's graph; compile it if this is the first request for it.
 
-        ``name``, ``needs``, ``kind``: which graph it is. ``make``: returns the graph and the number of its last outputs
-        that are accumulated gradients.
+        ``name``: the block. ``needs``: the gradients that its backward computes. ``kind``: which of its functions, such
+        as "forward". ``make``: returns the graph and the number of its last outputs that are accumulated gradients.
         """
         key = name, needs, kind
         if key not in self._compiled:

@@ -293,7 +293,8 @@ class _CodeWriter:
         return Compiled(self.name, self.globals["run"], code, filename, self.line_nodes)
 
     def unpack_arguments(self, sinks: Mapping[fx.Node, list[int]]) -> None:
-        """Write the lines that take the arguments out of their list and delete those that nothing reads.
+        """Write the source lines that take the function's arguments out of their list and delete those that nothing
+        reads.
 
         ``sinks``: node -> indices of the accumulators that add up its value.
         """

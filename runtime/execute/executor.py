@@ -46,10 +46,12 @@ class Executor:
     """Runs one rank's program; ``run(inputs)`` runs one step.
 
     Args:
+        rank: the program of the rank. ``gradients``: accumulate and reduce gradients. ``library``: has the graphs.
         states: parameter or buffer -> this rank's shard. For parameters that ZeRO shards or that are in host memory:
             the whole tensor, whose memory exists only while it is needed.
         keep: collect the model's results that this rank computes in ``outputs``: value -> microbatch -> tensor.
-        transient: manages the memory of such parameters; ``None`` if there are none.
+        transient: manages the memory of parameters that ZeRO shards or that are in host memory; ``None``: there are
+            none.
 
     ``loss`` is the loss of the whole global batch, on every rank; ``None`` if the model has no loss. ``actions`` is the
     compiled step: pairs (index of the instruction, function) in the order of execution. A debugger or a test can
@@ -310,8 +312,8 @@ class Executor:
         return self.sender.action(instruction)
 
     def _compile_gather(self, instruction: Instruction) -> Action:
-        """Return a function that starts the all-gather of a bucket's parameters or, as a step of a reduction, of its
-        gradients.
+        """Return a function that starts the all-gather of ``instruction``: of parameters or, as a step of a reduction,
+        of their gradients.
         """
         bucket = instruction.bucket
         assert bucket is not None

@@ -149,8 +149,8 @@ def _has_gpu() -> bool:
 
 
 def _train_plan(options: argparse.Namespace) -> None:
-    """Create the engine of this rank and train the plan as the command line ``options`` say; save the weights if
-    asked.
+    """Create the engine of this rank, and train the plan as the command line ``options`` say; save the weights if they
+    name a folder.
     """
     program = program_of(options.plan)
     _check_world(program)

@@ -494,7 +494,8 @@ def _forward_requests(
     """Forward requests from the connection to the queue of the main thread, until the connection closes. This runs in a
     thread.
 
-    ``answer``: sends a message back. When asked "where", it answers where the main thread is, even if that hangs.
+    ``answer``: sends a message back. The request "where" is answered here with where the main thread is, even if that
+    hangs.
     """
     while True:
         try:

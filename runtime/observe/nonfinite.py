@@ -94,7 +94,7 @@ def find_nonfinite(engine: Engine, batch: Any, local: bool = False) -> Failure:
 def _replay_step(engine: Engine) -> Iterator[None]:
     """Let a step inside the ``with`` block repeat the last one, with the same random numbers, loss scale and buffers.
 
-    Afterwards, step count, loss scale, buffers and rounding errors of gradient compression are as before.
+    Afterwards, step count, loss scale, buffers and rounding errors of gradient compression are restored.
     """
     steps, residuals = engine.steps, engine._gradients.residuals
     kept = {place: residual.clone() for place, residual in residuals.items()}

@@ -98,10 +98,10 @@ class ProgramFacts:
         self._sizes: dict[str, StateSizes] = {}
 
     def grown(self, steps: int) -> ProgramFacts:
-        """Return the facts of the same program for another number of microbatches.
+        """Return gradients, collectives and memory of all calls of the same program for another number of microbatches.
 
-        Every stage's list becomes its shortest form, extended ``steps`` times by ``unit`` microbatches. Every list must
-        be a :class:`Listing`.
+        Every stage's instruction list becomes its shortest form, extended ``steps`` times by ``unit`` microbatches.
+        Every list must be a :class:`Listing`.
         """
         stages, microbatches = [], self.program.num_microbatches
         for stage in self.program.stages:
@@ -112,8 +112,8 @@ class ProgramFacts:
         return self._copy_with_changes(stages=tuple(stages), num_microbatches=microbatches)
 
     def of_share(self, num_microbatches: int) -> ProgramFacts:
-        """Return the facts of this program for ranks that run only the first ``num_microbatches`` microbatches of their
-        stage.
+        """Return gradients, collectives and memory of all calls for ranks that run only the first ``num_microbatches``
+        microbatches.
         """
         if num_microbatches == self.program.num_microbatches:
             return self
@@ -225,11 +225,16 @@ class ProgramFacts:
     def bucket_bytes(self, bucket: Bucket) -> int:
         """Return the bytes of a bucket's gradients on one rank: the pieces that ZeRO leaves there, or whole shards
         without ZeRO.
+
+        A bucket is a set of parameters whose gradients are reduced together.
         """
         return sum(map(self.gradient_piece_bytes, bucket.states))
 
     def wire_share(self, bucket: Bucket) -> float:
-        """Return the bytes sent per byte of a bucket's gradients: below 1 if the bucket is compressed, else 1."""
+        """Return the bytes sent per byte of a bucket's gradients: below 1 if the bucket is compressed, else 1.
+
+        A bucket is a set of parameters whose gradients are reduced together.
+        """
         if bucket.compression is None:
             return 1.0
         dtype = accumulated_in(dtype_of(self.program.states[bucket.states[0]].dtype))
@@ -264,7 +269,8 @@ class ProgramFacts:
         )
 
     def _derive_call_facts(self, place: tuple[int, int], index: int) -> CallFacts:
-        """Return the facts of the call at ``place``, a pair (stage index, position on the stage).
+        """Return gradients, collectives and memory of the call at ``place``, a pair (stage index, position on the
+        stage).
 
         ``index``: position of the call in :attr:`order`, which indexes the tuples of :attr:`flow`.
         """

@@ -146,8 +146,7 @@ class Instruction(Data):
         return "GATHER_B" if self.op == "GATHER" and self.gradients else self.op
 
     def __str__(self) -> str:
-        """Return a short text of the instruction: stage, operation, microbatch or bucket, such as ``0F3`` or
-        ``0REDUCE:1``.
+        """Return a short text: stage, operation, and microbatch or bucket index, such as ``0F3`` or ``0REDUCE:1``.
 
         If torch.distributed.pipelining has the action, the text is its name there.
         """

@@ -25,10 +25,10 @@ WORKING = {"bf16": 0.0, "int8": 2.0}
 
 
 def residual_bytes(facts: ProgramFacts, bucket: Bucket) -> int:
-    """Return the device bytes in which a rank stores rounding errors of the compressed gradient transfers of a bucket.
+    """Return the device bytes in which a rank stores rounding errors of compressed gradient transfers.
 
-    The errors of a step are added to the transfers of the next. 0 without compression, or with a format whose errors
-    are discarded.
+    ``bucket``: the parameters whose gradients are transferred together. The errors of a step are added to the transfers
+    of the next. 0 without compression, or with a format whose errors are discarded.
     """
     if bucket.compression is None or not CODECS[bucket.compression].feedback:
         return 0
@@ -356,8 +356,7 @@ class _Holder:
         return peak, self.held
 
     def start_scatter(self, i: Instruction) -> int:
-        """Account for the start of the reduce-scatter ``i`` of a bucket's gradients, after the earlier ones that must
-        end first.
+        """Account for the start of the reduce-scatter ``i`` of gradients, after the earlier ones that must end first.
 
         Return the peak device bytes meanwhile.
         """

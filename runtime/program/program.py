@@ -228,8 +228,10 @@ class OutputData(Data):
 
 
 class Stage(Data):
-    """What all ranks of one pipeline stage run: the calls of blocks (pieces of the model), the instructions, and the
-    buckets of gradients.
+    """What all ranks of one pipeline stage run: the calls of blocks (pieces of the model), and the instructions.
+
+    ``buckets``: sets of parameters whose gradients are reduced together. ``checkpoint_calls``, ``selective_calls``:
+    positions of the calls that backward recomputes fully, or in part.
     """
 
     calls: tuple[CallData, ...]

@@ -129,8 +129,8 @@ def reads_of(instruction: Instruction, calls: Sequence[CallData]) -> list[str]:
 
 
 def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:
-    """Return the mesh axes over which ZeRO shards the parameters ``states`` (names) of one bucket; empty if it does
-    not.
+    """Return the mesh axes over which ZeRO shards the parameters ``states`` (names), which are gathered together; empty
+    if it does not.
     """
     return program.states[states[0]].zero_axes
 
@@ -170,10 +170,10 @@ def left_of(axes: Sequence[str], shared: Sequence[str], levels: Levels, size: Ca
 
 
 def list_reduction_turns(program: Program, bucket: Bucket) -> tuple[Turn, ...]:
-    """Return the collectives that reduce the gradients of a bucket, in order, as pairs (SCATTER, REDUCE or GATHER, mesh
-    axes).
+    """Return the collectives that reduce gradients, in order, as pairs (SCATTER, REDUCE or GATHER; mesh axes).
 
-    They start once the bucket's gradients are computed and, under ZeRO, are reduce-scattered to shards.
+    ``bucket``: the parameters whose gradients are reduced together. The collectives start once these gradients are
+    computed and, under ZeRO, are reduce-scattered to shards.
     """
     return turns_of(bucket.levels, rest_axes(program, bucket))
 
@@ -194,15 +194,17 @@ def turns_of(levels: Levels, rest: tuple[str, ...]) -> tuple[Turn, ...]:
 def count_gradient_shards(program: Program, bucket: Bucket, level: int) -> int:
     """Return into how many shards a bucket's gradients are scattered after the first ``level`` steps of its
     hierarchical reduction.
+
+    A bucket is a set of parameters whose gradients are reduced together.
     """
     return math.prod(program.size(axis) for axes in bucket.levels[:level] for axis in axes)
 
 
 def level_problem(program: Program, bucket: Bucket) -> str:
-    """Return the end of an error message that says why the steps of a bucket's reduction do not sum its gradients
-    exactly once.
+    """Return the end of an error message that says why a hierarchical reduction does not sum gradients exactly once;
+    empty if it does.
 
-    An empty string if they do.
+    ``bucket``: the parameters whose gradients are reduced together, with the steps of the reduction.
     """
     named = [axis for level in bucket.levels for axis in level]
     shared = zero_axes(program, bucket.states)

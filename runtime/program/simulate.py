@@ -372,8 +372,8 @@ def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence
 def _trace_memory(facts: ProgramFacts, lane: _SimulatedRank, extra: int) -> tuple[tuple[tuple[float, int], ...], int]:
     """Return the device memory of a simulated rank over time, as pairs (seconds, bytes), and its peak bytes.
 
-    Each instruction gives two pairs: its peak at its start, and what is held at its end. ``extra``: bytes added
-    everywhere.
+    Each instruction gives two pairs: its peak at its start, and what is held at its end. ``extra``: bytes added to each
+    number.
     """
     points: list[tuple[float, int]] = []
     peak = extra
@@ -578,7 +578,7 @@ class _Simulation:
         lane.spend_time(lane.clock, self.durations.posting(lane.stage, i.op))
 
     def start_reduction_turn(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the collective of ``i``: a REDUCE, or a SCATTER or GATHER that is one step of a bucket's hierarchical
+        """Start the gradient collective of the instruction ``i``: an all-reduce, or one step of a hierarchical
         reduction.
         """
         assert i.bucket is not None
@@ -603,11 +603,10 @@ class _Simulation:
         lane.summed = lane.scattered[i.bucket] if last else lane.summed
 
     def time_exchange(self, bucket: Bucket, axes: tuple[str, ...], nbytes: int, stage: int) -> tuple[float, float]:
-        """Return two durations in seconds: to exchange the compressed gradients of a bucket, and to all-gather their
-        sums.
+        """Return two durations in seconds: to exchange compressed gradients among ranks, and to all-gather their sums.
 
-        ``axes``: mesh axes of the ranks that exchange. ``nbytes``: uncompressed bytes on one rank. ``stage``: pipeline
-        stage.
+        ``bucket``: the parameters of these gradients. ``axes``: mesh axes of the ranks that exchange. ``nbytes``:
+        uncompressed bytes on one rank. ``stage``: index of the pipeline stage.
         """
         wire = int(nbytes * self.facts.wire_share(bucket))
         ranks = math.prod(map(self.program.size, axes))
@@ -615,7 +614,9 @@ class _Simulation:
         return exchanged, self.durations.share("all_gather", axes, wire, stage)
 
     def start_gather(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the all-gather of the parameters of a bucket, once those that come from host memory have arrived."""
+        """Start the all-gather of parameters that the instruction ``i`` describes, once those that come from host
+        memory have arrived.
+        """
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
         ready = max([0.0, *(lane.fetched.pop(s) for s in states if s in lane.fetched)])
@@ -623,7 +624,9 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def start_scatter(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the reduce-scatter of the gradients of a bucket, after the earlier ones that must end first."""
+        """Start the reduce-scatter of gradients that the instruction ``i`` describes, after the earlier ones that must
+        end first.
+        """
         assert i.bucket is not None
         bucket, coding = self.program.stages[lane.stage].buckets[i.bucket], 0.0
         seconds, nbytes = self.time_sharing(lane, i, "reduce_scatter")
@@ -636,8 +639,8 @@ class _Simulation:
         lane.scattering.begin(job)
 
     def time_sharing(self, lane: _SimulatedRank, i: Instruction, op: Sharing) -> tuple[float, int]:
-        """Return the seconds and the bytes of the all-gather or reduce-scatter that ``i`` runs over the ZeRO axes of
-        its bucket.
+        """Return the seconds and the bytes of the collective ``op`` of parameters or gradients that the instruction
+        ``i`` runs over ZeRO axes.
         """
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
@@ -695,10 +698,10 @@ class _Simulation:
         return sum(map(self.facts.moved_bytes, calls))
 
     def meet_stages(self, lane: _SimulatedRank, i: Instruction) -> bool:
-        """Run the instruction ``i``, a SYNC or UPDATE over several stages. It starts on all of them when the last one
-        has arrived.
+        """Run the instruction ``i``, in which several pipeline stages sum gradients (SYNC) or update buffers (UPDATE)
+        together.
 
-        Return ``False`` if another stage has not arrived yet.
+        It starts on all of them when the last one has arrived. Return ``False`` if another stage has not arrived yet.
         """
         stages = self.program.states[i.states[0]].stages
         came = self.meetings.setdefault(i.states, {})

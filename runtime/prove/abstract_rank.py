@@ -56,7 +56,8 @@ def run_list(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction
 
 
 class _StageInterpreter:
-    """Follows the instructions of one rank without tensors, and raises :class:`Refusal` at the first invalid one.
+    """Checks the instructions of one rank one after the other, without tensors, and raises :class:`Refusal` at the
+    first invalid one.
 
     Each kind of instruction has a method with its name in lower case. ``trace`` has the communication events so far, as
     pairs (instruction index, event).
@@ -122,8 +123,9 @@ class _StageInterpreter:
             raise Refusal("order", f"reads {place_text(place)}, which is not there")
 
     def load(self, i: Instruction) -> None:
-        """Follow a LOAD: slices of the batch exist from now on. Raise :class:`Refusal` if a value is no input of the
-        batch.
+        """Check a LOAD instruction ``i``, and record that slices of the batch exist from now on.
+
+        Raise :class:`Refusal` if a value is no input of the batch.
         """
         for value in i.values:
             if value not in self.is_input:
@@ -131,8 +133,9 @@ class _StageInterpreter:
             self.make_value(value, i.microbatch, again=True)
 
     def free(self, i: Instruction) -> None:
-        """Follow a FREE of values, gradients or parameters. Raise :class:`Refusal` if one of them does not exist, or if
-        a gradient was not used.
+        """Check a FREE instruction ``i`` of values, gradients or parameters, and record that they are gone.
+
+        Raise :class:`Refusal` if one of them does not exist, or if a gradient was not used.
         """
         if i.bucket is not None:
             self.await_result(self.parameters.free(i.bucket, self.index))
@@ -157,8 +160,9 @@ class _StageInterpreter:
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def total_f(self, i: Instruction) -> None:
-        """Follow a TOTAL_F, which runs the calls that compute totals on one microbatch. Raise :class:`Refusal` if it
-        runs again or too late.
+        """Check and record an instruction ``i`` that adds one microbatch to totals over the batch (TOTAL_F).
+
+        Raise :class:`Refusal` if it runs again or too late.
         """
         assert i.microbatch is not None
         if not self.of_prologue:
@@ -180,8 +184,8 @@ class _StageInterpreter:
         self.added_up.add(i.microbatch)
 
     def agree_on_totals(self, i: Instruction) -> None:
-        """Raise :class:`Refusal` unless all instructions about totals name the same values, which prologue calls
-        compute.
+        """Raise :class:`Refusal` unless ``i`` names the same totals over the batch as earlier instructions, and calls
+        compute them.
         """
         if self.totals is None:
             self.totals = i.values
@@ -189,8 +193,9 @@ class _StageInterpreter:
             raise Refusal("fields", f"the totals are {', '.join(self.totals)}, made by prologue calls; got {i.values}")
 
     def total(self, i: Instruction) -> None:
-        """Follow the TOTAL, an all-reduce of the totals over the batch. Raise :class:`Refusal` if a microbatch is
-        missing or the axes are wrong.
+        """Check and record the instruction ``i`` that all-reduces totals over the batch (TOTAL).
+
+        Raise :class:`Refusal` if a microbatch is missing or the axes are wrong.
         """
         if self.total_at is not None:
             raise Refusal("twice", f"the totals were added up at instruction {self.total_at}")
@@ -207,8 +212,9 @@ class _StageInterpreter:
         self.total_at = self.index
 
     def f(self, i: Instruction) -> None:
-        """Follow the forward of calls on a microbatch. Raise :class:`Refusal` if one has run before, or if what it
-        reads does not exist.
+        """Check a forward instruction ``i``, and record the values that it makes and the graphs' collectives.
+
+        Raise :class:`Refusal` if one of its calls has run before on the microbatch, or if what it reads does not exist.
         """
         assert i.calls is not None
         assert i.microbatch is not None
@@ -227,7 +233,7 @@ class _StageInterpreter:
     # --- backward ---------------------------------------------------------------------------------------------------
 
     def b(self, i: Instruction) -> None:
-        """Follow the whole backward of calls on a microbatch: gradients of inputs and of parameters, and the graphs'
+        """Check a backward instruction ``i`` for inputs and parameters, and record its gradients and the graphs'
         collectives.
         """
         for position, microbatch in self.backward_runs(i):
@@ -238,7 +244,9 @@ class _StageInterpreter:
             self.backward.add((position, microbatch))
 
     def i(self, i: Instruction) -> None:
-        """Follow the half of a backward that computes gradients of inputs."""
+        """Check the half of a backward that computes gradients of inputs (instruction ``i``), and record these
+        gradients.
+        """
         for position, microbatch in self.backward_runs(i):
             self.take_gradients(position, microbatch)
             self.give_gradients(position, microbatch)
@@ -246,7 +254,11 @@ class _StageInterpreter:
             self.halfway.add((position, microbatch))
 
     def w(self, i: Instruction) -> None:
-        """Follow the half of a backward that computes gradients of parameters. It comes after the half for inputs."""
+        """Check the half of a backward that computes gradients of parameters (instruction ``i``), and record these
+        gradients.
+
+        It must come after the half for inputs.
+        """
         for position, microbatch in self.backward_runs(i, after_inputs=True):
             self.add_state_gradients(position, microbatch)
             self.trace_collectives("W", position, microbatch)
@@ -291,7 +303,9 @@ class _StageInterpreter:
     # --- communication ----------------------------------------------------------------------------------------------
 
     def recv_f(self, i: Instruction) -> None:
-        """Follow a receive of values from another stage: they exist from now on."""
+        """Check and record an instruction ``i`` that receives values from another pipeline stage; they exist from now
+        on.
+        """
         assert i.peer is not None
         for value in i.values:
             self.make_value(value, i.microbatch)
@@ -299,14 +313,20 @@ class _StageInterpreter:
         self.trace.append((self.index, ReceiveEvent("F", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def send_f(self, i: Instruction) -> None:
-        """Follow a send of values to another stage. Raise :class:`Refusal` if one does not exist."""
+        """Check and record an instruction ``i`` that sends values to another pipeline stage.
+
+        Raise :class:`Refusal` if one does not exist.
+        """
         assert i.peer is not None
         for value in i.values:
             self.read_value(value, i.microbatch)
         self.trace.append((self.index, SendEvent("F", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def recv_b(self, i: Instruction) -> None:
-        """Follow a receive of gradients from another stage. Raise :class:`Refusal` if none is due from it."""
+        """Check and record an instruction ``i`` that receives gradients from another pipeline stage.
+
+        Raise :class:`Refusal` if none is due from that stage.
+        """
         assert i.peer is not None
         assert i.microbatch is not None
         for value in i.values:
@@ -314,8 +334,9 @@ class _StageInterpreter:
         self.trace.append((self.index, ReceiveEvent("B", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def send_b(self, i: Instruction) -> None:
-        """Follow a send of gradients. Raise :class:`Refusal` if they do not go to the stage that the values came from,
-        or are incomplete.
+        """Check and record an instruction ``i`` that sends gradients to another pipeline stage.
+
+        Raise :class:`Refusal` if the values did not come from that stage, or if the gradients are incomplete.
         """
         assert i.peer is not None
         assert i.microbatch is not None
@@ -329,7 +350,7 @@ class _StageInterpreter:
         self.trace.append((self.index, SendEvent("B", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def gather(self, i: Instruction) -> None:
-        """Follow an all-gather of parameters or, as a step of a reduction, of gradients."""
+        """Check and record an all-gather instruction ``i`` of parameters or, as a step of a reduction, of gradients."""
         assert i.bucket is not None
         if i.gradients:
             self.run_reduction_turn(i)
@@ -366,7 +387,7 @@ class _StageInterpreter:
             self.trace.append((self.index, FinishEvent(what)))
 
     def scatter(self, i: Instruction) -> None:
-        """Follow a reduce-scatter of the gradients of a bucket (parameters that are reduced together)."""
+        """Check and record an instruction ``i`` that reduce-scatters gradients."""
         assert i.bucket is not None
         if i.axes:
             self.run_reduction_turn(i)
@@ -380,10 +401,10 @@ class _StageInterpreter:
         self.run_reduction_turn(i)
 
     def run_reduction_turn(self, i: Instruction) -> None:
-        """Follow ``i``, a collective that reduces the gradients of a bucket: SCATTER, REDUCE or GATHER.
+        """Check and record an instruction ``i`` that is one step of the reduction of gradients: SCATTER, REDUCE or
+        GATHER.
 
-        A bucket is a set of parameters that are reduced together. The collective starts once the previous one of the
-        bucket has ended.
+        It starts once the previous step for the same parameters has ended.
         """
         assert i.bucket is not None
         op, axes = self.states.turn(i.bucket, i.op, i.axes, self.index)
@@ -402,7 +423,9 @@ class _StageInterpreter:
         self.trace_collective(axes, what, text, waits=False)
 
     def sync(self, i: Instruction) -> None:
-        """Follow a SYNC, which sums gradients of tied parameters over the stages that share them."""
+        """Check and record an instruction ``i`` that sums gradients of tied parameters over the pipeline stages that
+        share them (SYNC).
+        """
         stages = self.states.sync(i.states, self.index)
         for number in sorted({self.states.home[s] for s in i.states if s in self.states.home}):
             for what in self.reductions.ended(number):
@@ -413,8 +436,9 @@ class _StageInterpreter:
         self.trace.append((self.index, event))
 
     def update(self, i: Instruction) -> None:
-        """Follow an UPDATE, which gives buffers their new values. Raise :class:`Refusal` if it comes too early or
-        twice.
+        """Check and record an instruction ``i`` that gives buffers their new values (UPDATE).
+
+        Raise :class:`Refusal` if it comes too early or twice.
         """
         values, meetings = self.updates.update(i.states, self.index, self.forward)
         for value in values:
@@ -422,7 +446,10 @@ class _StageInterpreter:
         self.trace += [(self.index, meeting) for meeting in meetings]
 
     def step(self, i: Instruction) -> None:
-        """Follow the STEP. Raise :class:`Refusal` unless all backwards have run and all gradients are reduced."""
+        """Check the instruction ``i`` after which every gradient is complete (STEP).
+
+        Raise :class:`Refusal` unless all backwards have run and all gradients are reduced.
+        """
         for position, microbatch in self.list_runs():
             if self.calls[position].has_backward and (position, microbatch) not in self.backward:
                 raise Refusal(

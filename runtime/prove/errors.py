@@ -28,8 +28,9 @@ class FaultLocation:
     """The location of a fault in a program.
 
     ``stage``: index of the pipeline stage. ``index``: position of the instruction. If it is ``None``, the fault is
-    reported at the first instruction that uses ``call`` (position on the stage), ``bucket`` (index) or ``state`` (name
-    of a parameter or buffer). ``node``: node of the call's graph.
+    reported at the first instruction that uses ``call`` (position on the stage), ``bucket`` (index of a set of
+    parameters that are reduced together) or ``state`` (name of a parameter or buffer). ``node``: node of the call's
+    graph.
     """
 
     stage: int = 0

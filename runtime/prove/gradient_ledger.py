@@ -226,8 +226,10 @@ class StateGradients:
         self.scattered[number] = index
 
     def pieces(self, number: int) -> None:
-        """Raise :class:`Refusal` unless all gradients of the ZeRO-sharded bucket ``number`` are complete and
+        """Raise :class:`Refusal` unless all gradients of bucket ``number``, which ZeRO shards, are complete and
         reduce-scattered.
+
+        A bucket is a set of parameters that are reduced together; ``number`` is its index.
         """
         for state in self.shared[number].states:
             self.whole(state)
@@ -246,9 +248,9 @@ class StateGradients:
         """Record the next collective that reduces the gradients of bucket ``number``, and return its kind and mesh
         axes.
 
-        ``op``: REDUCE (all-reduce), SCATTER (reduce-scatter) or GATHER (all-gather). ``axes``: those of the
-        instruction. ``index``: its position. Raise :class:`Refusal` if it is not the next one of the bucket's
-        reduction, or if a gradient is incomplete.
+        A bucket is a set of parameters that are reduced together. ``op``: REDUCE (all-reduce), SCATTER (reduce-scatter)
+        or GATHER (all-gather). ``axes``: those of the instruction. ``index``: its position. Raise :class:`Refusal` if
+        it is not the next one of the bucket's reduction, or if a gradient is incomplete.
         """
         due, done = self.due[number], self.turned.setdefault(number, [])
         self.before_step()

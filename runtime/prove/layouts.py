@@ -20,7 +20,7 @@ def prove_same_layout(first: Program, name: str, further: Program) -> None:
 
     Both have the same mesh and the same way of sharding. Every parameter and buffer of ``further`` is one of ``first``,
     with the same shape, type, layout, stages and ZeRO axes. Constants are each program's own. In training, gradients
-    are summed over the same axes and in the same buckets.
+    are summed over the same axes and in the same groups of parameters.
     """
     for what in _MESH:
         if getattr(first, what) != getattr(further, what):

@@ -272,7 +272,9 @@ def _locate_refusal(
 
 
 def _is_about(program: Program, location: FaultLocation, instruction: Instruction) -> bool:
-    """Return whether ``instruction`` uses the bucket, the call, or the parameter or buffer that ``location`` names."""
+    """Return whether ``instruction`` uses the call, the parameter or buffer, or the set of parameters that ``location``
+    names.
+    """
     if location.bucket is not None:
         return instruction.bucket == location.bucket
     calls = program.stages[location.stage].calls

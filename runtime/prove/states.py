@@ -223,8 +223,8 @@ class Parameters:
     def gather(self, number: int, index: int) -> Hashable:
         """Record an all-gather of the parameters of bucket ``number``, and return a key that identifies the collective.
 
-        All ranks that take part must have equal keys. ``index``: position of the instruction. Raise :class:`Refusal` if
-        there is nothing to gather.
+        A bucket is a set of parameters that are gathered together. All ranks that take part must have equal keys.
+        ``index``: position of the instruction. Raise :class:`Refusal` if there is nothing to gather.
         """
         if number not in self.shared:
             raise Refusal("fields", f"bucket {number} is whole on every rank: there is nothing to gather")
@@ -251,8 +251,8 @@ class Parameters:
     def free(self, number: int, index: int) -> Hashable:
         """Record that the instruction at position ``index`` frees the gathered parameters of bucket ``number``.
 
-        Return the key of the all-gather that must end first, or ``None``. Raise :class:`Refusal` if they are not
-        gathered.
+        A bucket is a set of parameters that are gathered together. Return the key of the all-gather that must end
+        first, or ``None``. Raise :class:`Refusal` if they are not gathered.
         """
         if number not in self.shared or self.program.zero < 3:
             raise Refusal("fields", f"bucket {number} stays on every rank: it is not to be freed")
@@ -282,9 +282,11 @@ class PendingReductions:
         self._gathering: deque[int] = deque()  # buckets on their last turn, where that gathers
 
     def scatter(self, number: int, bucket: Bucket) -> tuple[list[Hashable], Hashable]:
-        """Record the reduce-scatter over the ZeRO axes of the gradients of ``bucket``, which has the index ``number``.
+        """Record the reduce-scatter over ZeRO axes of the gradients of ``bucket``, parameters that are reduced
+        together.
 
-        Return the keys of the collectives that must end first, and the key on which all participants must agree.
+        ``number``: index of the bucket. Return the keys of the collectives that must end first, and the key on which
+        all participants must agree.
         """
         waits = [what for _, what in self._scattering.before_next()]
         self._scatters[number] += 1
@@ -297,10 +299,10 @@ class PendingReductions:
         self._scattering.computed()
 
     def turn(self, number: int, bucket: Bucket, turn: Turn) -> tuple[list[Hashable], Hashable]:
-        """Record the next collective that reduces the gradients of ``bucket``, which has the index ``number``.
+        """Record the next collective that reduces the gradients of ``bucket``, parameters that are reduced together.
 
-        ``turn``: (SCATTER, REDUCE or GATHER; mesh axes). Return the keys of the collectives that must end first, and
-        the key on which all participants must agree.
+        ``number``: index of the bucket. ``turn``: (SCATTER, REDUCE or GATHER; mesh axes). Return the keys of the
+        collectives that must end first, and the key on which all participants must agree.
         """
         waits = [*self.ended(number)]
         if turn[0] == "GATHER" and turn[1] == bucket.levels[0]:
@@ -314,7 +316,8 @@ class PendingReductions:
     def ended(self, number: int) -> Iterator[Hashable]:
         """Mark the collectives in progress for the gradients of bucket ``number`` as ended, and yield the key of each.
 
-        Reduce-scatters of other buckets that were started earlier end, too.
+        A bucket is a set of parameters that are reduced together. Reduce-scatters of other buckets that were started
+        earlier end, too.
         """
         while any(bucket == number for bucket, _ in self._scattering):
             yield self._scattering.end_first()[1]

@@ -121,8 +121,8 @@ DATA = "data"  # what graphs call the axis along which the batch is split: ranks
 
 
 def check_structure(facts: ProgramFacts) -> None:
-    """Raise :class:`Refusal` at the first contradiction in the data of a program: names, shapes, types, layouts, graphs
-    or buckets.
+    """Raise :class:`Refusal` at the first contradiction in the data of a program: names, shapes, types, layouts,
+    graphs, or the groups in which gradients are reduced.
     """
     program = facts.program
     _check_mesh(program)

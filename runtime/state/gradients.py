@@ -320,8 +320,10 @@ class RankGradients:
         return ScatteredBucket(rank, number, group, rest, self.communicator.device, *_compute_grains(rank, bucket))
 
     def _make_levelwise_reduction(self, number: int) -> LevelwiseReduction:
-        """Return the hierarchical reduction of the gradients of bucket ``number`` (an index), with its process
+        """Return the object that runs the hierarchical reduction of the gradients of one bucket, with its process
         groups.
+
+        ``number``: index of the bucket, a set of parameters that are reduced together.
         """
         rank, bucket = self.rank, self.rank.stage.buckets[number]
         groups = [self.communicator.group(rank.group(*level)) for level in bucket.levels]
@@ -331,10 +333,12 @@ class RankGradients:
 
     @property
     def residuals(self) -> dict[str, Tensor]:
-        """Return the rounding errors of compressed gradients that are added in the next step.
+        """Return the rounding errors of compressed gradients that are added in the next step, as name of the transfer
+        -> flat tensor.
 
-        The keys are ``"bucket"`` or ``"bucket.k"`` (index of the bucket; index of the compressed transfer of its
-        hierarchical reduction). The values have the loss scale of the last step.
+        The name is the index of the bucket (parameters that are reduced together); in a hierarchical reduction followed
+        by ``.0`` for the gradients that the rank sends, or ``.1`` for the sums. The values have the loss scale of the
+        last step.
         """
         found = {f"{n}.{k}": s for n, levels in self._levelled.items() for k, s in enumerate(levels.senders)}
         found |= {str(n): b.sender for n, b in self.scattered.items() if b.sender is not None}
@@ -397,7 +401,10 @@ class RankGradients:
         self.scattered[self._scattering.end_first()].collect()
 
     def _await_scatters(self, bucket: int) -> None:
-        """Wait for the reduce-scatters of the bucket with index ``bucket``, and for all that were started earlier."""
+        """Wait for the reduce-scatters of the gradients of one bucket, and for all that were started earlier.
+
+        ``bucket``: index of a set of parameters that are reduced together.
+        """
         while bucket in self._scattering:
             self._collect_first_scatter()
 
@@ -416,10 +423,11 @@ class RankGradients:
             self._under_way[bucket] = self._groups[bucket].all_reduce(self.buffers[bucket])
 
     def gather(self, bucket: int, last: bool) -> None:
-        """Start to all-gather the summed gradients of the bucket with index ``bucket`` over the ranks that scattered
-        them last.
+        """Start to all-gather summed gradients over the ranks that scattered them last, as a step of a hierarchical
+        reduction.
 
-        ``last``: no other step of the hierarchical reduction remains to be gathered.
+        ``bucket``: index of a set of parameters that are reduced together. ``last``: no other step of the reduction
+        remains to be gathered.
         """
         while last and len(self._gathering) >= GATHERING:
             self._levelled[self._gathering.popleft()].finish()
@@ -428,9 +436,10 @@ class RankGradients:
             self._gathering.append(bucket)
 
     def _settle_bucket(self, bucket: int) -> None:
-        """Make the gradients of the bucket with index ``bucket`` complete before they are reduced.
+        """Make the gradients of one bucket complete before they are reduced.
 
-        Wait for its reduce-scatters or, without ZeRO, set those gradients to zero to which nothing was added.
+        ``bucket``: index of a set of parameters that are reduced together. Wait for its reduce-scatters or, without
+        ZeRO, set those gradients to zero to which nothing was added.
         """
         if bucket in self.scattered:
             self._await_scatters(bucket)
@@ -439,7 +448,10 @@ class RankGradients:
             self.sinks[state].settle()
 
     def _await_reduction(self, bucket: int) -> None:
-        """Wait until the reductions of the bucket with index ``bucket`` end, if some are in progress."""
+        """Wait until the reductions of the gradients of one bucket end, if some are in progress.
+
+        ``bucket``: index of a set of parameters that are reduced together.
+        """
         if bucket in self.scattered:
             self._await_scatters(bucket)
         if bucket in self._under_way:
@@ -509,11 +521,12 @@ def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tupl
 
 
 def _compute_grains(rank: RankProgram, bucket: Bucket) -> tuple[int, int]:
-    """Return the alignment, in elements, of each parameter in the gradient buffer of a bucket, and of the buffer's
-    length.
+    """Return two alignments, in elements: of each parameter in the flat gradient buffer of ``bucket``, and of the
+    buffer's length.
 
-    Compression scales chunks of gradients. A chunk must not contain parts of two parameters: ranks along ``tp`` may
-    hold the same shard of one and different shards of the other, and would round the first one differently.
+    ``bucket``: the parameters whose gradients are reduced together. Compression scales chunks of gradients. A chunk
+    must not contain parts of two parameters: ranks along ``tp`` may hold the same shard of one and different shards of
+    the other, and would round the first one differently.
     """
     chunk = CODECS[bucket.compression].chunk if bucket.compression else 1
     return chunk, chunk * count_gradient_shards(rank.program, bucket, len(bucket.levels))

@@ -211,10 +211,11 @@ class LossScale:
         self.applied = self.value  # in the last step
 
     def unscale(self, gradients: Sequence[Tensor], everyone: RankGroup, device: torch.device) -> None:
-        """Divide ``gradients`` by the factor in place, and set :attr:`overflowed` to whether those of any rank are not
-        finite.
+        """Divide ``gradients`` by the loss scale in place, and set :attr:`overflowed` to whether those of any rank are
+        not finite.
 
-        ``everyone``: the process group of all ranks. ``device``: where it communicates.
+        All ranks call this. ``everyone``: the process group of all ranks. ``device``: where it communicates. A dynamic
+        loss scale is then adapted.
         """
         self.applied = self.value
         where = gradients[0].device if gradients else device  # host memory, where the optimizer runs there
@@ -228,9 +229,8 @@ class LossScale:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Use the factor of the last step inside the ``with`` block, so that the step can be repeated.
-
-        Afterwards the factor for later steps is what it was before.
+        """Use the loss scale of the last step inside the ``with`` block, so that the step can be repeated; then restore
+        the current one.
         """
         before = self.value, self.good_steps, self.overflowed
         self.value = self.applied
@@ -240,7 +240,7 @@ class LossScale:
             self.value, self.good_steps, self.overflowed = before
 
     def _adapt_scale(self) -> None:
-        """Halve the factor if the step overflowed; double it after 2000 steps in a row without overflow."""
+        """Halve the loss scale if the step overflowed; double it after 2000 steps in a row without overflow."""
         if self.overflowed:
             self.value, self.good_steps = self.value * BACKOFF, 0
             return

@@ -375,8 +375,8 @@ class MasterParameters:
         return self.held[name].to(self._device, dtype, copy=name in self.hosted)
 
     def take(self, pieces: Mapping[str, Tensor]) -> None:
-        """Use the tensors ``pieces`` (name -> tensor) as this rank's ZeRO pieces of parameters. They have the same
-        values as before.
+        """Use the tensors ``pieces`` (name -> tensor) as this rank's ZeRO pieces of parameters. They have the values of
+        the current pieces.
         """
         self.shards.update(pieces)
         self.held.update({name: piece for name, piece in pieces.items() if name not in self._names})

@@ -76,7 +76,7 @@ class Mirror:
             self._done.wait_for(lambda: self._ended >= next_one, within_s)
 
     def close(self) -> None:
-        """Stop to exchange status files with other hosts."""
+        """Stop exchanging status files with other hosts."""
         self._closed = True
         self._wanted.set()
         if self._thread is not None:

@@ -201,8 +201,8 @@ def placements_of(program: Program, name: str) -> list[Placement]:
 
 
 def _list_cuts(program: Program, name: str) -> list[tuple[str, Layout]]:
-    """Return how the parameter ``name`` is sharded, without ZeRO, as pairs (mesh axis, layout) in the order of the
-    cuts.
+    """Return how the parameter ``name`` is sharded, without ZeRO, as pairs (mesh axis, layout) in the order in which it
+    is cut.
 
     Raise :class:`DTensorError` if no mesh contains these axes.
     """

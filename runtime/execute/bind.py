@@ -172,7 +172,7 @@ class Library:
         self._derivatives: dict[tuple[str, GradientNeeds], Differentiated] = {}
 
     def block(self, name: str) -> Block:
-        """Return the block ``name`` with its FX graph."""
+        """Return the block (piece of the model, such as a layer) called ``name``, with its FX graph."""
         with one_thread:
             if name not in self._blocks:
                 data = self.program.blocks[name]
@@ -180,7 +180,11 @@ class Library:
             return self._blocks[name]
 
     def differentiated(self, name: str, needs: GradientNeeds) -> Differentiated:
-        """Return the forward and backward graphs of the block ``name`` that compute the gradients ``needs``."""
+        """Return the forward and backward graphs of a block (a piece of the model, such as a layer); they are traced
+        once.
+
+        ``name``: the block's name. ``needs``: which gradients backward computes.
+        """
         with one_thread:
             key = name, needs
             if key not in self._derivatives:
@@ -189,8 +193,9 @@ class Library:
             return self._derivatives[key]
 
     def _differentiate(self, name: str, needs: GradientNeeds) -> Differentiated:
-        """Trace the forward and backward graphs of the block ``name`` that compute the gradients ``needs``, and return
-        them.
+        """Trace the forward and backward graphs of a block (a piece of the model, such as a layer), and return them.
+
+        ``name``: the block's name. ``needs``: which gradients backward computes.
         """
         wanted = needs.inputs, needs.states, needs.outputs
         if self.device.type == "cpu":  # the prover may have traced it
@@ -253,19 +258,21 @@ class Binder:
         return list(self._compiled.values())
 
     def compile_plain(self, name: str) -> Compiled:
-        """Compile the block ``name`` for calls without backward: a function of its parameters, buffers and inputs that
-        returns its outputs.
+        """Compile a block (a piece of the model, such as a layer) for calls without backward, and return the function.
+
+        It takes the block's parameters, buffers and inputs, and returns its outputs. ``name``: the block's name.
         """
         return self._compile_once(
             name, None, "forward", lambda: (_make_results_contiguous(self.library.block(name).graph), 0)
         )
 
     def compile_piece(self, name: str, needs: GradientNeeds, kind: str) -> Compiled:
-        """Compile one of the functions of the forward and backward of the block ``name``.
+        """Compile one of the functions of the forward and backward of a block (a piece of the model, such as a layer).
 
-        ``needs``: the gradients to compute. ``kind``: ``forward``, ``backward``, ``backward_input``,
-        ``backward_weight``, or one half of ``forward``: ``outputs`` or ``saved`` (the tensors that backward needs). The
-        function does not return gradients of parameters, but adds them to accumulators that it gets as arguments.
+        ``name``: the block's name. ``needs``: the gradients to compute. ``kind``: ``forward``, ``backward``,
+        ``backward_input``, ``backward_weight``, or one half of ``forward``: ``outputs`` or ``saved`` (the tensors that
+        backward needs). The function does not return gradients of parameters, but adds them to accumulators that it
+        gets as arguments.
         """
         derived = self.library.differentiated(name, needs)
         return self._compile_once(name, needs, kind, lambda: _PIECES[kind](derived))
@@ -292,7 +299,7 @@ class Binder:
         return {node: self._bind_collective(node, name) for node, name in names.items() if name is not None}
 
     def _bind_collective(self, node: fx.Node, name: str) -> Binding:
-        """Return what to call for ``node``, a collective of a graph. ``name``: the collective, such as
+        """Return how this rank runs ``node``, a collective of a graph. ``name``: the collective, such as
         ``all_gather``.
         """
         if name == "axis_index":
@@ -383,7 +390,7 @@ def _reduce_max(group: RankGroup, **_: Any) -> Binding:
 
 
 def _bind_reduction(group: RankGroup, maximum: bool) -> Binding:
-    """Return the binding of an all-reduce over ``group``, a sum or with ``maximum`` a maximum."""
+    """Return how a graph runs an all-reduce over ``group``: a sum, or with ``maximum`` a maximum."""
 
     def start(x: Tensor) -> Pending:
         return group.all_reduce(x.clone(memory_format=torch.contiguous_format), maximum)
@@ -430,7 +437,8 @@ def _make_context_attention(
 
 
 def _in_place(node: fx.Node, binding: Binding) -> Binding:
-    """Return ``binding`` changed so that it gets one operand for each tensor argument of ``node``, in order.
+    """Return how a graph runs ``node``: as ``binding``, but with one operand for each tensor argument of the node, in
+    order.
 
     Without this, a node that occurs twice among the arguments would be passed only once.
     """
@@ -445,6 +453,8 @@ def _bind_copy(group: RankGroup, **_: Any) -> Binding:
 
 
 def _bind_slice(group: RankGroup, dim: int, **_: Any) -> Binding:
+    """Return how a graph runs an operator that takes this rank's equal part of a whole tensor along ``dim``."""
+
     def take(x: Tensor) -> Tensor:
         length = x.shape[dim] // group.size
         return x.narrow(dim, group.index * length, length).contiguous()  # as its meta value is
@@ -453,8 +463,8 @@ def _bind_slice(group: RankGroup, dim: int, **_: Any) -> Binding:
 
 
 def _bind_pad(group: RankGroup, dim: int, **_: Any) -> Binding:
-    """Return the binding of an operator that puts this rank's part at its position of a tensor of zeros, along
-    ``dim``.
+    """Return how a graph runs an operator that puts this rank's part into a tensor of zeros, at the rank's position
+    along ``dim``.
     """
 
     def pad(x: Tensor) -> Tensor:

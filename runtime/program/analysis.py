@@ -356,8 +356,10 @@ def _identify_storage(node: Node) -> int:
 
 
 def load_block(program: Program, name: str) -> Block:
-    """Parse the graph of the program's block ``name`` and return it with its FX graph. Raise ``GraphFormatError`` if it
-    is malformed.
+    """Parse the graph of a block (a piece of the model) and return it with its FX graph. Raise ``GraphFormatError`` if
+    it is malformed.
+
+    ``name``: name of the block in ``program``.
     """
     graph = program.blocks[name]
     return _parse_block(_nodes_to_key(graph.nodes), name, graph.states, graph.inputs)
@@ -366,12 +368,12 @@ def load_block(program: Program, name: str) -> Block:
 def differentiate_for_cpu(
     program: Program, name: str, *needs: Flags, slim: bool = False, fused: bool = False
 ) -> Differentiated:
-    """Return the forward and backward graphs of the block ``name``, traced with the operators of a CPU.
+    """Return the forward and backward graphs of a block (a piece of the model), traced with the operators of a CPU.
 
-    The result is cached for the process and must not be modified. ``needs``: three tuples of flags: which inputs need a
-    gradient, which parameters and buffers need one, and which outputs have one. ``slim``: whether backward recomputes
-    the nodes that the block lists as cheap. ``fused``: whether attention is traced as a fused kernel, which
-    accelerators have.
+    The result is cached for the process and must not be modified. ``name``: the block's name. ``needs``: three tuples
+    of flags: which inputs need a gradient, which parameters and buffers need one, and which outputs have one. ``slim``:
+    whether backward recomputes the nodes that the block lists as cheap. ``fused``: whether attention is traced as a
+    fused kernel, which accelerators have.
     """
     graph = program.blocks[name]
     again = graph.again if slim else ()
@@ -379,10 +381,10 @@ def differentiate_for_cpu(
 
 
 def graph_fault(program: Program, name: str, axes: Mapping[str, int]) -> tuple[str, str] | None:
-    """Return the first fault of the graph of the block ``name`` as (message, node name), or ``None`` if the graph is
-    valid.
+    """Return the first fault of the graph of a block (a piece of the model) as (message, node name), or ``None`` if it
+    is valid.
 
-    ``axes``: mesh axis -> number of ranks.
+    ``name``: the block's name. ``axes``: mesh axis -> number of ranks.
     """
     graph = program.blocks[name]
     return _find_block_fault(_nodes_to_key(graph.nodes), name, graph.states, graph.inputs, tuple(axes.items()))

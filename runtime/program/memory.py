@@ -269,13 +269,13 @@ class _Holder:
         return self.gathered + self.whole + sent + self.pieces + self.turning.held
 
     def hold_gradients(self, states: Iterable[str]) -> None:
-        """Count the whole gradients of ``states``, each once."""
+        """Count the whole gradients of the parameters ``states`` (names) as held on the device, each once."""
         new = set(states) - self.added
         self.added |= new
         self.whole += sum(map(self.facts.gradient_bytes, new))
 
     def drop_gradients(self, states: Iterable[str]) -> None:
-        """Stop counting the whole gradients of ``states``."""
+        """Count the whole gradients of the parameters ``states`` (names) as released from the device."""
         old = self.added.intersection(states)
         self.added -= old
         self.whole -= sum(map(self.facts.gradient_bytes, old))

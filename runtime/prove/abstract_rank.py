@@ -97,10 +97,10 @@ class _StageInterpreter:
     # --- values -----------------------------------------------------------------------------------------------------
 
     def make_value(self, value: str, microbatch: int | None, again: bool = False) -> None:
-        """Record that the value ``value`` of ``microbatch`` (``None``: a total over the batch) exists from now on.
+        """Record that a value, a tensor that passes between calls, exists from now on.
 
-        Raise :class:`Refusal` if it exists already, or existed and was freed; with ``again``, a freed value may be made
-        again.
+        ``value``: its name. ``microbatch``: its index; ``None`` for a total over the batch. Raise :class:`Refusal` if
+        it exists already, or existed and was freed; with ``again``, a freed value may be made again.
         """
         place = value, microbatch
         if place in self.alive or (place in self.freed and not again):
@@ -109,13 +109,15 @@ class _StageInterpreter:
         self.alive[place] = self.index
 
     def find_place(self, value: str, microbatch: int | None) -> Place:
-        """Return the key of a value, a pair (name, microbatch). The microbatch is ``None`` for totals over the
+        """Return the key of a value: (its name, the microbatch). The microbatch is ``None`` for totals over the
         batch.
         """
         return (value, None) if value in self.of_prologue else (value, microbatch)
 
     def read_value(self, value: str, microbatch: int | None) -> None:
-        """Raise :class:`Refusal` unless the value ``value`` of ``microbatch`` exists now."""
+        """Raise :class:`Refusal` unless the value ``value`` (a tensor that passes between calls) of ``microbatch``
+        exists now.
+        """
         place = self.find_place(value, microbatch)
         if place not in self.alive:
             if place in self.freed:

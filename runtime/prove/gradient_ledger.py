@@ -328,8 +328,9 @@ class StateGradients:
             raise Refusal("order", f"comes after STEP at instruction {self.stepped}")
 
     def step(self, index: int) -> None:
-        """Record the STEP at position ``index``. Raise :class:`Refusal` unless all gradients are complete and
-        reduced.
+        """Record the instruction at position ``index`` after which the optimizer reads the gradients.
+
+        Raise :class:`Refusal` unless all gradients are complete and reduced.
         """
         if self.stepped is not None:
             raise Refusal("twice", f"STEP was reached at instruction {self.stepped}")

@@ -289,8 +289,8 @@ class WrittenUpdates:
         """Raise :class:`Refusal` unless all microbatches have added to the sum from which the buffer ``name`` is
         updated.
 
-        ``position``: position on the stage of the call that computes it. ``forward``: the (call position, microbatch)
-        pairs that have run.
+        ``position``: position on the pipeline stage of the call that computes it. ``forward``: the (call position,
+        microbatch) pairs that have run.
         """
         missing = [m for m in range(self.program.num_microbatches) if (position, m) not in forward]
         if missing and self.program.states[name].keeps is not None:

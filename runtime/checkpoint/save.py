@@ -211,6 +211,9 @@ class Saving:
         """
 
         def guarded() -> None:
+            """Call ``work``, and store its exception; raise it, too, if the main thread has ended and nobody reads the
+            stored one.
+            """
             try:
                 work()
             except BaseException as error:
@@ -355,6 +358,7 @@ class Saver:
         """
 
         def wait() -> None:
+            """Wait for the saves of this engine and, on request, for those of others to the same folder."""
             if self.last is not None:
                 self.last.join()
             if directory is not None:

@@ -137,6 +137,7 @@ class Loader:
         self._pin_memory = engine.device.type == "cuda"
 
     def __iter__(self) -> Self:
+        """Return the loader itself. Raise :class:`BatchError` if it has come to the end of its epochs."""
         if self._over:
             raise BatchError(
                 f"the loader has come to the end of its {self.epochs} epochs, and another loop would have no batch: "

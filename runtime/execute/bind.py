@@ -468,6 +468,7 @@ def _bind_pad(group: RankGroup, dim: int, **_: Any) -> Binding:
     """
 
     def pad(x: Tensor) -> Tensor:
+        """Return a tensor of zeros with ``x`` at this rank's position along the dim."""
         shape = list(x.shape)
         shape[dim] *= group.size
         whole = x.new_zeros(shape)

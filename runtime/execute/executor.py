@@ -255,6 +255,7 @@ class Executor:
         calls = [c for c in self.calls if c.call.prologue]
 
         def total_forward() -> None:
+            """Run the calls that compute totals on the microbatch, and add their results to the totals of this rank."""
             values = self.env.values[microbatch].copy()
             for call in calls:
                 call.forward(microbatch, values)
@@ -269,6 +270,7 @@ class Executor:
         group = self.communicator.group(self.rank.group(*instruction.axes))
 
         def total() -> None:
+            """Sum the totals over the ranks, and store the sums as values of every microbatch."""
             started = [(name, group.all_reduce(self.totals[name])) for name in instruction.values]
             for name, pending in started:
                 value = pending.wait()

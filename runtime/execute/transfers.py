@@ -90,6 +90,7 @@ class TransferSender:
         under_way = self._under_way.setdefault((instruction.peer, channel), deque())
 
         def send() -> None:
+            """Start the sends of all tensors, and keep a reference to each."""
             held = self.env.values[microbatch]
             for value in values:
                 tensor = held[value] if channel == "F" else self.env.gradient(microbatch, value)

@@ -98,6 +98,10 @@ class Watch:
         self._thread = threading.Thread(target=self._run_watch_loop, name="watch", daemon=True)
 
     def __enter__(self) -> Self:
+        """Start to watch the rank, and return the watch. All ranks call this.
+
+        Raise :class:`LaunchError` if the engine is watched already, or if another watch writes the same status files.
+        """
         self._check_alone()
         _open.add(self._key)
         try:
@@ -138,6 +142,7 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Stop watching. After an exception, report the failure and, if so chosen, end the process."""
         self._end.set()
         _open.discard(self._key)
         if isinstance(error, Exception):

@@ -65,9 +65,7 @@ class RankClock:
         self.under_way.append(collective)
 
     def compute(self, work: float) -> None:
-        """Advance the clock by ``work`` seconds of computation, which take longer while a collective overlaps with
-        them.
-        """
+        """Advance the clock by ``work`` seconds of computation; it takes longer while a collective overlaps."""
         while work > 0 and self.under_way:
             first = self.under_way[0]
             if first.ready > self.clock:
@@ -156,14 +154,12 @@ class Durations(Protocol):
         ...
 
     def coding(self, stage: int, compression: Compression, nbytes: int) -> float:
-        """Return the seconds to compress ``nbytes`` of gradients, or to decompress them, on a rank of the pipeline
-        stage ``stage``.
-        """
+        """Return the seconds to compress ``nbytes`` of gradients, or to decompress them, on a rank of the stage."""
         ...
 
     def host(self, stage: int, nbytes: int) -> float:
-        """Return the seconds to copy ``nbytes`` between the device of a rank of a pipeline stage and its host's memory,
-        in either direction.
+        """Return the seconds to copy ``nbytes`` from a rank's device to host memory, or back, on this pipeline
+        stage.
         """
         ...
 
@@ -184,13 +180,11 @@ class Durations(Protocol):
         ...
 
     def slowdown(self, stage: int) -> float:
-        """Return the factor by which a computation and a collective of the pipeline stage each take longer while both
-        run.
-        """
+        """Return the factor by which a computation and a collective of the stage each take longer while both run."""
         ...
 
     def update(self, stage: int) -> float:
-        """Return the seconds of the optimizer's update of the parameters of one rank of the pipeline stage."""
+        """Return the seconds of the optimizer's update of the parameters of one rank of the stage."""
         ...
 
 
@@ -385,9 +379,7 @@ def _trace_memory(facts: ProgramFacts, lane: _SimulatedRank, extra: int) -> tupl
 
 @dataclass(kw_only=True)
 class _InstructionJob(OverlappedCollective):
-    """A collective that an instruction of a simulated rank has started. ``index``: position of the instruction in the
-    list.
-    """
+    """A collective that the instruction at position ``index`` of a simulated rank has started."""
 
     index: int
     instruction: Instruction
@@ -446,9 +438,7 @@ class _SimulatedRank(RankClock):
         return job
 
     def drain_collectives(self) -> None:
-        """Advance the clock until all collectives, and all transfers to other pipeline stages and to host memory, have
-        ended.
-        """
+        """Advance the clock until all collectives and transfers, also to host memory, have ended."""
         self.wait_for_all()
         self.wait(max([self.clock, *(b.end for b in self.background)]))
 
@@ -466,9 +456,7 @@ class _Simulation:
     """
 
     def __init__(self, facts: ProgramFacts, durations: Durations, lanes: Sequence[_SimulatedRank]) -> None:
-        """Start with empty channels between the stages. ``lanes``: the simulated rank of each pipeline stage, in
-        order.
-        """
+        """Start with empty channels. ``lanes``: the simulated rank of each pipeline stage, in order."""
         self.facts = facts
         self.program = facts.program
         self.durations = durations
@@ -480,7 +468,7 @@ class _Simulation:
         self.meetings: dict[tuple[str, ...], dict[int, float]] = {}  # states to sync -> stage -> when it came
 
     def run_lanes(self) -> None:
-        """Run the instructions of all simulated ranks to their end, each as far as it need not wait for another one."""
+        """Run the instructions of all simulated ranks to their end, each as far as it need not wait for another."""
         moved = True
         while moved:
             moved = False
@@ -491,9 +479,7 @@ class _Simulation:
             assert lane.position == len(lane.instructions), f"stage {lane.stage} is stuck: prove the program first"
 
     def run_next_instruction(self, lane: _SimulatedRank) -> bool:
-        """Run the next instruction of a simulated rank. Return ``False``, with nothing changed, if it must wait for
-        another rank first.
-        """
+        """Run the next instruction of a simulated rank; return ``False`` if it must wait for another rank first."""
         i = lane.instructions[lane.position]
         match i.op:
             case "F" | "B" | "I" | "W" | "TOTAL_F":
@@ -535,9 +521,8 @@ class _Simulation:
         return True
 
     def compute_seconds(self, stage: int, i: Instruction) -> float:
-        """Return the seconds of the computation of the instruction ``i`` on the pipeline stage ``stage`` (an index).
-
-        They depend only on the operation and the calls, so they are computed once for all microbatches.
+        """Return the seconds of the computation of ``i`` on the pipeline stage ``stage`` (an index), computed once for
+        all microbatches.
         """
         key = stage, i.op, i.calls
         if key not in self.computed:
@@ -545,9 +530,7 @@ class _Simulation:
         return self.computed[key]
 
     def _sum_call_seconds(self, stage: int, i: Instruction) -> float:
-        """Return the sum of the seconds of the calls that the instruction ``i`` runs on a pipeline stage, with
-        recomputation.
-        """
+        """Return the seconds of the calls that ``i`` runs on a pipeline stage, with recomputation."""
         calls = self.facts.stages[stage]
         if i.op == "TOTAL_F":
             return sum(self.durations.call(stage, p, "F") for p, c in enumerate(calls) if c.data.prologue)
@@ -564,9 +547,7 @@ class _Simulation:
         return total
 
     def send_values(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the transfer of the SEND ``i`` when its channel is idle, and record when it arrives at the other
-        pipeline stage.
-        """
+        """Start the transfer of the SEND ``i`` when its channel is idle, and record when it arrives."""
         assert i.peer is not None
         channel = lane.stage, i.peer, i.op[-1]
         nbytes = sum(self.sizes[v] for v in i.values)
@@ -578,9 +559,7 @@ class _Simulation:
         lane.spend_time(lane.clock, self.durations.posting(lane.stage, i.op))
 
     def start_reduction_turn(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the gradient collective of the instruction ``i``: an all-reduce, or one step of a hierarchical
-        reduction.
-        """
+        """Start the all-reduce, or the step of a hierarchical reduction, of gradients that ``i`` describes."""
         assert i.bucket is not None
         bucket = self.program.stages[lane.stage].buckets[i.bucket]
         level = bucket.levels.index(i.axes) if i.axes else len(bucket.levels)
@@ -614,9 +593,7 @@ class _Simulation:
         return exchanged, self.durations.share("all_gather", axes, wire, stage)
 
     def start_gather(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the all-gather of parameters that the instruction ``i`` describes, once those that come from host
-        memory have arrived.
-        """
+        """Start the all-gather of parameters of ``i``, once those that come from host memory have arrived."""
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
         ready = max([0.0, *(lane.fetched.pop(s) for s in states if s in lane.fetched)])
@@ -624,9 +601,7 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def start_scatter(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the reduce-scatter of gradients that the instruction ``i`` describes, after the earlier ones that must
-        end first.
-        """
+        """Start the reduce-scatter of gradients of ``i``, after the earlier ones that must end first."""
         assert i.bucket is not None
         bucket, coding = self.program.stages[lane.stage].buckets[i.bucket], 0.0
         seconds, nbytes = self.time_sharing(lane, i, "reduce_scatter")
@@ -664,9 +639,8 @@ class _Simulation:
         return start, seconds, [lane.gathered.pop(b) for b in needed]
 
     def start_offload(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the copy of activations or gradients to host memory that the OFFLOAD ``i`` describes.
-
-        Activations wait for earlier copies; gradients wait for the reductions in progress.
+        """Start the copy of activations (after earlier copies) or gradients (after their reductions) of ``i`` to host
+        memory.
         """
         nbytes, needed = self.count_kept_bytes(lane, i), list[OverlappedCollective]()
         if i.states:
@@ -678,9 +652,7 @@ class _Simulation:
         lane.background.append(Background(start, lane.leaving, lane.position - 1, i, nbytes))
 
     def start_fetch(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the copy of activations or parameters from host memory that the FETCH ``i`` describes, after earlier
-        copies.
-        """
+        """Start the copy of activations or parameters from host memory of the FETCH ``i``, after earlier copies."""
         nbytes = sum(map(self.facts.piece_bytes, i.states)) if i.states else self.count_kept_bytes(lane, i)
         start = max(lane.clock, lane.coming)
         lane.coming = start + self.durations.host(lane.stage, nbytes)
@@ -691,9 +663,7 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def count_kept_bytes(self, lane: _SimulatedRank, i: Instruction) -> int:
-        """Return the bytes of the activations that the OFFLOAD or FETCH ``i`` moves; 0 if it moves parameters or
-        gradients.
-        """
+        """Return the bytes of the activations that the OFFLOAD or FETCH ``i`` moves; 0 if it moves others."""
         calls = self.facts.stages[lane.stage][slice(*i.calls)] if i.calls is not None else ()
         return sum(map(self.facts.moved_bytes, calls))
 

@@ -368,7 +368,9 @@ class _Trial:
         return _Stepped(self.make(self.optimizer, groups), tensors, dict(parts), what, rows)
 
     def _step_copy(self, copied: _Stepped, number: int) -> None:
-        """Let a copy do step number ``number`` (from 0), and store its tensors from before the step."""
+        """Let the copy ``copied`` of the optimizer do step number ``number`` (from 0), and store its tensors from
+        before the step.
+        """
 
         def closure() -> Tensor:
             return torch.tensor(sum(row.loss(number) for row in copied.rows), dtype=torch.float64)

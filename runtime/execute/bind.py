@@ -468,7 +468,9 @@ def _bind_pad(group: RankGroup, dim: int, **_: Any) -> Binding:
     """
 
     def pad(x: Tensor) -> Tensor:
-        """Return a tensor of zeros with ``x`` at this rank's position along the dim."""
+        """Return a tensor of zeros that has ``x`` at this rank's position along the dim over which the tensor is
+        sharded.
+        """
         shape = list(x.shape)
         shape[dim] *= group.size
         whole = x.new_zeros(shape)

@@ -177,7 +177,9 @@ class _HashWriter:
         self.file = file
 
     def see(self, operation: ProbedOperation) -> None:
-        """Write the line of ``operation``."""
+        """Write a line of JSON for ``operation``: its position in the program, and hashes of its operands and
+        results.
+        """
         place = operation.place()
         line = {
             "step": operation.step,

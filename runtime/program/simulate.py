@@ -456,7 +456,7 @@ class _Simulation:
     """
 
     def __init__(self, facts: ProgramFacts, durations: Durations, lanes: Sequence[_SimulatedRank]) -> None:
-        """Start with empty channels. ``lanes``: the simulated rank of each pipeline stage, in order."""
+        """Start with no message between stages. ``lanes``: the simulated rank of each pipeline stage, in order."""
         self.facts = facts
         self.program = facts.program
         self.durations = durations
@@ -663,7 +663,7 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def count_kept_bytes(self, lane: _SimulatedRank, i: Instruction) -> int:
-        """Return the bytes of the activations that the OFFLOAD or FETCH ``i`` moves; 0 if it moves others."""
+        """Return the bytes of the activations that the OFFLOAD or FETCH ``i`` moves; 0 if it moves none."""
         calls = self.facts.stages[lane.stage][slice(*i.calls)] if i.calls is not None else ()
         return sum(map(self.facts.moved_bytes, calls))
 

@@ -108,7 +108,9 @@ def _is_apart(axis: str, program: Program, state: str) -> bool:
 
 
 def _check_forward(axis: str, facts: ProgramFacts, call: CallData) -> None:
-    """Raise :class:`Refusal` if an output of a call that is declared whole along ``axis`` differs between ranks."""
+    """Raise :class:`Refusal` if an output of a call that is declared whole along the mesh axis ``axis`` differs between
+    ranks.
+    """
     program, block = facts.program, facts.blocks[call.block]
     given = dict(zip((*block.states, *block.inputs), _list_given_sameness(axis, facts, call), strict=True))
     known = compare_across_ranks(block.graph, given, axis, program.mesh[axis])

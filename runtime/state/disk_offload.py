@@ -175,10 +175,9 @@ class Disk:
             _advise_kernel(file.start, file.size, mmap.MADV_DONTNEED)
 
     def _write_back(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Write memory ranges to disk and remove their pages from memory. An ``OSError`` is stored, and raised by the
-        next wait.
+        """Write memory ranges to disk and remove their pages from memory. This runs in a thread.
 
-        ``spans``: pairs (start address, length in bytes).
+        ``spans``: pairs (start address, length in bytes). An ``OSError`` is stored; :meth:`wait` raises it.
         """
         try:
             for start, size in spans:

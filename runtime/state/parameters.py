@@ -340,8 +340,8 @@ class MasterParameters:
         first = torch.device("cpu") if hosted else device
 
         def placed(name: str, tensor: Tensor) -> Tensor:
-            """Return where the tensor of ``name`` is stored: on the device, in host memory or on disk, with equal
-            values.
+            """Return a tensor with the values of ``tensor``, the parameter or buffer ``name``, on the device, in host
+            memory or on disk.
             """
             if name not in hosted:
                 return tensor.to(device)

@@ -14,7 +14,9 @@ if __name__ == "runtime":  # imported by its folder's name, with the repository'
 
 
 def __getattr__(name: str) -> object:
-    """Return a public name of ``partitioner``, for older scripts that use names such as ``runtime.Engine``."""
+    """Return the public name ``name`` of ``partitioner``, so that ``runtime.Engine`` works in older scripts. Raise
+    ``AttributeError`` for other names.
+    """
     public = import_module("partitioner")
     if name not in public.__all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,66 +15,78 @@ LEFT = "LeftEarly"
 
 
 class BatchError(PartitionError):
-    """The batch does not match the plan: a tensor is missing, or has another shape or type."""
+    """Raised if a batch does not match the plan: a tensor is missing, or has another shape or type."""
 
 
 class WeightsError(PartitionError):
-    """The weights do not match the plan; the message names the first differences."""
+    """Raised if the model's weights do not match the plan. The message names the first differences."""
 
 
 class CheckpointError(WeightsError):
-    """A checkpoint cannot be written, or it is damaged, incomplete or of another model.
+    """Raised if a checkpoint cannot be written, or if it is damaged, incomplete or of another model.
 
-    The message names file and remedy.
-
-    ``elsewhere``: the failure was on another rank, and this rank only reports it.
+    The message names the file and a remedy. ``elsewhere``: whether the failure was on another rank, so that this rank
+    only reports it.
     """
 
     elsewhere = False
 
     @classmethod
     def of_another(cls, message: str) -> Self:
-        """Return the error that this rank raises because another rank has failed."""
+        """Return an error with text ``message`` that this rank raises because another rank failed: ``elsewhere`` is
+        true.
+        """
         error = cls(message)
         error.elsewhere = True
         return error
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A file of a checkpoint is missing, or its contents are not those that were written."""
+    """Raised if a file of a checkpoint is missing, or if its contents are not those that were written."""
 
 
 class LaunchError(PartitionError):
-    """The program cannot be started, for example because of a wrong number of ranks or a file without a plan."""
+    """Raised if a program cannot be started, for example because of a wrong number of ranks or a file without a
+    plan.
+    """
 
 
 class OffloadError(LaunchError):
-    """Optimizer states cannot be kept on disk.
+    """Raised if optimizer states cannot be kept on disk.
 
     For example, there is no folder or no space in it, or the optimizer cannot update one parameter after another.
     """
 
 
 class BackwardError(PartitionError):
-    """``backward`` was called on a loss that :meth:`Engine.step` returned, although the step has run
-    backward already.
+    """Raised if the user calls ``backward()`` on the loss that :meth:`Engine.step` returned. The step has already
+    computed all gradients.
     """
 
 
 class OptimizerError(PartitionError):
-    """The optimizer would update sharded parameters differently from whole ones, so the result would be wrong."""
+    """Raised if an optimizer would update the shards of a parameter differently from the whole parameter, which gives
+    wrong weights.
+    """
 
 
 class AgreementError(PartitionError):
-    """Ranks have diverged: gradients were changed differently on each rank, or replicas of a parameter differ."""
+    """Raised if ranks have diverged: gradients were changed differently on each rank, or replicas of a parameter
+    differ.
+    """
 
 
 class DTensorError(PartitionError):
-    """The layout of a parameter cannot be expressed as a DTensor; the message names the first one and the reason."""
+    """Raised if the layout of a parameter cannot be expressed as a ``torch.distributed.tensor.DTensor``.
+
+    The message names the first such parameter and the reason.
+    """
 
 
 class CommunicationError(RuntimeError):
-    """Another rank has failed, or has not entered an operation in time. The cause is on that rank."""
+    """Raised in a communication operation if another rank has failed or has not entered the operation in time. The
+    cause is on that other rank.
+    """
 
 
 @dataclass(frozen=True)
@@ -82,12 +94,14 @@ class Failure:
     """Why a rank failed, and where. ``str()`` formats it as one line.
 
     Args:
-        kind: class name of the error, or a kind such as "ProcessDied".
+        rank: global rank that failed. ``error``: text of the error.
+        kind: class name of the error, or ``"ProcessDied"``, ``"Stalled"``, ``"ConnectionLost"`` or ``"LeftEarly"``.
         instruction: printed form of the instruction, such as ``0F3``; outside of the program, what the rank did.
-        index: position of the instruction in the rank's list; ``None`` outside of the program.
-        call: module path of the call of a block. ``node``: graph node. ``path``: module path of the node.
-        source: source line, as ``file:line``.
+        index: position of the instruction in the rank's list, from 0; ``None`` outside of the program.
+        call: module path of the part of the model that ran. ``node``: graph node. ``path``: module path of the node.
+        source: source line, as ``file:line``. ``traceback``: formatted Python traceback, or empty.
         secondary: whether it is a consequence of another rank's failure.
+        step: training step, counted from 1; ``None`` if unknown.
     """
 
     rank: int
@@ -104,6 +118,9 @@ class Failure:
     step: int | None = None  # counted from 1; outside of a step, the last one
 
     def __str__(self) -> str:
+        """Return one line: rank, instruction, step, module, graph node and source line, as far as known, then kind and
+        error.
+        """
         where = [f"rank {self.rank}"]
         if self.index is not None:
             where.append(f"instruction {self.index}: {self.instruction}")
@@ -130,9 +147,9 @@ class Failure:
 
 
 class InstructionError(RuntimeError):
-    """An instruction of this rank's program failed.
+    """Raised if an instruction of this rank's program failed.
 
-    ``__cause__`` is the original error, ``failure`` its description.
+    ``__cause__`` is the original error, ``failure`` the description of the error and of where it happened.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -144,7 +161,11 @@ class InstructionError(RuntimeError):
 
 
 class RankError(PartitionError):
-    """A rank failed, and the others were ended. The message ends with the first cause."""
+    """Raised in the launching process if a rank failed, after the other ranks were ended.
+
+    The message ends with the first cause. ``failures``: all failures. ``failure``: the first one that is not a
+    consequence of another rank's failure.
+    """
 
     def __init__(self, failures: tuple[Failure, ...], world_size: int) -> None:
         self.failures = failures
@@ -164,11 +185,14 @@ class RankError(PartitionError):
 
 
 class RankTimeout(PartitionError):
-    """The ranks did not finish in time and were ended. The message says what each was doing, as far as it is known."""
+    """Raised in the launching process if the ranks did not finish in time and were ended.
+
+    The message says what each rank was doing, as far as it is known.
+    """
 
 
 def first_cause(failures: tuple[Failure, ...]) -> Failure:
-    """Return the first failure that is not a consequence of another rank's failure; the first of all if
-    there is none.
+    """Return the first of ``failures`` that is not a consequence of another rank's failure; the first of all if there
+    is none.
     """
     return next((f for f in failures if not f.secondary), failures[0])

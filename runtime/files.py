@@ -8,7 +8,8 @@ from pathlib import Path
 
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> Path:
-    """Write ``content`` to ``path`` atomically, and return ``path``: readers see the old or the new file, never a part.
+    """Write ``content`` to the file ``path``, and return ``path``. Other processes see the old or the new file, never a
+    part.
 
     ``durable``: flush the file to disk, so that this also holds after a loss of power.
     """
@@ -29,12 +30,16 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> Path:
 
 
 def write_text(path: Path, content: str, *, durable: bool = True) -> Path:
-    """Write ``content`` to ``path`` in UTF-8, atomically like :func:`write_bytes`, and return ``path``."""
+    """Write ``content`` in UTF-8 to the file ``path``, and return ``path``. Other processes see the old or the new
+    file, never a part.
+
+    ``durable``: flush the file to disk, so that this also holds after a loss of power.
+    """
     return write_bytes(path, content.encode(), durable=durable)
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the entries of a folder to disk. Does nothing if the system cannot sync folders."""
+    """Flush the list of files of the folder ``path`` to disk. Do nothing if the system cannot flush folders."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:

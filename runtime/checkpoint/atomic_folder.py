@@ -31,9 +31,10 @@ _STARTED = 19  # of the fields behind the name in a process's stat
 
 
 def this_process() -> str:
-    """Return a string that identifies this process among all processes of all hosts.
+    """Return a text that identifies this process among all processes of all hosts; empty if the system does not allow
+    it.
 
-    The string has the host's boot, the PID and the start time. It is empty if the system does not provide them.
+    It has the boot ID and PID namespace of the host, the PID and the start time.
     """
     try:
         return f"{_identify_host()} {os.getpid()} {_read_start_ticks(os.getpid())}"
@@ -42,7 +43,8 @@ def this_process() -> str:
 
 
 def has_ended(process: str) -> bool:
-    """Whether ``process``, a string from :func:`this_process`, is a process of this host that has certainly ended.
+    """Return whether ``process``, a text from :func:`this_process`, names a process of this host that has certainly
+    ended.
 
     Return ``False`` if it still runs, if it is on another host, or if its state cannot be determined.
     """
@@ -58,7 +60,9 @@ def has_ended(process: str) -> bool:
 
 
 def is_here(process: str) -> bool:
-    """Whether ``process``, a string from :func:`this_process`, runs on this host, so that its end can be detected."""
+    """Return whether ``process``, a text from :func:`this_process`, names a process of this host, whose end can be
+    detected.
+    """
     try:
         return process.rsplit(" ", 2)[0] == _identify_host()
     except OSError:
@@ -66,7 +70,7 @@ def is_here(process: str) -> bool:
 
 
 def _identify_host() -> str:
-    """Return a string that identifies the current boot of this host and the PID namespace of this process."""
+    """Return a text that identifies the current boot of this host and the PID namespace of this process."""
     return f"{_BOOT.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
@@ -112,7 +116,7 @@ class CheckpointTarget:
 
     @property
     def old(self) -> Path:
-        """The path to which an existing checkpoint at ``final`` is renamed while the new one takes its place."""
+        """Return the path to which an existing checkpoint at ``final`` is renamed while the new one takes its place."""
         return self.final.with_name(f".{self.final.name}.old")
 
     @property
@@ -126,31 +130,30 @@ class CheckpointTarget:
         return self.partial / f".writer-{rank}"
 
     def begin(self, rank: int) -> None:
-        """Create the folder for unfinished files, and write into it the identity of the process that writes for
-        ``rank``.
-        """
+        """Create the folder for unfinished files. Write into it which process writes the part of ``rank``."""
         self.partial.mkdir(parents=True, exist_ok=True)
         self.writer(rank).write_text(this_process())  # lost with the host, and of no use then
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """Write the error of ``rank`` to the ``failed`` file, which the other ranks poll.
+        """Write the error of ``rank`` to the file :attr:`failed`, which the other ranks look for.
 
-        If the file cannot be written, for example on a full disk, the other ranks find out only when their wait times
-        out.
+        If it cannot be written, for example on a full disk, the other ranks find out only when their wait times out.
         """
         with contextlib.suppress(OSError):
             write_text(self.failed, f"rank {rank}: {type(error).__name__}: {error}")
 
     def check(self) -> None:
-        """Raise :class:`CheckpointError` if any rank has reported a failure, so that the file :attr:`failed` exists."""
+        """Raise :class:`CheckpointError` if any rank has reported a failure, which is so if the file :attr:`failed`
+        exists.
+        """
         if self.failed.exists():
             with contextlib.suppress(OSError):
                 told = self.failed.read_text()
                 raise CheckpointError.of_another(f"the checkpoint {self.final} was not written: {told}")
 
     def wait_for_records(self, world_size: int, timeout: float) -> list[Path]:
-        """Wait until all ranks have written their parts, and return the paths of the files that record this, in rank
-        order.
+        """Wait until all ranks have written their parts. Return the paths of the files in which they confirm this, in
+        rank order.
 
         Raise :class:`CheckpointError` if a rank reports a failure, if its process on this host ends first, or after
         ``timeout`` seconds.
@@ -178,8 +181,8 @@ class CheckpointTarget:
         )
 
     def _is_gone(self, record: Path) -> bool:
-        """Whether the process has certainly ended that has to write the file ``record``, which confirms that its part
-        is written.
+        """Return whether the process has certainly ended that has to write the file ``record``, by which a rank
+        confirms its part.
         """
         with contextlib.suppress(OSError):
             return has_ended(self.writer(int(record.name.removeprefix(".record-"))).read_text())
@@ -198,9 +201,8 @@ class CheckpointTarget:
         raise CheckpointError(f"the checkpoint {self.final} was not completed by the first rank within {timeout:g} s")
 
     def commit(self) -> None:
-        """Rename the folder of unfinished files to ``final`` and flush the change to disk.
-
-        An existing checkpoint is replaced.
+        """Rename the folder of unfinished files to ``final``, and flush the change to disk. An existing checkpoint is
+        replaced.
         """
         sync_folder(self.partial)
         if self.final.exists():
@@ -212,14 +214,16 @@ class CheckpointTarget:
         remove_path_atomically(self.old)
 
     def _keep_others(self) -> None:
-        """Move files that do not belong to a checkpoint from the replaced folder into the new one."""
+        """Move those files of the replaced folder that do not belong to a checkpoint into the folder that replaces
+        it.
+        """
         if self.old.is_dir() and self.final.is_dir():
             for path in self.old.iterdir():
                 if not re.fullmatch(self.own, path.name) and not (self.final / path.name).exists():
                     os.rename(path, self.final / path.name)
 
     def check_place(self) -> None:
-        """Raise :class:`CheckpointError` if ``final`` cannot be replaced: it is a file, a mount point, or has the
+        """Raise :class:`CheckpointError` if ``final`` cannot be replaced: it is a file, a mount point, or contains the
         current folder.
         """
         if self.final.exists() and not self.final.is_dir():
@@ -231,8 +235,8 @@ class CheckpointTarget:
     def clean(self) -> None:
         """Remove the unfinished folders and error files beside ``final`` that interrupted attempts left.
 
-        Also restore a checkpoint that such an attempt had moved aside. One rank calls this before any rank writes.
-        Raise :class:`CheckpointError` if ``final`` cannot be replaced.
+        Also restore a checkpoint that such an attempt had renamed. One rank calls this before any rank writes. Raise
+        :class:`CheckpointError` if ``final`` cannot be replaced.
         """
         self.check_place()
         self.final.parent.mkdir(parents=True, exist_ok=True)
@@ -245,7 +249,7 @@ class CheckpointTarget:
 
 
 def restore_replaced_checkpoint(final: Path) -> None:
-    """Rename the checkpoint that an interrupted save had moved aside back to ``final``, if ``final`` does not exist.
+    """Give the checkpoint that an interrupted save had renamed its name ``final`` back, if nothing has this name now.
 
     Several ranks may call this at the same time.
     """
@@ -257,9 +261,9 @@ def restore_replaced_checkpoint(final: Path) -> None:
 def wait_for_writers(directory: Path, timeout: float) -> None:
     """Wait until no process writes the checkpoint ``directory``, or a checkpoint inside it.
 
-    Unfinished folders of processes that have ended are ignored. For a writer on another host, whose process cannot be
-    checked, an unfinished folder is ignored once it has not changed for 10 seconds. Raise :class:`CheckpointError`
-    after ``timeout`` seconds.
+    Unfinished folders of processes that have ended are ignored. If the writer is on another host, where its process
+    cannot be checked, an unfinished folder is ignored once it has not changed for 10 seconds. Raise
+    :class:`CheckpointError` after ``timeout`` seconds.
     """
     changed: dict[Path, tuple[int, float]] = {}  # folder -> (hash of its contents, time of the last change)
     writing: list[Path] = []
@@ -272,11 +276,11 @@ def wait_for_writers(directory: Path, timeout: float) -> None:
 
 
 def _is_written(folder: Path, changed: dict[Path, tuple[int, float]]) -> bool:
-    """Whether some process is still writing the partial checkpoint ``folder``.
+    """Return whether some process is still writing the unfinished checkpoint ``folder``.
 
     Rank 0 completes a checkpoint, so its process decides. If that process is on another host, the folder counts as
-    being written until its contents have not changed for 10 seconds. ``changed`` has, for each folder, the hash of the
-    contents that was seen last and the time of the last change; the function updates it.
+    being written until it has not changed for 10 seconds. ``changed``: folder -> (hash of its contents when last looked
+    at, time of the last change in seconds); the function updates it.
     """
     if folder.with_suffix(".failed").exists():
         return False
@@ -297,7 +301,7 @@ def _is_written(folder: Path, changed: dict[Path, tuple[int, float]]) -> bool:
 def remove_path_atomically(path: Path) -> None:
     """Remove a file or a folder.
 
-    A folder is renamed first, so that a half-removed one is never mistaken for a complete one.
+    A folder is renamed first, so that a half-removed one is never taken for a complete one.
     """
     if not path.is_dir():
         path.unlink(missing_ok=True)
@@ -309,7 +313,9 @@ def remove_path_atomically(path: Path) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the contents of a checkpoint's manifest; an empty dict if there is no manifest or it is not valid JSON."""
+    """Return the contents of the file ``manifest.json`` in ``folder``; an empty dict if it does not exist or is not
+    valid JSON.
+    """
     try:
         content = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):
@@ -318,9 +324,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _poll_with_backoff(timeout: float) -> Iterator[None]:
-    """Yield repeatedly for ``timeout`` seconds, with pauses that grow from 2 ms to 0.25 s.
-
-    The caller checks the disk.
+    """Yield repeatedly for ``timeout`` seconds, with pauses that grow from 2 ms to 0.25 s. The caller checks something
+    each time.
     """
     end, pause = time.monotonic() + timeout, _FIRST_WAIT_S
     while True:

@@ -50,11 +50,11 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Written:
-    """The record of what one rank wrote to a checkpoint.
+    """What one rank wrote to a checkpoint.
 
     Args:
         items: the chunks (rectangular parts of tensors), with tensor name, offsets and sizes.
-        results: the file and position of each chunk, as DCP returns them.
+        results: the file and position of each chunk, as ``torch.distributed.checkpoint`` returns them.
         files: file name -> length and checksum.
     """
 
@@ -74,11 +74,11 @@ def sum_of(path: Path) -> FileSum:
 
 
 def write_shards(folder: Path, rank: int, pieces: Sequence[ShardPiece]) -> Written:
-    """Write ``pieces`` (parts of tensors, with their names and offsets) to one file in ``folder``, and flush it to the
+    """Write ``pieces`` (parts of tensors, with their names and offsets) to one file in ``folder``, and flush it to
     disk.
 
-    Return what was written; for an empty list no file is written. Raise ``OSError`` if the file system reports an
-    error.
+    ``rank``: global rank, which is part of the file's name. Return what was written; for an empty list no file is
+    written. Raise ``OSError`` if the file system reports an error.
     """
     if not pieces:
         return Written()
@@ -98,9 +98,11 @@ def write_shards(folder: Path, rank: int, pieces: Sequence[ShardPiece]) -> Writt
 
 
 def write_metadata(folder: Path, written: Sequence[Written]) -> None:
-    """Write DCP's ``.metadata`` file, which says in which file each chunk is. ``written``: what each rank wrote.
+    """Write the file ``.metadata`` of ``torch.distributed.checkpoint`` in ``folder``, which says in which file each
+    part of a tensor is.
 
-    Raise ``ValueError`` if the chunks of a tensor do not have as many elements as the tensor.
+    ``written``: what each rank wrote. Raise ``ValueError`` if the parts of a tensor do not have as many elements as the
+    tensor.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     for item in (i for w in written for i in w.items):
@@ -118,9 +120,9 @@ def write_metadata(folder: Path, written: Sequence[Written]) -> None:
 
 
 class ShardReader:
-    """Reads rectangular parts of tensors from a checkpoint's folder.
+    """Reads rectangular parts of tensors from the checkpoint in ``folder``.
 
-    ``tensors`` has the shape, type and chunks of each saved tensor by name. Raise ``OSError``, or an exception of
+    ``tensors``: name -> shape, type and stored parts of each saved tensor. Raise ``OSError``, or an exception of
     unpickling, if the files are missing or damaged.
     """
 
@@ -132,8 +134,8 @@ class ShardReader:
         self.tensors = {k: v for k, v in found.items() if isinstance(v, TensorStorageMetadata)}
 
     def read(self, pieces: Iterable[ShardPiece]) -> None:
-        """Read each piece, a rectangular part of a saved tensor, into the piece's own tensor, converted to
-        its dtype.
+        """Fill the tensor of each of ``pieces``, which describe rectangular parts of saved tensors, and convert to its
+        type.
         """
         targets: dict[MetadataIndex, Tensor] = {}
         items: list[ReadItem] = []
@@ -146,6 +148,9 @@ class ShardReader:
 
 
 def _write_item(index: MetadataIndex, piece: ShardPiece) -> WriteItem:
+    """Return the description of ``piece`` with the key ``index`` that ``torch.distributed.checkpoint`` needs to write
+    it.
+    """
     data = TensorWriteData(
         chunk=ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape),
         properties=TensorProperties(dtype=piece.tensor.dtype),
@@ -155,12 +160,19 @@ def _write_item(index: MetadataIndex, piece: ShardPiece) -> WriteItem:
 
 
 class _SavePlanner(DefaultSavePlanner):
+    """Gives ``torch.distributed.checkpoint`` the tensors to write. ``content``: key -> part of a tensor with its
+    data.
+    """
+
     def __init__(self, content: Mapping[MetadataIndex, ShardPiece]) -> None:
         super().__init__()
         self.content = content
         self._last: Tensor | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """Return the tensor to write for ``write_item``. The memory pages of the previous one are released if it is on
+        disk.
+        """
         if self._last is not None:
             release_pages(self._last)
         self._last = self.content[write_item.index].tensor
@@ -170,6 +182,8 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
+    """Gives ``torch.distributed.checkpoint`` the tensors to fill. ``targets``: key -> tensor."""
+
     def __init__(self, targets: Mapping[MetadataIndex, Tensor]) -> None:
         super().__init__()
         self.targets = targets
@@ -181,12 +195,17 @@ class _LoadPlanner(DefaultLoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Release the mapped memory pages of ``tensor``, which DCP has already filled in place."""
+        """Release the memory pages of ``tensor``, which was filled in place, if it is a file that is mapped into
+        memory.
+        """
         release_pages(tensor)
 
 
 class _HashingFileSystem(FileSystem):
-    """DCP's file system, which records the length and SHA-256 of each written file, and the first ``OSError``."""
+    """Opens files for ``torch.distributed.checkpoint``, and records their length and SHA-256 while they are written.
+
+    ``sums``: file name -> length and checksum. ``error``: the first ``OSError`` of a write, or ``None``.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, FileSum] = {}
@@ -194,6 +213,9 @@ class _HashingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
+        """Open ``path`` for the ``with`` block with the open mode ``mode``, and record length and SHA-256 of what is
+        written.
+        """
         with Path(path).open(mode) as file:
             stream = _HashingStream(file, self)
             yield stream
@@ -201,6 +223,10 @@ class _HashingFileSystem(FileSystem):
 
 
 class _HashingStream(io.IOBase):
+    """A file opened for writing that computes the SHA-256 and the length of what is written. ``owner``: where errors
+    are recorded.
+    """
+
     def __init__(self, file: Any, owner: _HashingFileSystem) -> None:
         self.file = file
         self.owner = owner
@@ -208,6 +234,7 @@ class _HashingStream(io.IOBase):
         self.nbytes = 0
 
     def write(self, data: Any) -> int:
+        """Write ``data``, and return the number of bytes. Raise ``OSError`` if the file system reports an error."""
         try:
             count: int = self.file.write(data)
         except OSError as error:

@@ -24,10 +24,11 @@ _PLAIN = (bool, int, float, str, type(None), list, tuple, Tensor)
 def describe_optimizers(
     given: Optimizers, parameters: Mapping[str, nn.Parameter], program: Program
 ) -> list[dict[str, Any] | None] | None:
-    """Return, for each optimizer, its class name, the names of its defaults, and its parameter groups.
+    """Return, for each optimizer, a dict with its class name, the names of its defaults, and its parameter groups.
 
-    A group is given by the model's names of its parameters and by its hyperparameters. An item is ``None`` if this rank
-    has no such optimizer. The result is ``None`` if there is no optimizer at all.
+    A group has the model's names of its parameters and its hyperparameters, such as ``lr``. ``parameters``: name ->
+    parameter of this rank. An item is ``None`` if this rank has no such optimizer. The result is ``None`` if there is
+    no optimizer at all.
     """
     optimizers = optimizers_of(given)
     return (
@@ -38,6 +39,12 @@ def describe_optimizers(
 def _describe_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], program: Program
 ) -> dict[str, Any]:
+    """Return the class name of ``optimizer`` (``kind``), the names of its ``defaults``, and its ``groups``, as plain
+    data.
+
+    A group has ``names`` of parameters in the model and ``values`` of hyperparameters. ``parameters``: name ->
+    parameter of this rank.
+    """
     return {
         "kind": type(optimizer).__name__,
         "defaults": sorted(optimizer.defaults),
@@ -53,8 +60,8 @@ def _describe_optimizer(
 def merge_rank_descriptions(of_ranks: Sequence[Sequence[Mapping[str, Any] | None] | None]) -> Any:
     """Combine the descriptions that :func:`describe_optimizers` returned on all ranks into one.
 
-    The result is ``None`` if no rank has an optimizer, one dict for one optimizer, and a list for several. Raise
-    :class:`CheckpointError` if ranks have different numbers of optimizers.
+    ``of_ranks``: one for each rank. The result is ``None`` if no rank has an optimizer, one dict for one optimizer, and
+    a list of dicts for several. Raise :class:`CheckpointError` if ranks have different numbers of optimizers.
     """
     found = [d for d in of_ranks if d is not None]
     if len({len(d) for d in found}) > 1:
@@ -67,6 +74,10 @@ def merge_rank_descriptions(of_ranks: Sequence[Sequence[Mapping[str, Any] | None
 
 
 def _merge_descriptions(described: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return one description of an optimizer, with the parameter groups of all ranks; ``None`` if no rank has it.
+
+    ``described``: the descriptions of the ranks that have it.
+    """
     if not described:
         return None
     groups = {tuple(g["names"]): g for d in reversed(described) for g in reversed(d["groups"])}
@@ -76,9 +87,10 @@ def _merge_descriptions(described: Sequence[Mapping[str, Any]]) -> dict[str, Any
 def values_of(
     given: Optimizers, parameters: Mapping[str, nn.Parameter], program: Program, saved: Any
 ) -> list[list[Mapping[str, Any]]]:
-    """Return the saved hyperparameters for each group of each optimizer, matched by parameter names.
+    """Return the saved hyperparameters as a list over optimizers of lists over parameter groups, matched by parameter
+    names.
 
-    ``saved`` is a result of :func:`merge_rank_descriptions`. A group none of whose parameters were saved gets an empty
+    ``saved``: a result of :func:`merge_rank_descriptions`. A group none of whose parameters were saved gets an empty
     dict. Raise :class:`CheckpointError` if the number, the order or the classes of the optimizers, or their groups,
     differ from the saved ones.
     """
@@ -121,7 +133,7 @@ def _get_saved_kind(saved: Mapping[str, Any] | None) -> str:
 
 
 def check_kind(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise :class:`CheckpointError` if the saved state is for another kind of optimizer.
+    """Raise :class:`CheckpointError` if the saved description ``saved`` is of another kind of optimizer.
 
     Optimizers of different classes count as the same kind if they have the same hyperparameters, such as Adam and
     AdamW.
@@ -140,10 +152,11 @@ def given_back(
     program: Program,
     saved: Mapping[str, Any],
 ) -> list[Mapping[str, Any]]:
-    """Return the saved hyperparameters for each group of ``optimizer``, in the order of the groups.
+    """Return the saved hyperparameters for each parameter group of ``optimizer``, in the order of its groups.
 
-    A group none of whose parameters were saved gets an empty dict. Raise :class:`CheckpointError` if the optimizer
-    groups its parameters differently: a saved group is split, or saved groups with different values are joined.
+    ``saved``: the saved description of one optimizer. A group none of whose parameters were saved gets an empty dict.
+    Raise :class:`CheckpointError` if the optimizer groups its parameters differently: a saved group is split, or saved
+    groups with different values are joined.
     """
     owner = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
     went_to: dict[int, int] = {}
@@ -171,10 +184,11 @@ def given_back(
 
 
 def by_place(given: Optimizers, groups: Sequence[Any] | None) -> list[list[Mapping[str, Any]]]:
-    """Return the hyperparameters of each group of each optimizer, matched by position. For checkpoints without names.
+    """Return the saved hyperparameters as a list over optimizers of lists over parameter groups, matched by position.
 
-    ``groups`` has, for each optimizer, the saved dicts of its groups. If it is ``None``, each group gets an empty dict.
-    Raise :class:`CheckpointError` if the numbers of optimizers or groups differ.
+    This is for checkpoints without parameter names. ``groups``: for each optimizer, the saved dicts of its groups; if
+    ``None``, each group gets an empty dict. Raise :class:`CheckpointError` if the numbers of optimizers or groups
+    differ.
     """
     optimizers = optimizers_of(given)
     if groups is None:
@@ -191,7 +205,9 @@ def by_place(given: Optimizers, groups: Sequence[Any] | None) -> list[list[Mappi
 
 
 def set_hyperparameters(given: Optimizers, values: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Write the hyperparameters ``values[optimizer][group]`` into the parameter groups of the optimizers."""
+    """Set the hyperparameters of the optimizers: ``values[i][k]`` (name -> value) is for group ``k`` of optimizer
+    ``i``.
+    """
     for optimizer, of_groups in zip(optimizers_of(given), values, strict=True):
         for group, saved in zip([] if optimizer is None else optimizer.param_groups, of_groups, strict=True):
             for key, value in saved.items():
@@ -204,6 +220,9 @@ def set_hyperparameters(given: Optimizers, values: Sequence[Sequence[Mapping[str
 def _name_group_parameters(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], program: Program
 ) -> list[list[str]]:
-    """Return, for each parameter group of ``optimizer``, the model's names of its parameters."""
+    """Return, for each parameter group of ``optimizer``, the names of its parameters in the model.
+
+    ``parameters``: name in the program -> parameter of this rank.
+    """
     names = {id(p): model_names(name, program.states[name]) for name, p in parameters.items()}
     return [[n for p in group["params"] for n in names.get(id(p), ())] for group in optimizer.param_groups]

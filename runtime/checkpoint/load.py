@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 
 class CheckpointMatch(NamedTuple):
-    """A complete checkpoint: its folder and its manifest."""
+    """A complete checkpoint: its folder, and the contents of its ``manifest.json``."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -47,9 +47,9 @@ class CheckpointMatch(NamedTuple):
 
     @property
     def optimizer_steps(self) -> int:
-        """The number of optimizer steps of the run.
+        """Return the number of optimizer steps before the checkpoint was saved.
 
-        For checkpoints of older versions, which did not store it, it is the number of batches.
+        Checkpoints of older versions did not store it; for them it is the number of batches.
         """
         return int(self.manifest.get("optimizer_steps", self.steps))
 
@@ -59,15 +59,14 @@ class CheckpointMatch(NamedTuple):
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether ``directory`` is a checkpoint or has a complete one in it.
-
-    Return ``False`` for a folder of safetensors files.
+    """Return whether ``directory`` is a complete checkpoint or has one in it; ``False`` for a folder of safetensors
+    files.
     """
     return any((p / MANIFEST).exists() for p in _list_candidate_folders(directory))
 
 
 def find_checkpoint(directory: Path) -> CheckpointMatch:
-    """Return the checkpoint at ``directory``, or the latest checkpoint in it if it is a folder of several.
+    """Return the checkpoint at ``directory`` or, if that is a folder of several checkpoints, the latest one in it.
 
     Raise :class:`CheckpointError` if there is none, if it is incomplete or damaged, or if its format version differs.
     """
@@ -84,7 +83,7 @@ def find_checkpoint(directory: Path) -> CheckpointMatch:
 
 
 def complete_in(root: Path) -> list[CheckpointMatch]:
-    """Return the complete checkpoints in the folder ``root``, in ascending order of steps."""
+    """Return the complete checkpoints in the folder ``root``, in ascending order of training steps."""
     found = [CheckpointMatch(p, m) for p in root.glob(f"{STEP}*") if (m := read_manifest(p))]
     return sorted(found, key=lambda f: (f.steps, f.folder.name))
 
@@ -93,8 +92,8 @@ def to_go_on_from(root: Path) -> list[CheckpointMatch]:
     """Return the complete checkpoints in the folder ``root``, with the best one for resuming first.
 
     The first is the one that the file ``latest`` names, or a later one that was completed after ``latest`` was written.
-    Checkpoints with more steps that are older than ``latest`` are from an abandoned run, which was rewound. They come
-    last.
+    Checkpoints with more steps that are older than ``latest`` come last: training was resumed from an earlier
+    checkpoint after them.
     """
     found = complete_in(root)[::-1]
     named = root / LATEST
@@ -108,7 +107,7 @@ def to_go_on_from(root: Path) -> list[CheckpointMatch]:
 
 
 def find_together(directory: Path, rank: RankProgram, communicator: Communicator) -> CheckpointMatch:
-    """Call :func:`find_checkpoint` on all ranks, and return this rank's result.
+    """Return the checkpoint at ``directory``, or the latest one in it. All ranks call this.
 
     Raise :class:`CheckpointError` on all ranks if any rank finds none.
     """
@@ -116,8 +115,9 @@ def find_together(directory: Path, rank: RankProgram, communicator: Communicator
 
 
 def check_alike(root: Path, found: Sequence[CheckpointMatch], rank: RankProgram, communicator: Communicator) -> None:
-    """Raise :class:`CheckpointError` on all ranks if the lists ``found`` of checkpoints in ``root`` differ between
-    ranks.
+    """Raise :class:`CheckpointError` on all ranks if ranks see different checkpoints in ``root``. All ranks call this.
+
+    ``found``: the checkpoints that this rank sees there.
     """
     told = json.dumps([(f.folder.name, f.manifest["token"]) for f in found])
     if not _is_equal_across_ranks(int(hashlib.sha256(told.encode()).hexdigest()[:15], 16), rank, communicator):
@@ -137,16 +137,16 @@ def load_checkpoint(
     verify: bool = True,
     extra: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Load a checkpoint into the tensors ``states`` and into ``optimizer``. All ranks call this.
+    """Load the checkpoint ``found`` into the tensors ``states`` and into ``optimizer``. All ranks call this.
 
     Args:
-        states: state (parameter or buffer) -> this rank's shard, which is filled in place.
+        states: parameter or buffer -> this rank's shard, which is filled in place.
         verify: first read every file once, shared among the ranks, and compare its SHA-256 with the manifest.
         extra: names of further objects, such as data loaders, whose states are returned.
 
-    Return the run's other data, such as step counters; its ``"extra"`` has the state of each name in ``extra`` for this
-    rank. Raise :class:`CheckpointError` on all ranks, before anything is changed, if a rank finds a file damaged or
-    missing, or if the checkpoint does not match the model, the optimizer or ``extra``.
+    Return the other saved data, such as step counters; its ``"extra"`` has name -> state of each object for this rank.
+    Raise :class:`CheckpointError` on all ranks, before anything is changed, if a rank finds a file damaged or missing,
+    or if the checkpoint does not match the model, the optimizer or ``extra``.
     """
     _require_same_checkpoint(found, rank, communicator)
     if verify:
@@ -185,7 +185,9 @@ def _open_shard_reader(folder: Path) -> ShardReader:
 
 
 def _warn_of_others(folder: Path, reader: ShardReader, rank: RankProgram) -> None:
-    """Warn if the checkpoint has tensors that the plan's model does not have: it may be of another model."""
+    """Warn if the checkpoint in ``folder`` has tensors that the plan's model does not have, so that it may be of
+    another model.
+    """
     known = names_read(rank.program)
     saved = sorted(key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL))
     known |= match_state_names(saved, known).keys()
@@ -202,10 +204,11 @@ def _warn_of_others(folder: Path, reader: ShardReader, rank: RankProgram) -> Non
 def _select_extra_states(
     found: CheckpointMatch, training: Mapping[str, Any], rank: RankProgram, asked: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the state for this rank of each of the objects ``asked``, by name.
+    """Return the saved state of each object named in ``asked``, such as a data loader, for this rank.
 
-    If the ranks had different states, this rank gets its own. Raise :class:`CheckpointError` if a state is missing, or
-    if states differ between ranks and the mesh is not the one of the checkpoint.
+    ``training``: the saved data other than tensors. If the ranks had different states, this rank gets its own. Raise
+    :class:`CheckpointError` if a state is missing, or if states differ between ranks and the mesh is not the one of the
+    checkpoint.
     """
     held, of_ranks = training["extra"], training.get("extra_of_ranks", {})
     for name in asked:
@@ -224,7 +227,11 @@ def _select_extra_states(
 def _read_group_hyperparameters(
     training: Mapping[str, Any], rank: RankProgram, optimizer: OptimizerState | None
 ) -> list[list[Mapping[str, Any]]]:
-    """Return the saved hyperparameters as ``[optimizer][parameter group]``; empty without an optimizer."""
+    """Return the saved hyperparameters as a list over optimizers of lists over parameter groups; empty without an
+    optimizer.
+
+    ``training``: the saved data other than tensors.
+    """
     if optimizer is None:
         return []
     saved = training.get("optimizer")
@@ -241,10 +248,11 @@ def _match_saved_states(
     states: Mapping[str, Tensor],
     optimizer: OptimizerState | None,
 ) -> tuple[dict[str, str], dict[str, dict[str, Tensor]]]:
-    """Return the name under which each state of this rank was saved, and empty tensors for the optimizer's saved state.
+    """Return the name under which each parameter or buffer of this rank was saved, and empty tensors for the
+    optimizer's saved state.
 
-    The tensors are in a dict: state name -> key, such as ``exp_avg`` -> tensor. Raise :class:`CheckpointError` if
-    states are missing or have other shapes.
+    The tensors are in a dict: parameter name -> key, such as ``exp_avg`` -> tensor. ``states``: name -> this rank's
+    shard. Raise :class:`CheckpointError` if parameters or buffers are missing or have other shapes.
     """
     names: dict[str, str] = {}
     wrong: list[str] = []
@@ -279,7 +287,7 @@ def _match_saved_states(
 
 
 def _find_other_spellings(reader: ShardReader, rank: RankProgram) -> dict[str, list[str]]:
-    """Return, for each state of the plan, other names under which the checkpoint may have it, such as with a wrapper's
+    """Return each name in the plan -> other names under which the checkpoint has this tensor, such as with a wrapper's
     prefix.
     """
     saved = [key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL)]
@@ -292,6 +300,12 @@ def _find_other_spellings(reader: ShardReader, rank: RankProgram) -> dict[str, l
 def _allocate_optimizer_state(
     found: CheckpointMatch, reader: ShardReader, rank: RankProgram, names: Mapping[str, str], optimizer: OptimizerState
 ) -> dict[str, dict[str, Tensor]]:
+    """Return empty tensors for the optimizer's saved state on this rank: parameter name -> key, such as ``exp_avg`` ->
+    tensor.
+
+    ``names``: parameter -> name under which it was saved. Raise :class:`CheckpointError` if the checkpoint has no
+    optimizer state.
+    """
     saved: dict[str, list[str]] = {}
     for entry in reader.tensors:
         if entry.startswith(STATE):
@@ -317,6 +331,12 @@ def _allocate_optimizer_state(
 def _list_state_pieces(
     prefix: str, rank: RankProgram, state: str, saved_as: str, tensor: Tensor, suffix: str = ""
 ) -> list[ShardPiece]:
+    """Return the parts of saved tensors from which ``tensor`` is filled: this rank's part of ``state``, or its
+    optimizer state.
+
+    ``prefix``, ``suffix``: of the key in the checkpoint. ``saved_as``: name under which the parameter or buffer was
+    saved.
+    """
     data = rank.program.states[state]
     if data.shape and not tensor.dim():
         return [make_scalar_piece(prefix, saved_as, data, tensor, suffix)]
@@ -324,7 +344,7 @@ def _list_state_pieces(
 
 
 def _check_files(found: CheckpointMatch, rank: RankProgram) -> None:
-    """Compare length and SHA-256 of this rank's share of the files with the manifest.
+    """Compare length and SHA-256 of this rank's share of the checkpoint's files with the manifest.
 
     Raise :class:`DamagedCheckpointError` if a file is missing or differs.
     """
@@ -343,10 +363,11 @@ def _check_files(found: CheckpointMatch, rank: RankProgram) -> None:
 def _run_collectively(
     communicator: Communicator, rank: RankProgram, work: Callable[[], _T], reading: CheckpointMatch | None = None
 ) -> _T:
-    """Call ``work`` on every rank, and return its result once it has succeeded on all ranks.
+    """Call ``work`` on every rank, and return this rank's result once it has succeeded on all ranks. All ranks call
+    this.
 
-    If it fails on any rank, raise :class:`CheckpointError` on all ranks. With the checkpoint ``reading``, other
-    exceptions become a :class:`DamagedCheckpointError` that names it.
+    If it fails on any rank, raise :class:`CheckpointError` on all ranks. ``reading``: a checkpoint; exceptions of other
+    types become a :class:`DamagedCheckpointError` that names it.
     """
     result: _T | None = None
     error: CheckpointError | None = None
@@ -373,7 +394,10 @@ def _run_collectively(
 
 
 def _require_same_checkpoint(found: CheckpointMatch, rank: RankProgram, communicator: Communicator) -> None:
-    """Raise :class:`CheckpointError` on all ranks if the ranks have found different checkpoints."""
+    """Raise :class:`CheckpointError` on all ranks if the ranks have found different checkpoints. All ranks call this.
+
+    ``found``: the checkpoint that this rank has found.
+    """
     if not _is_equal_across_ranks(int(found.manifest["token"], 16), rank, communicator):
         raise CheckpointError(
             f"ranks see different checkpoints, this one {found.folder} of step {found.steps}: name one of them, and "
@@ -382,17 +406,17 @@ def _require_same_checkpoint(found: CheckpointMatch, rank: RankProgram, communic
 
 
 def _is_equal_across_ranks(number: int, rank: RankProgram, communicator: Communicator) -> bool:
-    """Whether all ranks pass the same ``number``, of at most 60 bits. All ranks call this."""
+    """Return whether all ranks pass the same ``number``, of at most 60 bits. All ranks call this."""
     bounds = torch.tensor([number, -number], dtype=torch.int64, device=communicator.device)
     high, low = all_ranks(communicator, rank.program.world_size).all_reduce(bounds, maximum=True).wait().tolist()
     return bool(high == -low)
 
 
 def _list_candidate_folders(directory: Path) -> Sequence[Path]:
-    """Return the folder to load: ``directory``, if it has a manifest, or a checkpoint in it.
+    """Return the folder to load as a list of one path; an empty list if there is none.
 
-    In a folder of several checkpoints that is the one that the file ``latest`` names, or else the complete one with
-    most steps. The list has at most one entry.
+    That is ``directory`` if it has a manifest. In a folder of several checkpoints it is the one that the file
+    ``latest`` names, or else the complete one with most steps.
     """
     if (directory / MANIFEST).exists():
         return [directory]
@@ -403,7 +427,9 @@ def _list_candidate_folders(directory: Path) -> Sequence[Path]:
 
 
 def _other_than(folder: Path) -> str:
-    """Return the end of an error message, which names another checkpoint beside ``folder`` to load instead."""
+    """Return the end of an error message about the checkpoint ``folder``: it names another checkpoint beside it to load
+    instead.
+    """
     folder = folder.absolute()
     others = [f for f in complete_in(folder.parent) if f.folder.absolute() != folder]
     before = [f for f in others if f.folder.name < folder.name] or others

@@ -66,10 +66,11 @@ _LENGTH = 8  # bytes in front, which say how long the head is
 
 
 class SlotName(NamedTuple):
-    """The parsed name of a file with the in-memory copy of a rank's training state.
+    """The parsed name of a file with the in-memory copy of one rank's training state.
 
-    ``rank`` is the rank whose state the file has, and ``step`` the step; it is ``None`` if the file is incomplete.
-    ``identity`` is a hash of the plan and of the token of this run, which changes when the run is rewound.
+    ``rank``: the rank whose state the file has. ``step``: number of the training step; ``None`` if the file is
+    incomplete. ``identity``: hash of the plan and of a token that changes when training resumes from a checkpoint on
+    disk.
     """
 
     identity: str
@@ -78,9 +79,8 @@ class SlotName(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> Self | None:
-        """Parse the name of the file ``path``.
-
-        Return ``None`` if it is not a file with an in-memory copy of a training state.
+        """Parse the name of the file ``path``; return ``None`` if it is no file with an in-memory copy of a training
+        state.
         """
         if found := _NAME.fullmatch(path.name):
             return cls(found[1], int(found[2]), int(found[3]))
@@ -100,8 +100,8 @@ def slots_in(folder: Path) -> Iterator[tuple[SlotName, Path]]:
 class SlotState(NamedTuple):
     """The contents of the in-memory copy of one rank's training state.
 
-    ``tensors`` has the tensors by name. ``head`` is serialised data: names, types and shapes of the tensors, and the
-    other state of the run.
+    ``tensors``: the tensors by name. ``head``: bytes with the names, types and shapes of the tensors, and the other
+    state, such as step counters.
     """
 
     head: bytes
@@ -109,7 +109,8 @@ class SlotState(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], run: Mapping[str, Any]) -> Self:
-        """Return the contents of an in-memory copy from the rank's tensors and the serialised other state ``run``.
+        """Return the contents of an in-memory copy. ``tensors``: this rank's tensors by name. ``run``: other state,
+        such as counters.
 
         Raise :class:`CheckpointError` if ``run`` is not plain data.
         """
@@ -121,7 +122,7 @@ class SlotState(NamedTuple):
         return _compute_data_offset(self.head) + sum(_align_size(t.nbytes) for t in self.tensors.values())
 
     def write(self, to: Tensor) -> None:
-        """Write the contents into the uint8 tensor ``to``, which has :attr:`nbytes` elements."""
+        """Write the contents into the tensor ``to`` of type uint8, which has :attr:`nbytes` elements."""
         with torch.no_grad():
             front = len(self.head).to_bytes(_LENGTH, "little") + self.head
             to[: len(front)].copy_(torch.frombuffer(bytearray(front), dtype=torch.uint8))
@@ -131,10 +132,11 @@ class SlotState(NamedTuple):
 
 
 def parse_slot_content(content: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors by name, as views of ``content``, and the run's other state that :meth:`SlotState.write`
-    wrote.
+    """Return the tensors by name, as views of ``content``, and the other state, such as step counters, of an in-memory
+    copy.
 
-    Raise an exception of unpickling if the bytes are damaged.
+    ``content``: the bytes that :meth:`SlotState.write` wrote, as a uint8 tensor. Raise an exception of unpickling if
+    they are damaged.
     """
     length = int.from_bytes(bytes(content[:_LENGTH].tolist()), "little")
     head = content[_LENGTH : _LENGTH + length].numpy().tobytes()
@@ -144,9 +146,9 @@ def parse_slot_content(content: Tensor) -> tuple[dict[str, Tensor], dict[str, An
 
 
 class CheckpointSlot:
-    """A memory-mapped file for the in-memory copy of a rank's training state, which only this process writes.
+    """A file, mapped into memory, for the in-memory copy of one rank's training state, which only this process writes.
 
-    ``name`` says whose copy it is and of which step; ``bytes`` is the mapped file as a uint8 tensor. Methods raise
+    ``name``: whose copy it is and of which step. ``bytes``: the mapped file as a uint8 tensor. Methods raise
     ``OSError`` if the file system reports an error.
     """
 
@@ -165,8 +167,9 @@ class CheckpointSlot:
         return self.bytes.numel()
 
     def resize(self, size: int) -> None:
-        """Change the file to ``size`` bytes, and allocate its memory now: writing to a page without memory would kill
-        the process.
+        """Change the file to ``size`` bytes, and allocate its memory now.
+
+        Writing to a page without memory would kill the process.
         """
         handle = os.open(self.path, os.O_RDWR)
         try:
@@ -177,7 +180,9 @@ class CheckpointSlot:
             os.close(handle)
 
     def begin(self, number: int) -> None:
-        """Mark the contents as incomplete, by renaming the file to a partial name with ``number``."""
+        """Mark the contents as incomplete by renaming the file to ``.IDENTITY.RANK.NUMBER.partial``, with
+        ``number``.
+        """
         self._rename_file(self.name._replace(step=None), f".{self.name.identity}.{self.name.rank}.{number}.partial")
 
     def commit(self, step: int) -> None:
@@ -195,7 +200,7 @@ class CheckpointSlot:
 
 
 def content_of(path: Path) -> Tensor:
-    """Map the file ``path`` into memory, and return its bytes as a uint8 tensor for reading."""
+    """Map the file ``path`` into memory, and return its bytes as a uint8 tensor."""
     with path.open("r+b") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
@@ -216,6 +221,10 @@ def _align_size(size: int) -> int:
 def _view_tensors(
     content: Tensor, at: int, table: Iterable[tuple[str, torch.dtype, torch.Size]]
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name of each tensor in ``table`` (name, type, shape), and a view of ``content`` as this tensor.
+
+    ``content``: uint8 tensor in which the tensors are one after the other, from byte ``at`` on.
+    """
     for name, dtype, shape in table:
         size = shape.numel() * dtype.itemsize
         yield name, content[at : at + size].view(dtype).view(shape)
@@ -229,13 +238,16 @@ _Extra = Mapping[str, Stateful]
 
 
 class MemoryCopies:
-    """The in-memory copies of one run's training state, on one rank. All ranks create one and call the same methods.
+    """Copies of the training state in the memory of the nodes, as one rank sees them. All ranks create one and call the
+    same methods.
 
     Args:
-        checkpoints: the run's folder of checkpoints, which all ranks see.
+        checkpoints: the folder of checkpoints of this training, which all ranks see.
+        engine: the engine whose state is copied.
         memory: a folder in the memory of this rank's node; by default ``/dev/shm``.
 
-    Raise :class:`CheckpointError` on all ranks if a rank has no such folder, or if the plan keeps states on disk.
+    Raise :class:`CheckpointError` on all ranks if a rank has no such folder, or if the plan keeps optimizer states on
+    disk.
     """
 
     def __init__(self, checkpoints: Path, engine: CheckpointedEngine, memory: Path | None = None) -> None:
@@ -258,7 +270,7 @@ class MemoryCopies:
         self._reset_copies()
 
     def _reset_copies(self) -> None:
-        """Reset the fields to the state before the first copy; files on the nodes are not changed."""
+        """Forget the copies made so far; files on the nodes are not changed."""
         self.step: int | None = None  # step of the copy that is complete on all ranks
         self._written: int | None = None  # step of the copy that is being sent
         self._identity = ""
@@ -270,13 +282,15 @@ class MemoryCopies:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory that copies take on this rank's node; 0 before the first copy."""
+        """Return the bytes of memory that copies take on this rank's node; 0 before the first copy."""
         return 2 * sum(self._room[1][r] for r in self._ranks_here()) if self._room[1] else 0
 
     def save(self, optimizer: Optimizers, extra: _Extra) -> None:
-        """Copy the current training state into memory, and start sending it to the rank that keeps the second copy.
+        """Copy the current training state into memory, and start to send it to the rank that keeps the second copy. All
+        ranks call this.
 
-        Raise :class:`CheckpointError` on all ranks if this copy, or sending the previous one, has failed on a rank.
+        ``extra``: name -> further object whose state is copied. Raise :class:`CheckpointError` on all ranks if this
+        copy, or sending the previous one, has failed on a rank.
         """
         state = self._peers.together(
             "the copy in memory was not made", lambda: self._collect_slot_state(optimizer, extra)
@@ -300,7 +314,7 @@ class MemoryCopies:
         self.engine._saver.saved_at = self.engine.steps
 
     def wait(self) -> None:
-        """Wait until the last in-memory copy of the training state is complete on all ranks.
+        """Wait until the last in-memory copy of the training state is complete on all ranks. All ranks call this.
 
         Raise :class:`CheckpointError` on all ranks if it failed on any.
         """
@@ -308,10 +322,11 @@ class MemoryCopies:
         self._mark_copy_complete()
 
     def restore(self, optimizer: Optimizers, extra: _Extra) -> int | None:
-        """Restore the newest step for which every rank's state is in some node's memory, and return the step.
+        """Restore the newest training step for which every rank's state is in some node's memory, and return its
+        number.
 
-        Return ``None`` and change nothing if there is no such step, if a checkpoint on disk is newer, or (with a
-        warning) if the copies cannot be read.
+        All ranks call this. Return ``None`` and change nothing if there is no such step, if a checkpoint on disk is
+        newer, or (with a warning) if the copies cannot be read.
         """
         self._peers.together("the copy in memory was not made", self._join_sending_thread)
         self._reset_copies()
@@ -353,7 +368,10 @@ class MemoryCopies:
         return step
 
     def remove(self) -> None:
-        """Delete all copies of the run. Called when the run has ended and its last step is on disk."""
+        """Wait for the last copy, and delete all copies of this training from the nodes' memory. All ranks call this.
+
+        It is called at the end of training, when the last step is on disk.
+        """
         self.wait()
         self._slots.clear()
         if self._is_node_leader():
@@ -361,10 +379,13 @@ class MemoryCopies:
         remove_line_token(self.checkpoints, self.rank)
 
     def _is_node_leader(self) -> bool:
-        """Whether this rank is the lowest rank on its node."""
+        """Return whether this rank is the lowest rank on its node."""
         return self._nodes.index(self._nodes[self.rank]) == self.rank
 
     def _make_folder(self) -> None:
+        """Create this training's folder in the node's memory. Raise :class:`CheckpointError` if its parent is no
+        folder.
+        """
         parent = self.folder.parent
         if not parent.is_dir():
             raise CheckpointError(
@@ -377,6 +398,11 @@ class MemoryCopies:
         return hashlib.sha256(f"{token} {self._way}".encode()).hexdigest()[:16]
 
     def _begin_line(self) -> None:
+        """Choose a new random token for the copies made from now on, the same on all ranks, and write it beside the
+        checkpoints.
+
+        Copies with another token are not restored any more.
+        """
         token = secrets.randbits(60) if self.rank == 0 else 0
         [token] = self._peers.total([token])
         if self.rank == 0:
@@ -386,7 +412,7 @@ class MemoryCopies:
     def _open_slots(self) -> None:
         """Open two files for this rank, and two for each rank whose second copy it keeps.
 
-        Remove files of an abandoned run.
+        Remove files with another identity, which are of an earlier attempt at this training.
         """
         if self._is_node_leader():
             for name, path in slots_in(self.folder):
@@ -402,9 +428,9 @@ class MemoryCopies:
             self._slots[rank] = slots
 
     def _make_room(self, sizes: list[int]) -> None:
-        """Resize the files that may be overwritten to ``sizes[rank]`` bytes.
+        """Change the size of the files that may be overwritten: ``sizes[rank]`` bytes for the state of each rank.
 
-        Raise :class:`CheckpointError` on all ranks if a node has too little free memory.
+        All ranks call this. Raise :class:`CheckpointError` on all ranks if a node has too little free memory.
         """
         wanted = {
             slot: sizes[r]
@@ -419,6 +445,7 @@ class MemoryCopies:
         self._room = [sizes if self.step is None else self._room[1], sizes]
 
     def _check_room(self, missing: int) -> None:
+        """Raise :class:`CheckpointError` if the node's memory folder has less than ``missing`` bytes free."""
         free = shutil.disk_usage(self.folder).free
         if free < missing:
             raise CheckpointError(
@@ -428,7 +455,7 @@ class MemoryCopies:
             )
 
     def _find_free_slot(self, rank: int) -> CheckpointSlot:
-        """Return the file, of the two files for ``rank``, that may be overwritten."""
+        """Return the one of the two files for the state of ``rank`` that may be overwritten."""
         return next(slot for slot in self._slots[rank] if self.step is None or slot.name.step != self.step)
 
     def _write_slot(self, slot: CheckpointSlot, state: SlotState) -> None:
@@ -442,14 +469,14 @@ class MemoryCopies:
         return SlotState.of(own_tensors(self.engine, optimizer), run | {"random": random_state(self.engine.device)})
 
     def _join_sending_thread(self) -> None:
-        """Wait until the sending thread has ended. Raise the exception that it stored, if any."""
+        """Wait until the thread that sends the last copy has ended. Raise the exception that it stored, if any."""
         if self._sending is not None:
             self._sending.join()
         if self._error is not None:
             raise self._error
 
     def _mark_copy_complete(self) -> None:
-        """Record the last copy as complete. Called once all ranks have confirmed that theirs is."""
+        """Record the last copy as complete. This is called once all ranks have confirmed that theirs is."""
         if self._written is None or self._written == self.step:
             return
         self.step = self._written
@@ -460,17 +487,17 @@ class MemoryCopies:
         self._restored = False
 
     def _ranks_here(self) -> list[int]:
-        """Return the ranks whose copies are on this node; a rank may occur twice.
+        """Return the ranks whose copies are in the memory of this node; a rank may occur twice.
 
-        They are the ranks of this node and the ranks whose second copies these keep.
+        They are the ranks of this node, and the ranks whose second copies these keep.
         """
         here = [r for r, node in enumerate(self._nodes) if node == self._nodes[self.rank]]
         return here + [r for r, keeper in enumerate(self._keepers) if keeper in here]
 
     def _send_copies(self, slot: CheckpointSlot, step: int) -> None:
-        """Send this rank's copy to the rank that keeps it, and receive the copies that this rank keeps.
+        """Send this rank's copy of ``step`` to the rank that keeps it, and receive the copies that this rank keeps.
 
-        Runs in a thread.
+        This runs in a thread; an exception is stored. ``slot``: the file with this rank's copy.
         """
         try:
             keeper = self._keepers[self.rank]
@@ -489,8 +516,8 @@ class MemoryCopies:
     def _fetch_own_content(self, identity: str, step: int, holders: Mapping[int, Mapping[int, int]]) -> Tensor:
         """Return the bytes of this rank's copy of ``step``, read on this node or received from another one.
 
-        Also send the copies that other ranks receive from this process. ``holders``: rank -> process that has its copy
-        -> size in bytes.
+        Also send the copies that other ranks receive from this process. ``identity``: first part of the file names.
+        ``holders``: rank -> process that has its copy -> size in bytes.
         """
         sources = {}  # rank without a copy on its node -> process that sends it
         for rank, sizes in holders.items():
@@ -513,7 +540,7 @@ class MemoryCopies:
     def _parse_checked_content(
         self, content: Tensor, optimizer: Optimizers
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Parse the bytes ``content`` into tensors by name and the other state of the run.
+        """Return the tensors by name and the other state, such as counters, in the bytes ``content`` of a copy.
 
         Raise :class:`CheckpointError` if a tensor of the engine is missing or has another shape, or if there is an
         ``optimizer`` and its state is missing.
@@ -529,13 +556,17 @@ class MemoryCopies:
 
 
 def folder_of(checkpoints: Path, memory: Path) -> Path:
-    """Return the folder inside ``memory`` that holds the copies of a run. It has the same path on every node."""
+    """Return the folder inside ``memory`` for the copies of the training whose checkpoints are in ``checkpoints``.
+
+    It has the same path on every node.
+    """
     told = f"{os.getuid()} {os.path.realpath(checkpoints)}"
     return memory / f"copies-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
 
 
 def remove_line_token(checkpoints: Path, rank: int) -> None:
-    """Remove the file that identifies the run's valid in-memory copies, so that none of them is restored any more.
+    """Remove the file with the token of valid in-memory copies from the folder ``checkpoints``, so that none is
+    restored any more.
 
     Only rank 0 removes it; on other ranks this does nothing.
     """
@@ -549,10 +580,10 @@ def _resize_slots(wanted: Mapping[CheckpointSlot, int]) -> None:
 
 
 def _read_current_line(checkpoints: Path) -> list[int]:
-    """Return the token that identifies the run's valid in-memory copies, and the step of the newest later checkpoint on
-    disk.
+    """Return two numbers: the token of valid in-memory copies, and the step of the newest checkpoint on disk that is
+    newer than the token.
 
-    Each is 0 if there is none. Checkpoints from before the token do not count, because their steps are repeated.
+    Each is 0 if there is none. ``checkpoints``: the folder of checkpoints.
     """
     try:
         token = int((checkpoints / LINE).read_text(), 16)

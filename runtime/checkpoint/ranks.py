@@ -26,10 +26,10 @@ _opened: list[Any] = []  # Gloo cannot always be taken down
 
 
 class Peers:
-    """A Gloo group of all ranks for small integers and bytes in host memory.
+    """A Gloo group of all ranks, to exchange small integers and bytes in host memory.
 
-    All ranks must call each method together, except :meth:`send` and :meth:`receive`. The constructor raises
-    :class:`CheckpointError` if there are several ranks but no ``torch.distributed`` process group.
+    All ranks must call each method together, except :meth:`send` and :meth:`receive`. Raise :class:`CheckpointError` if
+    there are several ranks but no ``torch.distributed`` process group.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -48,18 +48,22 @@ class Peers:
         _opened.append(self._backend)
 
     def total(self, numbers: Sequence[int]) -> list[int]:
-        """Return the element-wise sums of ``numbers`` over all ranks."""
+        """Return the element-wise sums of ``numbers`` over all ranks. The lists have equal lengths. All ranks call
+        this.
+        """
         found = torch.tensor(numbers, dtype=torch.int64)
         if self._backend is not None and len(numbers):
             wait_for(self._backend.allreduce([found]))
         return [int(n) for n in found.tolist()]
 
     def each(self, number: int) -> list[int]:
-        """Return the ``number`` of each rank, in the order of the ranks."""
+        """Return the ``number`` of each rank, in the order of the ranks. All ranks call this."""
         return self.total([number if rank == self.rank else 0 for rank in range(self.world_size)])
 
     def lists(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the list ``numbers`` of each rank, in the order of the ranks. The lists may differ in length."""
+        """Return the list ``numbers`` of each rank, in the order of the ranks. All ranks call this; the lists may
+        differ in length.
+        """
         lengths = self.each(len(numbers))
         starts = [sum(lengths[:rank]) for rank in range(self.world_size)]
         padded = [0] * sum(lengths)
@@ -68,10 +72,11 @@ class Peers:
         return [found[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
     def together(self, what: str, work: Callable[[], _T]) -> _T:
-        """Call ``work`` on every rank, and return its result once it has succeeded on all ranks.
+        """Call ``work`` on every rank, and return this rank's result once it has succeeded on all ranks. All ranks call
+        this.
 
-        If it fails on any rank, raise :class:`CheckpointError` on all ranks. ``what`` begins the message, such as "the
-        copy in memory was not made".
+        If it fails on any rank, raise :class:`CheckpointError` on all ranks. ``what``: start of the message, such as
+        "the copy in memory was not made".
         """
         error: Exception | None = None
         try:
@@ -88,9 +93,8 @@ class Peers:
         return result
 
     def send(self, content: Tensor, to: int) -> list[Any]:
-        """Start to send the bytes ``content`` to rank ``to``, and return the work handles.
-
-        Wait for all of them before ``content`` changes.
+        """Start to send the bytes ``content`` to rank ``to``, and return handles; wait for all of them before
+        ``content`` changes.
         """
         return [self._backend.send([part], to, 0) for part in content.split(_CHUNK)]
 
@@ -100,11 +104,9 @@ class Peers:
 
 
 def node_of(folder: Path) -> int:
-    """Return a number that identifies the node of this process.
+    """Return a number that identifies the node of this process. It is equal for processes that see the same ``folder``.
 
-    Processes have the same number if they see the same ``folder``.
-
-    ``folder`` is a folder in the memory of the node, such as one in ``/dev/shm``.
+    ``folder``: a folder in the memory of the node, such as one in ``/dev/shm``.
     """
     found = folder.stat()
     boot = _BOOT.read_text() if _BOOT.exists() else ""
@@ -113,11 +115,11 @@ def node_of(folder: Path) -> int:
 
 
 def assign_keepers(nodes: Sequence[int]) -> list[int | None]:
-    """Return, for each rank, the rank on another node that stores the second copy of its state.
+    """Return, for each rank, the rank on another node that stores the second copy of its training state.
 
-    ``nodes[rank]`` is the node of each rank. The nodes form a ring, and the second copy is on the next node: on the
-    rank with the same index within the node, modulo the number of ranks there. All entries are ``None`` if there is one
-    node, because a second copy would be lost together with the first.
+    ``nodes[rank]``: number of the node of each rank. The nodes form a ring, and the second copy is on the next node: on
+    the rank with the same index within the node, modulo the number of ranks there. All entries are ``None`` if there is
+    one node, because a second copy would be lost together with the first.
 
         >>> assign_keepers([7, 7, 9, 9, 9])
         [2, 3, 0, 1, 0]

@@ -77,10 +77,10 @@ class CheckpointedEngine(Protocol):
 
 
 def common_state(engine: CheckpointedEngine) -> dict[str, Any]:
-    """Return the part of the run's state that is equal on all ranks: step counters, seed, loss scale, reduction of
-    gradients.
+    """Return the part of the training state that is equal on all ranks, as a dict of plain data.
 
-    The last one is a hash of how gradients are reduced, which decides whether compression residuals can be restored.
+    Its keys are ``steps``, ``optimizer_steps``, ``seed``, ``scale`` (loss scale, or ``None``) and ``residuals``: a hash
+    of how gradients are reduced, which decides whether rounding errors of compression can be restored.
     """
     return {
         "steps": engine.steps,
@@ -94,10 +94,11 @@ def common_state(engine: CheckpointedEngine) -> dict[str, Any]:
 def own_state(
     engine: CheckpointedEngine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None
 ) -> dict[str, Any]:
-    """Return the part of the state that belongs to this rank: optimizer hyperparameters, and the states of ``extra``.
+    """Return the part of the training state that belongs to this rank: ``"optimizer"`` hyperparameters, and ``"extra"``
+    states.
 
-    Tensors and random states are not included. Raise :class:`CheckpointError` if an object in ``extra`` has no
-    ``state_dict()``.
+    ``extra``: name -> object with ``state_dict()``, such as a data loader. Tensors and random states are not included.
+    Raise :class:`CheckpointError` if an object has no ``state_dict()``.
     """
     if extra is not None and not (isinstance(extra, Mapping) and all(hasattr(x, "state_dict") for x in extra.values())):
         raise CheckpointError(
@@ -114,7 +115,8 @@ def content_of(
 ) -> CheckpointContent:
     """Return everything that this rank has to save to a checkpoint.
 
-    Raise :class:`CheckpointError` if an optimizer has parameters that are not the engine's.
+    ``extra``: name -> further object whose state is saved. Raise :class:`CheckpointError` if an optimizer has
+    parameters that are not the engine's.
     """
     rank = engine.rank_program
     held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)
@@ -137,10 +139,11 @@ def load_run_state(
     extra: Mapping[str, Stateful] | None,
     verify: bool,
 ) -> None:
-    """Restore the engine's state from the checkpoint ``directory``, which may be from any plan of the model.
+    """Restore the engine's state from the checkpoint ``directory``, which may be from any plan of the model. All ranks
+    call this.
 
-    All ranks call this. It restores weights, optimizer state, residuals of gradient compression, counters, random state
-    and the objects in ``extra``. With ``verify``, checksums of the files are compared first.
+    It restores weights, optimizer state, rounding errors of gradient compression, counters, random state, and the
+    objects in ``extra`` (name -> object). ``verify``: first compare checksums of the files.
     """
     rank, residuals = engine.rank_program, engine._gradients.residuals
     held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)
@@ -161,11 +164,12 @@ def go_on(
     extra: Mapping[str, Stateful] | None,
     origin: str,
 ) -> None:
-    """Restore counters, loss scale, random state and ``extra``. The tensors must already be restored.
+    """Restore counters, loss scale, random state and the objects in ``extra``. The tensors must already be restored.
 
     Args:
         run: the merged results of :func:`common_state` and :func:`own_state`.
         random: the random state of this rank.
+        extra: name -> object with ``load_state_dict()``.
         origin: the name of the checkpoint, for error messages.
 
     Raise :class:`CheckpointError` if ``run`` has no state of an object in ``extra``.
@@ -185,9 +189,10 @@ def go_on(
 
 
 def own_tensors(engine: CheckpointedEngine, optimizer: Optimizers) -> dict[str, Tensor]:
-    """Return all tensors that this rank must save, by prefixed name.
+    """Return all tensors that this rank must save, by name with a prefix for the kind.
 
-    They are its shards of the model, the residuals of gradient compression, and the states of ``optimizer``.
+    They are its shards of parameters and buffers, rounding errors of gradient compression, and the states of
+    ``optimizer``.
     """
     held, parameters = engine._masters.held, engine._parameters
     tensors = {f"{MODEL}{n}": held[n].detach() for n in saved_states(engine.program) if n in held}
@@ -199,8 +204,8 @@ def own_tensors(engine: CheckpointedEngine, optimizer: Optimizers) -> dict[str, 
 
 
 def take_tensors(engine: CheckpointedEngine, tensors: Mapping[str, Tensor], optimizer: Optimizers) -> None:
-    """Copy the ``tensors`` that :func:`own_tensors` returned on this rank, under the same plan, back into
-    the engine.
+    """Copy ``tensors`` into the engine and the optimizer. They have the names of :func:`own_tensors`, from the same
+    rank and plan.
     """
     with torch.no_grad():
         for name, held in own_tensors(engine, None).items():

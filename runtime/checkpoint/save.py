@@ -50,7 +50,9 @@ from partitioner.runtime.state.disk_offload import is_mapped
 
 
 class Staging:
-    """Copies a rank's state to host memory for one save at a time. Buffers of the previous save are reused."""
+    """Copies a rank's training state to host memory, for one save at a time. Host buffers of the previous save are
+    reused.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -68,7 +70,7 @@ class Staging:
         still: Sequence[ShardPiece],
         optimizers: Sequence[torch.optim.Optimizer | None],
     ) -> list[ShardPiece]:
-        """Start copying the state for a save, and return pieces (rectangular parts of tensors) that refer to the
+        """Start to copy the state for a save, and return pieces (rectangular parts of tensors) that refer to the
         copies.
 
         Args:
@@ -103,7 +105,8 @@ class Staging:
         ]
 
     def finish_copies(self) -> None:
-        """Copy the tensors that change only in an optimizer step. Called in the thread that writes the checkpoint.
+        """Copy the tensors that change only in an optimizer step. This is called in the thread that writes the
+        checkpoint.
 
         Raise :class:`CheckpointError` if one of them was changed before it was copied.
         """
@@ -129,6 +132,9 @@ class Staging:
         self._require_unchanged(changed)
 
     def _require_unchanged(self, changed: Sequence[str]) -> None:
+        """Raise :class:`CheckpointError` if ``changed`` has the name of a tensor, which was changed while it was
+        copied.
+        """
         if changed:
             raise CheckpointError(
                 f"{changed[0]} was changed while it was copied: change parameters by the step of the optimizer that "
@@ -136,6 +142,9 @@ class Staging:
             )
 
     def _copy(self) -> None:
+        """Copy the tensors that change only in an optimizer step to their host buffers; on a GPU on a stream of their
+        own.
+        """
         if self._ready is None:
             for piece, buffer, _ in self._later:
                 buffer.copy_(piece.tensor)
@@ -165,15 +174,15 @@ MODEL = "model."
 
 @dataclass(frozen=True)
 class CheckpointContent:
-    """Everything that one rank has to save.
+    """Everything that one rank has to save to a checkpoint.
 
     Args:
         moving: pieces of tensors that may change before the optimizer steps.
         still: pieces of tensors that change only when the optimizer steps.
-        training: state of the run that is equal on all ranks, such as step counters.
-        random: this rank's random states.
-        own: this rank's states of ``extra`` objects, and its optimizers' hyperparameters.
-        steps: number of batches that the run has processed.
+        training: state that is equal on all ranks, such as step counters.
+        random: this rank's states of random generators.
+        own: this rank's states of further objects, such as data loaders, and its optimizers' hyperparameters.
+        steps: number of batches processed so far.
     """
 
     rank: RankProgram
@@ -186,7 +195,9 @@ class CheckpointContent:
 
 
 class Saving:
-    """The handle of a checkpoint that is being written to ``directory``."""
+    """The handle of a checkpoint that is being written to ``directory``. ``copied``: is set when the state may change
+    again.
+    """
 
     def __init__(self, directory: Path, copied: threading.Event) -> None:
         self.directory = directory
@@ -195,7 +206,14 @@ class Saving:
         self._thread: threading.Thread | None = None
 
     def run(self, work: Callable[[], None], behind: bool) -> None:
+        """Call ``work``, which writes the checkpoint, in a thread if ``behind``. An exception is stored in
+        :attr:`error`.
+        """
+
         def guarded() -> None:
+            """Call ``work``, and store its exception; raise it, too, if the main thread has ended and nobody reads the
+            stored one.
+            """
             try:
                 work()
             except BaseException as error:
@@ -212,7 +230,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether writing has ended, with a complete checkpoint or with an error."""
+        """Return whether writing has ended, with a complete checkpoint or with an error."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait_until_copied(self) -> None:
@@ -242,7 +260,10 @@ _SAVINGS: weakref.WeakSet[Saving] = weakref.WeakSet()  # of all engines of this 
 
 @dataclass
 class Saver:
-    """Saves checkpoints for one rank, one at a time. ``timeout``: seconds to wait for the files of other ranks."""
+    """Saves checkpoints for one rank, one at a time. ``timeout``: seconds to wait for the files of other ranks.
+
+    ``last``: handle of the last save. ``saved_at``: number of steps after which the state was saved or copied last.
+    """
 
     communicator: Communicator
     world_size: int
@@ -263,7 +284,7 @@ class Saver:
         wait: bool,
         then: Callable[[Path], None] | None = None,
     ) -> Saving:
-        """Save a checkpoint to ``directory``. All ranks call it.
+        """Save a checkpoint to ``directory``, and return its handle. All ranks call this.
 
         Args:
             made: returns the content to save; called after the previous save has ended.
@@ -271,8 +292,8 @@ class Saver:
             wait: return only after the checkpoint is complete and ``then`` has returned, on all ranks.
             then: called with the folder on rank 0 once the checkpoint is complete.
 
-        Return the handle of the save. Raise :class:`CheckpointError` on all ranks, before anything is written, if the
-        previous save, or ``made``, failed on any rank.
+        Raise :class:`CheckpointError` on all ranks, before anything is written, if the previous save, or ``made``,
+        failed on any rank.
         """
         contents: list[CheckpointContent] = []
 
@@ -302,21 +323,23 @@ class Saver:
         return self.last
 
     def wait(self) -> None:
-        """Wait until the last save is complete. Raise :class:`CheckpointError` if it failed."""
+        """Wait until the last save of this rank's state is complete. Raise :class:`CheckpointError` if it failed."""
         if self.last is not None:
             self.last.wait()
 
     def settle(self) -> None:
-        """Wait until the last save, with its call of ``then``, is complete on all ranks. All ranks call it.
+        """Wait until the last save, and what was to be called after it, is complete on all ranks. All ranks call this.
 
         Raise :class:`CheckpointError` on all ranks if it failed on any.
         """
         _all_well(self.wait, self.communicator, self.world_size, "the checkpoint was not written")
 
     def check_between(self, steps: int, gradients: Iterable[Tensor]) -> None:
-        """Warn if the state was saved after ``steps`` steps while gradients were accumulated that the checkpoint lacks.
+        """Warn if the state was saved after ``steps`` steps while gradients were being accumulated, which a checkpoint
+        does not have.
 
-        The next step adds to ``gradients``, so a run that resumes from this checkpoint would lose them.
+        ``gradients``: the accumulated gradients. The next step adds to them, so training that resumes from this
+        checkpoint would lose them.
         """
         if self.saved_at == steps and self.communicator.rank == 0 and any(bool(g.any()) for g in gradients):
             warnings.warn(
@@ -327,15 +350,15 @@ class Saver:
         self.saved_at = None
 
     def rest(self, directory: Path | None = None) -> None:
-        """Wait until no save of this engine is in progress on any rank, whether it succeeds or fails.
-
-        All ranks call it.
+        """Wait until no save of this engine is in progress on any rank, whether it succeeds or fails. All ranks call
+        this.
 
         ``directory``: also wait for saves to this folder, or to folders in it, by other engines and processes. Raise
         :class:`CheckpointError` if the save of another process does not end in time.
         """
 
         def wait() -> None:
+            """Wait for the saves of this engine and, on request, for those of others to the same folder."""
             if self.last is not None:
                 self.last.join()
             if directory is not None:
@@ -352,9 +375,9 @@ class Saver:
 
 
 def _all_well(work: Callable[[], None], communicator: Communicator, world_size: int, what: str) -> None:
-    """Call ``work`` on all ranks.
+    """Call ``work`` on every rank. If it raises on any rank, raise on all of them. All ranks call this.
 
-    If it raises on any rank, raise on all of them; ``what`` begins the message elsewhere.
+    ``what``: start of the :class:`CheckpointError` on ranks where it did not fail.
     """
     error: Exception | None = None
     try:
@@ -377,10 +400,10 @@ def agreed_target(
     before: Callable[[], None] | None = None,
     own: str = OWN,
 ) -> CheckpointTarget:
-    """Agree with all ranks on a new attempt to write ``final``, and return its paths.
+    """Agree with all ranks on a new attempt to write the folder ``final``, and return its paths. All ranks call this.
 
-    Each rank calls ``before`` first. Rank 0 then removes what earlier attempts left. ``own``: a regular expression of
-    the file names in ``final`` that are replaced. Raise what ``before`` raises, or :class:`CheckpointError` if
+    ``before``: called first on each rank. Rank 0 then removes what earlier attempts left. ``own``: regular expression
+    of the file names in ``final`` that are replaced. Raise what ``before`` raises, or :class:`CheckpointError` if
     ``before`` or the removal failed on another rank.
     """
     error: Exception | None = None
@@ -411,10 +434,10 @@ def agreed_target(
 def pieces_of(
     rank: RankProgram, states: Mapping[str, Tensor], optimizer: OptimizerState | None
 ) -> tuple[list[ShardPiece], list[ShardPiece]]:
-    """Return the pieces (rectangular parts of tensors) of weights and optimizer state that this rank writes, in two
-    lists.
+    """Return the pieces (rectangular parts) of weights and optimizer state that this rank writes, in two lists.
 
-    The first list has pieces that may change at any time, the second has those that change only in an optimizer step.
+    The first list has pieces that may change at any time, the second those that change only in an optimizer step.
+    ``states``: name -> this rank's shard.
     """
     saved = saved_states(rank.program)
     mine = written_by(rank, saved)
@@ -431,7 +454,7 @@ def pieces_of(
 
 
 def saved_states(program: Program) -> list[str]:
-    """Return the names of the states (parameters and buffers) that a checkpoint has: weights, and buffers that a step
+    """Return the names of the parameters and buffers that a checkpoint has: weights, and buffers that a step
     updates.
     """
     kept = set(weight_states(program)) | set(updated_states(program))
@@ -439,8 +462,8 @@ def saved_states(program: Program) -> list[str]:
 
 
 def weight_states(program: Program) -> list[str]:
-    """Return the names of the parameters and buffers that some stage reads, without those whose values are
-    in the plan.
+    """Return the names of the parameters and buffers that some pipeline stage reads, without those whose values are in
+    the plan.
     """
     return [n for n, s in program.states.items() if s.kind != "constant" and n not in program.constants and s.stages]
 
@@ -452,10 +475,11 @@ def _write_rank_part(
     timeout: float,
     staging: Staging | None,
 ) -> None:
-    """Write this rank's part of a checkpoint; on rank 0, also complete the checkpoint.
+    """Write this rank's part of a checkpoint; on rank 0, also complete the checkpoint. Other ranks wait until it is
+    complete.
 
-    Other ranks wait until it is complete. With ``staging``, first finish the copies that ``held`` refers to. On an
-    error, report it to the other ranks and raise it.
+    ``held``: the pieces to write. ``timeout``: seconds to wait for other ranks. ``staging``: first finish its copies,
+    which ``held`` refers to. On an error, report it to the other ranks and raise it.
     """
     from partitioner.runtime.checkpoint.dcp_files import write_shards
 
@@ -489,7 +513,9 @@ def _write_rank_part(
 
 def _complete_checkpoint(target: CheckpointTarget, content: CheckpointContent, timeout: float) -> None:
     """Wait for the parts of all ranks, write the metadata and the manifest with checksums, and rename the folder to its
-    name.
+    final name.
+
+    ``timeout``: seconds to wait for other ranks. Raise :class:`CheckpointError` if a rank failed or is late.
     """
     from partitioner.runtime.checkpoint.dcp_files import write_metadata
 
@@ -528,9 +554,10 @@ def _complete_checkpoint(target: CheckpointTarget, content: CheckpointContent, t
 
 
 def _deduplicate_random_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the random states of all ranks, each distinct state stored once.
+    """Return the random states of all ranks, with equal states stored once.
 
-    ``"states"`` has the distinct states, and ``"of"`` has for each rank the index of its state.
+    The key ``"states"`` has the distinct states, and ``"of"`` has for each rank the index of its state. ``states``: one
+    for each rank.
     """
     places: dict[bytes, int] = {}
     of = [places.setdefault(pickle.dumps(state), len(places)) for state in states]
@@ -538,13 +565,19 @@ def _deduplicate_random_states(states: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def _of_ranks(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the states that differ between ranks: name -> state of each rank."""
+    """Return the states of further objects that differ between ranks, as object name -> list of the state of each rank.
+
+    ``extras``: for each rank, object name -> state.
+    """
     first, *others = extras
     differ = [n for n, state in first.items() if not all(is_equal_data(state, other.get(n)) for other in others)]
     return {name: [extra.get(name) for extra in extras] for name in differ}
 
 
 def _as_told(error: BaseException, directory: Path) -> BaseException:
+    """Return ``error``, or a :class:`CheckpointError` that names ``directory`` if it is an exception of another
+    type.
+    """
     if isinstance(error, CheckpointError) or not isinstance(error, Exception):
         return error
     told = CheckpointError(

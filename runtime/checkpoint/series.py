@@ -36,7 +36,7 @@ from partitioner.runtime.files import write_text
 
 
 class Interrupts:
-    """Records whether this rank has received one of ``signals``.
+    """Records whether this rank has received one of ``signals``, such as SIGTERM.
 
     After the first signal the previous handlers are restored, so that a second one has its usual effect. Raise
     :class:`CheckpointError` if Python cannot install the handlers, for example outside of the main thread.
@@ -57,11 +57,11 @@ class Interrupts:
             ) from None
 
     def asked(self) -> bool:
-        """Whether any rank has received a signal. All ranks call this."""
+        """Return whether any rank has received a signal. All ranks call this."""
         return bool(self._peers.total([int(self._asked)])[0])
 
     def close(self) -> None:
-        """Restore the previous signal handlers."""
+        """Restore the signal handlers that were installed before."""
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
         self._before = {}
@@ -72,7 +72,7 @@ class Interrupts:
 
 
 class Checkpoints:
-    """The checkpoints of one training run in ``folder``. All ranks create one and call the same methods.
+    """The checkpoints of one training in ``folder``. All ranks create one and call the same methods.
 
     Args:
         optimizer: the optimizer of the engine's parameters, or a list of several. An item is ``None`` if this rank has
@@ -83,14 +83,14 @@ class Checkpoints:
         behind: copy the state to host memory and write it while training continues; otherwise wait until it is written.
         extra: further objects to save and restore, by name, such as data loaders and schedulers.
         copies_every: number of optimizer steps between two copies of the state into the memory of the nodes; 0: no
-            copies. A run whose ranks were restarted resumes from them; see :class:`MemoryCopies`.
+            copies. Ranks that were restarted resume from them; see :class:`MemoryCopies`.
         copies_in: folder in each node's memory for the copies; by default ``/dev/shm``.
-        signals: signals that ask a run to end, such as ``(signal.SIGTERM,)``. When any rank has received one,
+        signals: signals that ask to end training, such as ``(signal.SIGTERM,)``. When any rank has received one,
             :attr:`interrupted` is true on all ranks after the same :meth:`after_step`: leave the training loop then,
             and call :meth:`close`.
 
-    If writing fails, the next save or :meth:`wait` raises the error; complete checkpoints are kept. Only one run at a
-    time may use a folder.
+    If writing fails, the next save or :meth:`wait` raises the error; complete checkpoints are kept. A folder may be
+    used for one training at a time.
     """
 
     def __init__(
@@ -136,11 +136,12 @@ class Checkpoints:
         self._last: int | None = None  # the step that was saved last, or restored from the disk
 
     def after_step(self) -> Saving | None:
-        """Count an optimizer step, copy and save the state if it is due, and update :attr:`interrupted`.
+        """Count an optimizer step, copy and save the state if it is due, and update :attr:`interrupted`. All ranks call
+        this.
 
         Call this after each step of the optimizer. With ``engine.step(batch, accumulate=True)``, call it after the
-        optimizer has stepped, not after each batch. Return the checkpoint being written, or ``None`` if none was due.
-        Raise :class:`CheckpointError` if a copy, or the previous save, failed.
+        optimizer has stepped, not after each batch. Return the handle of the checkpoint that is being written, or
+        ``None`` if none was due. Raise :class:`CheckpointError` if a copy, or the previous save, failed.
         """
         self.engine.count_optimizer_step()
         steps = self.engine.optimizer_steps
@@ -152,7 +153,8 @@ class Checkpoints:
         return self.save() if self.every and steps % self.every == 0 else None
 
     def save(self) -> Saving:
-        """Start to save a checkpoint now, and return its handle. Without ``behind``, it is complete on return.
+        """Start to save a checkpoint now, and return its handle. If the checkpoints are not written in the background,
+        it is complete on return.
 
         Raise :class:`CheckpointError` if the previous save failed.
         """
@@ -211,9 +213,8 @@ class Checkpoints:
         return None
 
     def _took_its_place(self, directory: Path) -> None:
-        """On rank 0, write the file ``latest`` and remove old checkpoints.
-
-        Called when the checkpoint ``directory`` is complete.
+        """Write the file ``latest``, which names the complete checkpoint ``directory``, and remove old checkpoints.
+        Only rank 0 calls this.
         """
         write_text(self.folder / LATEST, directory.name)
         if self.keep_last is None:

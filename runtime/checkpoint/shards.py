@@ -24,7 +24,8 @@ Range = tuple[int, int]  # start, length
 class ShardBox(NamedTuple):
     """A rectangular part of a tensor that a rank holds.
 
-    ``offsets`` and ``sizes`` are those in the whole tensor; ``local`` has the box's offsets in the rank's shard.
+    ``offsets`` and ``sizes``: position and size in the whole tensor, per dim. ``local``: the offsets in the rank's
+    shard.
     """
 
     offsets: tuple[int, ...]
@@ -33,13 +34,12 @@ class ShardBox(NamedTuple):
 
 
 class RankShard(NamedTuple):
-    """The part of a state (parameter or buffer) that a rank holds: its shard or, under ZeRO, a piece of the flattened
-    shard.
+    """The part of a parameter or buffer that a rank holds: its shard or, under ZeRO, a piece of the flattened shard.
 
     Args:
         shards: the cuts of the whole tensor, applied one after the other.
         piece: first element and number of elements of the piece; ``None``: the rank holds the whole shard.
-        first: whether the rank is the first of the ranks that divide the shard. It distinguishes this rank if all
+        first: whether the rank is the first of the ranks that divide the shard. This decides which rank writes if all
             pieces are empty.
     """
 
@@ -49,7 +49,7 @@ class RankShard(NamedTuple):
 
 
 def held_by(program: Program, state: str, rank: int) -> RankShard:
-    """Return the part of ``state`` (a parameter or buffer) that ``rank`` holds."""
+    """Return which part of the parameter or buffer named ``state`` the global rank ``rank`` holds."""
     shards = shards_of(program, state, rank)
     if not program.states[state].zero_axes:
         return RankShard(shards)
@@ -60,10 +60,10 @@ def held_by(program: Program, state: str, rank: int) -> RankShard:
 
 @dataclass(frozen=True)
 class ShardPiece:
-    """A box of a tensor in a checkpoint, with its data.
+    """A rectangular part of a tensor in a checkpoint, with its data.
 
-    ``key`` is the tensor's name in the checkpoint, ``shape`` its global shape, and ``offsets`` the position of the box.
-    ``tensor`` is a view of the rank's data with the shape of the box.
+    ``key``: the tensor's name in the checkpoint. ``shape``: its global shape. ``offsets``: position of the part.
+    ``tensor``: a view of the rank's data with the shape of the part.
     """
 
     key: str
@@ -75,8 +75,7 @@ class ShardPiece:
 def compute_shard_boxes(
     shape: Sequence[int], shards: Sequence[Shard], within: ShardBox | None = None
 ) -> list[ShardBox]:
-    """Return the boxes (offsets and sizes) of a tensor of global ``shape`` that make up a rank's shard, in the shard's
-    order.
+    """Return the rectangular parts of a tensor of global ``shape`` that make up a rank's shard, in the shard's order.
 
     ``shards``: the cuts, applied one after the other. ``within``: return only the parts inside this box of the shard.
     """
@@ -98,7 +97,9 @@ def compute_shard_boxes(
 
 
 def _map_local_range(held: Sequence[Range], piece: Range) -> Iterator[Range]:
-    """Yield the ranges of the whole dim that correspond to ``piece``, a range of the concatenated ranges ``held``."""
+    """Yield the ranges (start, length) of the whole dim that correspond to ``piece``, a range of the concatenated
+    ranges ``held``.
+    """
     start, stop = piece[0], piece[0] + piece[1]
     for (first, length), at in zip(held, _compute_starts(held), strict=True):
         low, high = max(start, at), min(stop, at + length)
@@ -107,6 +108,7 @@ def _map_local_range(held: Sequence[Range], piece: Range) -> Iterator[Range]:
 
 
 def _merge_ranges(ranges: Iterable[Range]) -> list[Range]:
+    """Return the ranges (start, length), where each that begins at the end of the one before is joined with it."""
     merged: list[Range] = []
     for start, length in ranges:
         if merged and sum(merged[-1]) == start:
@@ -117,6 +119,7 @@ def _merge_ranges(ranges: Iterable[Range]) -> list[Range]:
 
 
 def _compute_starts(held: Sequence[Range]) -> list[int]:
+    """Return where each of the ranges (start, length) begins when they are concatenated."""
     starts, at = [], 0
     for _, length in held:
         starts.append(at)
@@ -125,9 +128,10 @@ def _compute_starts(held: Sequence[Range]) -> list[int]:
 
 
 def split_range_into_boxes(shape: Sequence[int], start: int, size: int) -> Iterator[ShardBox]:
-    """Cut the elements ``[start, start + size)`` of a row-major tensor of ``shape`` into rectangular boxes, in order.
+    """Yield rectangular boxes that together are the elements ``[start, start + size)`` of a row-major tensor of
+    ``shape``, in order.
 
-    ``local`` of each box is the offset of its first element from ``start``.
+    ``local`` of each box has one number: the offset of its first element from ``start``.
     """
     if not shape:
         if size:
@@ -147,9 +151,9 @@ def split_range_into_boxes(shape: Sequence[int], start: int, size: int) -> Itera
 
 
 def _view_boxes(state: StateData, held: RankShard, tensor: Tensor) -> Iterator[tuple[ShardBox, Tensor]]:
-    """Yield the boxes (rectangular parts) that a rank holds of a parameter or buffer, each with a view of its data.
+    """Yield the rectangular parts that a rank holds of the parameter or buffer ``state``, each with a view of its data.
 
-    ``tensor`` is the rank's shard or, under ZeRO, its piece of the flattened shard.
+    ``tensor``: the rank's shard or, under ZeRO, its piece of the flattened shard.
     """
     if held.piece is None or not tensor.dim():
         yield from ((box, _slice_box(tensor, box)) for box in compute_shard_boxes(state.shape, held.shards))
@@ -169,6 +173,9 @@ def _view_boxes(state: StateData, held: RankShard, tensor: Tensor) -> Iterator[t
 
 
 def _slice_box(tensor: Tensor, box: ShardBox) -> Tensor:
+    """Return the view of ``tensor``, a rank's shard, that has the elements of ``box``; a 0-dimensional tensor is
+    returned itself.
+    """
     if tensor.dim():
         for dim, (at, size) in enumerate(zip(box.local, box.sizes, strict=True)):
             tensor = tensor.narrow(dim, at, size)
@@ -178,11 +185,12 @@ def _slice_box(tensor: Tensor, box: ShardBox) -> Tensor:
 def list_shard_pieces(
     prefix: str, name: str, state: StateData, held: RankShard, tensor: Tensor, suffix: str = ""
 ) -> list[ShardPiece]:
-    """Return a rank's part of a parameter or buffer, or of an optimizer state for it, as named boxes for a checkpoint.
+    """Return a rank's part of a parameter or buffer, or of an optimizer state for it, as named rectangular parts for a
+    checkpoint.
 
-    The keys are ``prefix``, the model's name of the parameter, and ``suffix``. If the state stacks several parameters,
-    each of them gets its own piece. A number (a 0-d ``tensor`` for a state with dims) is written only by the rank that
-    holds the first element of the state.
+    The keys are ``prefix``, the model's name of the parameter, and ``suffix``. If the parameter stacks several ones of
+    the model, each of these gets its own parts. ``tensor``: the rank's data. A number (a 0-dimensional ``tensor`` for a
+    parameter with dims) is written only by the rank that holds the first element.
     """
     found = []
     if state.shape and not tensor.dim() and not held.first:
@@ -201,26 +209,28 @@ def list_shard_pieces(
 
 
 def whole_piece(prefix: str, name: str, tensor: Tensor, suffix: str) -> ShardPiece:
-    """Return the piece that covers all of ``tensor``.
+    """Return all of ``tensor`` as one named part for a checkpoint. Its key is ``prefix``, ``name`` and ``suffix``.
 
-    For optimizer states whose shape differs from their parameter's.
+    It is used for optimizer states whose shape differs from their parameter's.
     """
     return ShardPiece(f"{prefix}{name}{suffix}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
 def make_scalar_piece(prefix: str, name: str, state: StateData, tensor: Tensor, suffix: str = "") -> ShardPiece:
-    """Return the piece from which a rank reads a 0-d optimizer state.
+    """Return the part of a checkpoint from which a 0-dimensional optimizer state is read into ``tensor``.
 
-    If the state stacks several parameters, all of them have the same number, and the first one's is read.
+    The key is ``prefix``, the parameter's name and ``suffix``. If the parameter stacks several ones of the model, all
+    of them have the same number, and the first one's is read.
     """
     return ShardPiece(f"{prefix}{(state.parts or (name,))[0]}{suffix}", (), (), tensor)
 
 
 def written_by(rank: RankProgram, states: Iterable[str]) -> set[str]:
-    """Return the names of those of ``states`` (parameters and buffers) whose part on this rank is written by this rank.
+    """Return the names of those parameters and buffers in ``states`` whose part on this rank is written by this rank.
 
-    Every part is written once, by a rank of the first stage that reads the state. Ranks with equal parts divide the
-    states among themselves so that their sizes are balanced. All ranks compute the same division without communication.
+    Every part is written once, by a rank of the first pipeline stage that reads the tensor. Ranks with equal parts
+    divide the tensors among themselves so that their sizes are balanced. All ranks compute the same division without
+    communication.
     """
     alike: dict[tuple[Any, ...], list[str]] = {}
     for name in states:
@@ -246,9 +256,9 @@ def written_by(rank: RankProgram, states: Iterable[str]) -> set[str]:
 
 
 def _shared_out(names: Sequence[str], num_holders: int, rank: RankProgram) -> Mapping[str, int]:
-    """Return the index of the rank, among ``num_holders``, that writes each of the states ``names``.
+    """Return parameter or buffer name -> index of the rank, among ``num_holders`` with equal parts, that writes it.
 
-    The assignment is greedy: the largest state first, each to the rank with the least elements so far.
+    The assignment is greedy: the largest tensor first, each to the rank with the least elements so far.
     """
     sizes = {name: math.prod(rank.program.states[name].shape) for name in names}
     loads = [0] * num_holders

@@ -46,7 +46,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | No
 
 
 def optimizers_of(given: Optimizers) -> tuple[torch.optim.Optimizer | None, ...]:
-    """Return the given optimizers as a tuple, which is empty for ``None``.
+    """Return the optimizers in ``given`` (one, a list, or ``None``) as a tuple, which is empty for ``None``.
 
     Raise :class:`CheckpointError` for other objects.
     """
@@ -70,9 +70,9 @@ def _get_optimizer_kind(optimizer: torch.optim.Optimizer | None) -> str:
 class OptimizerState:
     """The state that optimizers hold for a rank's parameters, by parameter name.
 
-    ``given`` is one optimizer or a list; an item is ``None`` if this rank has none of the parameters of that optimizer.
-    Raise :class:`CheckpointError` if an optimizer has parameters other than ``parameters``, if two have the same
-    parameter, or if there are several and a trained parameter is in none.
+    ``given``: one optimizer or a list; an item is ``None`` if this rank has none of the parameters of that optimizer.
+    Raise :class:`CheckpointError` if an optimizer has parameters other than ``parameters`` (name -> parameter), if two
+    have the same parameter, or if there are several and a trained parameter is in none.
     """
 
     def __init__(self, given: Optimizers, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -108,7 +108,7 @@ class OptimizerState:
             )
 
     def steps(self, name: str) -> bool:
-        """Whether one of the optimizers updates the parameter ``name`` in its step."""
+        """Return whether one of the optimizers updates the parameter ``name`` in its step."""
         return id(self.parameters.get(name)) in self._owners
 
     def owner(self, name: str) -> torch.optim.Optimizer | None:
@@ -122,13 +122,16 @@ class OptimizerState:
         return None if number is None else self.optimizers[number]
 
     def of(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors that the optimizer holds for the parameter ``name``, by key, such as ``exp_avg``."""
+        """Return the tensors that the optimizer holds for the parameter ``name``, as key -> tensor, such as
+        ``exp_avg``.
+        """
         optimizer = self.owner(name)
         held = {} if optimizer is None else optimizer.state.get(self.parameters[name], {})
         return {k: v if isinstance(v, Tensor) else torch.tensor(v) for k, v in held.items() if v is not None}
 
     def pieces(self, rank: RankProgram, name: str) -> list[ShardPiece]:
-        """Return this rank's part of the optimizer state for the parameter ``name``, as named boxes for a checkpoint.
+        """Return this rank's part of the optimizer state for the parameter ``name``, as named rectangular parts for a
+        checkpoint.
 
         A state may be a number, or have the parameter's shape and be sharded like it. If this rank holds the whole
         parameter, it may have any shape, such as the row and column factors of Adafactor. Raise
@@ -145,7 +148,8 @@ class OptimizerState:
         return found
 
     def room(self, name: str, key: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """Return an uninitialised tensor for the optimizer state ``key`` of the parameter ``name``.
+        """Return an uninitialised tensor for the optimizer state ``key``, such as ``exp_avg``, of the parameter
+        ``name``.
 
         It is on disk if the optimizer keeps its states there, and otherwise on ``device``.
         """
@@ -155,13 +159,14 @@ class OptimizerState:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def of_own_shape(self, name: str, tensor: Tensor) -> bool:
-        """Whether ``tensor``, an optimizer state of the parameter ``name``, is not a number and differs in shape from
-        it.
+        """Return whether ``tensor``, an optimizer state of the parameter ``name``, has dims and another shape than the
+        parameter.
         """
         return bool(tensor.dim()) and tensor.shape != self.parameters[name].shape
 
     def take(self, name: str, state: Mapping[str, Tensor]) -> None:
-        """Replace the optimizer state of the parameter ``name``; an empty ``state`` removes it.
+        """Replace the optimizer state of the parameter ``name`` by ``state`` (key -> tensor); an empty ``state``
+        removes it.
 
         Numbers stay on the CPU unless the optimizer is fused or capturable.
         """
@@ -180,7 +185,8 @@ class OptimizerState:
 def check_whole(rank: RankProgram, name: str, key: str, tensor: Tensor) -> None:
     """Raise :class:`CheckpointError` if this rank does not hold the whole parameter ``name``.
 
-    Called for an optimizer state whose shape differs from the parameter's, because such a state cannot be resharded.
+    ``tensor``: the parameter's optimizer state ``key``, whose shape differs from the parameter's, so that it cannot be
+    resharded.
     """
     data = rank.program.states[name]
     if data.parts or data.zero_axes or any(shard.layout.is_shard for shard in rank.shards(name)):
@@ -194,6 +200,8 @@ def check_whole(rank: RankProgram, name: str, key: str, tensor: Tensor) -> None:
 def random_state(device: torch.device) -> dict[str, Any]:
     """Return the states of the random generators of Python, NumPy (if imported), torch on the CPU, and the CUDA
     ``device``.
+
+    The keys are ``python``, ``numpy``, ``torch`` and ``cuda``, as far as they exist.
     """
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
@@ -205,6 +213,10 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Set the random generators of Python, NumPy, torch on the CPU and the CUDA ``device`` to ``state``.
+
+    ``state``: a result of :func:`random_state`. Generators that it lacks are left alone.
+    """
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(state["torch"])
@@ -219,7 +231,7 @@ _LEAVES = (bool, int, float, complex, str, bytes, type(None), Tensor, torch.dtyp
 
 
 def pack_plain_data(content: Mapping[str, Any], names: str) -> bytes:
-    """Serialise ``content`` to bytes that :func:`unpack_plain_data` reads. ``names`` describes it in error messages.
+    """Return the dict ``content`` serialised to bytes. ``names`` describes it in error messages.
 
     Raise :class:`CheckpointError` for values other than numbers, strings, tensors, lists, tuples and dicts.
     """
@@ -237,15 +249,19 @@ def pack_plain_data(content: Mapping[str, Any], names: str) -> bytes:
 
 
 def unpack_plain_data(content: bytes) -> dict[str, Any]:
-    """Return the dict that :func:`pack_plain_data` serialised, with tensors on the CPU.
+    """Return the dict in the bytes ``content``, which :func:`pack_plain_data` wrote, with tensors on the CPU. No code
+    is run.
 
-    Raise what ``torch.load`` raises.
+    Raise what ``torch.load`` raises if they are damaged.
     """
     return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")  # type: ignore[no-any-return]
 
 
 def is_equal_data(one: Any, other: Any) -> bool:
-    """Whether two pieces of plain data are equal. Tensors must have the same dtype and elements; NaN equals NaN."""
+    """Return whether two pieces of plain data (numbers, strings, tensors, lists, tuples, dicts) are equal.
+
+    Tensors must have the same dtype and elements. Numbers that are NaN are equal.
+    """
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
         return both and one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
@@ -257,8 +273,10 @@ def is_equal_data(one: Any, other: Any) -> bool:
 
 
 def _find_unsupported_value(value: Any, path: str = "") -> str:
-    """Return the path and the type of the first part of ``value`` that is not plain data; an empty string if there is
+    """Return path and type, as text, of the first part of ``value`` that is not plain data; an empty string if there is
     none.
+
+    ``path``: where ``value`` is in the whole data, as keys joined by dots.
     """
     if isinstance(value, Mapping):
         parts = value.items()
@@ -274,10 +292,9 @@ RESIDUAL = "residual."
 
 
 def way_of(program: Program) -> str:
-    """Return a hash of the way in which the program reduces gradients.
+    """Return a hash of the way in which the program reduces gradients; an empty string if it compresses no gradients.
 
-    Residuals (rounding errors of compressed gradients) can be restored if the hashes are equal. Return an empty string
-    if the program compresses no gradients.
+    Stored rounding errors of compressed gradients can be restored under another plan if the hashes are equal.
     """
     if not any(bucket.compression for stage in program.stages for bucket in stage.buckets):
         return ""
@@ -288,7 +305,10 @@ def way_of(program: Program) -> str:
 
 
 def residual_pieces(rank: RankProgram, residuals: Mapping[str, Tensor]) -> list[ShardPiece]:
-    """Return this rank's residuals (rounding errors of compressed gradients) as named pieces for a checkpoint."""
+    """Return this rank's rounding errors of compressed gradients as named parts for a checkpoint.
+
+    ``residuals``: name of the transfer -> flat tensor.
+    """
     return [
         ShardPiece(f"{RESIDUAL}{rank.rank}.{place}", tuple(tensor.shape), (0,), tensor)
         for place, tensor in residuals.items()
@@ -298,9 +318,10 @@ def residual_pieces(rank: RankProgram, residuals: Mapping[str, Tensor]) -> list[
 def load_residuals(
     folder: Path, rank: RankProgram, residuals: Mapping[str, Tensor], training: Mapping[str, Any]
 ) -> None:
-    """Fill ``residuals``, the rounding errors of compressed gradients, from the checkpoint ``folder``.
+    """Fill ``residuals``, the rounding errors of compressed gradients (key -> tensor), from the checkpoint ``folder``.
 
-    They are set to zero if the checkpoint is of a plan that reduces gradients differently.
+    ``training``: the saved data other than tensors. They are set to zero if the checkpoint is of a plan that reduces
+    gradients differently.
     """
     if not residuals:
         return

@@ -23,7 +23,8 @@ from partitioner.runtime.program.codecs import Codec
 class ErrorFeedbackEncoder:
     """Compresses the data that one rank sends in one collective, step after step.
 
-    ``residual`` has the rounding error of the last step, which is added to the data of the next one.
+    ``residual`` has the rounding error of the last step, which is added to the data of the next one. ``codec``: the
+    format. ``numel``: number of elements sent in a step; ``dtype`` is their type.
     """
 
     def __init__(self, codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -31,7 +32,11 @@ class ErrorFeedbackEncoder:
         self.residual = torch.zeros(numel if codec.feedback else 0, dtype=dtype, device=device)
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Add the last rounding error to ``rows`` in place, and return them compressed, as ``uint8[rows, nbytes]``."""
+        """Compress ``rows``, of shape ``[rows, numel]``, and return bytes, ``uint8[rows, nbytes]``.
+
+        The rounding error of the last step is first added to ``rows`` in place. The new rounding error is stored for
+        the next step.
+        """
         if not self.codec.feedback:
             return self.codec.encode(rows)
         residual = self.residual.view_as(rows)
@@ -58,7 +63,7 @@ class LevelwiseReduction:
     """The hierarchical reduction of one rank's flat gradients ``buffer``, which has the sum at the end.
 
     Args:
-        groups: for each level, the group over which the gradients are scattered and gathered.
+        groups: for each level (step of the hierarchy), the group over which gradients are scattered and later gathered.
         rest: the group of the all-reduce between scattering and gathering.
         codec: compression of the transfers of the last level; ``None``: uncompressed.
 
@@ -78,12 +83,12 @@ class LevelwiseReduction:
         self._level = 0  # of those that have been scattered
 
     def begin(self) -> None:
-        """Begin a new step. Collectives of an earlier step that failed are dropped."""
+        """Prepare for a new training step. Collectives of an earlier step that failed are dropped."""
         self._arriving, self._level = None, 0
 
     def scatter(self) -> None:
-        """Start to reduce-scatter this rank's part of the gradients over the next level of the hierarchical
-        reduction.
+        """Start to reduce-scatter this rank's part of the gradients over the next level (group of ranks) of the
+        hierarchy.
         """
         have, group = self._await_buffer(), self.groups[self._level]
         self._level += 1
@@ -93,11 +98,13 @@ class LevelwiseReduction:
             self._arriving = start_compressed_reduction(self.senders[0], have.view(group.size, -1), group)
 
     def reduce(self) -> None:
-        """Start to all-reduce this rank's part of the gradients over the ranks that no level contains."""
+        """Start to all-reduce this rank's part of the gradients over the group of ranks that remains after all
+        levels.
+        """
         self._arriving = self.rest.all_reduce(self._await_buffer())
 
     def gather(self) -> None:
-        """Start to all-gather this rank's part of the sums over the level that was scattered last."""
+        """Start to all-gather this rank's part of the sums over the level (group of ranks) that was scattered last."""
         have, compressed = self._await_buffer(), self.codec is not None and self._level == len(self.groups)
         self._level -= 1
         group = self.groups[self._level]
@@ -110,7 +117,10 @@ class LevelwiseReduction:
         self._arriving = PendingDecode(pending, lambda wire: sender.codec.decode(wire, dtype).view(-1))
 
     def finish(self) -> None:
-        """If all levels are gathered, wait for the sum and copy it into the buffer."""
+        """Wait for the sum and copy it into the gradient buffer.
+
+        Do nothing if a step of the hierarchical reduction remains to be gathered, or if nothing was started.
+        """
         if self._arriving is not None and not self._level:
             pending = self._arriving
             self.buffer.copy_(self._await_buffer())
@@ -124,7 +134,8 @@ class LevelwiseReduction:
 
 
 def start_compressed_reduction(sender: ErrorFeedbackEncoder, rows: Tensor, group: RankGroup) -> Pending:
-    """Start to reduce-scatter ``rows`` in compressed form, and return the collective, whose result is this rank's sum.
+    """Start to reduce-scatter ``rows`` in compressed form, and return the collective; its result is this rank's sum, a
+    flat tensor.
 
     ``rows`` has one row for each rank of ``group``. Each rank receives its row from all ranks and sums them.
     """

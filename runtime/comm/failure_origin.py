@@ -21,7 +21,7 @@ _COMMUNICATING = tuple(folder for package in (runtime, passes, dist) for folder 
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether ``error`` is a consequence of another rank's failure, such as a closed connection."""
+    """Return whether ``error`` is a consequence of another rank's failure, such as a closed connection."""
     if isinstance(error, CheckpointError):
         return error.elsewhere
     if isinstance(error, CommunicationError):
@@ -34,12 +34,16 @@ def is_secondary(error: BaseException) -> bool:
 
 
 def is_of_ranks(error: BaseException) -> bool:
-    """Whether ``error`` already describes a failure of a rank: of an instruction, or the loss of another rank."""
+    """Return whether ``error`` already describes the failure of a rank: of one of its instructions, or the loss of
+    another rank.
+    """
     return isinstance(error, InstructionError | CommunicationError) or is_secondary(error)
 
 
 def _is_communication_error(error: RuntimeError) -> bool:
-    """Whether ``error`` was raised by communication between ranks, and not by a script or data loader that waited."""
+    """Return whether ``error`` was raised by communication between ranks, and not by a training script or data
+    loader.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     return not frames or frames[-1].filename.startswith(_COMMUNICATING) or bool(_LIBRARY.search(str(error)))
 

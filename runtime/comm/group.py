@@ -26,7 +26,8 @@ class TransferHandle(Protocol):
 class Pending(Protocol):
     """A collective in progress.
 
-    ``wait`` returns its result. ``release`` frees the result's memory: nothing reads it later.
+    ``wait`` blocks until it ends and returns its result. ``release`` frees the result's memory, when nothing reads it
+    any more.
     """
 
     def wait(self) -> Tensor: ...
@@ -35,39 +36,47 @@ class Pending(Protocol):
 
 
 class RankGroup(Protocol):
-    """An ordered group of ranks and its collectives; ``index`` is the position of this rank in it."""
+    """An ordered group of ``size`` ranks and its collectives; ``index`` is the position of this rank in it, from 0."""
 
     size: int
     index: int
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
-        """Start to sum ``x`` over the ranks, or with ``maximum`` to take the maximum.
+        """Start to sum ``x`` over the ranks of the group, or with ``maximum`` to take the maximum. The result
+        overwrites ``x``.
 
-        ``x`` is contiguous, and is overwritten.
+        ``x`` is contiguous.
         """
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
-        """Start to gather the tensors ``x`` of all ranks; the result is their concatenation along ``dim``."""
+        """Start to gather the tensors ``x`` of all ranks of the group; the result is their concatenation along ``dim``,
+        in rank order.
+        """
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
-        """Start to sum ``x`` over the ranks; the result is this rank's part of the sum along ``dim``."""
+        """Start to sum ``x`` over the ranks of the group; the result is this rank's equal part of the sum along
+        ``dim``.
+        """
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
-        """Start to send part ``i`` of ``x`` along ``split_dim`` to rank ``i``; received parts are joined along
-        ``concat_dim``.
+        """Start to send the ``i``-th equal part of ``x`` along ``split_dim`` to the ``i``-th rank of the group.
+
+        The result has the received parts, concatenated along ``concat_dim`` in rank order.
         """
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-        """Start to send rows of ``x`` to the ranks: the first ``sends[0]`` to rank 0, the next ``sends[1]`` to rank 1,
-        and so on.
+        """Start to send rows of ``x`` to the ranks of the group: the first ``sends[0]`` to the first rank, the next
+        ``sends[1]`` to the second, and so on.
 
-        ``receives[i]`` rows arrive from rank ``i``, and are joined in the order of ranks. Any of these numbers may be
-        0.
+        The result has ``receives[i]`` rows of the ``i``-th rank, in rank order. Any of these numbers may be 0.
         """
 
 
 class Communicator(Protocol):
-    """The interface of one rank for communication with all others. ``home``: the rank that the first process runs."""
+    """The interface with which one rank communicates with all others.
+
+    ``rank``: its number. ``home``: number of the rank that process 0 runs. ``device``: where its tensors are.
+    """
 
     rank: int
     home: int
@@ -79,17 +88,17 @@ class Communicator(Protocol):
         links: Sequence[PipelineEdge],
         gathering: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        """Open the groups and pipeline links of a program.
+        """Open the process groups and pipeline links of a program. All ranks call this, each with those that it belongs
+        to.
 
-        All ranks call it, each with the groups and links that it belongs to.
-
-        ``gathering``: groups with a separate channel for all-gathers of parameters.
+        ``groups``: tuples of ranks. ``links``: from which to which rank, and for what. ``gathering``: groups that get a
+        second channel, for all-gathers of parameters.
         """
 
     def group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:
-        """Return the group of ``ranks``.
+        """Return the process group of the ranks ``ranks``, which :meth:`prepare` has opened.
 
-        With ``gathering``, return one with a separate channel, whose operations do not wait for those of the first.
+        With ``gathering``, return its second channel, whose operations do not wait for those of the first.
         """
 
     def send(self, x: Tensor, peer: int, channel: str) -> TransferHandle: ...
@@ -100,14 +109,14 @@ class Communicator(Protocol):
 
 
 def all_ranks(communicator: Communicator, world_size: int) -> RankGroup:
-    """Return the group of all ranks, and open it if necessary. All ranks must call this."""
+    """Return the process group of all ranks, and open it if necessary. All ranks must call this."""
     ranks = tuple(range(world_size))
     communicator.prepare([ranks], [])
     return communicator.group(ranks)
 
 
 class ImmediateResult:
-    """A result that is available immediately, from a group of one rank."""
+    """A collective that has ended already, in a process group of one rank; ``wait`` returns ``result``."""
 
     __slots__ = ("result",)
 
@@ -122,7 +131,7 @@ class ImmediateResult:
 
 
 class SoloGroup:
-    """A group of one rank, whose operations return their operand."""
+    """A process group of one rank, whose collectives return their operand."""
 
     size = 1
     index = 0

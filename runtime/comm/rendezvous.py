@@ -51,9 +51,10 @@ def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_
 
 
 def timeout_of_all(device: torch.device) -> timedelta:
-    """Return how long a rank waits for others in the default process group.
+    """Return how long a rank waits for others in torch's default process group.
 
-    That is the timeout of the backend for ``device`` or, if there is none (the CPU under NCCL), of another backend.
+    That is the timeout of the group's backend for ``device`` or, if there is none (the CPU under NCCL), of another
+    backend.
     """
     group: Any = c10d._get_default_group()
     kinds = [torch.device(kind) for kind in group._device_types]
@@ -67,7 +68,7 @@ def timeout_of_all(device: torch.device) -> timedelta:
 def _tell_torchrun() -> None:
     """Install a hook that reports the exception which ends this script to torchrun.
 
-    If it is only a consequence of another rank's failure, it is reported with a delay, after that failure.
+    If another rank's failure caused the exception, it is reported some seconds later, after that failure.
     """
     if ERROR_FILE not in os.environ or getattr(sys.excepthook, "tells_torchrun", False):
         return
@@ -83,6 +84,9 @@ def _tell_torchrun() -> None:
 
 
 def _report_failure(error: Exception) -> None:
+    """Report the exception that ends this script to torchrun; if another rank's failure caused it, after some
+    seconds.
+    """
     from partitioner.runtime.comm.failure_origin import is_secondary, users_line  # which import what imports this
 
     if isinstance(error, InstructionError):
@@ -98,9 +102,10 @@ def _report_failure(error: Exception) -> None:
 
 
 def tell_torchrun(error: InstructionError) -> None:
-    """Write why this process ends to the file from which torchrun reads it, atomically.
+    """Write why this process ends to the file from which torchrun reads it. Do nothing if torchrun did not start the
+    process.
 
-    torchrun may read the file of a process that it has ended at any moment, and would fail if the file were incomplete.
+    The file is replaced atomically: torchrun may read it at any moment, and would fail if it were incomplete.
     """
     path = os.environ.get(ERROR_FILE)
     if path is None:

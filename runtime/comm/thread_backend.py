@@ -20,7 +20,10 @@ from partitioner.runtime.program.membership import PipelineEdge
 
 
 class ThreadWorld:
-    """The data that the ranks of one run share. ``timeout``: seconds that a rank waits for the others."""
+    """The data that the ranks share when all of them are threads of one process.
+
+    ``timeout``: seconds that a rank waits for the others.
+    """
 
     def __init__(self, world_size: int, device: torch.device | str = "cpu", timeout: float = 300.0) -> None:
         self.world_size = world_size
@@ -35,7 +38,9 @@ class ThreadWorld:
         return ThreadCommunicator(self, rank)
 
     def abort(self, reason: str) -> None:
-        """Let all operations that wait, now or later, raise an error with ``reason``. Later reasons are ignored."""
+        """Let all communication operations that wait, now or later, raise an error with the text ``reason``. Later
+        reasons are ignored.
+        """
         with self.lock:
             self.failure = self.failure or reason
             for queue in (*self.meetings.values(), *self.mail.values()):
@@ -43,10 +48,11 @@ class ThreadWorld:
                     meeting.event.set()
 
     def join(self, queue: deque[_Meeting], member: int, size: int, what: str, entry: Any) -> tuple[_Meeting, bool]:
-        """Enter a collective for ``member``: the first one in ``queue`` that it has not entered, or a new one.
+        """Enter a collective: the first one in ``queue`` that this member has not entered, or a new one.
 
-        Return the collective, and whether all ``size`` members have entered it now. Raise :class:`CommunicationError`
-        if the run was aborted, or if the others have entered another operation than ``what``.
+        ``member``: position of the rank in the group. ``size``: number of members. ``what``: description, which must be
+        equal on all. ``entry``: this member's operand. Return the collective, and whether all members have entered it
+        now. Raise :class:`CommunicationError` if communication was aborted, or if the descriptions differ.
         """
         with self.lock:
             if self.failure is not None:
@@ -67,7 +73,10 @@ class ThreadWorld:
 
 
 class _Meeting:
-    """One collective: the operands of the members that have entered it, and the result for each member."""
+    """One collective among threads: the operands of the members that have entered it, and the result for each member.
+
+    ``what``: description of the operation. ``size``: number of members.
+    """
 
     def __init__(self, world: ThreadWorld, what: str, size: int) -> None:
         self.world = world
@@ -83,6 +92,10 @@ class _Meeting:
         self.event.set()
 
     def wait(self, member: int) -> Any:
+        """Return the result for ``member`` (position in the group), once all members have come.
+
+        Raise :class:`CommunicationError` if communication was aborted, or if a member does not come in time.
+        """
         came = self.event.wait(self.world.timeout)
         if self.results:
             return self.results[member]
@@ -94,6 +107,10 @@ class _Meeting:
 
 
 class _PendingMeeting:
+    """A collective among threads in progress, as one of its members sees it. ``member``: the member's position in the
+    group.
+    """
+
     __slots__ = ("meeting", "member")
 
     def __init__(self, meeting: _Meeting, member: int) -> None:
@@ -107,6 +124,9 @@ class _PendingMeeting:
 
 
 def _reduce_entries(entries: list[Tensor], maximum: bool) -> Tensor:
+    """Return the sum, or with ``maximum`` the maximum, of the tensors ``entries`` in this order, as a new contiguous
+    tensor.
+    """
     total = entries[0].clone(memory_format=torch.contiguous_format)
     for entry in entries[1:]:
         if maximum:
@@ -117,10 +137,11 @@ def _reduce_entries(entries: list[Tensor], maximum: bool) -> Tensor:
 
 
 class ThreadGroup:
-    """Collectives among ranks that are threads of one process.
-
-    It implements :class:`partitioner.runtime.comm.group.RankGroup`. The rank that enters last computes the result for
+    """A process group of ranks that are threads of one process. The rank that enters a collective last computes it for
     all.
+
+    It implements :class:`partitioner.runtime.comm.group.RankGroup`. ``ranks``: the members. ``rank``: this rank.
+    ``gathering``: it is a second channel of the same ranks.
     """
 
     def __init__(self, world: ThreadWorld, ranks: tuple[int, ...], rank: int, gathering: bool = False) -> None:
@@ -137,6 +158,11 @@ class ThreadGroup:
         )
 
     def _enter_meeting(self, what: str, entry: Any, compute: Callable[[list[Any]], list[Any]]) -> Pending:
+        """Enter a collective, and compute it if all other members have entered it. Return the collective.
+
+        ``what``: description, which must be equal on all members. ``entry``: this member's operand. ``compute``: takes
+        the operands of all members and returns the result for each.
+        """
         meeting, last = self.world.join(self.queue, self.index, self.size, what, entry)
         if last:
             with torch.no_grad():
@@ -144,6 +170,8 @@ class ThreadGroup:
         return _PendingMeeting(meeting, self.index)
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
+        """Enter a sum over the group, or with ``maximum`` a maximum; the result overwrites ``x``."""
+
         def compute(entries: list[Tensor]) -> list[Tensor]:
             total = _reduce_entries(entries, maximum)
             return [entry.copy_(total) for entry in entries]
@@ -151,6 +179,8 @@ class ThreadGroup:
         return self._enter_collective("all_reduce_max" if maximum else "all_reduce", x, compute)
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
+        """Enter an all-gather; the result is the concatenation of all members' tensors along ``dim``."""
+
         def compute(entries: list[Tensor]) -> list[Tensor]:
             whole = torch.cat(entries, dim)
             return [whole.clone() for _ in entries]
@@ -158,6 +188,8 @@ class ThreadGroup:
         return self._enter_collective("all_gather", x, compute, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
+        """Enter a reduce-scatter; the result is this member's equal part of the sum along ``dim``."""
+
         def compute(entries: list[Tensor]) -> list[Tensor]:
             parts = _reduce_entries(entries, False).chunk(self.size, dim)
             return [part.clone(memory_format=torch.contiguous_format) for part in parts]  # each rank may free its own
@@ -165,6 +197,10 @@ class ThreadGroup:
         return self._enter_collective("reduce_scatter", x, compute, dim)
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
+        """Enter an all-to-all: part ``i`` of ``x`` along ``split_dim`` goes to member ``i``; received parts are
+        concatenated along ``concat_dim``.
+        """
+
         def compute(entries: list[Tensor]) -> list[Tensor]:
             pieces = [entry.chunk(self.size, split_dim) for entry in entries]
             return [torch.cat([p[to] for p in pieces], concat_dim) for to in range(self.size)]
@@ -172,6 +208,10 @@ class ThreadGroup:
         return self._enter_collective("all_to_all", x, compute, split_dim, concat_dim)
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
+        """Enter an exchange of rows: the first ``sends[0]`` rows of ``x`` go to member 0, and so on; received rows are
+        joined in the order of members.
+        """
+
         def compute(entries: list[tuple[Tensor, Sequence[int]]]) -> list[Tensor]:
             pieces = [rows.split([*counts]) for rows, counts in entries]
             return [torch.cat([p[to] for p in pieces]) for to in range(self.size)]
@@ -181,7 +221,7 @@ class ThreadGroup:
 
 
 class ThreadCommunicator:
-    """Groups, sends and receives of one rank that is a thread of this process.
+    """Process groups, sends and receives of one rank that is a thread of this process.
 
     It implements :class:`partitioner.runtime.comm.group.Communicator`.
     """
@@ -199,10 +239,16 @@ class ThreadCommunicator:
         links: Sequence[PipelineEdge],
         gathering: Sequence[tuple[int, ...]] = (),
     ) -> None:
+        """Create the groups ``groups`` (tuples of ranks). Links and the channels for all-gathers need no preparation
+        among threads.
+        """
         for ranks in groups:
             self.group(ranks)
 
     def group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:
+        """Return the process group of ``ranks``; with ``gathering``, a second one, whose operations do not wait for
+        those of the first.
+        """
         if len(ranks) == 1:
             return SoloGroup()
         key = ranks, gathering
@@ -211,6 +257,11 @@ class ThreadCommunicator:
         return self._groups[key]
 
     def _enter_transfer(self, link: PipelineEdge, member: int, x: Tensor) -> TransferHandle:
+        """Enter the next transfer over ``link``, and copy the data if the other side has entered it. Return the
+        transfer.
+
+        ``member``: 0 for the sender, 1 for the receiver. ``x``: the tensor that is sent, or filled.
+        """
         with self.world.lock:
             queue = self.world.mail.setdefault(link, deque())
         what = f"transfer {link.channel} of {list(x.shape)} {x.dtype} from rank {link.source} to rank {link.target}"

@@ -29,7 +29,7 @@ def parts_of(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def join_parts(parts: Tensor, dim: int) -> Tensor:
-    """Join the parts ``[size, ...]`` along ``dim``, and return the tensor. This is the inverse of :func:`parts_of`."""
+    """Return the tensor whose equal parts along ``dim`` are in ``parts``, of shape ``[size, ...]``."""
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -38,26 +38,27 @@ def sum_parts(parts: Tensor, dim: int) -> Tensor:
 
 
 def resolve_conjugation(x: Tensor) -> Tensor:
-    """Return ``x`` with pending conjugation and negation applied, so that its memory has its values."""
+    """Return ``x`` with pending lazy conjugation and negation applied, so that its memory has its values."""
     return x.resolve_conj().resolve_neg() if x.is_complex() else x
 
 
 def as_real(x: Tensor) -> Tensor:
-    """Return a view of a complex tensor as real numbers, because backends do not support complex types; else ``x``
-    itself.
+    """Return a view of a complex tensor as real numbers, with one more dim of size 2; a real tensor is returned itself.
+
+    Communication backends do not support complex types.
     """
     return torch.view_as_real(x) if x.is_complex() else x
 
 
 def share_memory(x: Tensor, other: Tensor) -> bool:
-    """Whether both tensors have the same storage."""
+    """Return whether the tensors ``x`` and ``other`` have the same storage."""
     return bool(x.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def give_back(x: Tensor) -> None:
     """Free the memory of ``x`` now, even if other tensors refer to it; nothing may read it afterwards.
 
-    Memory that NumPy shares (when a step is hashed) cannot be resized; torch frees it with the last reference.
+    Memory that is shared with NumPy cannot be freed in this way; torch frees it with the last reference.
     """
     storage = x.untyped_storage()
     if storage.resizable():
@@ -65,11 +66,11 @@ def give_back(x: Tensor) -> None:
 
 
 class Transfer:
-    """A transfer or collective in progress, with the tensor that it fills.
+    """A transfer or collective of torch's process groups in progress, with the tensor that it fills.
 
-    ``finish`` converts the result after it has arrived. ``sent`` is kept until the transfer ends, because Gloo does not
-    keep its operand alive. ``copied``: ``sent`` is a copy that nothing else uses, so its memory is freed then. Memory
-    that is not needed any more is freed explicitly, because threads of Gloo may still refer to it.
+    ``works``: handles to wait for. ``result``: the tensor that is filled; ``finish(result, dim)`` converts it at the
+    end. ``sent``: the operand, kept until the transfer ends, because Gloo does not keep it alive. ``copied``: ``sent``
+    is a copy that nothing else uses, so its memory is freed then.
     """
 
     __slots__ = ("copied", "dim", "finish", "group", "result", "sent", "works")
@@ -88,6 +89,7 @@ class Transfer:
         self.sent, self.copied = sent, copied
 
     def wait(self) -> Tensor:
+        """Wait until the transfer ends, free the memory of a copied operand, and return the converted result."""
         for work in self.works:
             wait_for(work)
         if self.sent is not None:
@@ -106,10 +108,10 @@ class Transfer:
 
 
 class TorchGroup:
-    """A group of ranks on a backend of torch.
+    """A process group of ranks on a backend object of ``torch.distributed``.
 
     The backend's own methods are called, because the layers of ``torch.distributed`` above them cost more than a small
-    transfer. ``processes``: the members' process numbers, for error reports.
+    transfer. ``processes``: process numbers of the members, for error messages.
     """
 
     def __init__(self, backend: Any, processes: tuple[int, ...] = ()) -> None:
@@ -137,9 +139,9 @@ class TorchGroup:
     def _exchange_parts(
         self, x: Tensor, dim: int, finish: Callable[[Tensor, int], Tensor], finished_dim: int = 0
     ) -> Pending:
-        """Start to send the parts of ``x`` along ``dim``, one to each rank.
+        """Start to send equal parts of ``x`` along ``dim``, one to each rank of the group, and return the exchange.
 
-        ``finish`` converts the received parts to the result.
+        Its result is ``finish(parts, finished_dim)``, where ``parts`` has the received parts, ``[size, ...]``.
         """
         parts = parts_of(resolve_conjugation(x), dim, self.size)
         out = torch.empty_like(parts)
@@ -147,6 +149,9 @@ class TorchGroup:
         return Transfer(self, works, out, finish, finished_dim, parts, not share_memory(parts, x))
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
+        """Start to send rows of ``x``: the first ``sends[0]`` to rank 0 of the group, and so on. ``receives[i]`` rows
+        arrive from rank ``i``.
+        """
         x = resolve_conjugation(x).contiguous()
         out = x.new_empty((sum(receives), *x.shape[1:]))
         return Transfer(
@@ -155,7 +160,7 @@ class TorchGroup:
 
 
 class GlooGroup(TorchGroup):
-    """A group on Gloo, with faster all-gather and reduce-scatter than Gloo's own.
+    """A process group on Gloo, with faster all-gather and reduce-scatter than Gloo's own.
 
     Gloo's all-gather copies twice, and its reduce-scatter is a whole all-reduce. Here they are a broadcast from every
     rank, and an exchange of parts that each rank sums. They take 0.3 to 0.9 of the time on two and on four ranks
@@ -169,6 +174,9 @@ class GlooGroup(TorchGroup):
             options.rootRank = rank
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
+        """Start one broadcast from every rank of the group; the result is the concatenation of all tensors along
+        ``dim``.
+        """
         x = resolve_conjugation(x).contiguous()
         out = x.new_empty((self.size, *x.shape))
         parts = list(out.unbind(0))
@@ -181,7 +189,7 @@ class GlooGroup(TorchGroup):
 
 
 class NcclGroup(TorchGroup):
-    """A group on NCCL.
+    """A process group on NCCL.
 
     NCCL moves contiguous buffers, so parts along an inner dim are made contiguous before and after.
     """
@@ -204,9 +212,9 @@ _links: dict[PipelineEdge, Any] = {}
 
 
 def processes_of(placement: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Return the number of the process that runs each rank.
+    """Return, for each rank, the number of the process that runs it.
 
-    ``placement[rank]`` is the device of a rank, and process ``p`` drives the ``p``-th of these devices in ascending
+    ``placement[rank]`` is the device number of a rank; process ``p`` drives the ``p``-th of these devices in ascending
     order. If ``placement`` is empty, process ``i`` runs rank ``i``. Raise :class:`LaunchError` unless every rank has a
     device of its own.
     """
@@ -222,15 +230,17 @@ def processes_of(placement: Sequence[int], world_size: int) -> tuple[int, ...]:
 
 
 class TorchCommunicator:
-    """The communicator of one rank on the processes of torch's default process group, which must exist.
+    """The process groups, sends and receives of one rank, over the processes of torch's default process group, which
+    must exist.
 
     Args:
+        world_size: number of ranks of the program. ``device``: the device of this rank.
         timeout: how long operations wait for other ranks; by default as long as the default group.
-        placement: device of each rank; see :func:`processes_of`.
+        placement: device number of each rank; empty: process ``i`` runs rank ``i``.
 
     Groups are opened from the default group's store, without the ranks outside of a group.
-    ``torch.distributed.new_group`` would need all ranks, or the same number of earlier groups on each. Groups that
-    overlap must be opened in the same order on all of their ranks.
+    ``torch.distributed.new_group`` would need all ranks. Groups that overlap must be opened in the same order on all of
+    their ranks.
     """
 
     def __init__(
@@ -264,6 +274,12 @@ class TorchCommunicator:
         links: Sequence[PipelineEdge],
         gathering: Sequence[tuple[int, ...]] = (),
     ) -> None:
+        """Open the process groups and pipeline links that this rank belongs to, unless they are open. All ranks call
+        this.
+
+        ``groups``: tuples of ranks. ``links``: from which to which rank, and for what. ``gathering``: groups that get a
+        second channel, for all-gathers of parameters.
+        """
         for ranks in groups:
             self._make_group(ranks)
         for ranks in gathering:
@@ -276,6 +292,9 @@ class TorchCommunicator:
                     self._connect_link(_links[key], key)
 
     def _make_group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:
+        """Return the process group of ``ranks``, and open it if necessary; with ``gathering``, a second one of the same
+        ranks.
+        """
         key = members, _ = self._ranks_to_processes(ranks), gathering
         if len(ranks) > 1 and key not in _made:
             backend = self._open_backend(members, "gathers" if gathering else "group")
@@ -288,17 +307,17 @@ class TorchCommunicator:
         return tuple(self.processes[rank] for rank in ranks)
 
     def _connect_link(self, backend: Any, link: PipelineEdge) -> None:
-        """Connect both ends of a link now: NCCL would block the first rank that uses it until the other one does."""
+        """Connect both ends of ``link`` now. NCCL would block the first rank that uses it until the other one does."""
         one = torch.zeros(1, device=self.device)
         transfer = backend.send if link.source == self._process else backend.recv
         transfer([one], int(link.source == self._process), 0).wait()
 
     def _find_backend_link(self, link: PipelineEdge) -> PipelineEdge:
-        """Return the link between processes whose backend carries ``link``.
+        """Return the key of the open connection, a link between processes, that carries ``link``, a link between ranks.
 
         Gloo has tags, one for each channel, and serves both directions of a link at once. NCCL has no tags, and
         transfers that cross on one communicator would wait for each other, so there each direction and channel has its
-        own backend.
+        own connection.
         """
         source, target = self._ranks_to_processes(link[:2])
         return (
@@ -308,6 +327,9 @@ class TorchCommunicator:
         )
 
     def _open_backend(self, processes: tuple[int, ...], purpose: str) -> Any:
+        """Open a Gloo or NCCL backend object of torch for ``processes`` (process numbers), and return it. ``purpose``:
+        part of its name.
+        """
         name = f"partition {purpose} {'-'.join(map(str, processes))}"
         store = c10d.PrefixStore(name, c10d._get_default_store())
         index, size = processes.index(self._process), len(processes)
@@ -329,6 +351,9 @@ class TorchCommunicator:
         return SoloGroup() if len(ranks) == 1 else _made[self._ranks_to_processes(ranks), gathering]
 
     def send(self, x: Tensor, peer: int, channel: str) -> TransferHandle:
+        """Start to send ``x`` to the rank ``peer`` over the channel "F", "B" or "L" (values, gradients, loss), and
+        return the transfer.
+        """
         key = self._find_backend_link(PipelineEdge(self.rank, peer, channel))
         work: TransferHandle = _links[key].send(
             [as_real(resolve_conjugation(x))], int(key.source == self._process), CHANNELS[channel]
@@ -341,7 +366,7 @@ class TorchCommunicator:
         return work
 
     def ranks_of(self, processes: Sequence[int]) -> tuple[int, ...]:
-        """Return the program's ranks that run on ``processes``."""
+        """Return the program's ranks that run on the processes with the numbers ``processes``."""
         return tuple(self.processes.index(p) for p in processes if p in self.processes)
 
     def barrier(self) -> None:

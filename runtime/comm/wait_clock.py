@@ -27,7 +27,7 @@ waited = WaitClock()
 
 
 def wait_for(work: _Waitable) -> None:
-    """Wait for ``work``, and add the time to the counter."""
+    """Wait for ``work`` (a transfer or collective), and add the time to the process-wide counter of waiting time."""
     start = perf_counter_ns()
     work.wait()
     waited.ns += perf_counter_ns() - start

@@ -21,7 +21,7 @@ from partitioner.runtime.program.program import InputData, PlainValue, Program, 
 
 
 def batch_size(program: Program) -> tuple[int, int]:
-    """Return the number of tokens and the number of samples of one global batch.
+    """Return the number of tokens and the number of samples of one global batch of ``program``.
 
     Tokens are the elements of the first two-dimensional integer input. Samples are the length of the split dim of the
     first input that is split. Each is 0 if there is no such input.
@@ -36,9 +36,9 @@ def batch_size(program: Program) -> tuple[int, int]:
 class Share:
     """The part of a global batch that a rank reads.
 
-    ``paths``: the inputs that it reads. The rows of each input are divided into ``count`` equal parts, of which the
-    rank reads ``parts``. Inputs without a batch dim are read whole. Ranks that differ only on ``tp`` or ``cp`` have
-    equal shares.
+    ``paths``: the inputs that it reads. The rows (samples) of each input are divided into ``count`` equal parts, of
+    which the rank reads those with the indices ``parts``. Inputs without a batch dim are read whole. Ranks that differ
+    only on ``tp`` or ``cp`` have equal shares.
     """
 
     paths: frozenset[str]
@@ -46,7 +46,7 @@ class Share:
     count: int
 
     def rows(self, length: int) -> range:
-        """Return the rows of this share in an input of ``length`` rows, as a range; empty if the rank reads
+        """Return the indices of the rows that this rank reads of an input of ``length`` rows; empty if the rank reads
         no inputs.
         """
         each = length // self.count
@@ -54,7 +54,9 @@ class Share:
 
 
 def share_of(rank: RankProgram) -> Share:
-    """Return the share of ``rank``: the inputs that its program loads, and the rows of its ``dp`` coordinate."""
+    """Return the part of a global batch that ``rank`` reads: the inputs that its program loads, and the rows of its
+    ``dp`` coordinate.
+    """
     loaded = {name for i in rank.instructions if i.op == "LOAD" for name in i.values}
     paths = frozenset(i.path for i in rank.program.inputs if i.value in loaded)
     if not rank.program.data_shares:  # the batch need only be divisible by dp here, not by the microbatches
@@ -64,7 +66,7 @@ def share_of(rank: RankProgram) -> Share:
 
 
 def leaves_by_path(batch: Any) -> dict[str, Any]:
-    """Return path -> leaf of a nested batch; paths look like ``input_ids``, ``0`` or ``past.0.key``."""
+    """Return the entries of a nested batch as path -> value; paths look like ``input_ids``, ``0`` or ``past.0.key``."""
     if isinstance(batch, Tensor):
         batch = (batch,)
     if isinstance(batch, Mapping):
@@ -81,7 +83,7 @@ def _unwrap_path_key(key: Any) -> Any:
 
 
 def batch_values(program: Program, batch: Any) -> dict[str, Tensor]:
-    """Return the tensors of ``batch``, converted to the planned types: name in the program -> tensor.
+    """Return the tensors of ``batch``, converted to the planned types, as name in the program -> tensor.
 
     Raise :class:`BatchError` if a tensor is missing, if its shape or kind of type differs from the plan's, or if the
     batch has an entry that the program does not read and whose value differs from the planned one.
@@ -92,9 +94,8 @@ def batch_values(program: Program, batch: Any) -> dict[str, Tensor]:
 
 
 def batch_by_path(program: Program, batch: Any) -> dict[str, Any]:
-    """Return ``batch`` as a dict by path of its checked tensors and fixed values.
-
-    The dict can be passed as a batch itself.
+    """Return the checked tensors of ``batch`` and its other planned values, as path -> value. The dict can itself be
+    passed as a batch.
 
     Raise :class:`BatchError` if the batch does not match the plan.
     """
@@ -104,10 +105,12 @@ def batch_by_path(program: Program, batch: Any) -> dict[str, Any]:
 
 
 def own_values(program: Program, share: Share, batch: Any, local: bool = False) -> dict[str, Tensor]:
-    """Return the tensors that a rank reads of a batch, converted to the planned types: name in the program -> tensor.
+    """Return the tensors that a rank reads of a batch, converted to the planned types, as name in the program ->
+    tensor.
 
-    They are the rank's rows of the global ``batch``. ``local``: ``batch`` has only the rank's rows, and may lack inputs
-    that the rank does not read. Raise :class:`BatchError` if the batch does not match the plan.
+    ``share``: which rows (samples) these are. ``local``: ``batch`` has only the rank's rows, and may lack inputs that
+    the rank does not read; otherwise it is the global batch. Raise :class:`BatchError` if the batch does not match the
+    plan.
     """
     read = [i for i in program.inputs if i.path in share.paths]
     if local:
@@ -121,6 +124,9 @@ def own_values(program: Program, share: Share, batch: Any, local: bool = False) 
 
 
 def _select_rank_rows(data: InputData, whole: Tensor, share: Share) -> Tensor:
+    """Return the rows (samples) of ``share`` in the global tensor ``whole`` of the input ``data``; all of it without a
+    batch dim.
+    """
     if data.batch_dim is None:
         return whole
     rows = share.rows(data.shape[data.batch_dim])
@@ -151,7 +157,9 @@ class BatchEntries:
             )
 
     def resolve_argument_path(self, path: str) -> str:
-        """Return ``path`` with the position of a positional argument replaced by the argument's name."""
+        """Return ``path`` with the position of a positional argument replaced by the argument's name: ``0.key`` becomes
+        ``x.key``.
+        """
         first, dot, rest = path.partition(".")
         known = first.isdigit() and int(first) < len(self.names)
         return f"{self.names[int(first)]}{dot}{rest}" if known else path
@@ -161,7 +169,8 @@ class BatchEntries:
     def check_fixed(self, whole: bool) -> None:
         """Raise :class:`BatchError` if an entry that the program does not read differs from its planned value.
 
-        ``whole``: also check entries that the batch leaves out; their value is the default in ``forward``.
+        ``whole``: also check entries that the batch leaves out; their value is the default in ``forward``. Conditions
+        on numbers of the batch are checked, too.
         """
         for path, leaf in self.leaves.items():
             if path not in self.inputs:
@@ -172,6 +181,9 @@ class BatchEntries:
         self._check_guards()
 
     def _check_entry(self, path: str, leaf: Any) -> None:
+        """Raise :class:`BatchError` if ``leaf``, the entry at ``path`` that the program does not read, is not the
+        planned value.
+        """
         planned = self.fixed.get(path) or self._find_argument_default(path)
         if planned is None:
             raise BatchError(self._explain_unknown_input(path, leaf))
@@ -183,6 +195,9 @@ class BatchEntries:
             )
 
     def _check_absent(self, path: str, planned: PlainValue) -> None:
+        """Raise :class:`BatchError` if the default of the argument at ``path``, which the batch leaves out, is not the
+        ``planned`` value.
+        """
         default = self._find_argument_default(path)
         if default != planned:
             instead = "a required argument" if default is None else f"{default} where it is left out"
@@ -192,10 +207,13 @@ class BatchEntries:
             )
 
     def _find_argument_default(self, path: str) -> PlainValue | None:
-        """Return the default of the argument at ``path``; ``None`` if it has none, or one that is not a plain value."""
+        """Return the default of the argument at ``path``; ``None`` if it has none, or one that is not a bool, number,
+        string or ``None``.
+        """
         return next((a.default for a in self.signature.arguments or () if a.name == path), None)
 
     def _explain_unknown_input(self, path: str, leaf: Any) -> str:
+        """Return the error text for the entry ``leaf`` at ``path`` that the program does not read."""
         first = path.partition(".")[0]
         if first in self.fixed or self._find_argument_default(first) is not None:
             planned = self.fixed.get(first) or self._find_argument_default(first)
@@ -215,6 +233,9 @@ class BatchEntries:
         )
 
     def _check_guards(self) -> None:
+        """Raise :class:`BatchError` if the numbers of the batch lead ``forward`` to another branch than the one that
+        was planned.
+        """
         if not self.signature.guards:
             return
         given = {place: i for place, i in self.inputs.items() if i.number is not None and place in self.leaves}
@@ -233,8 +254,8 @@ class BatchEntries:
     def checked(self, data: InputData, share: Share | None = None) -> Tensor:
         """Return the tensor of the batch for the input ``data``, checked and converted to the planned type.
 
-        With ``share``, the tensor must have only the rows of this share of the batch. Raise :class:`BatchError` if the
-        input is missing, or has another shape or kind of type than planned.
+        ``share``: the tensor must have only these rows (samples) of the batch; ``None``: all rows. Raise
+        :class:`BatchError` if the input is missing, or has another shape or kind of type than planned.
         """
         expected, dim = data.shape, data.batch_dim
         if share is not None and dim is not None:
@@ -264,15 +285,17 @@ class BatchEntries:
         return tensor.resolve_conj().resolve_neg()
 
     def _left_out(self, place: str, data: InputData) -> Any:
-        """Return the default in ``forward`` of a number input that the batch leaves out; ``None`` if there is none."""
+        """Return the default in ``forward`` of the number input ``data``, whose path is ``place``; ``None`` if there is
+        none.
+        """
         default = self._find_argument_default(place)
         return None if data.number is None or default is None else default.value
 
 
 def _number_tensor(data: InputData, value: Any) -> Any:
-    """Convert a Python number or a 0-dimensional tensor to the 0-dimensional tensor that the program reads.
+    """Return ``value``, a Python number or a 0-dimensional tensor, as the 0-dimensional tensor that the program reads.
 
-    Raise :class:`BatchError` if ``value`` is neither, or has a fraction where the plan has an integer.
+    Raise :class:`BatchError` if it is neither, or has a fraction where the plan has an integer.
     """
     whole, real = type(value) is int, type(value) is float
     if isinstance(value, Tensor) and value.dim() == 0:
@@ -307,6 +330,7 @@ def _describe_value(value: Any) -> str:
 
 
 def _suggest_shape_fix(data: InputData, shape: tuple[int, ...]) -> str:
+    """Return what to do, as text, if the input ``data`` of a global batch has the wrong shape ``shape``."""
     dim = data.batch_dim
     if dim is not None and len(shape) == len(data.shape):
         others = [d for d in range(len(shape)) if d != dim]
@@ -319,6 +343,7 @@ def _suggest_shape_fix(data: InputData, shape: tuple[int, ...]) -> str:
 
 
 def _local_advice(data: InputData, shape: tuple[int, ...], share: Share) -> str:
+    """Return what to do, as text, if a rank's part of the input ``data`` has the wrong shape ``shape``."""
     if data.batch_dim is None:
         return "the program reads this input whole, with local=True too: pass all of it on every rank that reads it"
     if shape == data.shape:

@@ -52,8 +52,9 @@ _Kind = tuple[tuple[str, ...], tuple[int, ...]]
 
 
 class _GradientProbe(NamedTuple):
-    """The largest element of a gradient right after backward: the gradient, the position, and the value at
-    that time.
+    """The largest element of a gradient right after backward.
+
+    ``gradient``: the gradient, flat. ``place``: index of the element. ``value``: a copy of the element at that time.
     """
 
     gradient: Tensor
@@ -62,9 +63,9 @@ class _GradientProbe(NamedTuple):
 
 
 class Agreement:
-    """Checks that one rank is consistent with the others.
+    """Checks now and then that one rank is consistent with the others.
 
-    ``parameters``: the parameters that optimizers update; ``gradients``: the gradients that optimizers read.
+    ``parameters``: name -> parameter that optimizers update. ``gradients``: name -> gradient that optimizers read.
     """
 
     def __init__(
@@ -86,12 +87,11 @@ class Agreement:
         self._probes: list[_GradientProbe] = []
 
     def before_step(self, batch: Any, local: bool, rank: RankProgram | None = None) -> None:
-        """Run the checks that are due before this step. All ranks call it.
+        """Run the checks that are due before this step. All ranks call this.
 
-        ``rank``: the program of the step, if it is not the first one of the plan.
-
-        Raise :class:`AgreementError` or, for batches, :class:`BatchError` on all ranks. Raise :class:`LaunchError` if
-        the script enables gradients of parameters that were frozen when the plan was made.
+        ``local``: whether ``batch`` has only this rank's samples. ``rank``: the program of the step, if it is not the
+        first one of the plan. Raise :class:`AgreementError` or, for batches, :class:`BatchError` on all ranks. Raise
+        :class:`LaunchError` if the script enables gradients of parameters that were frozen when the plan was made.
         """
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         if thawed:
@@ -105,8 +105,12 @@ class Agreement:
             self._check_batch(batch, local, rank or self.rank)
 
     def before_run(self, name: str, batch: Any, local: bool, rank: RankProgram) -> None:
-        """Check before the first run of the further program ``name`` that ranks were given the same batch. All ranks
-        call it. ``rank``: that program. Raises :class:`BatchError` on all ranks."""
+        """Check, before the program called ``name`` runs for the first time, that ranks were given the same batch. All
+        ranks call this.
+
+        ``local``: whether ``batch`` has only this rank's samples. ``rank``: this rank's part of that program. Raise
+        :class:`BatchError` on all ranks.
+        """
         if name not in self._ran and rank.program.world_size > 1:
             self._check_batch(batch, local, rank)
         self._ran.add(name)
@@ -116,13 +120,16 @@ class Agreement:
         self._probes = list(self._probe_gradients()) if self.active and self._is_time(self._steps) else []
 
     def forget(self) -> None:
-        """Drop the probes, because parameters or gradients will change outside of a step (loading, ``zero_grad``)."""
+        """Drop the stored elements of gradients, because gradients will change outside of a step (loading,
+        ``zero_grad``).
+        """
         self._probes = []
 
     def check(self) -> None:
-        """Check the scaling of gradients and the replicas now.
+        """Check now that all ranks scaled their gradients alike, and that replicas of parameters are equal. All ranks
+        call this.
 
-        All ranks call it. Raise :class:`AgreementError` on all of them.
+        Raise :class:`AgreementError` on all of them.
         """
         self._check_scaling()
         self._check_replicas()
@@ -132,6 +139,7 @@ class Agreement:
         return steps > 0 and (steps & (steps - 1) == 0 if steps < EVERY else steps % EVERY == 0)
 
     def _probe_gradients(self) -> Iterator[_GradientProbe]:
+        """Yield the largest element of some of this rank's gradients."""
         held = [g for g in self._gradients.values() if g.numel()]
         for gradient in held[:: max(1, len(held) // _PROBES)][:_PROBES]:
             flat = gradient.reshape(-1)
@@ -139,9 +147,10 @@ class Agreement:
             yield _GradientProbe(flat, place, flat[place].clone())
 
     def _check_scaling(self) -> None:
-        """Raise :class:`AgreementError` if ranks scaled their gradients by different factors, each by its own norm.
+        """Raise :class:`AgreementError` if ranks scaled their gradients by different factors, each by the norm of its
+        own part.
 
-        Only warn if some ranks scaled by one factor and the others did not scale.
+        Only warn if some ranks scaled by one factor and the others did not scale. All ranks call this.
         """
         factor = self._measure_scale_factor()
         told = torch.zeros(self.rank.program.world_size, 2, dtype=torch.float64, device=self.communicator.device)
@@ -172,7 +181,7 @@ class Agreement:
     def _measure_scale_factor(self) -> float | None:
         """Return the factor by which all of this rank's gradients were multiplied since backward.
 
-        Return ``None`` if they have no common factor, or if there are no probes.
+        Return ``None`` if they have no common factor, or if no elements were stored after backward.
         """
         ratios = [
             float(gradient[place]) / float(value) for gradient, place, value in self._probes if torch.is_nonzero(value)
@@ -182,7 +191,9 @@ class Agreement:
         return ratios[0] if all(abs(r - ratios[0]) <= _SAME * ratios[0] for r in ratios) else None
 
     def _check_replicas(self) -> None:
-        """Raise :class:`AgreementError` if replicas of a parameter's shard differ between ranks."""
+        """Raise :class:`AgreementError` if ranks that hold the same part of a parameter have different values. All
+        ranks call this.
+        """
         world, kinds = self.rank.program.world_size, self._list_replica_kinds()
         sums = {
             kind: _hash_tensors(self._parameters[n] for n in names)
@@ -198,10 +209,10 @@ class Agreement:
             self._report_replica_difference(order, first, kinds)
 
     def _check_batch(self, batch: Any, local: bool, rank: RankProgram) -> None:
-        """Raise :class:`BatchError` if ranks were given different samples.
+        """Raise :class:`BatchError` if ranks were given different samples. All ranks call this.
 
         All ranks must have the same global batch. With ``local``, all ranks with the same ``dp`` coordinate that read
-        an input must have the same samples of it.
+        an input must have the same samples of it. ``rank``: this rank's part of the program that reads the batch.
         """
         program, share = rank.program, share_of(rank)
         paths = [data.path for data in program.inputs]
@@ -233,9 +244,12 @@ class Agreement:
         )
 
     def _report_replica_difference(self, order: int, first: int, kinds: list[_Kind]) -> None:
-        """Find the parameter and the ranks whose replicas differ, and raise :class:`AgreementError`.
+        """Find the parameter and the ranks whose replicas differ, and raise :class:`AgreementError`. All ranks call
+        this.
 
-        Only warn if the difference is so small that a different order of sums explains it.
+        Only warn if the difference is so small that a different order of sums explains it. ``kinds``: pairs (mesh axes
+        along which ranks hold equal shards, stages that share the parameter). ``order``: index in ``kinds``. ``first``:
+        lowest rank of the group of replicas.
         """
         kind, program = kinds[order], self.rank.program
         mine = self._group_parameters_by_kind(kinds).get(kind, []) if self._first_holder(kind) == first else []
@@ -274,11 +288,17 @@ class Agreement:
     def _list_replica_kinds(self) -> list[_Kind]:
         """Return all kinds of replication of the trained parameters, sorted; the list is equal on all ranks.
 
-        A kind is a pair: the mesh axes along which ranks hold equal shards, and the stages that share a tied parameter.
+        A kind is a pair: the mesh axes along which ranks hold equal shards, and the pipeline stages that share a tied
+        parameter (empty if one has it).
         """
         return sorted({self._find_replica_kind(n) for n, s in self.rank.program.states.items() if s.requires_grad})
 
     def _find_replica_kind(self, name: str) -> _Kind:
+        """Return the mesh axes along which ranks hold equal shards of the parameter ``name``, and the pipeline stages
+        that share it.
+
+        The stages are empty if only one stage has the parameter.
+        """
         state = self.rank.program.states[name]
         experts = Layout.parse(state.expert_layout).is_shard
         alike = ["edp", "etp"] if experts else ["dp", "cp", "tp"]
@@ -287,13 +307,23 @@ class Agreement:
         return axes_beside(alike, state.zero_axes), tuple(sorted(state.stages)) if len(state.stages) > 1 else ()
 
     def _group_parameters_by_kind(self, kinds: list[_Kind]) -> dict[_Kind, list[str]]:
+        """Return kind of replication -> names of this rank's trained parameters of this kind, in the order of
+        ``kinds``.
+
+        A kind is a pair: the mesh axes along which ranks hold equal shards, and the pipeline stages that share the
+        parameter.
+        """
         found: dict[_Kind, list[str]] = {}
         for name in sorted(self._parameters):
             found.setdefault(self._find_replica_kind(name), []).append(name)
         return {kind: found[kind] for kind in kinds if kind in found}
 
     def _first_holder(self, kind: _Kind) -> int:
-        """Return the lowest rank that holds the same shards as this rank. It identifies the group of replicas."""
+        """Return the lowest rank that holds the same shards as this rank, for parameters with the kind of replication
+        ``kind``.
+
+        ``kind``: the mesh axes along which ranks hold equal shards, and the pipeline stages that share the parameters.
+        """
         axes, stages = kind
         first = min(self.rank.group(*axes))
         return first + (stages[0] - self.rank.stage_index) * self.rank.program.strides["pp"] if stages else first
@@ -306,9 +336,11 @@ class Agreement:
         return all_ranks(self.communicator, self.rank.program.world_size).all_reduce(numbers).wait()
 
     def _find_extremes(self, numbers: Mapping[int, int], length: int) -> tuple[Tensor, Tensor]:
-        """Return the element-wise maximum and minimum over all ranks of sparse vectors of ``length`` numbers.
+        """Return the element-wise maximum and minimum over all ranks of vectors of ``length`` integers. All ranks call
+        this.
 
-        ``numbers``: position -> number of this rank. Both results are equal where no rank has a number.
+        ``numbers``: index -> number of this rank; other elements do not count. Both results are equal where no rank has
+        a number.
         """
         bounds = torch.full((2, length), -_MASK - 1, dtype=torch.int64, device=self.communicator.device)
         for place, number in numbers.items():
@@ -319,10 +351,7 @@ class Agreement:
 
 
 def _hash_tensors(tensors: Iterator[Tensor] | list[Tensor]) -> int:
-    """Return a hash of the bits of ``tensors``.
-
-    The order of the tensors matters, the order of elements in a tensor does not.
-    """
+    """Return a hash of the bits of ``tensors``. Their order matters, the order of elements in a tensor does not."""
     found = 0
     for tensor in tensors:
         data = tensor.detach().contiguous().reshape(-1)
@@ -334,7 +363,7 @@ def _hash_tensors(tensors: Iterator[Tensor] | list[Tensor]) -> int:
 
 
 def _hash_in_order(tensor: Tensor) -> int:
-    """Return a hash of the bits of ``tensor``. The order of the elements matters, unlike for :func:`_hash_tensors`."""
+    """Return a hash of the bits of ``tensor``. The order of the elements matters."""
     data = tensor.detach().cpu().contiguous().reshape(-1)
     data = torch.view_as_real(data).reshape(-1) if data.is_complex() else data
     found = 0
@@ -345,7 +374,7 @@ def _hash_in_order(tensor: Tensor) -> int:
 
 
 def _sketch_tensor(tensor: Tensor) -> Tensor:
-    """Return a vector of 1, the norm of ``tensor``, and ``_SKETCH`` sums of its elements with random signs.
+    """Return a vector of 1, the norm of ``tensor``, and 16 sums of its elements with random signs.
 
     The signs are equal on all ranks. The expected mean square difference between the sums of two tensors is the square
     of the tensors' distance.

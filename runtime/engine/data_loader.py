@@ -28,7 +28,9 @@ from partitioner.runtime.errors import BatchError, CheckpointError
 
 
 class Samples(Protocol):
-    """A map-style dataset of ``torch.utils.data``. A sample is, for example, a mapping of input names to tensors."""
+    """Interface of a map-style dataset of ``torch.utils.data``. A sample is, for example, a dict of input name ->
+    tensor.
+    """
 
     def __len__(self) -> int: ...
 
@@ -36,9 +38,9 @@ class Samples(Protocol):
 
 
 class SampleOrder:
-    """The endless order in which samples are read: epoch after epoch, each with its own permutation if shuffled.
+    """The endless order in which samples are read: epoch after epoch, each with its own permutation if ``shuffle``.
 
-    It holds the permutation of one epoch in memory, or of two if a range of samples crosses their border: 8 bytes per
+    It stores the permutation of one epoch in memory, or of two if a range of samples crosses their border: 8 bytes per
     sample.
 
         >>> SampleOrder(5, seed=0, shuffle=False).at(range(3, 8))
@@ -52,14 +54,15 @@ class SampleOrder:
         self._epochs: dict[int, NDArray[np.int64]] = {}
 
     def at(self, places: range) -> list[int]:
-        """Return the indices of the samples at a contiguous range of positions, which count from the start of the first
-        epoch.
+        """Return the dataset indices of the samples at consecutive positions ``places``, counted from 0 at the start of
+        the first epoch.
         """
         epochs = range(places.start // self.num_samples, -(-places.stop // self.num_samples)) if places else range(0)
         self._epochs = {e: self._order_epoch(e) for e in epochs} or self._epochs
         return [int(self._epochs[p // self.num_samples][p % self.num_samples]) for p in places]
 
     def _order_epoch(self, epoch: int) -> NDArray[np.int64]:
+        """Return the dataset indices of all samples in the order of epoch number ``epoch`` (from 0)."""
         if epoch in self._epochs:
             return self._epochs[epoch]
         if not self.shuffle:
@@ -134,6 +137,7 @@ class Loader:
         self._pin_memory = engine.device.type == "cuda"
 
     def __iter__(self) -> Self:
+        """Return the loader itself. Raise :class:`BatchError` if it has come to the end of its epochs."""
         if self._over:
             raise BatchError(
                 f"the loader has come to the end of its {self.epochs} epochs, and another loop would have no batch: "
@@ -143,6 +147,7 @@ class Loader:
         return self
 
     def __next__(self) -> Any:
+        """Return this rank's part of the next global batch; an empty dict if the rank reads no inputs."""
         ends_by_itself = self.epochs is not None and self.num_samples is None
         if self._has_ended(self.samples):
             self._over = True
@@ -163,15 +168,17 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next sample, from 0 on. Raise :class:`BatchError` for a stream of unknown length."""
+        """Return the number of the epoch of the next sample, from 0. Raise :class:`BatchError` for a stream of unknown
+        length.
+        """
         if self.num_samples is None:
             raise BatchError("loader.epoch of a stream whose length is not known: give its dataset a __len__")
         return self.samples // self.num_samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position and order settings.
+        """Return the loader's position and its settings of the order, as a dict of numbers.
 
-        They are equal on all ranks and do not depend on the number of ranks.
+        It is equal on all ranks and does not depend on the number of ranks.
         """
         return {
             "samples": self.samples,
@@ -181,7 +188,9 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume at a saved position. Raise :class:`CheckpointError` if the dataset has another length."""
+        """Restore the position ``state``, a result of :meth:`state_dict`. Raise :class:`CheckpointError` if the dataset
+        has another length.
+        """
         if state["of"] != self.num_samples:
             before, here = (
                 "a stream of unknown length" if n is None else f"a dataset of {n} samples"
@@ -202,7 +211,7 @@ class Loader:
         self._over = False
 
     def own(self) -> Iterator[list[int]]:
-        """Yield for each further batch the indices of the samples that this rank reads."""
+        """Yield for each further global batch the dataset indices of the samples that this rank reads."""
         rows, at = self.share.rows(self.batch_size), self.samples
         while not self._has_ended(at):
             yield self.order.at(range(at + rows.start, at + rows.stop))
@@ -214,7 +223,7 @@ class Loader:
         return at + self.batch_size > self.epochs * self.num_samples
 
     def _make_data_loader(self) -> DataLoader[Any]:
-        """Return a torch ``DataLoader`` of the batches from the current position on."""
+        """Return a torch ``DataLoader`` of this rank's batches from the current position on."""
         options: dict[str, Any] = {
             "num_workers": self._num_workers,
             "pin_memory": self._pin_memory,
@@ -235,9 +244,12 @@ class Loader:
 
 
 class StreamBatches(IterableDataset[Any]):
-    """The rank's ``rows`` of each global batch of a stream, after skipping ``start`` samples.
+    """This rank's part of each global batch of a stream, which is read from its start.
 
-    Raise :class:`BatchError` if the stream returns no samples, or another number of samples than its length says.
+    ``length``: samples of one epoch; ``None``: unknown. ``batch_size``: samples of a global batch. ``rows``: which of
+    them this rank reads. ``epochs``: number of epochs; ``None``: no end. ``start``: samples to skip first. ``collate``:
+    makes a batch of a list of samples. Raise :class:`BatchError` if the stream returns no samples, or another number of
+    samples than ``length``.
     """
 
     def __init__(
@@ -259,6 +271,9 @@ class StreamBatches(IterableDataset[Any]):
         self.collate = collate
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's part of each global batch; an empty dict if the rank reads no samples of it. An incomplete
+        last batch is dropped.
+        """
         samples = self._iterate_samples()
         while True:
             count, kept = 0, []
@@ -271,6 +286,10 @@ class StreamBatches(IterableDataset[Any]):
             yield self.collate(kept) if kept else {}
 
     def _iterate_samples(self) -> Iterator[Any]:
+        """Yield all samples of all epochs, after the first ``start`` ones.
+
+        Raise :class:`BatchError` if an epoch has no samples, or another number than the stream's length.
+        """
         first, skipped = divmod(self.start, self.length) if self.length else (0, self.start)
         for epoch in itertools.count(first) if self.epochs is None else range(first, self.epochs):
             if hasattr(self.stream, "set_epoch"):
@@ -295,7 +314,9 @@ class StreamBatches(IterableDataset[Any]):
 
 
 class _OwnBatchSampler:
-    """A torch batch sampler that yields the indices of this rank's samples, from the loader's position on."""
+    """A torch batch sampler that yields lists of dataset indices: this rank's samples of each batch, from the loader's
+    position on.
+    """
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
@@ -309,7 +330,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _count_samples(dataset: Any) -> int | None:
-    """Return the number of samples of a dataset, or ``None`` if its length is unknown."""
+    """Return the number of samples of ``dataset``; ``None`` if its length is unknown."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError, AttributeError):
@@ -317,7 +338,9 @@ def _count_samples(dataset: Any) -> int | None:
 
 
 def _is_stream(dataset: Any) -> bool:
-    """Whether a dataset is iterated over rather than indexed. Raise :class:`BatchError` if neither is possible."""
+    """Return whether ``dataset`` is iterated over rather than indexed. Raise :class:`BatchError` if neither is
+    possible.
+    """
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise BatchError(
@@ -346,7 +369,9 @@ def _is_stream(dataset: Any) -> bool:
 
 
 def _check_stream(shuffle: bool | None, num_workers: int) -> None:
-    """Raise :class:`BatchError` for options that a stream does not support: shuffling, and several workers."""
+    """Raise :class:`BatchError` for options that a stream does not support: ``shuffle``, or more than one worker
+    process.
+    """
     if shuffle:
         raise BatchError(
             "shuffle=True of a stream, whose samples come in its own order: shuffle in the dataset, alike on all ranks "
@@ -361,6 +386,7 @@ def _check_stream(shuffle: bool | None, num_workers: int) -> None:
 
 
 def _no_batch(loader: Loader) -> BatchError:
+    """Return the error for a dataset that has less than one global batch in all epochs."""
     samples = "the stream" if loader.num_samples is None else f"{loader.num_samples} samples"
     return BatchError(
         f"{loader.epochs} epochs of {samples} hold no whole batch: expected at least {loader.batch_size}; pass more "
@@ -369,7 +395,11 @@ def _no_batch(loader: Loader) -> BatchError:
 
 
 def _global_batch(engine: Engine) -> int:
-    """Return the number of samples in a global batch: the length of the split dim of the first input that is split."""
+    """Return the number of samples in a global batch, from the first input of the engine's program that is split over
+    samples.
+
+    Raise :class:`BatchError` if there is no such input.
+    """
     _, samples = batch_size(engine.program)
     if not samples:
         raise BatchError("no input of the plan is split over samples: pass batch_size=")

@@ -24,9 +24,10 @@ _BETWEEN = 512  # bytes between what one parameter has on disk, at most
 def default_communicator(
     program: Program, device: torch.device | str | None, placement: tuple[int, ...]
 ) -> Communicator:
-    """Return the communicator of the current process group; without a process group, one for a single rank.
+    """Return the communicator of torch's default process group; without a process group, one for a program of one rank.
 
-    Raise :class:`LaunchError` if the number of processes differs from the program's number of ranks.
+    ``device``: of this rank; ``None``: chosen by the process group. ``placement``: device number of each rank in the
+    plan, or empty. Raise :class:`LaunchError` if the number of processes differs from the program's number of ranks.
     """
     if not dist.is_initialized():
         if program.world_size > 1:
@@ -51,7 +52,9 @@ def _format_mesh(program: Program) -> str:
 
 
 def default_device() -> torch.device:
-    """Return the local rank's GPU if the process group supports GPUs and one is available, else the CPU."""
+    """Return the GPU of this process if torch's default process group supports GPUs and one is available, else the
+    CPU.
+    """
     if dist.is_initialized() and torch.cuda.is_available():
         group: Any = dist.group.WORLD
         if "cuda" in {torch.device(kind).type for kind in group._device_types}:
@@ -60,9 +63,9 @@ def default_device() -> torch.device:
 
 
 def local_gpu() -> torch.device:
-    """Return this process's GPU, chosen by local rank, and make it the current device.
+    """Return the GPU of this process, chosen by its rank on the node, and make it the current device.
 
-    Raise :class:`LaunchError` if there is no GPU for the local rank.
+    Raise :class:`LaunchError` if the node has no GPU for this rank.
     """
     count = torch.cuda.device_count()
     if "LOCAL_RANK" in os.environ:
@@ -80,7 +83,7 @@ def local_gpu() -> torch.device:
 
 
 def resolve_device(device: torch.device | str) -> torch.device:
-    """Return ``device`` with an index if it is a GPU, and make it the current device."""
+    """Return ``device`` as a ``torch.device``. A GPU gets an index, and becomes the current device of the process."""
     device = torch.device(device)
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -90,17 +93,19 @@ def resolve_device(device: torch.device | str) -> torch.device:
 
 
 def one_step_folder() -> str:
-    """Return the folder for the disk files of a run of one step: ``PARTITION_OFFLOAD_FOLDER``, or the
-    temporary folder.
+    """Return the folder for disk files that are needed for one step only.
+
+    That is the environment variable ``PARTITION_OFFLOAD_FOLDER``, or the system's temporary folder.
     """
     return os.environ.get(FOLDER) or tempfile.gettempdir()
 
 
 def disk_for(rank: RankProgram, plan: Any, folder: str | Path | None) -> Disk | None:
-    """Return the disk storage of a rank, with the capacity that the plan estimates; ``None`` if nothing is kept on
-    disk.
+    """Return the disk storage for a rank's optimizer states, as large as ``plan`` estimates; ``None`` if nothing is
+    kept on disk.
 
-    Raise :class:`OffloadError` if no folder is given or it has too little space.
+    ``folder``: where its files are; ``None``: the environment variable ``PARTITION_OFFLOAD_FOLDER``. Raise
+    :class:`OffloadError` if no folder is given or it has too little space.
     """
     if "disk" not in rank.program.offload:
         return None

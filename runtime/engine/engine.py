@@ -63,7 +63,7 @@ AnOptimizer = TypeVar("AnOptimizer", bound=torch.optim.Optimizer)
 
 
 class Engine:
-    """One rank of ``plan``.
+    """One rank of ``plan``: it has this rank's part of the weights, and runs training steps.
 
     Args:
         plan: a plan, a :class:`Program`, or the path of a plan's JSON file.
@@ -78,14 +78,15 @@ class Engine:
         offload_folder: folder for the optimizer states of a plan that keeps them on disk, see :meth:`on_disk`: on a
             disk of this node, one for all ranks or one for each; by default the environment variable
             ``PARTITION_OFFLOAD_FOLDER``.
-        compile: run blocks through ``torch.compile``: with Inductor (``True``; operator by operator where it cannot
-            work), or with another of torch's backends by its name.
+        compile: compile the model's parts by ``torch.compile``: with Inductor (``True``; operator by operator where it
+            cannot work), or with another of torch's backends by its name.
 
     Attributes:
-        steps: number of batches of the whole run, one per call of :meth:`step`, accumulated or not; :meth:`load` sets
-            it to the checkpoint's number. Random numbers, names of checkpoints, metrics and errors are based on it.
-        optimizer_steps: number of calls of :meth:`Checkpoints.after_step` in the whole run; fewer than ``steps`` if
-            gradients are accumulated.
+        steps: number of batches since the start of training, one per call of :meth:`step`, accumulated or not;
+            :meth:`load` sets it to the checkpoint's number. Random numbers, names of checkpoints, metrics and errors
+            are based on it.
+        optimizer_steps: number of calls of :meth:`Checkpoints.after_step` since the start of training; fewer than
+            ``steps`` if gradients are accumulated.
         steps_run: number of batches that this engine has run itself; loading does not change it.
 
     Parameters that are trained in bfloat16 or float16 have float32 copies. :meth:`parameters` returns these copies, the
@@ -173,32 +174,43 @@ class Engine:
 
     @property
     def outputs(self) -> dict[str, dict[int, Tensor]]:
-        """This rank's part of the model's results in the last step or run: value -> microbatch -> tensor."""
+        """Return this rank's part of the model's results in the last step, as value name -> microbatch -> tensor.
+
+        Empty unless the engine was made with ``keep_outputs``.
+        """
         return self._latest.outputs
 
     @property
     def loss(self) -> Tensor | None:
-        """The whole loss of the last step. It has no graph: ``backward`` on it raises :class:`BackwardError`."""
+        """Return the loss of the last global batch; ``None`` before the first step or without a loss.
+
+        It has no autograd graph: ``backward`` on it raises :class:`BackwardError`.
+        """
         return self._loss
 
     @property
     def overflowed(self) -> bool:
-        """Whether the last step's scaled gradients overflowed float16. If so, parameters have no gradients, and the
-        optimizer skips the step."""
+        """Return whether the scaled gradients of the last step overflowed float16.
+
+        If so, parameters have no gradients, and the optimizer skips the step.
+        """
         return self._scale is not None and self._scale.overflowed
 
     @typed_errors("Engine.step()", passing=is_of_ranks)
     def step(self, batch: Any, *, local: bool = False, accumulate: bool = False) -> Tensor | None:
-        """Run forward and backward on a global batch; afterwards gradients are reduced over all ranks.
+        """Run forward and backward on a global batch; afterwards gradients are reduced over all ranks. All ranks call
+        this.
 
         ``batch`` is the whole global batch, the same on all ranks. If the plan has several shapes (``shapes=``), the
         fastest program that fits runs, and a smaller batch is padded exactly. With ``local``, each rank passes only its
         :attr:`share` of the batch (as :class:`partitioner.Loader` does): ``[batch / dp, ...]`` for an input ``[batch,
         ...]``, or ``{}`` if it reads no inputs; the batch then has the largest shape. The gradients of this batch
         replace those of the last step. With ``accumulate`` they are added to them, unless ``zero_grad`` has cleared
-        them; a sum with an overflowed addend is lost (:attr:`overflowed`).
-        Returns the loss of the whole batch, a 0-d tensor without a graph (see :attr:`loss`), the same on all ranks;
+        them; if the gradients of one batch overflowed, the sum is lost (:attr:`overflowed`).
+
+        Returns the loss of the whole batch, a 0-dimensional tensor without an autograd graph, the same on all ranks;
         ``None`` if the program has no loss.
+
         Raises :class:`BatchError` if the batch does not match the plan, :class:`InstructionError` if an instruction
         fails, :class:`AgreementError` if ranks have diverged since the last step (checked now and then), and
         :class:`LaunchError` inside a region of ``torch.autocast``.
@@ -256,14 +268,17 @@ class Engine:
 
     @typed_errors("Engine.run()", passing=is_of_ranks)
     def run(self, name: str, batch: Any, *, local: bool = False) -> Tensor | None:
-        """Run the plan's further program ``name``, as an evaluation, on a global batch. All ranks call it.
+        """Run the plan's further program ``name``, such as an evaluation, on a global batch. All ranks call this.
 
-        It reads the weights that :meth:`step` trains, as they are now, and changes no parameter, gradient, optimizer
-        state or buffer, no number of :attr:`steps` and no random numbers of later steps. ``batch`` and ``local`` are as
-        for :meth:`step`.
+        It reads the weights that :meth:`step` trains, as they are now. It changes no parameter, gradient, optimizer
+        state or buffer, none of :attr:`steps`, and no random numbers of later steps. ``batch``: the whole global batch,
+        the same on all ranks or, with ``local``, this rank's :attr:`share` of it.
+
         Returns the loss of the whole batch, the same on all ranks; ``None`` if the program has no loss. The results are
         in :attr:`outputs`.
-        Raises :class:`LaunchError` if the plan has no such program, and otherwise as :meth:`step` does.
+
+        Raises :class:`LaunchError` if the plan has no such program, :class:`BatchError` if the batch does not match it,
+        and :class:`InstructionError` if an instruction fails.
         """
         self._check_autocast("run()")
         further = self._further.find(name, "evaluate")
@@ -282,6 +297,9 @@ class Engine:
         return self.doing("in a further program") if name else nullcontext()
 
     def _check_autocast(self, method: str) -> None:
+        """Raise :class:`LaunchError` inside a region of ``torch.autocast``. ``method``: name of the caller, for the
+        message.
+        """
         if torch.is_autocast_enabled(self.device.type):
             raise LaunchError(
                 f"{method} is called inside torch.autocast, which would change what the plan's programs compute; "
@@ -290,18 +308,22 @@ class Engine:
             )
 
     def _begin_run(self) -> None:
-        """Set what programs read at their start: the seed, and parameters as the optimizer left them."""
+        """Set the seed of random operators, and copy the parameters from the tensors that the optimizer updates, before
+        a program starts.
+        """
         with torch.no_grad():
             self._further.seed.fill_(self.seed + self.steps)
         self._masters.refresh()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's shards by the model's names; a tied parameter occurs once. See :meth:`parameters`."""
+        """Yield pairs (name in the model, this rank's shard of the parameter); a tied parameter occurs once. See
+        :meth:`parameters`.
+        """
         yield from self._parameters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's shards of the parameters, for any torch optimizer. Parameters trained in bfloat16 or float16 are
-        represented by float32 copies.
+        """Yield this rank's shards of the parameters, for any torch optimizer. Parameters trained in bfloat16 or
+        float16 are represented by float32 copies.
 
         Under tensor and expert parallelism a parameter is sharded along its dims. Under ZeRO that shard is flattened
         and divided, and the parameter has this rank's elements only, of shape ``[elements]``, possibly none. An
@@ -334,8 +356,8 @@ class Engine:
     def on_disk(self, optimizer: AnOptimizer) -> AnOptimizer:
         """Move the states of ``optimizer`` to disk if the plan keeps them there, and return ``optimizer``.
 
-        ``optimizer`` is made of :meth:`parameters`. Call this before its first step, and before creating a
-        learning-rate scheduler. Raises :class:`OffloadError` if it does not update each parameter by itself.
+        ``optimizer``: an optimizer of :meth:`parameters`. Call this before its first step, and before creating a
+        learning-rate scheduler. Raises :class:`OffloadError` if the optimizer does not update each parameter by itself.
         """
         if self._disk is not None:
             keep_on_disk(optimizer, self._disk, self._saver.wait_until_copied)
@@ -343,9 +365,10 @@ class Engine:
 
     @typed_errors("Engine.dtensors()", passing=is_of_ranks)
     def dtensors(self, *, strict: bool = True) -> dict[str, DTensor]:
-        """The parameters of :meth:`named_parameters` as DTensors of the whole tensors, for torch's own tools.
+        """Return the parameters of :meth:`named_parameters` by name, as DTensors of the whole tensors, for torch's own
+        tools.
 
-        They share the parameters' memory and have the current gradients in ``grad``. All ranks call it. Raises
+        They share the parameters' memory and have the current gradients in ``grad``. All ranks call this. Raises
         :class:`DTensorError` on all ranks if a DTensor cannot express a layout; without ``strict`` these parameters are
         left out. Raises :class:`LaunchError` if no device mesh of all ranks can be made.
         """
@@ -353,15 +376,20 @@ class Engine:
 
     @typed_errors("Engine.optimizer_dtensors()", passing=is_of_ranks)
     def optimizer_dtensors(self, optimizer: torch.optim.Optimizer, *, strict: bool = True) -> dict[str, dict[str, Any]]:
-        """The states of ``optimizer``: parameter name -> state name -> DTensor, laid out as in :meth:`dtensors`.
+        """Return the states of ``optimizer``, as parameter name -> state name -> DTensor of the whole tensor.
 
-        States without the parameter's shape (step counts) are returned as they are. Takes ``strict`` and raises
-        exceptions as :meth:`dtensors` does, and :class:`CheckpointError` if the optimizer has other parameters. All
-        ranks call it.
+        States without the parameter's shape (step counts) are returned as they are. All ranks call this. Raises
+        :class:`DTensorError` on all ranks if a DTensor cannot express a layout; without ``strict`` these parameters are
+        left out. Raises :class:`CheckpointError` if the optimizer has other parameters, and :class:`LaunchError` if no
+        device mesh of all ranks can be made.
         """
         return self._get_state_views(strict).of_optimizer(self._parameters, optimizer)
 
     def _get_state_views(self, strict: bool) -> Views:
+        """Return the object that makes DTensors of this rank's parameters, made at the first call. All ranks call this.
+
+        ``strict``: raise :class:`DTensorError` if a DTensor cannot express the layout of some parameter.
+        """
         from partitioner.runtime.engine.export import (  # its imports from torch are slow, and few callers need them
             Views,
             require_dtensor_views,
@@ -387,7 +415,8 @@ class Engine:
 
     @typed_errors("Engine.clip_grad_norm_()", passing=is_of_ranks)
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm over the whole model is at most ``max_norm``. Returns the norm before.
+        """Scale the gradients so that their 2-norm over the whole model is at most ``max_norm``. Returns the norm
+        before. All ranks call this.
 
         Use it instead of ``torch.nn.utils.clip_grad_norm_``, which reads this rank's part only; a later :meth:`step`
         detects that and raises :class:`AgreementError`. Raises :class:`LaunchError` if ``max_norm`` is negative or no
@@ -397,10 +426,10 @@ class Engine:
 
     @typed_errors("Engine.state_dict()", passing=is_of_ranks)
     def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
-        """This rank's shards of parameters and buffers by name.
+        """Return this rank's shards of parameters and buffers by name.
 
-        With ``full``, the first process gets every whole tensor, on the CPU, under all of its names; the other
-        processes take part and get an empty dict.
+        With ``full``, all ranks call this, and the first process gets every whole tensor, on the CPU, under all of its
+        names; the other processes get an empty dict.
         """
         shards = self._masters.current()
         if full:
@@ -409,7 +438,8 @@ class Engine:
 
     @typed_errors("Engine.export_weights()", passing=is_of_ranks)
     def export_weights(self, directory: str | Path) -> None:
-        """Write the whole weights as a safetensors folder under the model's names, in the format of published models.
+        """Write the whole weights to the folder ``directory`` as safetensors files under the model's names, like
+        published models.
 
         All ranks call it. The folder appears complete or not at all. Other files in an existing folder are kept.
         """
@@ -462,9 +492,11 @@ class Engine:
         extra: Mapping[str, Stateful] | None = None,
         verify: bool = True,
     ) -> int | None:
-        """Load a checkpoint that :meth:`save` wrote under this or another plan, or a safetensors folder.
+        """Load a checkpoint that :meth:`save` wrote under this or another plan, or a safetensors folder. All ranks call
+        it.
 
-        All ranks call it. ``directory``: a checkpoint, or a folder of checkpoints, of which the latest is loaded.
+        ``directory``: a checkpoint, or a folder of checkpoints, of which the latest is loaded. ``optimizer``: the
+        optimizer, or list of optimizers, whose state is restored; ``extra``: further objects to restore, by name.
         ``verify``: first compare all files with their checksums. If a save to that folder is in progress, in any engine
         or process, waits for it.
 
@@ -490,7 +522,9 @@ class Engine:
         self._counted_at = self.steps_run
 
     def doing(self, phase: Phase) -> AbstractContextManager[None]:
-        """A context in which this rank reports ``phase`` (saving, loading) to the watch, if there is one."""
+        """Report ``phase`` ("saving", "loading") inside the ``with`` block, in this rank's flight record if it has
+        one.
+        """
         recorder = self._executor.recorder
         return nullcontext() if recorder is None else recorder.phase(phase)
 

@@ -46,7 +46,7 @@ def require_dtensor_views(program: Program) -> None:
     """Raise :class:`DTensorError`, which names the first reasons, unless a DTensor can express every parameter of the
     model.
 
-    The result is equal on all ranks, because the parameters of all stages are checked.
+    The result is equal on all ranks, because the parameters of all pipeline stages are checked.
     """
     named, reasons = find_placements(program)
     if not reasons:
@@ -61,7 +61,9 @@ def require_dtensor_views(program: Program) -> None:
 
 
 def find_placements(program: Program) -> tuple[dict[str, list[Placement]], dict[str, str]]:
-    """Return parameter name -> DTensor placements, and name -> reason for parameters that no DTensor can express."""
+    """Return parameter name -> DTensor placements, and parameter name -> reason (text) for those that no DTensor can
+    express.
+    """
     named, reasons = {}, {}
     for name, state in program.states.items():
         if state.kind == "parameter":
@@ -91,9 +93,8 @@ class Views:
             self._meshes[device, axes] = self._build_device_mesh(device, axes)
 
     def of_parameters(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, DTensor]:
-        """Return name -> DTensor for each parameter that a DTensor can express.
-
-        Its ``grad`` is a DTensor of the gradient.
+        """Return name -> DTensor for each of ``parameters`` that a DTensor can express. Its ``grad`` is a DTensor of
+        the gradient.
         """
         found = {name: self.of(name, parameters[name]) for name in self.placements}
         for name, view in found.items():
@@ -105,9 +106,8 @@ class Views:
     def of_optimizer(
         self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> dict[str, dict[str, Any]]:
-        """Return parameter -> key -> state of ``optimizer``.
-
-        States with the parameter's shape are returned as DTensors.
+        """Return the states of ``optimizer`` as parameter name -> state name -> DTensor, or the state itself if its
+        shape differs.
 
         Parameters that no DTensor can express are left out. Raise :class:`CheckpointError` if the optimizer has other
         parameters than ``parameters``.
@@ -139,9 +139,11 @@ class Views:
         )
 
     def _build_device_mesh(self, device: str, axes: tuple[str, ...]) -> DeviceMesh:
-        """Return the device mesh of this stage's ranks with the dims ``axes``.
+        """Return the device mesh of this pipeline stage's ranks with the dims ``axes``. All ranks call this, for all
+        stages.
 
-        All ranks open the groups of all stages.
+        ``device``: type of device, such as "cuda". Raise :class:`LaunchError` if the order of the processes does not
+        allow it.
         """
         grid = self.program.grid(axes)
         names = ("pp", *axes) if grid.get("pp", 1) > 1 else axes
@@ -158,7 +160,11 @@ class Views:
 
 
 def axes_of(program: Program, name: str) -> tuple[str, ...]:
-    """Return the axes of a parameter's device mesh, outermost first: those with more than one rank, without ``pp``."""
+    """Return the mesh axes of the parameter ``name``'s device mesh, outermost first: those with more than one rank,
+    without ``pp``.
+
+    Raise :class:`DTensorError` if no mesh has all axes over which the parameter is sharded.
+    """
     axes = {axis for axis, _ in _list_cuts(program, name)} | {*program.states[name].zero_axes}
     try:
         grid = program.grid(axes)
@@ -168,7 +174,7 @@ def axes_of(program: Program, name: str) -> tuple[str, ...]:
 
 
 def placements_of(program: Program, name: str) -> list[Placement]:
-    """Return the DTensor placement of a parameter on each axis of its mesh, in the order of the axes.
+    """Return the DTensor placement of the parameter ``name`` on each axis of its device mesh, in the order of the axes.
 
     Raise :class:`DTensorError` if no placements express the layout.
     """
@@ -195,7 +201,8 @@ def placements_of(program: Program, name: str) -> list[Placement]:
 
 
 def _list_cuts(program: Program, name: str) -> list[tuple[str, Layout]]:
-    """Return how a parameter is sharded, without ZeRO, as pairs (mesh axis, layout) in the order of the cuts.
+    """Return how the parameter ``name`` is sharded, without ZeRO, as pairs (mesh axis, layout) in the order in which it
+    is cut.
 
     Raise :class:`DTensorError` if no mesh contains these axes.
     """
@@ -210,6 +217,7 @@ def _list_cuts(program: Program, name: str) -> list[tuple[str, Layout]]:
 
 
 def _check_world(program: Program) -> None:
+    """Raise :class:`LaunchError` unless torch's default process group has exactly the ranks of ``program``."""
     if not dist.is_initialized() or dist.get_world_size() != program.world_size:
         there = f"one of {dist.get_world_size()}" if dist.is_initialized() else "none"
         raise LaunchError(
@@ -226,10 +234,10 @@ FILE_BYTES = 2 << 30  # of a file, so that no rank holds more than this of other
 
 @dataclass(frozen=True)
 class Chunk:
-    """The contents of one safetensors file of an export: names of parameters and buffers, all on pipeline stage
-    ``stage``.
+    """One safetensors file of an export of weights.
 
-    ``number``: number of the file, from 0 on.
+    ``states``: names of the parameters and buffers in it. ``stage``: index of the pipeline stage that has all of them.
+    ``number``: number of the file, from 0.
     """
 
     stage: int
@@ -243,10 +251,11 @@ class Chunk:
 def export_weight_files(
     directory: Path, rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator
 ) -> None:
-    """Write the weights to ``directory``. All ranks call it. The folder is complete afterwards, or unchanged.
+    """Write the whole weights as safetensors files to the folder ``directory``. All ranks call this.
 
-    Raise, before anything is written, :class:`CheckpointError` if rank 0 cannot write the folder or it has other
-    weights, and :class:`WeightsError` for a type that safetensors does not support.
+    The folder is complete afterwards, or unchanged. ``shards``: name -> this rank's shard. Raise, before anything is
+    written, :class:`CheckpointError` if rank 0 cannot write the folder or it has other weights, and
+    :class:`WeightsError` for a type that safetensors does not support.
     """
     for name in weight_states(rank.program):
         check_storable(name, dtype_of(rank.program.states[name].dtype))
@@ -268,7 +277,9 @@ def export_weight_files(
 
 
 def _check_others(place: Path) -> None:
-    """Raise :class:`CheckpointError` if the folder has weights that tools would read instead of the exported ones."""
+    """Raise :class:`CheckpointError` if the folder ``place`` has weights that tools would read instead of the exported
+    ones.
+    """
     names = sorted(path.name for path in place.iterdir()) if place.is_dir() else []
     others = [name for name in names if re.fullmatch(_WEIGHTS, name) and not re.fullmatch(OWN, name)]
     if others:
@@ -279,11 +290,10 @@ def _check_others(place: Path) -> None:
 
 
 def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator) -> dict[str, Tensor]:
-    """Gather all whole parameters and buffers, by name, on the CPU of the first process.
+    """Return all whole parameters and buffers, by name, on the CPU of the first process; other processes get an empty
+    dict.
 
-    Other processes get an empty dict.
-
-    All ranks call it.
+    All ranks call this. ``shards``: name -> this rank's shard.
     """
     everyone = communicator.group(rank.group("pp", "tp"))
     whole: dict[str, Tensor] = {}
@@ -311,7 +321,7 @@ def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Co
 
 
 def chunks_of(program: Program) -> list[Chunk]:
-    """Return the contents of each safetensors file of an export. The result is equal on all ranks."""
+    """Return which parameters and buffers each safetensors file of an export has. The result is equal on all ranks."""
     chunks: list[Chunk] = []
     for stage in range(len(program.stages)):
         names: list[str] = []
@@ -331,9 +341,10 @@ def chunks_of(program: Program) -> list[Chunk]:
 
 
 def _is_chunk_writer(chunk: Chunk, rank: RankProgram) -> bool | None:
-    """Whether this rank writes the file ``chunk``; ``None`` if it does not take part in gathering its tensors.
+    """Return whether this rank writes the file ``chunk``; ``None`` if it does not even take part in gathering the
+    file's tensors.
 
-    The ranks of a stage take turns as writers.
+    The ranks of a pipeline stage write the files in turn.
     """
     dp, tp = rank.program.mesh.get("dp", 1), rank.program.mesh.get("tp", 1)
     if rank.program.size("ep") > 1 or rank.program.zero:  # the parts are on ranks of any dp and tp
@@ -353,6 +364,9 @@ def _write_chunk(
     communicator: Communicator,
     mine: bool,
 ) -> None:
+    """Gather the tensors ``names`` from the ranks that hold parts of them and, on the rank with ``mine``, write them to
+    ``file``.
+    """
     content: dict[str, Tensor] = {}
     for name in names:
         whole = _gather_weight(name, shards[name], rank, communicator)
@@ -365,9 +379,9 @@ def _write_chunk(
 
 
 def _gather_weight(name: str, shard: Tensor, rank: RankProgram, communicator: Communicator) -> Tensor:
-    """Return the whole tensor of a parameter or buffer, gathered from the ranks that hold parts of it.
+    """Return the whole tensor of the parameter or buffer ``name``, gathered from the ranks that hold parts of it.
 
-    Parts are ZeRO pieces, and shards over ``tp`` and ``ep``.
+    ``shard``: this rank's part: a shard over ``tp`` and ``ep``, or a ZeRO piece of it.
     """
     data = rank.program.states[name]
     if data.zero_axes:
@@ -383,6 +397,7 @@ def _gather_weight(name: str, shard: Tensor, rank: RankProgram, communicator: Co
 
 
 def _write_index(folder: Path, chunks: list[Chunk], program: Program) -> None:
+    """Write the index file of an export, which says in which file each weight is."""
     held_in = {state: chunk.file("model", len(chunks)) for chunk in chunks for state in chunk.states}
     states = [program.states[s] for s in held_in]
     files = {name: file for s, file in held_in.items() for name in (program.states[s].parts or (s,))}

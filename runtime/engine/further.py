@@ -31,7 +31,11 @@ from partitioner.runtime.state.sharded_parameters import ShardedParameters
 
 @dataclass
 class EngineState:
-    """What all programs of an engine share: tensors by name, gradients, and gathered or hosted parameters."""
+    """What all programs of an engine share.
+
+    ``shards``: name -> this rank's shard of a parameter or buffer. ``gradients``: of the parameters. ``sharded``:
+    parameters that ZeRO divides. ``hosted``: parameters in host memory.
+    """
 
     shards: Mapping[str, Tensor]
     gradients: RankGradients
@@ -41,7 +45,9 @@ class EngineState:
 
 @dataclass
 class FurtherExecutors:
-    """The executors of the further programs of one rank, each made when it is first asked for."""
+    """The objects that execute, on one rank, the further programs of a plan, such as an evaluation. Each is made when
+    it is first used.
+    """
 
     family: ProgramFamily
     communicator: Communicator
@@ -52,11 +58,15 @@ class FurtherExecutors:
 
     @cached_property
     def seed(self) -> Tensor:
-        """The seed that random operators of all programs read."""
+        """Return the tensor with the seed that random operators of all programs read."""
         return self.state.shards.get(SEED, torch.zeros((), dtype=torch.int64, device=self.communicator.device))
 
     def find(self, name: str, purpose: str) -> FurtherProgram:
-        """The program ``name`` for ``purpose``. Raises :class:`LaunchError` if the plan has none."""
+        """Return the further program called ``name``. Raise :class:`LaunchError` if the plan has none of this name and
+        ``purpose``.
+
+        ``purpose``: "evaluate" or "step".
+        """
         found = self.family.further.get(name)
         if found is None or found.purpose != purpose:
             known = [n for n, f in self.family.further.items() if f.purpose == purpose]
@@ -67,19 +77,25 @@ class FurtherExecutors:
         return found
 
     def executor(self, name: str) -> Executor:
-        """The executor of the program ``name``."""
+        """Return the object that executes the further program called ``name``."""
         if name not in self._made:
             self._made[name] = self._build_executor(self.family.further[name].program)
         return self._made[name]
 
     def trim(self, name: str, executor: Executor, real: BatchShape | None) -> None:
-        """Take padded places out of the outputs of the program ``name`` (empty: the first) after a batch that had the
-        shape ``real`` before it was padded."""
+        """Remove padded samples and positions from the outputs that ``executor`` has collected.
+
+        ``name``: name of the program; empty: the first one of the plan. ``real``: the shape of the batch before it was
+        padded; ``None``: it was not.
+        """
         padding = self.family.further[name].padding if name else self.family.padding
         if real is not None and padding is not None:
             executor.outputs = trim_outputs(executor.rank, padding, real, executor.outputs)
 
     def _build_executor(self, program: Program) -> Executor:
+        """Return an object that executes ``program`` on this rank, with the engine's parameters, buffers and
+        gradients.
+        """
         rank, state, device = program.rank(self.communicator.rank), self.state, self.communicator.device
         trains = program.objective == "train"
         kept = {n: t for n, t in state.shards.items() if n in self.family.first.states and not self._is_constant(n)}
@@ -102,16 +118,21 @@ class FurtherExecutors:
         return self.family.first.states[name].kind == "constant"
 
     def _numbers_of_buckets(self, rank: RankProgram) -> dict[int, int]:
-        """Number of a bucket -> the number of the bucket of the first program that has the same states."""
+        """Return index of a bucket in the program of ``rank`` -> index of the bucket of the plan's first program with
+        the same parameters.
+
+        A bucket is a set of parameters that one collective gathers.
+        """
         first: Stage = self.family.first.stages[rank.stage_index]
         places = {bucket.states: number for number, bucket in enumerate(first.buckets)}
         return {number: places[bucket.states] for number, bucket in enumerate(rank.stage.buckets)}
 
 
 def prepare_programs(family: ProgramFamily, communicator: Communicator) -> None:
-    """Open the groups and links of all programs; called by all ranks.
+    """Open the process groups and pipeline links of all programs of a plan. All ranks call this.
 
-    Raises :class:`partitioner.runtime.prove.layouts.LayoutError` for programs with another layout of the state.
+    Raise :class:`partitioner.runtime.prove.layouts.LayoutError` if the programs place parameters or buffers
+    differently.
     """
     groups: dict[tuple[int, ...], None] = {}
     links: dict[PipelineEdge, None] = {}

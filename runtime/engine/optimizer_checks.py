@@ -38,9 +38,10 @@ _Seen = tuple[int, ...]  # how many parameters the groups of an optimizer have
 
 
 class OptimizerCheck:
-    """Checks, before they step, that optimizers update one rank's ``parameters`` correctly although they are sharded.
+    """Checks, before they step, that optimizers update one rank's parameters correctly although these are sharded.
 
-    ``more``: further tensors that the engine gives to optimizers, such as an empty one on ranks without parameters.
+    ``parameters``: name -> this rank's shard. ``more``: further tensors that the engine gives to optimizers, such as an
+    empty one on ranks without parameters.
     """
 
     def __init__(self, rank: RankProgram, parameters: Mapping[str, nn.Parameter], more: Sequence[nn.Parameter]) -> None:
@@ -52,7 +53,7 @@ class OptimizerCheck:
         self._trusted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def attach(self, engine: object) -> None:
-        """Check every optimizer before it steps a parameter of this rank, as long as ``engine`` exists."""
+        """Check every torch optimizer before it steps a parameter of this rank, as long as ``engine`` exists."""
         if self.rank.program.objective == "train":
             step_hook.add(engine, self.before_step)
 
@@ -62,7 +63,8 @@ class OptimizerCheck:
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise :class:`OptimizerError` if ``optimizer`` updates a rank's parts differently from whole parameters.
 
-        The check runs before the first step, and again after parameters were added to the optimizer.
+        ``args``, ``kwargs``: arguments of its ``step``, the optimizer first. The check runs before the first step, and
+        again after parameters were added to the optimizer.
         """
         seen = tuple(len(group["params"]) for group in optimizer.param_groups)
         if self._checked.get(optimizer) == seen:
@@ -75,9 +77,10 @@ class OptimizerCheck:
         self._checked[optimizer] = seen
 
     def check(self, optimizer: Optimizer, call: StepCall) -> None:
-        """Try copies of ``optimizer`` on small tensors, whole and sharded.
+        """Try copies of ``optimizer`` on small tensors, whole and sharded. Raise :class:`OptimizerError` if the updates
+        differ.
 
-        Raise :class:`OptimizerError` if the updates differ.
+        ``call``: how the script calls ``step``.
         """
         if optimizer in self._trusted:
             return
@@ -93,12 +96,12 @@ class OptimizerCheck:
         return any(id(p) in self._own for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
 
     def _trains_elsewhere(self) -> bool:
-        """Whether trained parameters are on several pipeline stages, so that no rank has all of them."""
+        """Return whether trained parameters are on several pipeline stages, so that no rank has all of them."""
         trained = [s.stages for s in self.rank.program.states.values() if s.requires_grad and s.kind == "parameter"]
         return len({stage for stages in trained for stage in stages}) > 1
 
     def _sample_cuts(self, optimizer: Optimizer) -> list[Sample]:
-        """Return one small tensor for each way in which parameters are sharded, for each kind of options of parameter
+        """Return one small tensor for each way in which parameters are sharded and each kind of options of parameter
         groups.
 
         It stands for the largest parameter of this kind.
@@ -116,6 +119,9 @@ class OptimizerCheck:
         return [sample for _, sample in found.values()]
 
     def _make_sample(self, name: str, group: int) -> Sample:
+        """Return the description of a small tensor that stands for the parameter ``name`` in the parameter group with
+        index ``group``.
+        """
         data, held = self.rank.program.states[name], self.parameters.get(name)
         some = held if held is not None else next(iter(self.parameters.values()), None)
         device = torch.device("cpu") if some is None else some.device
@@ -123,7 +129,8 @@ class OptimizerCheck:
         return Sample(name, group, tuple(data.shape), cut_of(self.rank.program, name), dtype, device)
 
     def _names_by_group(self, optimizer: Optimizer) -> list[list[str]]:
-        """Return the names of the trained parameters of each group of ``optimizer``, including those of other stages.
+        """Return, for each group of ``optimizer``, the names of its trained parameters, including those of other
+        pipeline stages.
 
         A parameter of another stage is assigned to the group of a parameter on this rank whose name differs only in
         numbers. If the optimizer has one group with all of this rank's parameters, the others are assigned to it.
@@ -144,6 +151,9 @@ class OptimizerCheck:
         return groups
 
     def _explain_refusal(self, optimizer: Optimizer, found: TrialFinding) -> str:
+        """Return the error text for the problem ``found`` of ``optimizer``: what it would do wrong, and what to do
+        instead.
+        """
         sample, held = found.sample, self.parameters.get(found.sample.name)
         if found.what == "stages":
             where = f"its parameters, of which ranks have different ones (pp={self.rank.program.size('pp')})"
@@ -168,7 +178,9 @@ class OptimizerCheck:
         )
 
     def _list_uncut_constraints(self, found: TrialFinding) -> str:
-        """Return the constraints, as text, under which the parameters of ``found`` would not be sharded."""
+        """Return the constraints, such as ``tp=1, zero=0``, under which a plan would not shard the parameter of
+        ``found``.
+        """
         program, data = self.rank.program, self.rank.program.states[found.sample.name]
         if found.what == "stages":
             return "pp=1"
@@ -178,9 +190,8 @@ class OptimizerCheck:
 
 
 def cut_of(program: Program, name: str) -> ParameterCut:
-    """Return along which dims, and whether by ZeRO, the plan shards the parameter ``name``.
-
-    It is equal on all ranks.
+    """Return along which dims, and whether by ZeRO, the plan shards the parameter ``name``. The result is equal on all
+    ranks.
     """
     data = program.states[name]
     dims = {shard.layout.dim for shard in shards_of(program, name, 0)}
@@ -194,7 +205,8 @@ def _mask_numbers(name: str) -> str:
 def _kind_of_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return a key that is equal for parameter groups with the same kind of options.
 
-    For numbers it only says whether they are zero, and learning rates are ignored, because both differ between layers.
+    For numbers it only says whether they are zero, and learning rates are ignored, because both may differ between
+    groups of one kind.
     """
     kinds = []
     for name, value in sorted(group.items()):
@@ -207,7 +219,7 @@ def _kind_of_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepCall:
-    """Return how ``step`` was called with ``args``, the first of which is the optimizer."""
+    """Return how an optimizer's ``step`` was called. ``args``, ``kwargs``: its arguments, the optimizer first."""
     given, named = [*args[1:]], dict(kwargs)
     closure = (bool(given) and callable(given[0])) or callable(named.get("closure"))
     named.pop("closure", None)
@@ -215,7 +227,9 @@ def _call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepCall:
 
 
 def _find_enclosing_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yield the optimizers whose methods are on the call stack of this step, such as one that wraps ``optimizer``."""
+    """Yield the optimizers whose methods are on the current call stack, such as one that wraps ``optimizer``, which is
+    left out.
+    """
     frame, seen = sys._getframe(2), {id(optimizer)}
     while frame is not None:
         first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()

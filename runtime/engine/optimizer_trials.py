@@ -51,7 +51,7 @@ Part = Callable[[Tensor], list[Tensor]]  # what of a small tensor a copy steps
 
 @dataclass(frozen=True)
 class ParameterCut:
-    """How a plan shards a parameter: along ``dims``, then flat into ZeRO pieces.
+    """How a plan shards a parameter: along ``dims``, then flat into ZeRO pieces if ``flat``.
 
     ``stacked``: the parameter is a stack of parameters of the model along dim 0.
     """
@@ -65,7 +65,8 @@ class ParameterCut:
         return not (self.dims or self.flat or self.stacked)
 
     def parts(self, whole: Tensor) -> list[Tensor]:
-        """Return the parts of a small tensor: halves along each dim, then thirds under ZeRO.
+        """Return the parts of a small tensor in the way the plan shards the parameter: halves along each dim, then
+        thirds under ZeRO.
 
         Empty parts are left out.
         """
@@ -77,7 +78,7 @@ class ParameterCut:
         return [part for part in parts if part.numel()]
 
     def parameters(self, whole: Tensor) -> list[Tensor]:
-        """Return the model's own parameters that ``whole`` contains: its rows if it is stacked, else
+        """Return the model's own parameters that ``whole`` consists of: its slices along dim 0 if it is a stack, else
         ``whole`` itself.
         """
         return [*whole.unbind(0)] if self.stacked else [whole]
@@ -91,7 +92,10 @@ class ParameterCut:
 
 @dataclass(frozen=True)
 class Sample:
-    """A small tensor that stands for the parameter ``name``, of global ``shape``, in the parameter group ``group``."""
+    """Describes a small tensor that stands for the parameter ``name``, of global ``shape``, in a trial of an optimizer.
+
+    ``group``: index of its parameter group. ``cut``: how the plan shards it.
+    """
 
     name: str
     group: int
@@ -102,13 +106,15 @@ class Sample:
 
     @property
     def small_shape(self) -> tuple[int, ...]:
+        """Return the shape of the small tensor: the parameter's shape with each dim limited."""
         num_dims = len(self.shape)
         caps = _CAPS.get(num_dims, (4,) * (num_dims - 2) + (24, 20))
         sizes = [min(size, cap) for size, cap in zip(self.shape, caps, strict=False)]
         return tuple(max(2, size // 2 * 2) if dim in self.cut.dims else size for dim, size in enumerate(sizes))
 
     def values(self, seed: int, wide: bool) -> Tensor:
-        """Return normal random numbers, whose magnitude grows or shrinks along each dim, depending on ``seed``.
+        """Return random numbers for the small tensor: normal, with a magnitude that grows or shrinks along each dim, by
+        ``seed``.
 
         ``wide``: return them in float64 or complex128.
         """
@@ -126,11 +132,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class TrialFinding:
-    """The problem of an optimizer.
+    """The problem that a trial has found with an optimizer.
 
     ``kind``: its updates of a part differ from those of the whole (``differs``); it raises an error on parts
-    (``fails``); or it could not be tried (``untried``). ``what``: whether parts of parameters or a subset of the
-    parameters (those of one stage) were tried. ``why``: an explanation.
+    (``fails``); or it could not be tried (``untried``). ``what``: whether parts of parameters (``parts``) or some of
+    the parameters, as on one pipeline stage (``stages``), were tried. ``sample``: the small tensor that stands for the
+    parameter concerned. ``why``: an explanation.
     """
 
     kind: Literal["differs", "fails", "untried"]
@@ -141,8 +148,9 @@ class TrialFinding:
 
 @dataclass(frozen=True)
 class StepCall:
-    """How a script calls ``step``: arguments other than the closure, and whether there is a closure (``None``:
-    unknown).
+    """How a script calls an optimizer's ``step``: its arguments other than the closure, and whether there is a closure.
+
+    ``closure`` is ``None`` if this is unknown.
     """
 
     args: tuple[Any, ...] = ()
@@ -151,16 +159,17 @@ class StepCall:
 
 
 class NotCopied(Exception):
-    """Raised if a copy of an optimizer accesses something that was not copied, such as a model or process group."""
+    """Raised if the copy of an optimizer in a trial uses something that was not copied, such as a model or process
+    group.
+    """
 
 
 def try_on_parts(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: StepCall) -> TrialFinding | None:
-    """Compare the updates of copies of ``optimizer`` on whole ``samples`` and on their parts.
+    """Compare the updates of copies of ``optimizer`` on whole small tensors and on parts of them. Return the problem,
+    or ``None``.
 
-    Return the problem, or ``None``.
-
-    ``stages``: also compare with steps on a subset of the samples. The optimizer, its parameters and all random
-    generators are unchanged afterwards.
+    ``samples``: the small tensors. ``stages``: also compare with steps on only some of them. ``call``: how the script
+    calls ``step``. The optimizer, its parameters and all random generators are unchanged afterwards.
     """
     device = samples[0].device
     if stages and len(samples) == 1:
@@ -179,6 +188,7 @@ def try_on_parts(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, 
 
 
 def _has_state_changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two states of random generators, from :func:`random_state`, differ."""
     return any(
         not torch.equal(one[k], other[k]) if isinstance(one[k], Tensor) else one[k] != other[k]
         for k in one
@@ -187,6 +197,10 @@ def _has_state_changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool
 
 
 def _try_copies(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: StepCall) -> TrialFinding | None:
+    """Return the problem of ``optimizer``, or ``None``, after trials with several ways to copy it and to call ``step``.
+
+    The first way in which a copy can step whole tensors and changes them decides.
+    """
     why = ""
     closures = (False, True) if call.closure is None else (call.closure,)
     for make, closure, wide in itertools.product((mirror_optimizer, rebuild_optimizer), closures, (True, False)):
@@ -208,14 +222,16 @@ def _report_untried(samples: Sequence[Sample], why: str) -> TrialFinding:
 
 
 class _WholeFailed(Exception):
-    """Raised if a copy of an optimizer cannot step whole tensors, so that nothing can be compared."""
+    """Raised if a copy of an optimizer cannot step whole tensors, so that there is nothing to compare with."""
 
 
 @dataclass
 class _Stepped:
-    """A copy of the optimizer with the tensors that it steps, by index of the sample.
+    """A copy of the optimizer in a trial, with the small tensors that it steps.
 
-    ``parts``: functions that select the stepped parts from a sample.
+    ``tensors``: index of a small tensor -> the parts of it that are stepped. ``parts``: index of a small tensor ->
+    function that selects these parts. ``rows``: all stepped parts with their gradients. ``before``: the parts before
+    the last step, by index.
     """
 
     optimizer: Any
@@ -226,15 +242,18 @@ class _Stepped:
     before: dict[int, list[Tensor]] = field(default_factory=dict)  # the last step
 
     def updates(self, index: int) -> list[Tensor]:
-        """Return the changes that the last step made to the parts of a sample."""
+        """Return the changes that the last step made to the stepped parts of the small tensor with the index
+        ``index``.
+        """
         return [t.detach() - b for t, b in zip(self.tensors[index], self.before[index], strict=True)]
 
 
 @dataclass(frozen=True)
 class _TrialRow:
-    """A tensor that is stepped.
+    """A tensor that is stepped in a trial, with the numbers that define its loss.
 
-    With the distance ``x`` from its start, its loss is the sum of ``gradient * x + curvature * x * x / 2``.
+    At the distance ``x`` from ``start``, the loss is the sum of ``gradient * x + curvature * x * x / 2``; each step has
+    another ``gradient``.
     """
 
     tensor: nn.Parameter
@@ -257,8 +276,11 @@ class _TrialRow:
 
 
 class _Trial:
-    """A trial with one way to copy ``optimizer``: steps of the copies on ``samples``, and the comparison of the
-    updates.
+    """A trial of ``optimizer`` with one way to copy it: copies step small tensors, whole and in parts, and the updates
+    are compared.
+
+    ``samples``: the small tensors. ``make``: makes a copy from the optimizer and the tensors of each group. ``call``:
+    how to call ``step``. ``wide``: use float64.
     """
 
     def __init__(
@@ -281,9 +303,11 @@ class _Trial:
         self._gradients = [gradients for _, _, *gradients in numbers]
 
     def compare_copies(self, stages: bool) -> TrialFinding | None:
-        """Return the first difference between updates of whole samples and of their parts; ``None`` if there is none.
+        """Return the first difference between updates of whole small tensors and of their parts; ``None`` if there is
+        none.
 
-        Raise :class:`_WholeFailed` if a copy cannot step whole samples.
+        ``stages``: also compare with steps on only some of the small tensors. Raise :class:`_WholeFailed` if a copy
+        cannot step whole ones.
         """
         try:
             whole = self._copy_parts({i: s.cut.parameters for i, s in enumerate(self.samples)}, "parts")
@@ -311,6 +335,11 @@ class _Trial:
         return None
 
     def _iterate_variants(self, stages: bool) -> Iterator[tuple[dict[int, Part], Literal["parts", "stages"]]]:
+        """Yield the variants that are compared with steps of whole small tensors.
+
+        Each is a pair: index of a small tensor -> function that selects the part to step; and "parts", or "stages" if
+        only some of the small tensors are stepped. ``stages``: include the latter.
+        """
         if any(not s.cut.is_whole for s in self.samples):
             for place in (0, -1):  # of the first rank, and of the last
                 yield {i: _select_part(s.cut, place) for i, s in enumerate(self.samples)}, "parts"
@@ -320,6 +349,11 @@ class _Trial:
                 yield {i: s.cut.parameters for i, s in chosen}, "stages"
 
     def _copy_parts(self, parts: Mapping[int, Part], what: Literal["parts", "stages"]) -> _Stepped:
+        """Return a copy of the optimizer that steps parts of the small tensors.
+
+        ``parts``: index of a small tensor -> function that selects its parts. ``what``: "parts", or "stages" if only
+        some of the small tensors are stepped.
+        """
         groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
         tensors: dict[int, list[nn.Parameter]] = {}
         rows: list[_TrialRow] = []
@@ -334,6 +368,10 @@ class _Trial:
         return _Stepped(self.make(self.optimizer, groups), tensors, dict(parts), what, rows)
 
     def _step_copy(self, copied: _Stepped, number: int) -> None:
+        """Let the copy ``copied`` of the optimizer do step number ``number`` (from 0), and store its tensors from
+        before the step.
+        """
+
         def closure() -> Tensor:
             return torch.tensor(sum(row.loss(number) for row in copied.rows), dtype=torch.float64)
 
@@ -347,6 +385,11 @@ class _Trial:
         self.draws |= before is not None and _has_state_changed(before, random_state(device))
 
     def _compare_updates(self, whole: _Stepped, other: _Stepped) -> TrialFinding | None:
+        """Return the difference between the last updates of whole small tensors and of their parts, if it is more than
+        rounding; else ``None``.
+
+        ``whole``, ``other``: the copies of the optimizer that stepped them.
+        """
         for i, part in other.parts.items():
             sample, updates = self.samples[i], whole.updates(i)
             update = torch.stack(updates) if sample.cut.stacked else updates[0]
@@ -382,6 +425,7 @@ def _format_error(error: Exception) -> str:
 
 
 def _seed_generators(seed: int, device: torch.device) -> None:
+    """Set the random generators of Python, NumPy, torch on the CPU and the GPU ``device`` to ``seed``."""
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
@@ -391,6 +435,9 @@ def _seed_generators(seed: int, device: torch.device) -> None:
 
 
 def _call_step(optimizer: Any, closure: Callable[[], Tensor], call: StepCall) -> None:
+    """Call the step of ``optimizer`` without the script's hooks, with the arguments of ``call`` and, if it says so,
+    with ``closure``.
+    """
     step = type(optimizer).step
     step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step  # hooks are the script's
     if call.closure:
@@ -401,15 +448,19 @@ def _call_step(optimizer: Any, closure: Callable[[], Tensor], call: StepCall) ->
 
 # Copies
 def mirror_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Any:
-    """Return a copy of ``optimizer`` without state, whose parameter groups hold the tensors ``groups``."""
+    """Return a copy of ``optimizer`` without state. ``groups``: for each parameter group, the tensors that replace its
+    parameters.
+    """
     return _OptimizerMirror(optimizer, groups).copy_optimizer(optimizer)
 
 
 def rebuild_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Any:
-    """Return a new optimizer of the same class, made by its constructor, whose groups hold the tensors ``groups``.
+    """Return a new optimizer of the same class, made by its constructor. ``groups``: the tensors of each parameter
+    group.
 
     The arguments are the options of the groups, and attributes with the same names as the constructor's parameters.
-    This works if attributes depend on the real parameters, so that copying them would not.
+    This works if attributes depend on the real parameters, so that copying them would not. Raise :class:`NotCopied` if
+    an argument is unknown.
     """
     kind, mirror = class_of(optimizer), _OptimizerMirror(optimizer, groups)
     defaults = getattr(optimizer, "defaults", {})
@@ -442,7 +493,7 @@ def rebuild_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) 
 
 
 def class_of(optimizer: Optimizer) -> type[Any]:
-    """Return the class of an optimizer as the script knows it.
+    """Return the class of an optimizer that the script used.
 
     :func:`partitioner.runtime.state.disk_offload.keep_on_disk` replaces it by a subclass.
     """
@@ -451,7 +502,9 @@ def class_of(optimizer: Optimizer) -> type[Any]:
 
 
 class _Withheld:
-    """A placeholder for an object that is not copied, such as a model. Any use of it raises :class:`NotCopied`."""
+    """A placeholder for an object of the class ``what`` that is not copied, such as a model. Any use of it raises
+    :class:`NotCopied`.
+    """
 
     def __init__(self, what: str) -> None:
         self.__dict__["_what"] = what
@@ -473,9 +526,9 @@ class _Withheld:
 
 
 class _OptimizerMirror:
-    """Copies the objects that an optimizer holds, each object once.
+    """Copies the objects that an optimizer holds, each object once, and replaces its parameters by small tensors.
 
-    Its parameters are replaced by the small tensors.
+    ``groups``: for each parameter group, the small tensors.
     """
 
     def __init__(self, optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> None:
@@ -490,13 +543,19 @@ class _OptimizerMirror:
         self._groups = optimizer.param_groups
 
     def copy_groups(self) -> list[dict[str, Any]]:
-        """Return copies of the parameter groups with their options, and with a learning rate that is not too small."""
+        """Return copies of the optimizer's parameter groups with small tensors as parameters, and a learning rate of
+        0.01 or more.
+        """
         found = [self.copy_value(group) for group in self._groups]
         for group in found:
             _raise_rate(group)
         return found
 
     def copy_optimizer(self, original: Optimizer) -> Any:
+        """Return a copy of the optimizer ``original`` without state and hooks, with small tensors as parameters.
+
+        Raise :class:`NotCopied` if it cannot be copied.
+        """
         kind = class_of(original)
         made = object.__new__(kind)
         self._made[id(original)] = made
@@ -516,7 +575,10 @@ class _OptimizerMirror:
         return made
 
     def copy_value(self, value: Any) -> Any:
-        """Return a copy of any value. Raise :class:`NotCopied` if the optimizer holds too many or too large objects."""
+        """Return a copy of ``value``, an object that the optimizer holds; the same copy for the same object.
+
+        Raise :class:`NotCopied` if the optimizer holds too many or too large objects.
+        """
         if id(value) in self._made:
             return self._made[id(value)]
         if len(self._kept) > 20_000:
@@ -527,6 +589,9 @@ class _OptimizerMirror:
         return made
 
     def _copy_value(self, value: Any) -> Any:
+        """Return a new copy of ``value``, by its type. Models and objects of this project become placeholders that
+        refuse any use.
+        """
         if value is None or isinstance(value, _SHARED):
             return value
         if isinstance(value, Optimizer):
@@ -562,7 +627,9 @@ class _OptimizerMirror:
         return self._copy_object(value)
 
     def _copy_function(self, value: types.FunctionType) -> types.FunctionType:
-        """Return a copy of a function whose closure variables are copied, too."""
+        """Return a copy of the function ``value`` with copies of its closure variables; ``value`` itself if it has
+        none.
+        """
         if value.__closure__ is None:
             return value
         cells = tuple(types.CellType() for _ in value.__closure__)
@@ -575,6 +642,7 @@ class _OptimizerMirror:
         return made
 
     def _copy_dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
+        """Return a copy of the dict ``value`` whose keys and values are copied, too."""
         made = copy.copy(value)
         made.clear()
         self._made[id(value)] = made
@@ -583,6 +651,9 @@ class _OptimizerMirror:
         return made
 
     def _copy_object(self, value: Any) -> Any:
+        """Return a copy of ``value`` whose attributes are copied, too. Objects of torch become placeholders that refuse
+        any use.
+        """
         if type(value).__module__.startswith("torch") or not hasattr(value, "__dict__"):
             with contextlib.suppress(Exception):
                 return copy.deepcopy(value) if not hasattr(value, "__dict__") else _Withheld(type(value).__name__)
@@ -601,7 +672,9 @@ _SHARED = (
 
 
 def _raise_rate(group: dict[str, Any]) -> None:
-    """Increase a group's learning rate if it is too small for updates to be visible."""
+    """Increase the learning rate of the parameter group ``group`` to 0.01 if it is smaller, so that updates are
+    visible.
+    """
     rate = group.get("lr")
     if isinstance(rate, Tensor):
         group["lr"] = rate.detach().clone().clamp_(min=_LEAST_RATE) if rate.is_floating_point() else rate

@@ -20,7 +20,9 @@ from partitioner.runtime.program.program import OutputData, Program, RankProgram
 
 
 class BatchShape(NamedTuple):
-    """The number of samples and of positions of a batch; 0 positions: its inputs have no such dim."""
+    """The shape of a batch: number of samples, and number of positions of each; 0 positions: its inputs have no such
+    dim.
+    """
 
     batch: int
     length: int
@@ -30,8 +32,11 @@ class BatchShape(NamedTuple):
 
 
 class ChosenProgram(NamedTuple):
-    """The program of a batch: its name (empty: the first one of the plan), the batch in its shape, and the shape that
-    the batch had (``None``: the planned one)."""
+    """The program that runs a batch, and the batch in the program's shape.
+
+    ``name``: empty: the first program of the plan. ``batch``: padded if necessary. ``real``: the shape before padding;
+    ``None``: it was not padded.
+    """
 
     name: str
     batch: Any
@@ -39,9 +44,9 @@ class ChosenProgram(NamedTuple):
 
 
 def choose_program(family: ProgramFamily, batch: Any) -> ChosenProgram:
-    """The fastest program for a training step on ``batch``, which is padded to its shape.
+    """Return the fastest program for a training step on ``batch``, and the batch padded to the program's shape.
 
-    Raises :class:`BatchError` if the batch fits no program, or may not be padded.
+    ``family``: all programs of the plan. Raise :class:`BatchError` if the batch fits no program, or may not be padded.
     """
     if family.padding is None:
         return ChosenProgram("", batch, None)
@@ -63,7 +68,9 @@ def choose_program(family: ProgramFamily, batch: Any) -> ChosenProgram:
 
 
 def explain_misfit(padding: BatchPadding, real: BatchShape) -> str:
-    """Why a batch of the shape ``real`` cannot run as one of ``padding``; empty if it can."""
+    """Return why a batch of the shape ``real`` cannot be padded to the shape of ``padding``, as text; empty if it
+    can.
+    """
     if real.batch > padding.batch or real.length > padding.length:
         return f"it is larger than {BatchShape(padding.batch, padding.length)}"
     if real.batch < padding.batch and padding.fewer:
@@ -74,9 +81,11 @@ def explain_misfit(padding: BatchPadding, real: BatchShape) -> str:
 
 
 def fit_batch(program: Program, padding: BatchPadding | None, batch: Any) -> tuple[Any, BatchShape | None]:
-    """``batch`` in the shape of ``program``, and the shape that it had (``None``: that one already).
+    """Return ``batch`` padded to the shape of ``program``, and its shape before; ``None`` instead of this shape if
+    nothing was padded.
 
-    Raises :class:`BatchError` if it may not be padded.
+    ``padding``: how the program's inputs are padded; ``None``: not at all. Raise :class:`BatchError` if the batch may
+    not be padded.
     """
     if padding is None:
         return batch, None
@@ -105,7 +114,11 @@ def fit_batch(program: Program, padding: BatchPadding | None, batch: Any) -> tup
 
 
 def find_shape(program: Program, padding: BatchPadding, batch: Any) -> BatchShape:
-    """The shape of ``batch``. Raises :class:`BatchError` if inputs disagree, or have none."""
+    """Return the numbers of samples and of positions of ``batch``. Raise :class:`BatchError` if inputs disagree, or if
+    one is 0.
+
+    ``padding``: says which dims of the inputs these are.
+    """
     entries = BatchEntries(program, batch)
     found: dict[str, dict[str, int]] = {"samples": {}, "positions": {}}
     for path, how in padding.inputs.items():
@@ -122,6 +135,9 @@ def find_shape(program: Program, padding: BatchPadding, batch: Any) -> BatchShap
 
 
 def _pad_dim(leaf: Tensor, dim: int, size: int, fill: float | None) -> Tensor:
+    """Return ``leaf`` extended to ``size`` along ``dim``, with the number ``fill``, or with copies of its last slice if
+    it is ``None``.
+    """
     missing = size - leaf.shape[dim]
     if missing <= 0:
         return leaf
@@ -135,7 +151,11 @@ def _pad_dim(leaf: Tensor, dim: int, size: int, fill: float | None) -> Tensor:
 def trim_outputs(
     rank: RankProgram, padding: BatchPadding, real: BatchShape, outputs: Mapping[str, Mapping[int, Tensor]]
 ) -> dict[str, dict[int, Tensor]]:
-    """The parts of outputs at the real places of a batch of the shape ``real``; those of padded samples are empty."""
+    """Return the outputs without padded samples and positions, as value name -> microbatch -> tensor.
+
+    ``padding``: which dims of the outputs these are. ``real``: the shape of the batch before it was padded. A
+    microbatch with padded samples only becomes an empty tensor.
+    """
     trimmed: dict[str, dict[int, Tensor]] = {value: dict(parts) for value, parts in outputs.items()}
     for output in rank.program.outputs:
         dims = padding.outputs.get(output.path)
@@ -155,7 +175,10 @@ def trim_outputs(
 
 
 def _keep_places(rank: RankProgram, output: OutputData, part: Tensor, dim: int, kept: Tensor) -> Tensor:
-    """``part`` at the places of ``dim`` that are ``kept`` of the whole dim, of which this rank may have a shard."""
+    """Return the slices of ``part`` along ``dim`` that are marked in ``kept``.
+
+    ``kept``: booleans over the whole dim, of which this rank may have a shard. ``output``: says how the dim is sharded.
+    """
     mesh, at = rank.program.mesh, rank.coordinates
     for text, axis in ((output.context, "cp"), (output.layout, "tp")):
         layout = Layout.parse(text)

@@ -50,7 +50,7 @@ _KEPT = ("path", "source")
 
 
 class SharedDerivatives:
-    """A cache folder through which the ranks on one machine share the forward and backward graphs of the model's
+    """A folder through which the processes on one machine share the forward and backward graphs of the model's
     blocks.
     """
 
@@ -59,9 +59,10 @@ class SharedDerivatives:
         folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, key: tuple[Any, ...], make: Callable[[], Differentiated]) -> Differentiated:
-        """Return the forward and backward graphs for ``key``. The first rank that asks computes them; the others wait.
+        """Return the forward and backward graphs of a block, from the folder if another process has stored them.
 
-        If that rank fails or is killed, the next one calls ``make`` and stores the result.
+        ``key``: identifies the block and the gradients that it needs. The first process that asks calls ``make`` and
+        stores the result; the others wait. If that process fails or is killed, the next one calls ``make``.
         """
         path = self.folder / hashlib.sha256(repr(key).encode()).hexdigest()
         with path.with_suffix(".lock").open("w") as turn:
@@ -74,6 +75,7 @@ class SharedDerivatives:
 
 
 def _to_data(made: Differentiated) -> dict[str, Any]:
+    """Return forward and backward graphs as data that can be pickled, which :func:`_from_data` reads."""
     values = {f.name: getattr(made, f.name) for f in fields(made)}
     pieces = {
         n: (list(_serialize_nodes(v.graph)), v.inputs, v.outputs)
@@ -91,12 +93,12 @@ def _from_data(data: dict[str, Any]) -> Differentiated:
 
 
 class _Node(str):
-    """The name of a graph node, as a placeholder for it in serialised arguments."""
+    """The name of a graph node, which stands for the node in serialised arguments."""
 
 
 def _serialize_nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
-    """Yield for each node: kind, name, operator, arguments, keyword arguments, tensor spec, and position in
-    the model.
+    """Yield for each node: kind, name, operator, arguments, keyword arguments, shape and type of its tensor, and
+    position in the model.
     """
     for node in graph.nodes:
         target = node.target
@@ -108,6 +110,7 @@ def _serialize_nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
 
 
 def _nodes_to_graph(nodes: list[tuple[Any, ...]]) -> fx.Graph:
+    """Return the FX graph that :func:`_serialize_nodes` turned into the tuples ``nodes``."""
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
     for op, name, operator, args, kwargs, spec, place in nodes:
@@ -122,10 +125,11 @@ def _nodes_to_graph(nodes: list[tuple[Any, ...]]) -> fx.Graph:
 
 
 class GradientNeeds(NamedTuple):
-    """The gradients that the backward of a call (one use of a block, such as a layer) has to compute.
+    """The gradients that the backward of one call of a block (such as a layer) has to compute.
 
-    ``inputs`` and ``states``: for each one, whether its gradient is computed. ``outputs``: for each one, whether a
-    gradient arrives. ``slim``: backward recomputes cheap operators instead of saving their results.
+    ``inputs`` and ``states``: for each input, and each parameter or buffer, whether its gradient is computed.
+    ``outputs``: for each output, whether a gradient arrives. ``slim``: backward recomputes cheap operators instead of
+    saving their results.
     """
 
     inputs: tuple[bool, ...]
@@ -137,7 +141,8 @@ class GradientNeeds(NamedTuple):
 def gradient_needs(program: Program, call: CallData, slim: bool = False) -> GradientNeeds | None:
     """Return which gradients the backward of ``call`` has to compute; ``None`` if the call has no backward.
 
-    ``call`` is one use of a block, such as a layer. ``slim``: use selective recomputation.
+    ``call``: one use of a block, such as a layer. ``slim``: backward recomputes cheap operators instead of saving their
+    results.
     """
     outputs = tuple(program.values[v].requires_grad for v in call.outputs)
     if program.objective != "train" or call.prologue or not any(outputs):
@@ -148,10 +153,11 @@ def gradient_needs(program: Program, call: CallData, slim: bool = False) -> Grad
 
 
 class Library:
-    """The graphs of a program's blocks (repeated pieces of the model, such as layers) and their backward graphs.
+    """The graphs of a program's blocks (pieces of the model, such as layers) and their backward graphs, computed on
+    first use.
 
-    They are computed on first use. Safe to share between threads. ``compile``: whether to use ``torch.compile``, or the
-    name of its backend. ``shared``: a folder in which ranks of the same run and machine share derivatives.
+    Threads may share it. ``compile``: whether to use ``torch.compile``, or the name of its backend. ``shared``: a
+    folder through which the ranks on this machine share backward graphs; ``None``: they do not.
     """
 
     def __init__(
@@ -166,6 +172,7 @@ class Library:
         self._derivatives: dict[tuple[str, GradientNeeds], Differentiated] = {}
 
     def block(self, name: str) -> Block:
+        """Return the block (piece of the model, such as a layer) called ``name``, with its FX graph."""
         with one_thread:
             if name not in self._blocks:
                 data = self.program.blocks[name]
@@ -173,6 +180,11 @@ class Library:
             return self._blocks[name]
 
     def differentiated(self, name: str, needs: GradientNeeds) -> Differentiated:
+        """Return the forward and backward graphs of a block (a piece of the model, such as a layer); they are traced
+        once.
+
+        ``name``: the block's name. ``needs``: which gradients backward computes.
+        """
         with one_thread:
             key = name, needs
             if key not in self._derivatives:
@@ -181,6 +193,10 @@ class Library:
             return self._derivatives[key]
 
     def _differentiate(self, name: str, needs: GradientNeeds) -> Differentiated:
+        """Trace the forward and backward graphs of a block (a piece of the model, such as a layer), and return them.
+
+        ``name``: the block's name. ``needs``: which gradients backward computes.
+        """
         wanted = needs.inputs, needs.states, needs.outputs
         if self.device.type == "cpu":  # the prover may have traced it
             return differentiate_for_cpu(self.program, name, *wanted, slim=needs.slim)
@@ -188,11 +204,12 @@ class Library:
         return differentiate(self.block(name), self.device, *wanted, again)
 
     def fused(self, graph: fx.Graph, num_sinks: int, name: str, needs: GradientNeeds | None, kind: str) -> fx.Graph:
-        """Return ``graph`` with its operators replaced by ``torch.compile`` functions; unchanged if that is switched
-        off.
+        """Return ``graph`` with its operators replaced by ``torch.compile`` functions; unchanged if compilation is
+        switched off.
 
         Each function is compiled once for all calls of a block. ``num_sinks``: number of last outputs that are
-        gradients of parameters.
+        gradients of parameters. ``name``: the block. ``needs``: the gradients that its backward computes. ``kind``:
+        which of its functions, such as "forward".
         """
         if self.backend is None:
             return graph
@@ -209,7 +226,11 @@ class Library:
 
 
 class CurrentMicrobatch:
-    """Holds the number of the microbatch that runs now, which a graph reads by the operator ``axis_index("data")``."""
+    """Holds the index (on this rank, from 0) of the microbatch that runs now, in ``microbatch``.
+
+    ``data_index()`` returns it as a tensor, counted over the global batch; graphs read it by the operator
+    ``axis_index("data")``. ``share``: the indices, over the global batch, of this rank's microbatches.
+    """
 
     def __init__(self, share: range, device: torch.device) -> None:
         self.microbatch = 0
@@ -220,9 +241,9 @@ class CurrentMicrobatch:
 
 
 class Binder:
-    """Compiles the graphs of blocks (repeated pieces of the model, such as layers) to Python functions of one rank.
+    """Compiles the graphs of blocks (pieces of the model, such as layers) to Python functions of one rank, each once.
 
-    Each function is compiled once.
+    Collectives in the graphs run on the process groups of this rank.
     """
 
     def __init__(self, rank: RankProgram, library: Library, communicator: Communicator) -> None:
@@ -237,17 +258,21 @@ class Binder:
         return list(self._compiled.values())
 
     def compile_plain(self, name: str) -> Compiled:
-        """Compile the block ``name`` for a call without backward: ``(*states, *inputs) -> outputs``."""
+        """Compile a block (a piece of the model, such as a layer) for calls without backward, and return the function.
+
+        It takes the block's parameters, buffers and inputs, and returns its outputs. ``name``: the block's name.
+        """
         return self._compile_once(
             name, None, "forward", lambda: (_make_results_contiguous(self.library.block(name).graph), 0)
         )
 
     def compile_piece(self, name: str, needs: GradientNeeds, kind: str) -> Compiled:
-        """Compile one function of a block's forward and backward.
+        """Compile one of the functions of the forward and backward of a block (a piece of the model, such as a layer).
 
-        ``kind`` is ``forward``, ``backward``, ``backward_input``, ``backward_weight``, or one half of ``forward``:
-        ``outputs`` or ``saved`` (the tensors that backward needs). The function does not return the gradients of states
-        (parameters), but adds them to sinks, which accumulate them.
+        ``name``: the block's name. ``needs``: the gradients to compute. ``kind``: ``forward``, ``backward``,
+        ``backward_input``, ``backward_weight``, or one half of ``forward``: ``outputs`` or ``saved`` (the tensors that
+        backward needs). The function does not return gradients of parameters, but adds them to accumulators that it
+        gets as arguments.
         """
         derived = self.library.differentiated(name, needs)
         return self._compile_once(name, needs, kind, lambda: _PIECES[kind](derived))
@@ -255,6 +280,11 @@ class Binder:
     def _compile_once(
         self, name: str, needs: GradientNeeds | None, kind: str, make: Callable[[], tuple[fx.Graph, int]]
     ) -> Compiled:
+        """Return the compiled function of a block's graph; compile it if this is the first request for it.
+
+        ``name``: the block. ``needs``: the gradients that its backward computes. ``kind``: which of its functions, such
+        as "forward". ``make``: returns the graph and the number of its last outputs that are accumulated gradients.
+        """
         key = name, needs, kind
         if key not in self._compiled:
             graph, num_sinks = make()
@@ -269,6 +299,9 @@ class Binder:
         return {node: self._bind_collective(node, name) for node, name in names.items() if name is not None}
 
     def _bind_collective(self, node: fx.Node, name: str) -> Binding:
+        """Return how this rank runs ``node``, a collective of a graph. ``name``: the collective, such as
+        ``all_gather``.
+        """
         if name == "axis_index":
             axis = node.args[0]
             if axis == "data":
@@ -325,9 +358,8 @@ def _bind_reduce_scatter(group: RankGroup, dim: int, **_: Any) -> Binding:
 
 
 class _Spending:
-    """A collective in progress whose operand nothing else reads.
-
-    The operand's memory is reused after it has been sent.
+    """A collective in progress whose operand nothing else reads, so that the operand's memory is freed when it has been
+    sent.
     """
 
     __slots__ = ("operand", "pending")
@@ -358,6 +390,8 @@ def _reduce_max(group: RankGroup, **_: Any) -> Binding:
 
 
 def _bind_reduction(group: RankGroup, maximum: bool) -> Binding:
+    """Return how a graph runs an all-reduce over ``group``: a sum, or with ``maximum`` a maximum."""
+
     def start(x: Tensor) -> Pending:
         return group.all_reduce(x.clone(memory_format=torch.contiguous_format), maximum)
 
@@ -403,7 +437,8 @@ def _make_context_attention(
 
 
 def _in_place(node: fx.Node, binding: Binding) -> Binding:
-    """Return ``binding`` with one operand for each tensor argument of ``node``, in order.
+    """Return how a graph runs ``node``: as ``binding``, but with one operand for each tensor argument of the node, in
+    order.
 
     Without this, a node that occurs twice among the arguments would be passed only once.
     """
@@ -418,6 +453,8 @@ def _bind_copy(group: RankGroup, **_: Any) -> Binding:
 
 
 def _bind_slice(group: RankGroup, dim: int, **_: Any) -> Binding:
+    """Return how a graph runs an operator that takes this rank's equal part of a whole tensor along ``dim``."""
+
     def take(x: Tensor) -> Tensor:
         length = x.shape[dim] // group.size
         return x.narrow(dim, group.index * length, length).contiguous()  # as its meta value is
@@ -426,7 +463,14 @@ def _bind_slice(group: RankGroup, dim: int, **_: Any) -> Binding:
 
 
 def _bind_pad(group: RankGroup, dim: int, **_: Any) -> Binding:
+    """Return how a graph runs an operator that puts this rank's part into a tensor of zeros, at the rank's position
+    along ``dim``.
+    """
+
     def pad(x: Tensor) -> Tensor:
+        """Return a tensor of zeros that has ``x`` at this rank's position along the dim over which the tensor is
+        sharded.
+        """
         shape = list(x.shape)
         shape[dim] *= group.size
         whole = x.new_zeros(shape)
@@ -456,7 +500,7 @@ assert _BINDINGS.keys() == _ARGUMENTS.keys()
 
 
 def _make_results_contiguous(graph: fx.Graph) -> fx.Graph:
-    """Return ``graph`` with contiguous results, which is what the graphs of differentiated blocks have, too."""
+    """Return ``graph`` changed so that its results are contiguous tensors; the graph itself if they are."""
     results: Any = graph.output_node().args[0]
     strided: list[fx.Node] = [n for n in results if not n.meta["val"].is_contiguous()]
     if not strided:
@@ -476,7 +520,7 @@ def _select_whole_piece(piece: JointSubgraph, num_sinks: int = 0) -> tuple[fx.Gr
 
 
 def _select_outputs(piece: JointSubgraph, start: int, stop: int | None) -> tuple[fx.Graph, int]:
-    """Return the part of the graph ``piece`` that computes its outputs ``[start:stop]``, and 0.
+    """Return the part of the graph of ``piece`` that computes its outputs ``[start:stop]``, and 0.
 
     The 0 is the number of outputs that are accumulated gradients.
     """

@@ -16,10 +16,12 @@ from partitioner.runtime.state.host_offload import Copier, OffloadedActivations,
 
 
 class Environment:
-    """The tensors of a step in progress: values and gradients of each microbatch, and what forward saves for backward.
+    """The tensors of a step in progress on one rank: values and gradients of each microbatch, and what forward saves
+    for backward.
 
-    ``values`` (tensors that pass between calls) and ``gradients`` are lists over microbatches of name -> tensor. The
-    other dicts have the keys (microbatch, index of the call).
+    ``values`` (tensors that pass between calls of blocks) and ``gradients``: lists over this rank's microbatches of
+    name -> tensor. ``saved``, ``staying`` and ``parked``: dicts with keys (microbatch, position of the call on the
+    stage).
     """
 
     def __init__(self, rank: RankProgram, device: torch.device, copier: Copier | None = None) -> None:
@@ -36,10 +38,10 @@ class Environment:
             self.seed = torch.ones((), dtype=dtype_of(program.values[program.loss].dtype), device=device)
 
     def begin(self) -> None:
-        """Start a new step: remove all tensors, and set the loss gradient of every microbatch to 1, or to the loss
-        scale.
+        """Remove all tensors of the last step, and set the gradient of the loss of every microbatch to 1, or to the
+        loss scale.
 
-        The loss of the step is the sum of the losses of its microbatches.
+        The loss of a step is the sum of the losses of its microbatches.
         """
         self.clear()
         if self.seed is not None and self.program.loss is not None:
@@ -53,7 +55,9 @@ class Environment:
             kept.clear()
 
     def gradient(self, microbatch: int, value: str) -> Tensor:
-        """Return the gradient of ``value`` that has been accumulated so far; zeros if nothing has been added."""
+        """Return the accumulated gradient of the value named ``value`` in ``microbatch``; zeros if nothing has been
+        added.
+        """
         gradient = self.gradients[microbatch].get(value)
         if gradient is None:
             spec = self.program.values[value]
@@ -61,6 +65,7 @@ class Environment:
         return gradient
 
     def add_gradient(self, microbatch: int, value: str, gradient: Tensor) -> None:
+        """Add ``gradient`` to the gradient of the value named ``value`` in ``microbatch``."""
         # Not in place: a gradient may share its memory with another value's.
         gradients = self.gradients[microbatch]
         old = gradients.get(value)
@@ -68,10 +73,10 @@ class Environment:
 
 
 class StageStates(NamedTuple):
-    """The states (parameters and buffers) of a stage, by name.
+    """The parameters and buffers of a pipeline stage on one rank, by name.
 
-    ``tensors`` has their values, and ``sinks`` the objects that accumulate their gradients. ``leaving`` has the names
-    of states whose memory is freed between calls, such as parameters sharded by ZeRO.
+    ``tensors``: their values. ``sinks``: the objects that accumulate their gradients. ``leaving``: the names of those
+    whose memory is freed between calls, such as parameters sharded by ZeRO.
     """
 
     tensors: Mapping[str, Tensor]
@@ -83,9 +88,12 @@ class BoundCall:
     """A call, which is one use of a block such as a layer, with this rank's parameters and compiled functions.
 
     Args:
-        index: position of the call on the pipeline stage.
-        watched: value -> function that is called with (microbatch, name, tensor) when the call computes this value.
-        staying: values that stay on the device when activations are moved to host memory.
+        binder: compiles the functions. ``env``: where tensors of the step are read and stored.
+        index: position of the call on the pipeline stage, from 0.
+        states: the parameters and buffers of the stage.
+        watched: value name -> function that is called with (microbatch, name, tensor) when the call computes this
+            value.
+        staying: names of values that stay on the device when activations are moved to host memory.
     """
 
     def __init__(
@@ -133,6 +141,11 @@ class BoundCall:
             self.run_weight = binder.compile_piece(self.call.block, needs, "backward_weight").function
 
     def forward(self, microbatch: int, values: dict[str, Tensor]) -> None:
+        """Run the forward on ``microbatch``: read the inputs from ``values`` (name -> tensor), and store the outputs
+        there.
+
+        The tensors that backward needs are saved in the environment.
+        """
         self.moment.microbatch = microbatch
         given = [values[v] for v in self.inputs]
         arguments: list[Any] = [*self.states, *given]
@@ -152,37 +165,46 @@ class BoundCall:
             tell(microbatch, name, results[k])
 
     def backward(self, microbatch: int) -> None:
+        """Run the backward on ``microbatch``: add the gradients of the inputs and of the parameters. Do nothing if
+        there is no backward.
+        """
         if self.has_backward:
             self._add_input_gradients(
                 microbatch, self.run_backward(self._collect_backward_arguments(microbatch), self.sinks)
             )
 
     def backward_input(self, microbatch: int) -> None:
+        """Run the half of the backward on ``microbatch`` that adds the gradients of the inputs, and save what the other
+        half needs.
+        """
         if self.has_backward:
             results = self.run_input(self._collect_backward_arguments(microbatch), ())
             self.env.saved[microbatch, self.index] = list(results[len(self.grad_inputs) :])
             self._add_input_gradients(microbatch, results)
 
     def backward_weight(self, microbatch: int) -> None:
+        """Run the half of the backward on ``microbatch`` that adds the gradients of the parameters, after the half for
+        inputs.
+        """
         if self.has_backward:
             self.moment.microbatch = microbatch
             self.run_weight(self.env.saved.pop((microbatch, self.index)), self.sinks)
 
     def offload(self, microbatch: int) -> None:
-        """Start moving the activations that forward saved for this microbatch to host memory."""
+        """Start to move the tensors that forward saved for ``microbatch`` to host memory."""
         if self.has_backward:
             place = microbatch, self.index
             saved, stay = self.env.saved.pop(place), self.env.staying.pop(place)
             self.env.parked[place] = OffloadedActivations(saved, stay, self.env.copier)
 
     def fetch(self, microbatch: int) -> None:
-        """Start copying the activations of this microbatch from host memory back to the device."""
+        """Start to copy the tensors that forward saved for ``microbatch`` from host memory back to the device."""
         if self.has_backward:
             self.env.parked[microbatch, self.index].fetch()
 
     def _collect_backward_arguments(self, microbatch: int) -> list[Any]:
-        """Return the arguments of backward: saved tensors, recomputed if necessary, and the gradients of
-        the outputs.
+        """Return the arguments of the backward on ``microbatch``: saved tensors, recomputed if necessary, then
+        gradients of the outputs.
         """
         self.moment.microbatch = microbatch
         place = microbatch, self.index
@@ -199,15 +221,15 @@ class BoundCall:
 
 
 def _copy_shared_results(results: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:
-    """Return ``results``, in which tensors that share memory with ``states`` are copied.
-
-    Expanded dims stay expanded.
+    """Return ``results``, where tensors that share memory with one of ``states`` are replaced by copies. Expanded dims
+    stay expanded.
     """
     theirs = {get_storage_address(state) for state in states}
     return [_copy_expanded(x) if get_storage_address(x) in theirs else x for x in results]
 
 
 def _copy_expanded(x: Tensor) -> Tensor:
+    """Return a copy of ``x`` in which expanded dims (stride 0) stay expanded."""
     once = x
     for dim, stride in enumerate(x.stride()):
         if stride == 0 and x.shape[dim] > 1:

@@ -126,27 +126,27 @@ _LITERALS = (bool, int, str, type(None))
 
 @dataclass(frozen=True)
 class AliasBinding:
-    """The node's value is its operand; no function is called."""
+    """Says that a node's value is its operand: no function is called."""
 
 
 @dataclass(frozen=True)
 class ConstantBinding:
-    """The node's value is the constant ``value``, known when the graph is compiled."""
+    """Says that a node's value is the constant ``value``, known when the graph is compiled."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class DirectBinding:
-    """The node calls ``function`` with its tensor operands; its value is the result."""
+    """Says that a node calls ``function`` with its tensor operands; its value is the result."""
 
     function: Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class AsyncBinding:
-    """The node starts a collective: ``function`` is called with the operands, and ``wait`` of its result returns the
-    value.
+    """Says that a node starts a collective: ``function`` is called with the operands, and ``wait()`` of its result
+    returns the value.
 
     ``scratch`` is called instead of ``function`` if nothing else uses the operand, so that it may be overwritten.
     """
@@ -162,8 +162,9 @@ Binding = AliasBinding | ConstantBinding | DirectBinding | AsyncBinding
 class Compiled:
     """A graph that is compiled to the Python function ``function(arguments, sinks)``.
 
-    It returns the graph's outputs, except gradients, which it adds to ``sinks``. ``arguments`` is a list, which the
-    function empties. ``nodes`` has the node of each line of ``code``.
+    It returns the graph's outputs, except gradients of parameters, which it adds to the accumulators ``sinks``.
+    ``arguments``: a list, which the function empties. ``code``: its source. ``nodes``: line number of ``code`` -> graph
+    node.
     """
 
     name: str
@@ -173,7 +174,7 @@ class Compiled:
     nodes: dict[int, fx.Node] = field(repr=False)
 
     def node_at(self, traceback: TracebackType | None) -> fx.Node | None:
-        """Return the graph node that raised an error, from the error's traceback; ``None`` if the error is from
+        """Return the graph node in whose line an error was raised, from the error's traceback; ``None`` if it is from
         elsewhere.
         """
         found = None
@@ -197,16 +198,23 @@ def compile_graph(
     """Compile ``graph`` to a Python function.
 
     Args:
+        name: part of the file name in tracebacks.
         bindings: what to call for nodes, such as collectives, that do not run their ATen operator.
         device: the device on which the graph creates tensors.
-        num_sinks: number of last outputs that are not returned, but added to the function's argument ``sinks`` as soon
-            as they are computed: ``sink.add(value)``. If nothing else reads the value, the sink computes it:
-            ``sink.addmm(a, b)``, ``sink.sum(x, dims)`` or ``sink.grouped(...)``.
+        num_sinks: number of last outputs that are not returned, but added to the accumulators in the function's
+            argument ``sinks`` as soon as they are computed: ``sink.add(value)``. If nothing else reads the value, the
+            accumulator computes it: ``sink.addmm(a, b)``, ``sink.sum(x, dims)`` or ``sink.grouped(...)``.
     """
     return _CodeWriter(graph, name, bindings, device, num_sinks).compile_code()
 
 
 class _CodeWriter:
+    """Writes the source of the Python function for one graph, line by line, and compiles it.
+
+    ``bindings``: what to call for nodes that do not run their ATen operator. ``num_sinks``: number of last outputs that
+    are accumulated instead of returned.
+    """
+
     def __init__(
         self, graph: fx.Graph, name: str, bindings: Mapping[fx.Node, Binding], device: torch.device, num_sinks: int
     ) -> None:
@@ -236,8 +244,8 @@ class _CodeWriter:
         """Find gradients of stacked expert weights that are only accumulated, so that the accumulation can compute them
         in place.
 
-        Return these nodes, each with whether it is transposed afterwards, and the views and copies that need not run
-        because any strides are accepted.
+        Return these nodes, each with whether the last two dims of its result are swapped afterwards, and the views and
+        copies of gradients that need not run because the accumulation accepts any strides.
         """
         stacks: dict[fx.Node, bool] = {}
         passed: list[fx.Node] = []
@@ -257,13 +265,14 @@ class _CodeWriter:
         return stacks, passed
 
     def one_reader(self, node: fx.Node) -> bool:
-        """Whether exactly one operator, or one sink (an accumulator of gradients), reads the result of ``node``."""
+        """Return whether exactly one operator, or one accumulator of gradients, reads the result of ``node``."""
         return len(node.users) == 1 and node not in self.returned and self.sunk.count(node) <= 1
 
     def is_started(self, node: fx.Node) -> bool:
         return isinstance(self.bindings.get(node), AsyncBinding)
 
     def compile_code(self) -> Compiled:
+        """Write the function's source, compile it, and return the result."""
         sinks = self.find_sinks()
         last = self.find_last_uses()
         overwritable = self.find_overwritable()
@@ -284,6 +293,11 @@ class _CodeWriter:
         return Compiled(self.name, self.globals["run"], code, filename, self.line_nodes)
 
     def unpack_arguments(self, sinks: Mapping[fx.Node, list[int]]) -> None:
+        """Write the source lines that take the function's arguments out of their list and delete those that nothing
+        reads.
+
+        ``sinks``: node -> indices of the accumulators that add up its value.
+        """
         for node in self.placeholders:
             self.names[node] = f"v{len(self.names)}"
         if self.placeholders:
@@ -295,15 +309,15 @@ class _CodeWriter:
         self.write_deletion([n for n in self.placeholders if n not in read])
 
     def resolve_alias(self, node: fx.Node) -> fx.Node:
-        """Return the node whose variable holds the value of ``node``: ``node`` itself, or the operand of which it is an
-        alias.
+        """Return the node whose variable has the value of ``node``: ``node`` itself, or the operand that it passes
+        through unchanged.
         """
         while isinstance(self.bindings.get(node), AliasBinding):
             node = node.all_input_nodes[0]
         return node
 
     def find_sinks(self) -> dict[fx.Node, list[int]]:
-        """Return, for each node whose value is an accumulated gradient, the indices of the sinks that accumulate it."""
+        """Return each node whose value is an accumulated gradient -> the indices of the accumulators that add it up."""
         sinks: dict[fx.Node, list[int]] = {}
         for i, result in enumerate(self.sunk):
             if result is not None:
@@ -311,9 +325,7 @@ class _CodeWriter:
         return sinks
 
     def find_last_uses(self) -> dict[int, list[fx.Node]]:
-        """Return, for each line of the function, the nodes whose values no later line reads, so that they are deleted
-        after it.
-        """
+        """Return index of a step -> the nodes whose values no later step reads, so that they are deleted after it."""
         last: dict[fx.Node, int] = {}
         for index, (node, wait) in enumerate(self.steps):
             last[self.resolve_alias(node)] = index
@@ -356,6 +368,11 @@ class _CodeWriter:
     def write_step(
         self, node: fx.Node, wait: bool, sinks: Mapping[fx.Node, list[int]], overwritable: set[fx.Node]
     ) -> None:
+        """Write the lines that run ``node`` or, with ``wait``, that wait for the collective which ``node`` started.
+
+        ``sinks``: node -> indices of the accumulators that add up its value. ``overwritable``: collectives that may
+        overwrite their operand.
+        """
         binding = self.bindings.get(node)
         if wait:
             self.append_line(f"{self.names[node]} = {self.names[node]}.wait()", node)
@@ -373,6 +390,11 @@ class _CodeWriter:
                 self.append_line(f"sink_{sink}.add({self.names[node]})", node)
 
     def write_expression(self, node: fx.Node, binding: Binding | None, overwritable: set[fx.Node]) -> str:
+        """Return the source of the expression that computes ``node``.
+
+        ``binding``: what to call instead of its operator, or ``None``. ``overwritable``: collectives that may overwrite
+        their operand.
+        """
         if node.target is operator.getitem:
             return f"{self.render_value(node.args[0])}[{node.args[1]!r}]"
         if isinstance(binding, DirectBinding | AsyncBinding):
@@ -387,10 +409,10 @@ class _CodeWriter:
         return f"{self.add_constant(function, node)}({', '.join(arguments)})"
 
     def write_product(self, node: fx.Node, to: list[int]) -> bool:
-        """Write a line in which a sink, an accumulator of gradients, computes the product or sum of ``node`` in place.
+        """Write a line in which an accumulator of gradients computes the product or sum of ``node`` in place.
 
-        Return ``False`` and write nothing if something else reads the result of ``node``, or if it is no product or
-        sum.
+        ``to``: indices of the accumulators that add up the result. Return ``False`` and write nothing if something else
+        reads the result of ``node``, or if it is no product or sum.
         """
         if len(to) > 1 or not (node in self.stacks or self.sunk_only(node)):
             return False
@@ -421,6 +443,9 @@ class _CodeWriter:
         self.line_nodes[len(self.lines)] = node
 
     def render_value(self, value: Any) -> str:
+        """Return the source of ``value``, an argument of a node: a variable, a literal, or the name of a stored
+        constant.
+        """
         if isinstance(value, fx.Node):
             return self.names[self.resolve_alias(value)]
         if isinstance(value, list):
@@ -442,9 +467,8 @@ class _CodeWriter:
 
 
 def _is_transposed_copy(node: fx.Node) -> bool | None:
-    """Whether ``node`` transposes the last two dims of a stack of matrices (``True``) or is a copy (``False``).
-
-    Return ``None`` if it is neither.
+    """Return ``True`` if ``node`` swaps the last two dims of a stack of matrices, ``False`` if it is a copy, ``None``
+    if it is neither.
     """
     if node.target is torch.ops.aten.clone.default:
         return False
@@ -454,7 +478,7 @@ def _is_transposed_copy(node: fx.Node) -> bool | None:
 
 
 def _name_operator(node: fx.Node | None) -> str:
-    """Return the short name of a node's operator, such as ``mm``, which appears in tracebacks."""
+    """Return the short name of a node's operator, such as ``mm``, for tracebacks; "constant" for ``None``."""
     if node is None:
         return "constant"
     parts = str(node.target).split(".")  # aten.mm.default

@@ -39,11 +39,12 @@ from partitioner.runtime.comm.group import Pending, RankGroup
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """Attention of one rank over a sequence that is sharded over ``group``.
+    """Attention of one rank over a sequence that the ``n`` ranks of ``group`` share.
 
-    Queries are ``[b, h, s/n, d]``, keys and values ``[b, kv, t/n, d]`` for ``n`` ranks. ``band`` says which keys each
-    query sees, by positions in the whole sequence. Each rank has a consecutive part of the sequence or, with
-    ``zigzag``, two parts from opposite ends.
+    Queries are ``[b, h, s/n, d]``, keys and values ``[b, kv, t/n, d]``. ``band``: which keys each query sees, by
+    positions in the whole sequence. ``scale``: factor of the scores; ``None``: 1/sqrt(d). ``zigzag``: each rank has two
+    parts of the sequence from opposite ends, otherwise one part. ``algorithm``: ``"ring"``, or one that gathers all
+    keys and values.
     """
 
     group: RankGroup
@@ -53,8 +54,9 @@ class ContextAttention:
     algorithm: str
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention result for this rank's queries, and the logarithms of the softmax sums ``[b,
-        h, s/n]``.
+        """Return the attention result for this rank's queries, and the logarithms of the softmax sums, ``[b, h, s/n]``.
+
+        ``q``, ``k``, ``v``: this rank's queries, keys and values.
         """
         attention = Attention(q, self.band, self.scale, v.shape[-1])
         if self.algorithm == "ring":
@@ -68,7 +70,11 @@ class ContextAttention:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of this rank's queries, keys and values."""
+        """Return the gradients of this rank's queries, keys and values.
+
+        ``grad``: gradient of the result. ``q``, ``k``, ``v``: this rank's operands. ``out``, ``lse``: results of
+        :meth:`forward`.
+        """
         found = AttentionGradients(grad, q, out, lse, self.band, self.scale)
         if self.algorithm == "ring":
             of_k, of_v = self._ring_backward(found, k, v)
@@ -91,7 +97,7 @@ class ContextAttention:
         return parts_of(length, self.group.size, rank, self.zigzag)
 
     def _gather_keys_values(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of all ranks, in the order of the sequence."""
+        """Return the keys and the values of all ranks, both in the order of the sequence."""
         ranks = self.group.all_gather(_pack_keys_values(k, v).unsqueeze(0), 0).wait()
         by_rank = [_unpack_keys_values(row, k, v) for row in ranks.unbind(0)]
         order = self._order_parts(k.shape[-2])
@@ -100,14 +106,19 @@ class ContextAttention:
         )
 
     def _order_parts(self, length: int) -> list[tuple[int, PositionRange]]:
-        """Return pairs (rank, part) of all parts of the sequence, in the order of the sequence."""
+        """Return pairs (rank, part) of all parts of the sequence, in the order of the sequence. ``length``: positions
+        of one rank.
+        """
         parts = [(r, part) for r in range(self.group.size) for part in self._list_rank_parts(length, r)]
         return sorted(parts, key=lambda p: p[1].place)
 
     def _reduce_scatter_gradients(
         self, of_keys: Tensor, of_values: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Sum the gradients of all keys and values over the ranks, and return this rank's part of both."""
+        """Sum the gradients of all keys and values over the ranks, and return this rank's part of both.
+
+        ``k``, ``v``: this rank's keys and values, for their shapes.
+        """
         rows = []
         for rank in range(self.group.size):
             parts = self._list_rank_parts(k.shape[-2], rank)
@@ -126,6 +137,10 @@ class ContextAttention:
         return ring_tiles(q.shape[-2], k.shape[-2], *how, step)
 
     def _ring_forward(self, attention: Attention, k: Tensor, v: Tensor) -> None:
+        """Add to ``attention`` the contributions of all keys and values, which travel from rank to rank.
+
+        ``k``, ``v``: this rank's keys and values, with which it starts.
+        """
         steps = self._compute_ring_steps(attention.q, k)
         travelling = _pack_keys_values(k, v) if len(steps) > 1 else k
         for step, hops in zip(steps, _compute_hops(steps), strict=True):
@@ -137,6 +152,10 @@ class ContextAttention:
                 k, v = _unpack_keys_values(travelling, k, v)
 
     def _ring_backward(self, found: AttentionGradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of this rank's keys and values, and add those of its queries to ``found``.
+
+        Keys and values travel from rank to rank, followed by their gradients, to which each rank adds.
+        """
         steps = self._compute_ring_steps(found.q, k)
         travelling = _pack_keys_values(k, v) if len(steps) > 1 else k
         behind: Pending | None = None  # the gradients that the rank before has added to
@@ -158,9 +177,9 @@ class ContextAttention:
         return _unpack_keys_values(total, k, v)
 
     def _shift_along_ring(self, x: Tensor, hops: int) -> Pending:
-        """Start to send ``x`` to the rank ``hops`` further along the ring.
+        """Start to send ``x`` to the rank ``hops`` further along the ring of ranks; return the transfer.
 
-        The result is the tensor of the rank that is as far behind.
+        Its result is the tensor that the rank ``hops`` before this one sends.
         """
         size, index = self.group.size, self.group.index
         to, source = (index + hops) % size, (index - hops) % size
@@ -170,12 +189,15 @@ class ContextAttention:
 
 
 def _compute_hops(steps: Sequence[int]) -> list[int]:
-    """Return the number of ranks to move along the ring from each step to the next; 0 for the last step."""
+    """Return the number of ranks by which keys move along the ring after each step; 0 after the last one.
+
+    ``steps``: for each step, how many ranks the keys have moved in total.
+    """
     return [*(b - a for a, b in pairwise(steps)), 0]
 
 
 def _pack_keys_values(k: Tensor, v: Tensor) -> Tensor:
-    """Return keys and values concatenated into one 1-d tensor, so that one transfer moves both."""
+    """Return keys and values concatenated into one 1-dimensional tensor, so that one transfer moves both."""
     return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
@@ -185,11 +207,13 @@ def _unpack_keys_values(row: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
 
 
 def route_rows(group: RankGroup, num_experts: int, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange the experts of rows. ``experts`` ``[n]`` has the expert of each row, counted over all ranks.
+    """Exchange with all ranks of ``group`` which expert each row (token) goes to.
 
-    Return three tensors: the order ``[n]`` of this rank's rows by expert; the numbers of rows sent to and received from
-    each rank, ``[2, ranks]`` on the CPU; and the expert ``[m]`` of every received row, counted from this rank's first
-    expert. Rows without a valid expert go to the first or the last rank, where their expert is invalid, too.
+    ``experts`` ``[n]``: the expert of each of this rank's rows, counted over all ranks. ``num_experts``: experts on all
+    ranks. Return three tensors: the order ``[n]`` of this rank's rows by expert; the numbers of rows sent to and
+    received from each rank, ``[2, ranks]`` on the CPU; and the expert ``[m]`` of every received row, counted from this
+    rank's first expert. Rows without a valid expert go to the first or the last rank, where their expert is invalid,
+    too.
     """
     own = num_experts // group.size
     by_expert, order = experts.sort(stable=True)
@@ -204,24 +228,26 @@ def route_rows(group: RankGroup, num_experts: int, experts: Tensor) -> tuple[Ten
 
 
 def dispatch_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
-    """Start to send the rows of ``x`` to the ranks of their experts.
+    """Start to send the rows of ``x`` to the ranks of their experts, and return the exchange; its result has the
+    received rows.
 
-    ``order`` and ``counts`` are from :func:`route_rows`.
+    ``order`` and ``counts``: from :func:`route_rows`. ``experts`` is not used.
     """
     sends, receives = counts.tolist()
     return group.exchange_rows(x.index_select(0, order), sends, receives)
 
 
 def combine_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
-    """Start to send the rows of ``x``, the results of experts, back to the ranks and positions from which the rows
-    came.
+    """Start to send the rows of ``x``, the results of experts, back to the ranks and positions that the rows came from.
+
+    Return the exchange. ``order`` and ``counts``: from :func:`route_rows`. ``experts`` is not used.
     """
     sends, receives = counts.tolist()
     return _PendingReturn(group.exchange_rows(x, receives, sends), order)
 
 
 class _PendingReturn:
-    """Rows that are being sent back. ``wait`` returns them in their original order."""
+    """Rows of experts that are being sent back. ``wait`` returns them in the order in which this rank had sent them."""
 
     __slots__ = ("order", "pending")
 

@@ -46,14 +46,16 @@ class Executor:
     """Runs one rank's program; ``run(inputs)`` runs one step.
 
     Args:
-        states: state (parameter or buffer) -> this rank's shard. For parameters that are sharded by ZeRO or kept in
-            host memory: the whole tensor, whose memory exists only while it is needed.
+        rank: the program of the rank. ``gradients``: accumulate and reduce gradients. ``library``: has the graphs.
+        states: parameter or buffer -> this rank's shard. For parameters that ZeRO shards or that are in host memory:
+            the whole tensor, whose memory exists only while it is needed.
         keep: collect the model's results that this rank computes in ``outputs``: value -> microbatch -> tensor.
-        transient: manages the memory of such parameters; ``None`` if there are none.
+        transient: manages the memory of parameters that ZeRO shards or that are in host memory; ``None``: there are
+            none.
 
     ``loss`` is the loss of the whole global batch, on every rank; ``None`` if the model has no loss. ``actions`` is the
-    compiled step: pairs (index of the instruction, function) in the order of execution. It is a plain list, so a
-    debugger or a test can replace or wrap a function in it. ``recorder`` records when each action begins.
+    compiled step: pairs (index of the instruction, function) in the order of execution. A debugger or a test can
+    replace or wrap a function in it. ``recorder`` records when each action begins.
     """
 
     def __init__(
@@ -96,16 +98,17 @@ class Executor:
         return None if self._loss is None else self._loss.value
 
     def scale_loss(self, factor: float) -> None:
-        """Multiply the loss by ``factor`` in the backward of later steps; their gradients are multiplied by it, too."""
+        """Multiply the loss by ``factor`` in the backward of later steps, so that their gradients are multiplied by it,
+        too.
+        """
         if self.env.seed is not None:
             self.env.seed = torch.full_like(self.env.seed, factor)
 
     def run(self, inputs: Mapping[str, Tensor], step: int = 0) -> None:
         """Run one step.
 
-        ``inputs``: value name -> this rank's part of the global batch, along the batch dim. ``step``: its number.
-
-        Raise :class:`InstructionError` if an instruction fails.
+        ``inputs``: value name -> this rank's part of the global batch, along the batch dim. ``step``: number of the
+        step from 0, for records and errors. Raise :class:`InstructionError` if an instruction fails.
         """
         self._inputs = inputs
         self.outputs, self.totals = {}, {}
@@ -137,7 +140,7 @@ class Executor:
             self.env.clear()
 
     def _compile_actions(self) -> list[tuple[int, Action]]:
-        """Return the step as a list (index of the instruction, function without arguments), in the order of
+        """Return the step as a list of pairs (index of the instruction, function without arguments), in the order of
         execution.
         """
         instructions = self.rank.instructions
@@ -175,8 +178,7 @@ class Executor:
         return actions
 
     def _list_awaited_buckets(self, instruction: Instruction) -> list[int]:
-        """Return the buckets whose parameters must be gathered before ``instruction``, as indices into the stage's
-        buckets.
+        """Return the indices of the stage's buckets whose parameters must be gathered before ``instruction`` runs.
 
         A bucket is a set of ZeRO-sharded parameters that one collective gathers.
         """
@@ -188,7 +190,9 @@ class Executor:
         return [b for b, bucket in self.gathered.items() if not read.isdisjoint(bucket.whole)]
 
     def _hosted_read(self, instruction: Instruction, hosted: HostParameters) -> list[str]:
-        """Return the names of the parameters whose transfer from host memory must end before ``instruction``."""
+        """Return the names of the parameters whose copy from host memory to the device must end before ``instruction``
+        runs.
+        """
         if instruction.op == "GATHER" and not instruction.gradients:
             assert instruction.bucket is not None
             read: Sequence[str] = self.rank.stage.buckets[instruction.bucket].states
@@ -222,6 +226,7 @@ class Executor:
     # One method for every instruction: what it does, as a function of no arguments.
 
     def _compile_load(self, instruction: Instruction) -> Action:
+        """Return a function that slices the batch inputs of one microbatch for this rank."""
         microbatch = _require_microbatch(instruction)
         inputs = {i.value: i for i in self.program.inputs}
 
@@ -232,7 +237,7 @@ class Executor:
         return load
 
     def _slice_input(self, data: InputData, microbatch: int) -> Tensor:
-        """Return this rank's slice of an input for one microbatch, on this rank's device."""
+        """Return this rank's part of an input for ``microbatch`` (index on this rank), on this rank's device."""
         whole = self._inputs[data.value]
         if data.batch_dim is not None:
             length = whole.shape[data.batch_dim] // len(self.rank.share)
@@ -243,10 +248,14 @@ class Executor:
         return part.contiguous().to(self.env.device, non_blocking=True)
 
     def _total_forward(self, instruction: Instruction) -> Action:
+        """Return a function that runs the calls which compute totals over the batch on one microbatch, and adds up
+        their results.
+        """
         microbatch = _require_microbatch(instruction)
         calls = [c for c in self.calls if c.call.prologue]
 
         def total_forward() -> None:
+            """Run the calls that compute totals on the microbatch, and add their results to the totals of this rank."""
             values = self.env.values[microbatch].copy()
             for call in calls:
                 call.forward(microbatch, values)
@@ -257,9 +266,11 @@ class Executor:
         return total_forward
 
     def _compile_total(self, instruction: Instruction) -> Action:
+        """Return a function that all-reduces the totals over the batch, and makes them values of every microbatch."""
         group = self.communicator.group(self.rank.group(*instruction.axes))
 
         def total() -> None:
+            """Sum the totals over the ranks, and store the sums as values of every microbatch."""
             started = [(name, group.all_reduce(self.totals[name])) for name in instruction.values]
             for name, pending in started:
                 value = pending.wait()
@@ -269,6 +280,7 @@ class Executor:
         return total
 
     def _compile_forward(self, instruction: Instruction) -> Action:
+        """Return a function that runs the forward of the instruction's calls on its microbatch."""
         microbatch = _require_microbatch(instruction)
         values = self.env.values[microbatch]
         calls = [c.forward for c in self._select_calls(instruction)]
@@ -280,6 +292,7 @@ class Executor:
         return forward
 
     def _compile_backward(self, instruction: Instruction) -> Action:
+        """Return a function that runs the backward, or one half of it, of the instruction's calls, last call first."""
         microbatch = _require_microbatch(instruction)
         method = _BACKWARD[instruction.op]
         calls = [c for c in reversed(self._select_calls(instruction)) if c.has_backward]
@@ -301,6 +314,9 @@ class Executor:
         return self.sender.action(instruction)
 
     def _compile_gather(self, instruction: Instruction) -> Action:
+        """Return a function that starts the all-gather of ``instruction``: of parameters or, as a step of a reduction,
+        of their gradients.
+        """
         bucket = instruction.bucket
         assert bucket is not None
         if instruction.gradients:
@@ -337,6 +353,7 @@ class Executor:
         return self._compile_each_call(instruction, BoundCall.fetch)
 
     def _compile_each_call(self, instruction: Instruction, method: Callable[[BoundCall, int], None]) -> Action:
+        """Return a function that calls ``method`` with each call of the instruction and the microbatch."""
         microbatch, calls = _require_microbatch(instruction), self._select_calls(instruction)
 
         def run() -> None:
@@ -346,6 +363,7 @@ class Executor:
         return run
 
     def _compile_free(self, instruction: Instruction) -> Action:
+        """Return a function that releases values, gradients or parameters, as the FREE ``instruction`` says."""
         if instruction.states:
             assert self.hosted is not None, instruction
             return partial(self.hosted.free, instruction.states)
@@ -377,7 +395,7 @@ def _require_microbatch(instruction: Instruction) -> int:
 
 
 def _do_nothing() -> None:
-    """Do nothing: the receiver of a send is this rank itself, so the value is already in place."""
+    """Do nothing. This is the action of a send whose receiver is this rank itself: the value is already in place."""
 
 
 _BACKWARD: dict[str, Callable[[BoundCall, int], None]] = {

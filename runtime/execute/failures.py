@@ -13,7 +13,7 @@ from partitioner.runtime.program.program import RankProgram
 
 
 def instruction_text(rank: RankProgram, index: int) -> str:
-    """Return the printed form of the instruction at ``index``, such as ``0F3``; "end of the step" behind
+    """Return the printed form of the instruction of ``rank`` at ``index``, such as ``0F3``; "end of the step" behind
     the last one.
     """
     return str(rank.instructions[index]) if index < len(rank.instructions) else "end of the step"
@@ -22,9 +22,10 @@ def instruction_text(rank: RankProgram, index: int) -> str:
 def failure_of(
     error: BaseException, rank: RankProgram, index: int, compiled: Iterable[Compiled], step: int | None = None
 ) -> Failure:
-    """Return a description of ``error``: the instruction at ``index``, the call of a block, and the node of its graph.
+    """Return a description of ``error``: the instruction at ``index``, the module that ran, and the node of its graph.
 
-    ``compiled``: the functions in whose code the node is searched. ``step``: number of the step, from 1 on.
+    ``compiled``: the functions in whose code the node is searched. ``step``: number of the step, from 1; ``None`` if
+    unknown.
     """
     call = ""
     walk = error.__traceback__

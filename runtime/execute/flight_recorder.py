@@ -41,7 +41,11 @@ _SLOT_HEAD = 4
 
 @dataclass(frozen=True)
 class InstructionSpot:
-    """The description of one instruction: its text, the calls that it runs, and the source line where they start."""
+    """The description of one instruction: its printed form, its kind, the modules that it runs, and the source line
+    where they start.
+
+    ``values``: names of the tensors that it sends or receives. ``peer``: the pipeline stage at the other end.
+    """
 
     text: str
     op: str
@@ -54,9 +58,10 @@ class InstructionSpot:
 
 @dataclass(frozen=True)
 class RecorderHeader:
-    """The description of the numbers that a rank's flight recorder writes.
+    """The description of a rank and its instructions that lies beside the numbers which its flight recorder writes.
 
     Args:
+        stage: index of the pipeline stage. ``pid``, ``host``: the process.
         actions: for each action (a function of the compiled step), the index of its instruction; the last action is the
             end of the step.
         spots: the description of each instruction.
@@ -81,7 +86,7 @@ class RecorderHeader:
 
 
 class Recorder:
-    """Writes the flight record of one rank to files in ``folder``: when each action of a step began.
+    """Writes the flight record of one rank to files in ``folder``: the time at which each action of a step began.
 
     ``actions``: for each action (a function of the compiled step), the index of its instruction.
     """
@@ -112,8 +117,10 @@ class Recorder:
         self.times = memoryview(self._map).cast("q")
 
     def begin(self, step: int) -> int:
-        """Record the start of ``step`` (from 0 on), and return the index in ``times`` for the step's first pair of
-        numbers.
+        """Record the start of step number ``step`` (from 0), and return where in ``times`` the numbers of its first
+        action go.
+
+        Each action has two numbers: its start, and how long the rank has waited for others so far, both in nanoseconds.
         """
         times = self.times
         now = time.monotonic_ns()
@@ -132,14 +139,15 @@ class Recorder:
         self.times[BEAT] = time.monotonic_ns()
 
     def moved(self) -> None:
-        """Record progress, by writing the current time. For progress outside of steps, or within an action."""
+        """Record progress outside of steps, or within an action, by writing the current time."""
         self.times[MOVED] = time.monotonic_ns()
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Record that the rank is in ``phase`` inside a ``with`` block.
+        """Record that the rank is in ``phase``, such as "saving", inside the ``with`` block, and "between steps" after
+        it.
 
-        After an error the phase is kept for the error report.
+        After an error the phase stays, so that an error report can name it.
         """
         self.enter(phase)
         yield
@@ -150,7 +158,9 @@ class Recorder:
 
 
 def spots_of(rank: RankProgram) -> Iterator[InstructionSpot]:
-    """Yield a description of each instruction of ``rank``, with the position in the model where it starts."""
+    """Yield a description of each instruction of ``rank``, with the modules that it runs and the source line where they
+    start.
+    """
     stage, blocks = rank.stage, rank.program.blocks
     sources = {name: _first_source(block.nodes) for name, block in blocks.items()}
     for i in rank.instructions:
@@ -178,10 +188,10 @@ def _first_source(nodes: Sequence[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class RecordedMoment:
-    """The position of a rank at the time of reading. Times are in nanoseconds of the host's monotonic clock.
+    """Where a rank was when its record was read. Times are in nanoseconds of the host's monotonic clock.
 
-    ``action`` is the index of the current action in the step, from 0 on; -1 outside of a step. ``moved`` is the time of
-    the last progress, and ``beat`` the last time at which the process was known to be alive.
+    ``step``: number of the step, from 0. ``action``: index of the current action in the step, from 0; -1 outside of a
+    step. ``moved``: time of the last progress. ``beat``: last time at which the process was known to be alive.
     """
 
     step: int
@@ -192,9 +202,9 @@ class RecordedMoment:
 
 
 class Recording:
-    """Reads the flight record that a :class:`Recorder` writes, at any time.
+    """Reads the files in ``folder`` that the flight recorder of ``rank`` writes, at any time.
 
-    Raise ``OSError`` if its files do not exist yet.
+    Raise ``OSError`` if they do not exist yet.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -210,6 +220,9 @@ class Recording:
         return numbers[start : start + self.room]
 
     def moment(self) -> RecordedMoment:
+        """Return where the rank is now: phase, step, current action, and the times of its last progress and sign of
+        life.
+        """
         numbers = self._read_numbers()
         phase, step = PHASES[numbers[PHASE]], numbers[STEP]
         if phase != "step":
@@ -221,7 +234,7 @@ class Recording:
         return RecordedMoment(step, phase, max(0, begun_actions - 1), max(moved, numbers[MOVED]), numbers[BEAT])
 
     def last_step(self) -> MeasuredStep | None:
-        """Return the last complete step; ``None`` if no step is complete yet."""
+        """Return the times of the last complete step; ``None`` if no step is complete yet."""
         numbers = self._read_numbers()
         for step in (numbers[STEP], numbers[STEP] - 1):
             slot = self._slot(numbers, step)
@@ -235,8 +248,9 @@ class Recording:
 class MeasuredStep:
     """The times of one step on one rank, in nanoseconds.
 
-    ``starts[k]``: when action ``k`` (a function of the compiled step) began. ``waited[k]``: how long the rank had
-    waited for others by then, since its start. Both have one more entry, for the end of the step.
+    ``step``: its number, from 0. ``starts[k]``: when action ``k`` (a function of the compiled step) began.
+    ``waited[k]``: how long the rank had waited for others by then, since its start. Both have one more entry, for the
+    end of the step.
     """
 
     about: RecorderHeader
@@ -255,8 +269,8 @@ class MeasuredStep:
         ]
 
     def busy(self) -> dict[int, float]:
-        """Return the seconds that each instruction took without waiting for other ranks: instruction index
-        -> seconds.
+        """Return the seconds that each instruction took without waiting for other ranks, as instruction index ->
+        seconds.
         """
         found: dict[int, float] = {}
         for index, start, end, waiting in self.seconds():
@@ -265,7 +279,7 @@ class MeasuredStep:
 
 
 def list_recordings(folder: Path) -> dict[int, Recording]:
-    """Return all recordings in ``folder``: rank -> recording, in ascending order of ranks."""
+    """Return the flight records of all ranks in ``folder``, as rank -> record, in ascending order of ranks."""
     found = {}
     for path in folder.glob("rank-*.times"):
         rank = int(path.stem.split("-")[1])

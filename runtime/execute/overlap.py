@@ -15,11 +15,12 @@ from torch import fx
 
 
 def order_for_overlap(nodes: Sequence[fx.Node], started: Callable[[fx.Node], bool]) -> list[tuple[fx.Node, bool]]:
-    """Return the steps ``(node, wait)`` in execution order: run or start ``node``, or wait for its result.
+    """Return the steps of a graph in execution order, as pairs ``(node, wait)``: run or start ``node``, or wait for its
+    result.
 
     Operators that can run are ordered as follows: first those on which a collective depends, then the others, each in
-    the order of the graph. Operators that read a collective in progress come last. ``started``: whether a node is a
-    collective that is started and waited for.
+    the order of the graph. Operators that read the result of a collective in progress come last. ``started``: tells
+    whether a node is a collective that is started and waited for.
     """
     collectives = [n for n in nodes if started(n)]
     if not collectives:
@@ -74,6 +75,7 @@ def order_for_overlap(nodes: Sequence[fx.Node], started: Callable[[fx.Node], boo
 
 
 def _find_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return ``nodes`` and all nodes on which they depend."""
     seen: set[fx.Node] = set()
     stack = list(nodes)
     while stack:
@@ -96,7 +98,7 @@ _UNSAFE = {
 
 
 def can_alias_operand(node: fx.Node) -> bool:
-    """Whether the result of ``node`` may share memory with its first operand."""
+    """Return whether the result of ``node`` may share memory with its first operand."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True
@@ -107,9 +109,9 @@ def can_alias_operand(node: fx.Node) -> bool:
 
 
 def find_memory_owners(graph: fx.Graph, shares: Callable[[fx.Node], bool]) -> dict[fx.Node, fx.Node]:
-    """Return, for every node, the node that owns the memory of its value. Nodes with the same owner may share memory.
+    """Return each node -> the node that owns the memory of its value. Nodes with the same owner may share memory.
 
-    ``shares``: whether the result of a node may share memory with its first operand.
+    ``shares``: tells whether the result of a node may share memory with its first operand.
     """
     head: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

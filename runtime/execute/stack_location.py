@@ -24,11 +24,11 @@ _COMPILED = "<partition "  # prefix of the file names of code that runtime/execu
 
 @dataclass(frozen=True)
 class RankLocation:
-    """The position of a rank in its program.
+    """Where the main thread of a rank is in its program.
 
-    ``call``, ``node``, ``path`` and ``source`` are the call of a block, the graph node, the module's path and the
-    source line. ``waits``: the ranks that it waits for; ``meeting``: the members of the collective that it is in. Both
-    are empty if it waits for no rank.
+    ``call``, ``node``, ``path`` and ``source``: the part of the model that runs, the graph node, its module's path and
+    its source line. ``waits``: the ranks that it waits for. ``meeting``: the members of the collective that it is in.
+    Both are empty if it waits for no rank. ``line``: the innermost line of Python.
     """
 
     call: str = ""
@@ -48,7 +48,10 @@ class RankLocation:
 
 
 def place_of(frames: Iterator[tuple[FrameType, int]], executor: Executor) -> RankLocation:
-    """Return the position of a rank, from its stack ``frames``: pairs of frame and line number, the innermost first."""
+    """Return where a rank is in its program, from its stack.
+
+    ``frames``: pairs (frame, line number), the innermost first. ``executor``: what runs the rank's instructions.
+    """
     found: dict[str, Any] = {}
     files = {c.filename: c.nodes for c in executor.binder.compiled}
     for frame, line in frames:
@@ -74,15 +77,15 @@ def place_of(frames: Iterator[tuple[FrameType, int]], executor: Executor) -> Ran
 
 
 def walk_stack_frames(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
-    """Yield the frames of a running thread with their line numbers, the innermost first."""
+    """Yield the frames of a running thread with their line numbers, from ``frame``, the innermost, outwards."""
     while frame is not None:
         yield frame, frame.f_lineno
         frame = frame.f_back
 
 
 def walk_traceback_frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    """Return an iterator over the frames that an exception passed through with their line numbers, the
-    innermost first.
+    """Return an iterator over the frames that an exception passed through, with their line numbers, the innermost
+    first.
     """
     found = []
     while traceback is not None:
@@ -92,6 +95,9 @@ def walk_traceback_frames(traceback: TracebackType | None) -> Iterator[tuple[Fra
 
 
 def _describe_node(node: fx.Node) -> dict[str, str]:
+    """Return the name and operator, the module path and the source line of a graph node, as fields of a
+    :class:`RankLocation`.
+    """
     meta = node.meta
     return {
         "node": f"{node.name} ({node.target})",
@@ -126,9 +132,9 @@ def _find_direct_peer(
 
 
 def _find_send_peer(sender: TransferSender, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
-    """Return the receiver of the queue of sends that ``sender`` waits for, as ``{"waits": ranks}``.
+    """Return the rank whose receives ``sender`` waits for, as ``{"waits": ranks}``.
 
-    A Gloo send ends only when the receiver has read it.
+    ``names``: the local variables of the waiting method. A Gloo send ends only when the receiver has read it.
     """
     queue = names.get("under_way")
     stages = [stage for (stage, _), waiting in sender._under_way.items() if waiting is queue]

@@ -32,9 +32,9 @@ _LEAST = 2  # operators that are worth a function of their own
 
 
 class Segment:
-    """A group of operators of a block, compiled on the first call.
+    """A group of operators of a block, compiled to one function at its first call. Threads of a process may share it.
 
-    Safe to share between ranks in threads of a process.
+    ``name``: for messages. ``module``: the operators. ``backend``: name of the ``torch.compile`` backend.
     """
 
     def __init__(self, name: str, module: fx.GraphModule, backend: str) -> None:
@@ -45,6 +45,7 @@ class Segment:
         self.function: Callable[..., Any] = torch.compile(module, backend=backend, fullgraph=True, dynamic=None)
 
     def __call__(self, *arguments: Any) -> Any:
+        """Run the compiled function with ``arguments``, and return its results. Only one thread runs at a time."""
         with one_thread:
             if threading.get_ident() in self._known:
                 return self.function(*arguments)
@@ -53,7 +54,7 @@ class Segment:
             return result
 
     def _call_first_time(self, arguments: tuple[Any, ...]) -> Any:
-        """Call the function for the first time in a thread, which compiles it.
+        """Run the function for the first time in this thread, which compiles it, and return its results.
 
         If compilation fails, log a warning and run the operators one by one from then on.
         """
@@ -76,8 +77,8 @@ class Segment:
 def backend_of(asked: bool | str, device: torch.device) -> str | None:
     """Return the name of the ``torch.compile`` backend for the user's argument ``asked``; ``None`` for no compilation.
 
-    ``asked`` is ``False``, the name of a backend, or ``True`` for Inductor, if its compiler is available on this
-    machine. Raise :class:`LaunchError` for a name that torch does not know.
+    ``asked``: ``False``, the name of a backend, or ``True`` for Inductor, if its compiler is available on this machine.
+    Raise :class:`LaunchError` for a name that torch does not know.
     """
     if asked is False:
         return None
@@ -94,6 +95,9 @@ def backend_of(asked: bool | str, device: torch.device) -> str | None:
 
 
 def _find_missing_compiler(device: torch.device) -> str:
+    """Return what ``torch.compile`` needs for ``device`` and this machine lacks, such as "a C++ compiler"; empty if
+    nothing.
+    """
     if device.type == "cuda":
         return "" if importlib.util.find_spec("triton") else "triton"
     from torch._inductor import config
@@ -106,10 +110,11 @@ def _find_missing_compiler(device: torch.device) -> str:
 def fuse_segments(
     graph: fx.Graph, num_sinks: int, device: torch.device, made: Callable[[int, fx.GraphModule], Callable[..., Any]]
 ) -> fx.Graph:
-    """Return ``graph`` with the operators between its collectives replaced by calls of compiled functions.
+    """Return a copy of ``graph`` in which the operators between its collectives are replaced by calls of compiled
+    functions.
 
-    ``made(number, module)`` returns the compiled function for one part. The last ``num_sinks`` outputs are gradients
-    that are accumulated in place, so matrix products for them are not replaced.
+    ``made(number, module)``: returns the compiled function for one group of operators. The last ``num_sinks`` outputs
+    are gradients that are accumulated in place, so matrix products for them are not replaced.
     """
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     results: tuple[Any, ...] = tuple(graph.output_node().args[0])  # type: ignore[arg-type]
@@ -148,7 +153,10 @@ def _add_segment(
     device: torch.device,
     made: Callable[[fx.GraphModule], Callable[..., Any]],
 ) -> None:
-    """Add to the graph ``new`` one call of a compiled function for the nodes ``inside``, and nodes for its results."""
+    """Add to the graph ``new`` one call of a compiled function for the nodes ``inside``, and nodes for its results.
+
+    ``values``: node of the old graph -> node of ``new``; the results are added to it. ``made``: compiles a module.
+    """
     members = set(inside)
     read = list(dict.fromkeys(o for n in inside for o in n.all_input_nodes if o not in members))
     given = [n for n in inside if any(u not in members for u in n.users)]

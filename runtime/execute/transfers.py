@@ -24,9 +24,10 @@ Direction = tuple[int, str]  # a stage, and the channel to it
 
 
 class PendingReceive:
-    """One instruction that receives values (RECV_F) or gradients (RECV_B) from another stage.
+    """One instruction that receives values (RECV_F) or gradients (RECV_B) from another pipeline stage.
 
-    ``start`` posts the receives, ``finish`` waits for them and passes the tensors to ``place``.
+    ``start`` posts the receives, ``finish`` waits for them and calls ``place(microbatch, name, tensor)`` for each
+    tensor.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class PendingReceive:
 
 
 class TransferSender:
-    """Starts sends of values and gradients to other stages, and keeps the tensors until they have arrived."""
+    """Starts sends of values and gradients to other pipeline stages, and keeps a reference to the tensors until they
+    have arrived.
+    """
 
     def __init__(self, rank: RankProgram, env: Environment, communicator: Communicator) -> None:
         self.rank = rank
@@ -77,6 +80,9 @@ class TransferSender:
         self._released: dict[Direction, int] = {}
 
     def action(self, instruction: Instruction) -> Callable[[], None]:
+        """Return a function without arguments that starts the sends of ``instruction``, a SEND_F (values) or SEND_B
+        (gradients).
+        """
         assert instruction.peer is not None
         assert instruction.microbatch is not None
         channel, microbatch, values = instruction.op[-1], instruction.microbatch, instruction.values
@@ -84,6 +90,7 @@ class TransferSender:
         under_way = self._under_way.setdefault((instruction.peer, channel), deque())
 
         def send() -> None:
+            """Start the sends of all tensors, and keep a reference to each."""
             held = self.env.values[microbatch]
             for value in values:
                 tensor = held[value] if channel == "F" else self.env.gradient(microbatch, value)
@@ -93,9 +100,9 @@ class TransferSender:
         return send
 
     def release(self, direction: Direction, count: int) -> None:
-        """Wait for the first ``count`` sends of the step in ``direction`` (stage, channel), and drop their tensors.
+        """Wait for the first ``count`` sends of the step in ``direction``, and drop their tensors.
 
-        They have certainly arrived, so this does not block for long.
+        ``direction``: pair (pipeline stage, "F" or "B"). They have certainly arrived, so this does not block for long.
         """
         under_way = self._under_way[direction]
         for _ in range(count - self._released.get(direction, 0)):
@@ -110,12 +117,12 @@ class TransferSender:
 
 
 def find_proven_arrivals(rank: RankProgram) -> dict[int, list[tuple[Direction, int]]]:
-    """Return, for each receive of ``rank``, which of its own sends must have arrived by then.
+    """Return, for each receive of ``rank``, how many of its own sends must have arrived by then.
 
-    The result is: index of the receive -> pairs (direction, number of tensors). If a peer sends something after it has
-    read an earlier message, the arrival of the new message proves the arrival of the earlier one. Gloo does not report
-    whether a send has ended, and keeping all sent tensors until the end of the step would hold the gradients of every
-    microbatch.
+    The result is: index of the receive -> pairs ((pipeline stage, "F" or "B"), number of tensors). If a peer sends
+    something after it has read an earlier message, the arrival of the new message proves the arrival of the earlier
+    one. Gloo does not report whether a send has ended, and keeping all sent tensors until the end of the step would
+    hold the gradients of every microbatch.
     """
     found: dict[int, list[tuple[Direction, int]]] = {}
     stages = rank.program.stages
@@ -143,7 +150,8 @@ def find_proven_arrivals(rank: RankProgram) -> dict[int, list[tuple[Direction, i
 
 
 def _first_reads(stage: Stage, instructions: Instructions, source: int) -> dict[str, list[tuple[int, int]]]:
-    """Return, for each channel, the receives of ``stage`` from ``source`` in order, as pairs.
+    """Return, for the channels "F" and "B", what ``stage`` receives from the pipeline stage ``source``, as pairs in
+    order.
 
     A pair has the index of the instruction that first reads the received values, and the number of tensors.
     """
@@ -163,9 +171,9 @@ def early_starts(instructions: Sequence[Instruction]) -> dict[int, list[int]]:
     """Return where each receive is posted: index of an instruction -> indices of the receives to post before it, in
     order.
 
-    A receive is posted one computation early, so that the transfer overlaps with it. Receives of one channel keep their
-    order. A receive is not posted before a computation of its own microbatch: the received values may depend on it, and
-    on a GPU a receive is a kernel that blocks.
+    A receive is posted one computation early, so that the transfer overlaps with it. Receives from one stage and of one
+    kind keep their order. A receive is not posted before a computation of its own microbatch: the received values may
+    depend on it, and on a GPU a receive is a kernel that blocks.
     """
     starts: dict[int, list[int]] = {}
     last: dict[tuple[int | None, str], int] = {}
@@ -189,7 +197,7 @@ def early_starts(instructions: Sequence[Instruction]) -> dict[int, list[int]]:
 def slots_read(instruction: Instruction, stage: Stage) -> list[Slot]:
     """Return the received tensors that ``instruction`` may be the first to read, as (channel, microbatch, value name).
 
-    The channel is "F" for a value and "B" for its gradient.
+    The channel is "F" for a value and "B" for its gradient. ``stage``: the instruction's pipeline stage.
     """
     microbatch = instruction.microbatch
     if microbatch is None:

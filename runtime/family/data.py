@@ -15,7 +15,9 @@ from partitioner.runtime.program.program import Program
 
 
 class InputPadding(Data):
-    """How one input is padded: the dims that grow, and what the new elements are."""
+    """How one input tensor of a batch is padded to the program's shape: the dims that grow, and the values of new
+    elements.
+    """
 
     batch_dim: int | None = Field(default=None, description="The dim of samples. None: the input has none.")
     length_dim: int | None = Field(default=None, description="The dim of positions. None: the input has none.")
@@ -28,8 +30,8 @@ class InputPadding(Data):
 class BatchPadding(Data):
     """The shape of the batches of a program, and how smaller batches are padded to it.
 
-    Padding changes neither the loss nor a gradient nor what the outputs have at real samples and positions:
-    ``passes/padding`` has shown that from the model's graph.
+    Padding changes neither the loss, nor a gradient, nor the outputs at real samples and positions. ``passes/padding``
+    proved this from the model's graph.
     """
 
     batch: int = Field(description="Samples of the program's batch.")
@@ -47,7 +49,9 @@ class BatchPadding(Data):
 
 
 class FurtherProgram(Data):
-    """One more program over the layout of a plan's first program."""
+    """One more program of a plan, such as evaluation or another batch shape. It uses the parameters and buffers in the
+    layout of the plan's first program.
+    """
 
     program: Program = Field(description="The program of all ranks.")
     purpose: Literal["evaluate", "step"] = Field(description="What runs it: Engine.run, or Engine.step.")
@@ -57,7 +61,11 @@ class FurtherProgram(Data):
 
 
 class ProgramFamily(NamedTuple):
-    """All programs of a plan: the first one, the padding of its batches, and the others by name."""
+    """All programs of a plan.
+
+    ``first``: the program of a training step. ``padding``: how its batches are padded; ``None``: batches have exactly
+    the planned shape. ``further``: the other programs by name.
+    """
 
     first: Program
     padding: BatchPadding | None

@@ -23,9 +23,9 @@ Delta = dict[str, Any]
 
 
 def family_of(plan: Any) -> ProgramFamily:
-    """All programs of ``plan``: a :class:`Program`, a plan, or the path of a plan file.
+    """Return all programs of ``plan``: a :class:`Program`, a plan, or the path of a plan file.
 
-    Raises :class:`LaunchError` if there are none, or if the file cannot be read.
+    Raise :class:`LaunchError` if there is no program, or if the file cannot be read.
     """
     first = program_of(plan)
     if isinstance(plan, Program):
@@ -42,7 +42,11 @@ def family_of(plan: Any) -> ProgramFamily:
 
 
 def fold_programs(content: dict[str, Any]) -> dict[str, Any]:
-    """The content of a plan file in which each further program is its difference from the one before it."""
+    """Return the content of a plan file in its compact form, where each program of ``"further"`` is stored as its
+    difference from the program before it.
+
+    ``content``: the content with whole programs, as JSON data. Returned unchanged if it has one program only.
+    """
     if not content.get("further"):
         return content
     before, folded = content["program"], {}
@@ -55,9 +59,10 @@ def fold_programs(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def unfold_programs(content: dict[str, Any]) -> dict[str, Any]:
-    """The content of a plan file in which each further program is whole again.
+    """Return the content of a plan file in which each program of ``"further"`` is whole again.
 
-    Raises :class:`LaunchError` for differences from another program.
+    ``content``: JSON data in which these programs are stored as differences, each from the program before it. Raise
+    :class:`LaunchError` if a difference does not fit.
     """
     if not content.get("further"):
         return content
@@ -74,7 +79,11 @@ def unfold_programs(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_numbers(base: Any, other: Any) -> dict[int, int]:
-    """The whole numbers of ``base`` that mostly have another number in their places in ``other``, and that number."""
+    """Return the integers of ``base`` that become another integer in ``other``, as old -> new.
+
+    ``base`` and ``other``: JSON data of similar structure. Positions that both have are compared; for each integer of
+    ``base`` the most frequent counterpart in ``other`` counts.
+    """
     counts: dict[int, Counter[int]] = {}
     _count_numbers(base, other, counts)
     found = {number: places.most_common(1)[0][0] for number, places in counts.items()}
@@ -82,6 +91,11 @@ def find_numbers(base: Any, other: Any) -> dict[int, int]:
 
 
 def _count_numbers(base: Any, other: Any, counts: dict[int, Counter[int]]) -> None:
+    """Count in ``counts`` (integer of ``base`` -> counter of integers of ``other``) which integers are at equal
+    positions.
+
+    ``base`` and ``other``: JSON data. Dict keys that only one has, and lists of different lengths, are skipped.
+    """
     if isinstance(base, dict) and isinstance(other, dict):
         for key in base.keys() & other.keys():
             _count_numbers(base[key], other[key], counts)
@@ -93,7 +107,9 @@ def _count_numbers(base: Any, other: Any, counts: dict[int, Counter[int]]) -> No
 
 
 def replace_numbers(value: Any, numbers: Mapping[int, int]) -> Any:
-    """``value`` with other whole numbers in place of ``numbers``."""
+    """Return a copy of the JSON data ``value`` in which each integer that is a key of ``numbers`` is replaced by the
+    key's value.
+    """
     if not numbers:
         return value
     if isinstance(value, dict):
@@ -104,7 +120,12 @@ def replace_numbers(value: Any, numbers: Mapping[int, int]) -> Any:
 
 
 def make_delta(base: Any, other: Any) -> Delta:
-    """The difference that :func:`apply_delta` adds to ``base`` to get ``other``."""
+    """Return the difference between two pieces of JSON data, from which :func:`apply_delta` computes ``other`` out of
+    ``base``.
+
+    It is ``{}`` for equal data, ``{"=": other}``, ``{"keys": {key: difference}, "gone": [key]}`` for dicts, or
+    ``{"items": {index: difference}}`` for lists of equal length.
+    """
     if type(base) is type(other):
         if base == other and repr(base) == repr(other):  # 1, 1.0 and True are equal, but other JSON
             return {}
@@ -124,9 +145,10 @@ def _is_nested(value: list[Any]) -> bool:
 
 
 def apply_delta(base: Any, delta: Delta) -> Any:
-    """``base`` with a difference added.
+    """Return the JSON data ``base`` with the difference ``delta`` applied, which :func:`make_delta` returned for
+    ``base``.
 
-    Raises ``KeyError``, ``IndexError`` or ``TypeError`` for a difference from another base.
+    Raise ``KeyError``, ``IndexError`` or ``TypeError`` if ``delta`` is a difference from other data.
     """
     if "=" in delta:
         return delta["="]

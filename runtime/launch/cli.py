@@ -44,7 +44,11 @@ _Number = TypeVar("_Number", int, float)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line, and exit the process: status 0, 1 if a rank failed, 2 for a wrong command line."""
+    """Run ``python -m partitioner.runtime`` with ``arguments`` (by default those of the process), which trains a plan,
+    and exit the process.
+
+    The exit status is 0, 1 if a rank failed, or 2 for a wrong command line.
+    """
     options = _build_parser().parse_args(arguments)
     status = 0
     try:
@@ -75,6 +79,7 @@ def _at_least(kind: Callable[[str], _Number], least: _Number) -> Callable[[str],
 
 
 def _build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line of ``python -m partitioner.runtime``."""
     parser = argparse.ArgumentParser(
         prog="torchrun --nproc-per-node N -m partitioner.runtime",
         description="Train a plan on its ranks for some steps.",
@@ -114,11 +119,10 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _train_patiently(options: argparse.Namespace) -> None:
-    """Train the plan.
+    """Train the plan as the command line ``options`` say.
 
-    If this rank has only lost another one, wait for a few seconds to be ended before raising the error.
-
-    In this way torchrun records only the first cause.
+    If this rank fails only because it has lost another one, wait for some seconds before raising the error, so that
+    torchrun ends this rank and records only the first cause.
     """
     try:
         _train_plan(options)
@@ -129,8 +133,9 @@ def _train_patiently(options: argparse.Namespace) -> None:
 
 
 def _has_gpu() -> bool:
-    """Whether each rank of this node has its own GPU: the only one that it sees, or one of at least as many as local
-    ranks.
+    """Return whether each rank of this node has a GPU of its own.
+
+    That is so if there are at least as many GPUs as ranks on the node, or if each rank sees only its own GPU.
     """
     if not torch.cuda.is_available():
         return False
@@ -144,6 +149,9 @@ def _has_gpu() -> bool:
 
 
 def _train_plan(options: argparse.Namespace) -> None:
+    """Create the engine of this rank, and train the plan as the command line ``options`` say; save the weights if they
+    name a folder.
+    """
     program = program_of(options.plan)
     _check_world(program)
     if options.copies_every and options.checkpoints is None:
@@ -165,6 +173,10 @@ def _train_plan(options: argparse.Namespace) -> None:
 
 
 def _run_steps(engine: Engine, options: argparse.Namespace) -> None:
+    """Train ``engine`` for the number of steps in ``options``, with metrics, checkpoints and checks as they say.
+
+    Exit the process with status 143 after a SIGTERM, when the last step is saved.
+    """
     trained = [p for p in engine.parameters() if p.requires_grad]
     program = engine.program
     train = program.objective == "train" and any(state.requires_grad for state in program.states.values())
@@ -220,7 +232,9 @@ def _run_steps(engine: Engine, options: argparse.Namespace) -> None:
 
 
 def _tell_copies(kept: Checkpoints) -> bool:
-    """Print how much memory the in-memory copies of the training state take. Return whether that is known already."""
+    """Print, on rank 0, how much memory the in-memory copies of the training state take. Return ``False`` if there is
+    no copy yet.
+    """
     copies = kept.copies
     if copies is None or not copies.nbytes:
         return False
@@ -244,7 +258,7 @@ def _batch_file(path: Path) -> dict[str, Tensor]:
 
 
 def random_batch(program: Program, seed: int) -> dict[str, Tensor]:
-    """Return a random global batch for the program, equal on all ranks with the same ``seed``: path -> tensor.
+    """Return a random global batch for the program, as path -> tensor. It is equal on all ranks with the same ``seed``.
 
     Integers are below the number of rows of the smallest embedding table; masks are all ones.
     """

@@ -36,7 +36,7 @@ serve(int(sys.argv[1]))
 
 
 class Child(NamedTuple):
-    """A forked rank: the PID of its process, and this side of its connection."""
+    """A forked process that runs a rank: its PID, and this process's side of the connection to it."""
 
     pid: int
     connection: Connection
@@ -48,9 +48,8 @@ class Child(NamedTuple):
 
 
 class ForkServer:
-    """The client of the fork server, which is started together with this object.
-
-    One server serves the whole process.
+    """The client of a process that has torch loaded and forks ranks in milliseconds. Creating the client starts the
+    process.
     """
 
     def __init__(self) -> None:
@@ -72,18 +71,25 @@ class ForkServer:
         atexit.register(self.close)
 
     def fork(self, arguments: Mapping[str, Any]) -> Child:
-        """Fork a process that calls ``process_pool.serve_rank_requests(connection, **arguments)``, and return it."""
+        """Fork a process that calls ``process_pool.serve_rank_requests(connection, **arguments)``. Return its PID and
+        this side of the connection.
+        """
         ours, theirs = socket.socketpair()
         with ours, theirs:
             answer = self._send_request({"op": "fork", "arguments": dict(arguments)}, theirs.fileno())
             return Child(int(answer["pid"]), Connection(ours.detach()))
 
     def status(self, pid: int) -> int | None:
-        """Return the exit status of a rank, negative for a signal; ``None`` while it runs."""
+        """Return the exit status of the forked process ``pid``, negative for a signal; ``None`` while it runs."""
         status: int | None = self._send_request({"op": "status", "pid": pid})["status"]
         return status
 
     def _send_request(self, request: dict[str, Any], *fds: int) -> dict[str, Any]:
+        """Send a request to the server and return its answer, both as JSON data. ``fds``: file descriptors to pass to
+        it.
+
+        Raise ``RuntimeError`` if the server has ended.
+        """
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(request).encode()], list(fds))
             answer = self._socket.recv(1 << 16)
@@ -97,7 +103,7 @@ class ForkServer:
         return self.process.poll() is None
 
     def close(self) -> None:
-        """End the server, and with it all ranks."""
+        """End the server process, and with it all processes that it has forked."""
         atexit.unregister(self.close)
         self._socket.close()
         if not self._serves:
@@ -115,7 +121,7 @@ _server_lock = threading.Lock()
 
 
 def fork_server() -> ForkServer:
-    """Return the one fork server of this process; start it if it does not run."""
+    """Return the client of the one fork server that this process uses; start the server if it does not run."""
     global _server
     with _server_lock:
         if _server is None or not _server.alive():
@@ -124,7 +130,9 @@ def fork_server() -> ForkServer:
 
 
 def serve(fd: int) -> None:
-    """Run the main loop of the server on the socket ``fd``, until the client closes its side."""
+    """Run the main loop of the fork server: read requests from the socket ``fd`` (a file descriptor) until the client
+    closes its side.
+    """
     from partitioner.runtime.launch import process_pool
 
     process_pool.preload_imports()
@@ -159,6 +167,7 @@ def serve(fd: int) -> None:
 
 
 def _reap_children(running: set[int], statuses: dict[int, int]) -> None:
+    """Move the processes in ``running`` (PIDs) that have ended to ``statuses`` (PID -> exit status)."""
     for pid in list(running):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:

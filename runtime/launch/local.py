@@ -122,9 +122,16 @@ def run_threads(
     """Run one step of ``plan`` with every rank as a thread of this process, on ``device``, and return the whole
     results.
 
-    It takes the arguments of :func:`run_local` and computes the same numbers, but starts no processes. Raise
-    :class:`RankError` if a rank fails, :class:`WeightsError` or :class:`BatchError` if ``model`` or ``inputs`` do not
-    match the plan.
+    Args:
+        model: the weights: a module, a dict of tensors, or a safetensors file or folder.
+        inputs: the whole global batch, in the form that the model takes.
+        precision: floating type to run in instead of the planned one, such as ``fp64`` for comparisons.
+        timeout: seconds that a rank waits for the others.
+        outputs, grads: whether to collect the model's results, and the gradients.
+        seed: seed of the model's random operators.
+
+    Raise :class:`RankError` if a rank fails, :class:`WeightsError` or :class:`BatchError` if ``model`` or ``inputs`` do
+    not match the plan.
     """
     device = torch.device(device)
     program = with_precision(program_of(plan), precision)
@@ -137,6 +144,9 @@ def run_threads(
     failures: list[Failure] = []
 
     def work(rank: int) -> None:
+        """Run the step of ``rank`` in this thread, and store its results. If it fails, release the ranks that wait for
+        it.
+        """
         try:
             communicator = world.communicator(rank)
             engine = Engine(
@@ -176,8 +186,9 @@ def _open_ranks(program: Program, ranks: LocalRanks | None) -> Any:
 
 
 def _find_scratch_folder(program: Program) -> Path | None:
-    """Return ``/dev/shm`` if it has space for twice the weights and results; else ``None``, for the default temporary
-    folder.
+    """Return ``/dev/shm`` if it has space for twice the weights and results of ``program``, else ``None``.
+
+    ``None`` stands for the system's temporary folder.
     """
     needed = 4 * sum(torch.Size(s.shape).numel() * 8 for s in program.states.values())
     if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > needed:
@@ -186,9 +197,9 @@ def _find_scratch_folder(program: Program) -> Path | None:
 
 
 def _ensure_weights_file(program: Program, weights: Weights, path: Path) -> Path:
-    """Return the path of a file with the weights that the program reads; all ranks map it into memory.
+    """Return the path of a file or folder with the weights that the program reads. All ranks map it into memory.
 
-    The file is written to ``path``, unless the weights are from a file already.
+    The file is written to ``path``, unless the weights are from files already.
     """
     if isinstance(weights, FileWeights):
         return Path(weights.origin)

@@ -67,9 +67,9 @@ class RankResults:
 
     Args:
         loss: the loss of the global batch; ``None`` if the program has none.
-        outputs: value -> microbatch -> this rank's shard.
-        grads: parameter -> gradient of this rank's shard.
-        buffers: buffer that the step has changed -> this rank's shard.
+        outputs: value name -> microbatch -> this rank's shard.
+        grads: parameter name -> gradient of this rank's shard.
+        buffers: name of a buffer that the step has changed -> this rank's shard.
     """
 
     rank: int
@@ -99,7 +99,8 @@ class Run:
 
 
 def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> RankResults:
-    """Return the results that ``engine``'s rank contributes after a step. Replicas are contributed by one rank only.
+    """Return the results of the last step that this engine's rank contributes. Replicas are contributed by one rank
+    only.
 
     ``outputs`` and ``grads``: whether to include the model's results and the gradients.
     """
@@ -127,9 +128,9 @@ def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> RankRes
 
 
 def join_rank_results(program: Program, parts: Sequence[RankResults], extra: Mapping[str, Tensor] | None = None) -> Run:
-    """Combine the results of all ranks into the results of the whole model.
+    """Return the results of the whole model, joined from the results ``parts`` of all ranks.
 
-    ``extra``: gradients to add, of parameters for which the program computes none.
+    ``extra``: name -> gradient to add, of parameters for which the program computes none.
     """
     by_rank = {p.rank: p for p in parts}
     leaves = {o.path: _join_output(program, o, by_rank) for o in program.outputs}
@@ -144,7 +145,8 @@ def join_rank_results(program: Program, parts: Sequence[RankResults], extra: Map
 
 
 def _join_state(program: Program, state: str, held: Mapping[int, Tensor]) -> Tensor:
-    """Join the parts of a state's tensor, such as its gradient, to the whole tensor.
+    """Return the whole tensor of the parameter or buffer ``state``, or its gradient, joined from the parts of the
+    ranks.
 
     ``held``: rank -> its part, in ascending order of ranks, without replicas. Parts are cut over ``ep``, then over
     ``tp``, then into ZeRO pieces.
@@ -163,7 +165,8 @@ def _join_state(program: Program, state: str, held: Mapping[int, Tensor]) -> Ten
 
 
 def _join_output(program: Program, output: OutputData, parts: Mapping[int, RankResults]) -> Any:
-    """Return one leaf of the model's result: shards joined over ``tp``, then ``cp``, then over ``dp`` and microbatches.
+    """Return one tensor or constant of the model's result: shards joined over ``tp``, then ``cp``, then ``dp`` and
+    microbatches.
 
     ``parts``: rank -> its results. Return ``None`` if no rank has a part of it.
     """
@@ -187,6 +190,9 @@ def _join_output(program: Program, output: OutputData, parts: Mapping[int, RankR
 
 
 def _rebuild_tree(program: Program, leaves: dict[str, Any]) -> Any:
+    """Return the model's result in its own structure, or ``leaves`` (path -> value) if the structure cannot be
+    rebuilt.
+    """
     if program.tree is not None:
         # A tree of a class that this process does not know stays a dict by path.
         with contextlib.suppress(Exception):
@@ -195,7 +201,10 @@ def _rebuild_tree(program: Program, leaves: dict[str, Any]) -> Any:
 
 
 def unread_gradients(program: Program, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return zero gradients for the model's parameters that require a gradient but that the program does not use."""
+    """Return zero gradients, by name, for the parameters that require a gradient but that the program does not use.
+
+    ``parameters``: name in the model -> tensor.
+    """
     known = {n for name, s in program.states.items() if s.requires_grad for n in model_names(name, s)}
     unread = {n: p for n, p in parameters.items() if n not in known and p.requires_grad}
     return {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in unread.items()}
@@ -206,7 +215,9 @@ def send_message(connection: Connection, kind: str, content: Any = None) -> None
 
 
 def receive_message(connection: Connection) -> tuple[str, Any]:
-    """Return the next message as (kind, content). Raise ``EOFError`` or ``OSError`` if the other side has ended."""
+    """Return the next message from another process as (kind, content). Raise ``EOFError`` or ``OSError`` if that
+    process has ended.
+    """
     kind, content = pickle.loads(connection.recv_bytes())
     return kind, content
 
@@ -222,8 +233,8 @@ _LOOK_S = 0.25  # between two looks at a run that is watched
 class LocalRanks:
     """A pool of ``num_ranks`` local processes that communicate over Gloo, for programs of up to that many ranks.
 
-    It is a context manager. The processes start on first use, and again after a run that failed. ``debug``: verify
-    before every collective that all ranks call it with equal shapes (slow; names both sides of a mismatch).
+    It is a context manager. The processes start on first use, and again after a failure. ``debug``: verify before every
+    collective that all ranks call it with equal shapes (slow; names both sides of a mismatch).
 
         >>> with LocalRanks(2) as ranks:
         ...     pass  # run_local(plan, model, inputs, ranks=ranks)
@@ -250,9 +261,9 @@ class LocalRanks:
         """Call ``function(*arguments)`` on every rank, inside the process group, and return the results in the order of
         ranks.
 
-        The function must be importable by name, and its arguments and results must be picklable. ``watch``: monitors
-        ranks that run a :class:`partitioner.Watch` in its folder; a run that stalls then ends like one that failed, and
-        the error names the cause.
+        The function must be importable by name, and its arguments and results must be picklable. ``watch``: reads the
+        status files that the ranks write; if the ranks stall, they are ended as if one had failed, and the error names
+        the cause.
 
         Raise :class:`RankError` with the first cause if a rank fails, and :class:`RankTimeout` after ``timeout``
         seconds; all ranks are ended in both cases. Raise :class:`LaunchError` for a function that the main script
@@ -277,6 +288,9 @@ class LocalRanks:
             raise
 
     def _start_ranks(self, timeout: float) -> None:
+        """Fork the processes of all ranks and wait until they have formed a process group. ``timeout``: seconds that
+        they wait for each other.
+        """
         self._server = fork_server()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         threads = max(1, (os.cpu_count() or 1) // self.num_ranks)
@@ -299,7 +313,9 @@ class LocalRanks:
     def _collect_answers(self, kind: str, deadline: float, timeout: float, watch: Monitor | None = None) -> list[Any]:
         """Wait until every rank has answered with the message ``kind``, and return the answers in the order of ranks.
 
-        Raise :class:`RankError` if a rank fails, and :class:`RankTimeout` after the ``deadline``.
+        ``deadline``: time of ``time.monotonic()``. ``timeout``: the same as a duration in seconds, for the message.
+        ``watch``: reads the ranks' status files. Raise :class:`RankError` if a rank fails, and :class:`RankTimeout`
+        after the deadline.
         """
         waiting = set(range(self.num_ranks))
         results: dict[int, Any] = {}
@@ -327,9 +343,10 @@ class LocalRanks:
         return [results[rank] for rank in range(self.num_ranks)]
 
     def _explain_failures(self, failures: list[Failure], watch: Monitor | None) -> tuple[Failure, ...]:
-        """Return the failures.
+        """Return ``failures`` with the cause first, completed by what the status files say, such as where a killed rank
+        was.
 
-        The first one is completed by what the monitor knows, such as where a killed rank was.
+        ``watch``: reads the status files; ``None``: there are none.
         """
         first = first_cause(tuple(failures))
         if watch is None:
@@ -342,7 +359,7 @@ class LocalRanks:
         return (cause, *(f for f in failures if f.rank != cause.rank))
 
     def _receive_answers(self, ranks: set[int], timeout: float) -> dict[int, tuple[str, Any]]:
-        """Return the messages that arrive from ``ranks`` within ``timeout`` seconds: rank -> (kind, content).
+        """Return the messages that arrive from ``ranks`` within ``timeout`` seconds, as rank -> (kind, content).
 
         A rank whose process has ended counts as failed.
         """
@@ -357,6 +374,7 @@ class LocalRanks:
         return found
 
     def _describe_death(self, rank: int) -> Failure:
+        """Return the failure of ``rank``, whose process has ended, with its exit status or signal."""
         assert self._server is not None
         for _ in range(20):
             status = self._server.status(self._children[rank].pid)
@@ -367,7 +385,10 @@ class LocalRanks:
         return Failure(rank, f"the process ended {how} and said nothing", DIED)
 
     def _describe_late_ranks(self, ranks: set[int], kind: str, timeout: float) -> str:
-        """Return the text of a timeout error, with the current activity of each rank that has not answered."""
+        """Return the text of a timeout error, with what each rank that has not answered does now.
+
+        ``kind``: the answer that was expected: "ready" or "done". ``timeout``: seconds, for the text.
+        """
         for rank in ranks:
             with contextlib.suppress(OSError):
                 send_message(self._children[rank].connection, "where")
@@ -383,7 +404,7 @@ class LocalRanks:
         return f"{len(ranks)} of {self.num_ranks} ranks did not {task} within {timeout:g} s and were ended:\n  {told}"
 
     def kill(self) -> None:
-        """Kill all processes immediately; the next run starts new ones."""
+        """Kill all processes of the pool immediately. The next call starts new ones."""
         children, self._children = self._children, []
         for child in children:
             child.kill()
@@ -392,7 +413,7 @@ class LocalRanks:
             self._folder = None
 
     def close(self) -> None:
-        """Ask the processes to exit, and kill those that do not."""
+        """Ask the processes of the pool to exit, and kill those that do not within 5 seconds."""
         for child in self._children:
             with contextlib.suppress(OSError):
                 send_message(child.connection, "leave")
@@ -402,7 +423,8 @@ class LocalRanks:
 
 
 def preload_imports() -> None:
-    """Import modules that are usually imported by the first trace or checkpoint, so that forked ranks have them.
+    """Import modules that the first trace or checkpoint would import, so that processes which are forked later have
+    them.
 
     Autograd must not be used here, because its engine does not survive a fork.
     """
@@ -423,7 +445,9 @@ def serve_rank_requests(
 ) -> None:
     """Run the main loop of a rank's process: join the process group, then run requests until the connection closes.
 
-    ``path``: ``sys.path`` of the process that started the ranks, so that its modules can be imported.
+    ``connection``: to the process that started the ranks. ``store``: path of the file through which the ranks find each
+    other. ``threads``: number of torch's threads. ``debug``: verify collectives before they run. ``timeout_s``: seconds
+    that ranks wait for each other. ``path``: ``sys.path`` of the process that started the ranks.
     """
     sys.path[:] = path
     torch.set_num_threads(threads)
@@ -467,7 +491,12 @@ def _forward_requests(
     answer: Callable[[str, Any], None],
     main_thread: int,
 ) -> None:
-    """Forward requests to the main thread. Answer where the main thread is when asked, even while it hangs."""
+    """Forward requests from the connection to the queue of the main thread, until the connection closes. This runs in a
+    thread.
+
+    ``answer``: sends a message back. The request "where" is answered here with where the main thread is, even if that
+    hangs.
+    """
     while True:
         try:
             kind, content = receive_message(connection)
@@ -482,7 +511,9 @@ def _forward_requests(
 
 
 def _locate_thread(thread: int) -> str:
-    """Return a text that names the instruction which ``thread`` executes, or its Python line outside of a program."""
+    """Return a text that names the instruction which the thread (an identifier) executes, or its Python line outside of
+    a program.
+    """
     frame = sys._current_frames().get(thread)
     deepest = traceback.extract_stack(frame)[-1] if frame is not None else None
     while frame is not None:
@@ -497,8 +528,8 @@ def _locate_thread(thread: int) -> str:
 class StepFiles(NamedTuple):
     """The paths of the files for one step that local processes run.
 
-    ``program``, ``weights`` and ``inputs`` are read; each rank writes one of ``results``. ``watch`` is the folder of
-    status files.
+    ``program``, ``weights`` and ``inputs`` are read; each rank writes one of ``results``. ``watch``: folder of the
+    ranks' status files.
     """
 
     program: str
@@ -509,11 +540,10 @@ class StepFiles(NamedTuple):
 
 
 def run_program(files: StepFiles, placement: tuple[int, ...], seed: int, outputs: bool, grads: bool) -> None:
-    """Run one watched step on this rank, and write its results to a file.
+    """Run one step on this rank, and write its results to a file. Do nothing on processes beyond the program's ranks.
 
-    Does nothing on processes beyond the program's ranks.
-
-    ``placement``: device number of each rank; empty: rank i runs on device i.
+    ``files``: what is read and written. ``placement``: device number of each rank; empty: rank i runs on device i.
+    ``outputs``, ``grads``: whether to store the model's results, and the gradients.
     """
     parsed = Program.model_validate_json(Path(files.program).read_text())
     if dist.get_rank() >= parsed.world_size:

@@ -33,7 +33,7 @@ _SETTLE_S = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run torchrun's command line, and exit the process: status 0, or 1 if the run failed."""
+    """Run torchrun with its command line ``arguments``, and exit the process: status 0, or 1 if a rank failed."""
     options = parse_args(list(sys.argv[1:] if arguments is None else arguments))
     own = FOLDER not in os.environ
     folder = Path(tempfile.mkdtemp(prefix="watch-")) if own else Path(os.environ[FOLDER])
@@ -60,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _explain_unreachable_host(endpoint: str) -> str:
-    """Return the error text for a rendezvous host that cannot be reached.
+    """Return the error text for a rendezvous host that cannot be reached. ``endpoint``: its address.
 
-    In this case torchrun has ended its ranks before any of them could report what it lost.
+    In this case torchrun has ended its ranks before any of them could report an error.
     """
     return (
         f"the host where ranks meet, {endpoint}, cannot be reached: it has ended, or its network, or never was there; "
@@ -71,8 +71,10 @@ def _explain_unreachable_host(endpoint: str) -> str:
 
 
 def _find_first_cause(folder: Path, error: ChildFailedError) -> str:
-    """Return a text with the first cause: from the status files of the last attempt, or else the failure that torchrun
-    saw.
+    """Return a text with the first cause of the failure of torchrun's ranks.
+
+    It is read from the status files in ``folder`` of the last restart, or else from the failure that torchrun saw,
+    ``error``.
     """
     rank, first = error.get_first_failure()
     attempts = sorted(folder.glob("attempt-*"), key=lambda p: int(p.name.split("-")[1]))

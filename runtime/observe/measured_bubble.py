@@ -38,8 +38,10 @@ class StepTimes:
         waiting: total duration of waiting for other ranks.
         work: (instruction index, duration) of every computation, in order.
         posted: instruction index -> time of its other actions, such as starting a send, without waiting.
-        sent: (peer stage, channel) -> start time of each send, in order.
-        received: (peer stage, channel) -> (start of waiting, end) of each receive, in order.
+        sent: (index of the pipeline stage at the other end, "F" for values or "B" for gradients) -> start time of each
+            send, in order.
+        received: (index of the pipeline stage at the other end, "F" or "B") -> (start of waiting, end) of each receive,
+            in order.
 
     Points in time are from ``time.perf_counter``, which is the same clock for all processes of a machine.
     """
@@ -55,33 +57,35 @@ class StepTimes:
 
     @property
     def bubble(self) -> float:
-        """The fraction of the step in which the rank computed nothing."""
+        """Return the fraction of the step, from 0 to 1, in which the rank computed nothing."""
         return 1 - self.computing / self.whole
 
 
 @dataclass
 class Times:
-    """The times of all measured steps of one rank; ``bubble`` is the share of time in which it computed nothing."""
+    """The times of all measured steps of one rank, in order."""
 
     steps: list[StepTimes] = field(default_factory=list)
 
     @property
     def bubbles(self) -> list[float]:
-        """For each step, the fraction in which the rank computed nothing."""
+        """Return, for each step, the fraction from 0 to 1 in which the rank computed nothing."""
         return [step.bubble for step in self.steps]
 
     @property
     def bubble(self) -> float:
-        """The fraction of all steps together in which the rank computed nothing; 0 without steps."""
+        """Return the fraction, from 0 to 1, of all steps together in which the rank computed nothing; 0 without
+        steps.
+        """
         whole = sum(step.whole for step in self.steps)
         return 1 - sum(step.computing for step in self.steps) / whole if whole else 0.0
 
 
 @contextmanager
 def timed(engine: Engine) -> Iterator[Times]:
-    """Measure the steps of ``engine`` inside the ``with`` block. The block's variable is a :class:`Times`.
+    """Measure the steps of ``engine`` inside the ``with`` block, whose variable is a :class:`Times` that gets them.
 
-    The overhead is about one microsecond per instruction.
+    Measuring takes about one microsecond per instruction.
     """
     executor, times = engine._executor, Times()
     instructions, actions = executor.rank.instructions, executor.actions
@@ -89,6 +93,10 @@ def timed(engine: Engine) -> Iterator[Times]:
     steps = times.steps
 
     def computes(action: Callable[[], None], index: int) -> Callable[[], None]:
+        """Return a function that runs ``action`` and records its duration as computation of the instruction at
+        ``index``.
+        """
+
         def run() -> None:
             start = clock()
             action()
@@ -99,6 +107,11 @@ def timed(engine: Engine) -> Iterator[Times]:
         return run
 
     def waits(action: Callable[[], None], way: Way | None) -> Callable[[], None]:
+        """Return a function that runs ``action`` and records its duration as waiting.
+
+        ``way``: (index of the pipeline stage at the other end, "F" or "B") of a receive, or ``None``.
+        """
+
         def run() -> None:
             start = clock()
             action()
@@ -110,6 +123,12 @@ def timed(engine: Engine) -> Iterator[Times]:
         return run
 
     def posts(action: Callable[[], None], index: int, way: Way | None) -> Callable[[], None]:
+        """Return a function that runs ``action`` and records its duration as neither computation nor waiting.
+
+        ``index``: position of the instruction. ``way``: (index of the pipeline stage at the other end, "F" or "B") of a
+        send, or ``None``.
+        """
+
         def run() -> None:
             start = clock()
             if way is not None:

@@ -58,11 +58,12 @@ class StepMetrics:
     Args:
         step: number of batches so far, which is ``engine.steps``.
         seconds: time since the previous metrics, with everything that the training script does.
+        loss: the loss that the script passed; ``None`` if it passed none.
         tokens_per_s: tokens per second of the global batches; ``samples_per_s`` likewise.
         mfu: the model's FLOPs per second as a share of the peak of all devices.
         memory: peak bytes on this rank so far: allocated on the CUDA device, or resident in a process on the CPU.
-        bubble: the share of the last batch's time in which ranks wait for others. It is the mean over the ranks on this
-            host if they are watched, or else this rank's share.
+        bubble: the share of the last batch's time in which ranks wait for others, from 0 to 1. It is the mean over the
+            ranks on this host if their flight records are read, or else this rank's share.
     """
 
     step: int
@@ -82,14 +83,14 @@ class StepMetrics:
 
 
 class StepLog:
-    """Measures the steps of ``engine``. Create one on every rank, or only on the first rank.
+    """Measures the training steps of ``engine``. Create one on every rank, or only on the first rank.
 
     Args:
         plan: the plan or the path of its file, whose estimate is needed for the MFU.
         folder: folder for ``metrics.jsonl`` and TensorBoard's event files, which are continued if they exist. The file
             has one line for each step. If a step is repeated, after a restart or a return to an earlier checkpoint, its
             line is replaced.
-        watch: the folder of :class:`partitioner.Watch`, from which the bubble of all ranks is read.
+        watch: the folder of :class:`partitioner.Watch`, from which the waiting times of all ranks are read.
     """
 
     def __init__(
@@ -120,8 +121,8 @@ class StepLog:
         """Return the metrics of the time since the last call, or since the log was created, and write them to the
         files.
 
-        Call it once per optimizer step, before or after ``optimizer.step()``. ``more``: further numbers for the files.
-        The loss is read, which waits for it on a CUDA device.
+        Call it once per optimizer step, before or after ``optimizer.step()``. ``loss``: the loss of the step, which is
+        read; on a GPU this waits for it. ``more``: further numbers for the files, by name.
         """
         value = float(loss) if loss is not None else None
         now = time.perf_counter()
@@ -149,6 +150,11 @@ class StepLog:
             self._lines.close()
 
     def _measure_bubble(self, seconds: float, waiting: float) -> float | None:
+        """Return the share of time, from 0 to 1, in which ranks wait for others.
+
+        ``seconds``, ``waiting``: duration, and waiting time of this rank, since the last call. They are used if there
+        are no records of other ranks.
+        """
         if self.engine.program.world_size == 1:
             return 0.0
         steps = [] if self.watch is None else [s for r in list_recordings(self.watch).values() if (s := r.last_step())]
@@ -157,7 +163,9 @@ class StepLog:
 
 
 class _Lines:
-    """Writes one entry per step, in order, to ``metrics.jsonl`` and TensorBoard in ``folder``."""
+    """Writes one entry per step, in order, to ``metrics.jsonl`` in ``folder`` and to TensorBoard, if it is
+    installed.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -169,6 +177,9 @@ class _Lines:
         self._step = 0  # of the last entry
 
     def write(self, step: int, content: Mapping[str, Any]) -> None:
+        """Write the entry of ``step``. ``content``: name of the figure -> number. Entries of this and later steps are
+        replaced.
+        """
         if self._file is None or step <= self._step:
             self._resume_at_step(step)
         assert self._file is not None
@@ -181,7 +192,7 @@ class _Lines:
         self._step = step
 
     def _resume_at_step(self, step: int) -> None:
-        """Open the files to continue with ``step``. Existing entries of this step and of later ones are removed."""
+        """Open the files to write from ``step`` on. Existing entries of this step and of later ones are removed."""
         self.close()
         lines = self.path.read_text(errors="replace").splitlines(keepends=True) if self.path.exists() else []
         kept = [line for line in lines if _is_before(line, step)]
@@ -198,7 +209,9 @@ class _Lines:
 
 
 def _is_before(line: str, step: int) -> bool:
-    """Whether a line of the file is complete and its step is before ``step``. True for lines without a step."""
+    """Return whether ``line`` of ``metrics.jsonl`` is complete and its step is before ``step``. A line without a step
+    counts as before.
+    """
     try:
         found = json.loads(line) if line.endswith("\n") else None
     except ValueError:
@@ -213,8 +226,8 @@ def waiting_share(step: MeasuredStep) -> float:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak bytes of this process so far: allocated by torch on a CUDA ``device``, or else resident in
-    memory.
+    """Return the peak bytes of this process so far: allocated by torch on ``device`` if it is a GPU, or else resident
+    in memory.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -222,9 +235,9 @@ def peak_memory(device: torch.device) -> int:
 
 
 def _full_speed(plan: Any) -> float | None:
-    """Return the seconds that a step would take at the peak FLOPs of all devices; ``None`` if the plan has no estimate.
+    """Return the seconds that a step would take at the peak FLOPs of all devices; ``None`` if ``plan`` has no estimate.
 
-    It is the estimated step time, multiplied by the estimated MFU.
+    ``plan``: a plan or the path of its file. The result is the estimated step time, multiplied by the estimated MFU.
     """
     estimate: Any = getattr(plan, "estimate", None)
     if estimate is not None:
@@ -238,7 +251,9 @@ def _full_speed(plan: Any) -> float | None:
 
 
 def _open_tensorboard(folder: Path, step: int) -> Any:
-    """Return a TensorBoard writer that hides entries from ``step`` on; ``None`` if TensorBoard is not installed."""
+    """Return a TensorBoard writer to ``folder`` that hides entries from ``step`` on; ``None`` if TensorBoard is not
+    installed.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -286,9 +301,9 @@ class LossSpikes:
         self._above: deque[float] = deque(maxlen=max(1, window // 4))
 
     def see(self, step: int, loss: float) -> LossSpike | None:
-        """Add the loss of ``step``.
+        """Add the loss of ``step``. Return a :class:`LossSpike` if it is far above the recent losses, else ``None``.
 
-        Return a :class:`LossSpike` if it is one, else ``None``. NaN and infinity are always spikes.
+        NaN and infinity are always spikes.
         """
         found = self._detect_spike(step, loss)
         if found is None:
@@ -302,6 +317,9 @@ class LossSpikes:
         return found
 
     def _detect_spike(self, step: int, loss: float) -> LossSpike | None:
+        """Return a :class:`LossSpike` if ``loss``, that of ``step``, is not finite or far above the recent losses, else
+        ``None``.
+        """
         if not math.isfinite(loss):
             return LossSpike(step, loss, median(self._usual) if self._usual else math.nan, math.inf)
         if len(self._usual) < self.least:

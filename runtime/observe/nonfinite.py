@@ -28,9 +28,8 @@ KIND = "NonFinite"
 
 
 class NonFiniteError(InstructionError):
-    """The loss or a gradient is not finite.
-
-    The message names the first operator, and its rank, that produced such a value.
+    """Raised if the loss or a gradient is NaN or infinite. The message names the rank and the operator that first
+    produced such a value.
     """
 
 
@@ -38,8 +37,9 @@ class NonFiniteError(InstructionError):
 class NonFiniteOrigin:
     """An operator that produced the first NaN, or the first infinity, on its rank.
 
-    ``at`` is the time in seconds of the host's monotonic clock, and ``what`` a description for the message.
-    ``from_infinity``: an operand of the operator was infinite.
+    ``at``: time in seconds of the host's monotonic clock. ``index``, ``instruction``: position and printed form of the
+    instruction. ``node``, ``path``, ``source``, ``call``: graph node, its module, its source line, and the module that
+    ran. ``what``: description for the message. ``from_infinity``: an operand of the operator was infinite.
     """
 
     at: float
@@ -56,8 +56,8 @@ class NonFiniteOrigin:
 
 
 def check_finite(engine: Engine, batch: Any, *, gradients: bool = True, local: bool = False) -> None:
-    """Raise :class:`NonFiniteError` on all ranks if the loss, or with ``gradients`` a gradient, of any rank is not
-    finite.
+    """Raise :class:`NonFiniteError` on all ranks if the loss, or with ``gradients`` a gradient, of any rank is NaN or
+    infinite.
 
     All ranks call this after ``engine.step(batch, local=local)`` and before they use the gradients. It reads every
     gradient once. If a value is not finite, the step is repeated to find the operator that produced it.
@@ -74,10 +74,12 @@ def check_finite(engine: Engine, batch: Any, *, gradients: bool = True, local: b
 
 
 def find_nonfinite(engine: Engine, batch: Any, local: bool = False) -> Failure:
-    """Repeat the last step on ``batch``, and return the first operator that produced a NaN or infinity, as a failure.
+    """Repeat the last step on ``batch``, and return a description of the first operator that produced a NaN or
+    infinity.
 
-    The failure names rank, instruction and graph node. All ranks call this before the optimizer changes the weights.
-    The engine's step count and loss scale are not changed; the gradients are computed again.
+    It names rank, instruction and graph node. ``local``: ``batch`` has only this rank's samples. All ranks call this
+    before the optimizer changes the weights. The engine's step count and loss scale are not changed; the gradients are
+    computed again.
     """
     told = _of_all(engine, _find_nonfinite_inputs(engine, batch, local))  # one rank's own shard or samples may have it
     if not told:
@@ -90,9 +92,9 @@ def find_nonfinite(engine: Engine, batch: Any, local: bool = False) -> Failure:
 
 @contextmanager
 def _replay_step(engine: Engine) -> Iterator[None]:
-    """Context in which a step repeats the last one.
+    """Let a step inside the ``with`` block repeat the last one, with the same random numbers, loss scale and buffers.
 
-    Afterwards, counters, loss scale, buffers and residuals are as before.
+    Afterwards, step count, loss scale, buffers and rounding errors of gradient compression are restored.
     """
     steps, residuals = engine.steps, engine._gradients.residuals
     kept = {place: residual.clone() for place, residual in residuals.items()}
@@ -108,7 +110,7 @@ def _replay_step(engine: Engine) -> Iterator[None]:
 
 
 class _NonFiniteFinder:
-    """Records the first operator with a NaN and the first with an infinity among its results, on this rank."""
+    """Records the first operator on this rank with a NaN among its results, and the first with an infinity."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -119,6 +121,9 @@ class _NonFiniteFinder:
         return [o for o in (self.nan, self.infinity) if o is not None]
 
     def see(self, operation: ProbedOperation) -> None:
+        """Record ``operation`` if it is the first on this rank that produces a NaN or an infinity which its operands do
+        not have.
+        """
         if self.nan is not None:
             return
         made = [_find_nan_and_infinity(x) for x in operation.outputs]
@@ -134,6 +139,9 @@ class _NonFiniteFinder:
             self.infinity = self._make_origin(operation, False, False)
 
     def _make_origin(self, operation: ProbedOperation, is_nan: bool, from_infinity: bool) -> NonFiniteOrigin:
+        """Return the record of ``operation``. ``is_nan``: it produced a NaN, else an infinity. ``from_infinity``: an
+        operand was infinite.
+        """
         place = operation.place()
         return NonFiniteOrigin(
             at=time.monotonic(),
@@ -160,12 +168,18 @@ def _find_nan_and_infinity(x: Tensor) -> tuple[bool, bool]:
 
 
 def _asked_for(operation: ProbedOperation) -> bool:
-    """Whether an argument of the operator is an infinite number, such as in ``masked_fill(mask, -inf)``."""
+    """Return whether an argument of the operator is an infinite number, as in ``masked_fill(mask, -inf)``, so that its
+    infinity is intended.
+    """
     return any(isinstance(s, float) and math.isinf(s) for s in operation.scalars)
 
 
 def _find_nonfinite_inputs(engine: Engine, batch: Any, local: bool) -> list[NonFiniteOrigin]:
-    """Return an origin if a parameter or an input of the batch contains a NaN before the step; else an empty list."""
+    """Return a list with one record if a parameter or an input of the batch contains a NaN before the step; else an
+    empty list.
+
+    ``local``: ``batch`` has only this rank's samples.
+    """
     inputs = own_values(engine.program, engine.share, batch, True) if local else batch_values(engine.program, batch)
     tensors: Mapping[str, Tensor] = {
         **{f"parameter {n}": p.detach() for n, p in engine.named_parameters()},
@@ -179,6 +193,10 @@ def _find_nonfinite_inputs(engine: Engine, batch: Any, local: bool) -> list[NonF
 
 
 def _origins_to_failure(origins: list[NonFiniteOrigin], step: int) -> Failure:
+    """Return the description of the first operator, over all ranks, that produced a NaN or infinity.
+
+    ``origins``: the records of all ranks. ``step``: number of the step, from 1.
+    """
     nans = sorted((o for o in origins if o.is_nan), key=lambda o: (o.at, o.rank))
     infinities = sorted((o for o in origins if not o.is_nan), key=lambda o: (o.at, o.rank))
     if not nans and not infinities:
@@ -207,7 +225,7 @@ def _origins_to_failure(origins: list[NonFiniteOrigin], step: int) -> Failure:
 
 
 def _of_all(engine: Engine, seen: list[NonFiniteOrigin]) -> list[NonFiniteOrigin]:
-    """Return the origins that all ranks have found, on all ranks."""
+    """Return the records of all ranks. All ranks call this, each with its own records ``seen``."""
     return [
         NonFiniteOrigin(**data)
         for found in _all_gather_json(engine, json.dumps([asdict(o) for o in seen]))
@@ -216,7 +234,7 @@ def _of_all(engine: Engine, seen: list[NonFiniteOrigin]) -> list[NonFiniteOrigin
 
 
 def _all_gather_json(engine: Engine, text: str) -> list[Any]:
-    """Return the parsed JSON ``text`` of every rank, in the order of ranks, on all ranks."""
+    """Return the parsed JSON ``text`` of every rank, in the order of ranks. All ranks call this."""
     communicator = engine.communicator
     group = all_ranks(communicator, engine.program.world_size)
     content = text.encode()

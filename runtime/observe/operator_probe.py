@@ -39,9 +39,11 @@ from partitioner.runtime.execute.stack_location import RankLocation, place_of, w
 
 @dataclass(frozen=True)
 class ProbedOperation:
-    """One operator that has run. ``inputs`` and ``outputs`` are its tensors, ``scalars`` its other arguments.
+    """One operator that has run.
 
-    ``place`` returns its position in the model; call it only while the operator is being reported.
+    ``step``: number of the training step, from 1. ``index``, ``instruction``: position and printed form of the
+    instruction. ``inputs``, ``outputs``: its tensors. ``scalars``: its other arguments. ``place()`` returns its
+    position in the model; call it only while the operator is being reported.
     """
 
     rank: int
@@ -61,6 +63,10 @@ _PYTORCH = os.path.dirname(torch.__file__)
 
 
 class _OperatorProbe(TorchDispatchMode):
+    """A torch dispatch mode that calls ``see`` with every operator that runs. ``index``: position of the current
+    instruction.
+    """
+
     def __init__(self, engine: Engine, see: Callable[[ProbedOperation], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.executor: Executor = engine._executor
@@ -71,6 +77,9 @@ class _OperatorProbe(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run the operator ``func``, report it, and return its result. Operators on communication buffers are not
+        reported.
+        """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         frame = sys._getframe(1)
@@ -93,7 +102,10 @@ class _OperatorProbe(TorchDispatchMode):
 
 
 def _is_buffer(frame: FrameType | None, func: Any) -> bool:
-    """Whether an operator works on memory that is not filled yet, such as a communication buffer."""
+    """Return whether the operator ``func`` works on memory that is not filled yet, such as a communication buffer.
+
+    ``frame``: the stack frame that called it.
+    """
     if "empty" in str(func):
         return True
     while frame is not None and frame.f_code.co_filename.startswith(_PYTORCH):
@@ -103,12 +115,16 @@ def _is_buffer(frame: FrameType | None, func: Any) -> bool:
 
 @contextmanager
 def probe_operators(engine: Engine, see: Callable[[ProbedOperation], None]) -> Iterator[None]:
-    """Context in which ``see`` is called with every operator of the steps of ``engine``, after it has run."""
+    """Call ``see`` with every operator of the steps of ``engine`` inside the ``with`` block, after the operator has
+    run.
+    """
     executor = engine._executor
     plain = list(executor.actions)
     probe = _OperatorProbe(engine, see)
 
     def within(index: int, action: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that runs ``action``, of the instruction at ``index``, with its operators reported."""
+
         def run() -> None:
             probe.index = index
             with probe:
@@ -137,10 +153,11 @@ def hash_of(x: Tensor) -> str:
 
 @contextmanager
 def record_hashes(engine: Engine, folder: str | Path) -> Iterator[None]:
-    """Write ``rank-<rank>.hashes`` to ``folder``: a line of JSON per operator of the steps in the ``with`` block.
+    """Write hashes of the operands and results of every operator of the steps in the ``with`` block to a file in
+    ``folder``.
 
-    All ranks call it. A step takes many times as long as usual. :func:`partitioner.debug.compare_runs` finds the first
-    operator that differs between two folders.
+    All ranks call this. The file ``rank-<rank>.hashes`` has a line of JSON per operator. A step takes many times as
+    long as usual. :func:`partitioner.debug.compare_runs` finds the first operator that differs between two folders.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -152,10 +169,17 @@ def record_hashes(engine: Engine, folder: str | Path) -> Iterator[None]:
 
 
 class _HashWriter:
+    """Writes a line of JSON to ``file`` for every operator: its position in the program, and hashes of operands and
+    results.
+    """
+
     def __init__(self, file: IO[str]) -> None:
         self.file = file
 
     def see(self, operation: ProbedOperation) -> None:
+        """Write a line of JSON for ``operation``: its position in the program, and hashes of its operands and
+        results.
+        """
         place = operation.place()
         line = {
             "step": operation.step,
@@ -174,11 +198,12 @@ class _HashWriter:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first operator of a rank whose record differs between two runs.
+    """The first operator of a rank whose recorded hashes differ between two runs of the same plan.
 
-    ``own``: its operands are equal and its results differ. Otherwise its operands differ already, because of a
-    collective, a transfer, or a tensor from outside of the step. ``instead``: the operator that ran at this point in
-    the first run, if it is another one.
+    ``step``: number of the training step, from 1. ``index``, ``instruction``: position and printed form of the
+    instruction. ``own``: its operands are equal and its results differ. Otherwise its operands differ already, because
+    of a collective, a transfer, or a tensor from outside of the step. ``instead``: the operator that ran at this point
+    in the first run, if it is another one.
     """
 
     rank: int
@@ -205,8 +230,8 @@ class Difference:
 
 
 def compare_runs(one: str | Path, other: str | Path) -> Difference | None:
-    """Return the first difference between the runs that wrote the folders ``one`` and ``other``; ``None`` if there is
-    none.
+    """Return the first difference between two runs whose hashes are in the folders ``one`` and ``other``; ``None`` if
+    there is none.
 
     If several ranks differ in the same step, a rank whose own operator produced the difference comes first, then the
     earliest instruction. Raise :class:`LaunchError` if a folder has no hashes, or if the runs are of different plans.
@@ -227,6 +252,10 @@ def compare_runs(one: str | Path, other: str | Path) -> Difference | None:
 
 
 def _find_first_difference(rank: int, one: Path, other: Path) -> Difference | None:
+    """Return the first difference between two files of hashes of ``rank``; ``None`` if they are equal.
+
+    Raise :class:`LaunchError` if one file ends before the other.
+    """
     with one.open() as first, other.open() as second:
         for a, b in zip_longest(first, second):
             if a == b:
@@ -239,6 +268,9 @@ def _find_first_difference(rank: int, one: Path, other: Path) -> Difference | No
 
 
 def _make_difference(rank: int, mine: dict[str, Any], yours: dict[str, Any]) -> Difference:
+    """Return the difference of ``rank`` between two parsed lines of its files of hashes: ``mine`` of the first run,
+    ``yours`` of the second.
+    """
     names = ("step", "index", "instruction", "operator", "call", "node", "path", "source")
     same = all(mine[n] == yours[n] for n in ("step", "index", "operator"))
     own = not same or mine["in"] == yours["in"]

@@ -25,7 +25,11 @@ MEASURED = "measured"
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """The time of one instruction of one rank, in seconds from the start of the step. ``waiting`` is included in it."""
+    """The time of one instruction of one rank, in seconds from the start of the step.
+
+    ``stage``: index of the pipeline stage. ``index``, ``text``, ``op``: position, printed form and kind of the
+    instruction. ``waiting``: the part of the time spent waiting for other ranks.
+    """
 
     rank: int
     stage: int
@@ -38,7 +42,7 @@ class TraceSpan:
 
 
 def measured_steps(folder: str | Path) -> list[MeasuredStep]:
-    """Return the last step of each rank, as recorded in the watched ``folder``.
+    """Return the times of the last step of each rank, from the flight records in ``folder``.
 
     Raise :class:`LaunchError` unless all ranks have completed the same step.
     """
@@ -53,9 +57,9 @@ def measured_steps(folder: str | Path) -> list[MeasuredStep]:
 
 
 def spans_of(steps: Sequence[MeasuredStep]) -> list[TraceSpan]:
-    """Return the times of all instructions of a measured step, over all ranks, in seconds from its start.
+    """Return the times of all instructions of one step, over all ranks, in seconds from the start of the step.
 
-    An instruction that starts a transfer and ends it later has two spans.
+    ``steps``: the measured step of each rank. An instruction that starts a transfer and ends it later occurs twice.
     """
     begin = min(_convert_to_wall_clock(s, s.starts[0] * 1e-9) for s in steps)
     spans = []
@@ -70,14 +74,18 @@ def spans_of(steps: Sequence[MeasuredStep]) -> list[TraceSpan]:
 
 
 def _convert_to_wall_clock(step: MeasuredStep, seconds: float) -> float:
-    """Convert seconds of a host's monotonic clock to the time of day, which is comparable between hosts."""
+    """Return the time of day, in seconds, for ``seconds`` of the monotonic clock of the host of ``step``.
+
+    The time of day is comparable between hosts.
+    """
     return seconds + step.about.clock_s
 
 
 def events_of(spans: Iterable[TraceSpan], steps: Sequence[MeasuredStep], first_process: int = 0) -> list[Event]:
-    """Return the trace events of a measured step.
+    """Return the events, in the Trace Event Format, of a measured step.
 
-    The number of a rank's process in the trace is ``first_process + rank``.
+    ``spans``: times of the instructions. ``steps``: the measured step of each rank. A rank's process in the trace has
+    the number ``first_process + rank``.
     """
     events: list[Event] = []
     for step in steps:
@@ -97,7 +105,11 @@ def events_of(spans: Iterable[TraceSpan], steps: Sequence[MeasuredStep], first_p
 
 
 def _list_flows(spans: Sequence[TraceSpan], steps: Sequence[MeasuredStep], first_process: int) -> list[Event]:
-    """Return the arrows from the start of each send to the end of its receive."""
+    """Return the trace events of arrows from the start of each send to the end of its receive.
+
+    ``spans``: times of the instructions. ``steps``: the measured step of each rank. A rank's process in the trace has
+    the number ``first_process + rank``.
+    """
     about = {s.about.rank: s.about for s in steps}
     stride = _compute_stride(steps)
     sends: dict[tuple[int, int, str, int | None, tuple[str, ...]], TraceSpan] = {}
@@ -125,6 +137,9 @@ def _compute_stride(steps: Sequence[MeasuredStep]) -> int:
 
 
 def process_name(process: int, name: str, place: int) -> list[Event]:
+    """Return the trace events that give the process number ``process`` a name, and a place in the order of
+    processes.
+    """
     return [
         {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}},
         {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": place}},
@@ -134,7 +149,10 @@ def process_name(process: int, name: str, place: int) -> list[Event]:
 def make_complete_event(
     name: str, category: str, process: int, start: float, end: float, args: Mapping[str, Any], thread: int = 0
 ) -> Event:
-    """Return a trace event with start and end, which are given in seconds; the format stores microseconds."""
+    """Return a trace event with a start and an end, which are given in seconds; the format stores microseconds.
+
+    ``process`` and ``thread``: numbers in the trace. ``args``: further data to store in the event.
+    """
     event = {"ph": "X", "name": name, "cat": category, "pid": process, "tid": thread, "args": dict(args)}
     return {**event, "ts": start * 1e6, "dur": max(0.0, end - start) * 1e6}
 
@@ -142,9 +160,11 @@ def make_complete_event(
 def make_flow_events(
     number: int, source: int, start: float, target: int, end: float, threads: tuple[int, int] = (0, 0)
 ) -> list[Event]:
-    """Return the two trace events of an arrow from ``start`` in one process to ``end`` in another, given in seconds.
+    """Return the two trace events of an arrow from the time ``start`` in one process to the time ``end`` in another, in
+    seconds.
 
-    Other events must contain these times, because the ends of the arrow are attached to them.
+    ``number``: identifies the arrow. ``source``, ``target``: numbers of the processes in the trace; ``threads``:
+    numbers of their threads. Other events must contain these times, because the ends of the arrow are attached to them.
     """
     both = {"name": "transfer", "cat": "transfer", "id": number}
     return [
@@ -158,7 +178,7 @@ def write_trace(path: str | Path, events: Sequence[Event]) -> Path:
 
 
 def read_spans(path: str | Path) -> list[TraceSpan]:
-    """Return the instruction times of the measured step in a trace file.
+    """Return the times of the instructions of the measured step in the trace file ``path``.
 
     Raise :class:`LaunchError` if the file has none or cannot be read.
     """

@@ -32,20 +32,20 @@ Flags = tuple[bool, ...]
 
 @dataclass(frozen=True)
 class CallFacts:
-    """Gradients, collectives and memory of one call of a block on one pipeline stage.
+    """Gradients, collectives and memory of one call of a block (a piece of the model) on one pipeline stage.
 
     ``takes``: names of the outputs whose gradients the call's backward reads. ``gives`` and ``adds``: names of the
-    input values and of the states (parameters) to whose gradients its backward adds. ``forward``, ``backward``,
-    ``input_backward``, ``weight_backward``: the collectives of each of these graphs, in execution order.
+    inputs and of the parameters to whose gradients its backward adds. ``forward``, ``backward``, ``input_backward``,
+    ``weight_backward``: the collectives of each of these graphs, in execution order.
 
     ``keeps``: names of the inputs and outputs that are saved for backward. ``kept_bytes``: bytes of all other saved
-    tensors. ``moves``: the values of ``keeps`` that an OFFLOAD instruction moves to host memory, because no other call
-    of the stage reads them.
+    tensors. ``moves``: the part of ``keeps`` that offloading moves to host memory, because no other call of the stage
+    reads it.
 
-    ``recomputed``: whether backward recomputes the whole call. ``slim``: whether it recomputes only the nodes that the
-    block lists in ``again``. ``recomputed_bytes``: bytes of the recomputed tensors, held while backward runs.
-    ``carries`` and ``carried_bytes``: names of the values, and bytes of the other tensors, that are held between the
-    input half of the backward (I) and the weight half (W).
+    ``recomputed``: whether backward recomputes the whole call. ``slim``: whether it recomputes only cheap nodes.
+    ``recomputed_bytes``: bytes of the recomputed tensors, held while backward runs. ``carries`` and ``carried_bytes``:
+    names of the inputs and outputs, and bytes of other tensors, held between the input half of the backward (I) and the
+    weight half (W).
     """
 
     data: CallData
@@ -70,10 +70,10 @@ class CallFacts:
         return bool(self.gives or self.adds)
 
     def collectives(self, op: str) -> tuple[CollectiveUse, ...]:
-        """Return the collectives, in execution order, that an instruction ``op`` ("F", "B", "I" or "W") runs for this
-        call.
+        """Return the collectives, in execution order, that this call runs in an instruction of kind ``op``.
 
-        B and I include the forward collectives if backward recomputes the call.
+        ``op``: "F" forward, "B" backward, "I" its half for inputs, "W" its half for weights. B and I include the
+        forward collectives if backward recomputes the call.
         """
         again = self.forward if self.recomputed else ()
         parts = {
@@ -86,7 +86,7 @@ class CallFacts:
 
 
 class ProgramFacts:
-    """Facts (gradients, collectives and memory) about all calls of a program, each computed on first access.
+    """Gradients, collectives and memory of all calls of a program, each computed on first access.
 
     A call is one use of a block, such as a layer. The names and shapes of the program must already be consistent
     (``runtime/prove/structure.py`` checks this).
@@ -98,10 +98,10 @@ class ProgramFacts:
         self._sizes: dict[str, StateSizes] = {}
 
     def grown(self, steps: int) -> ProgramFacts:
-        """Return the facts of this program for another number of microbatches.
+        """Return gradients, collectives and memory of all calls of the same program for another number of microbatches.
 
-        Every stage's instruction list is expanded by ``steps`` repetitions of its steady state. Every list must be a
-        :class:`Listing`.
+        Every stage's instruction list becomes its shortest form, extended ``steps`` times by ``unit`` microbatches.
+        Every list must be a :class:`Listing`.
         """
         stages, microbatches = [], self.program.num_microbatches
         for stage in self.program.stages:
@@ -112,7 +112,9 @@ class ProgramFacts:
         return self._copy_with_changes(stages=tuple(stages), num_microbatches=microbatches)
 
     def of_share(self, num_microbatches: int) -> ProgramFacts:
-        """Return the facts of this program for ranks that run only the first ``num_microbatches`` microbatches."""
+        """Return gradients, collectives and memory of all calls for ranks that run only the first ``num_microbatches``
+        microbatches.
+        """
         if num_microbatches == self.program.num_microbatches:
             return self
         return self._copy_with_changes(
@@ -139,7 +141,8 @@ class ProgramFacts:
 
     @cached_property
     def order(self) -> list[tuple[int, int]]:
-        """All calls as (stage, position on the stage), sorted so that each follows the calls whose outputs it reads.
+        """Return all calls as (stage index, position on the stage), sorted so that each follows the calls whose outputs
+        it reads.
 
         A call is left out if no call or batch input produces one of its inputs.
         """
@@ -165,7 +168,7 @@ class ProgramFacts:
 
     @cached_property
     def trainable(self) -> frozenset[str]:
-        """The names of the parameters that require a gradient; empty if the program is for inference."""
+        """Return the names of the parameters that require a gradient; empty if the program is for inference."""
         if self.program.objective != "train":
             return frozenset()
         states = self.program.states.items()
@@ -173,7 +176,7 @@ class ProgramFacts:
 
     @cached_property
     def flow(self) -> GradientFlow:
-        """The values and states that get a gradient in each call, for the calls in :attr:`order`."""
+        """Return which tensors and parameters get a gradient, in total and in each call of :attr:`order`."""
         paths = {name: gradient_paths(block) for name, block in self.blocks.items()}
         return gradient_flow([self.call(p) for p in self.order], paths, self.trainable, self.program.loss)
 
@@ -184,45 +187,54 @@ class ProgramFacts:
 
     @cached_property
     def _staying_values(self) -> tuple[frozenset[str], ...]:
-        """For each stage, the names of the values that stay on the device when activations are moved to host memory."""
+        """Return, for each pipeline stage, the names of the tensors that stay on the device when activations are moved
+        to host memory.
+        """
         return tuple(map(staying_values, self.program.stages))
 
     @cached_property
     def with_gradient(self) -> frozenset[str]:
-        """The names of the states (parameters) to whose gradient the backward of at least one call adds."""
+        """Return the names of the parameters to whose gradient the backward of at least one call adds."""
         return frozenset(s for added in self.flow.states for s in added)
 
     def state_bytes(self, name: str) -> int:
-        """Return the bytes of one rank's shard of a state (parameter or buffer), before ZeRO divides the
-        shard further.
+        """Return the bytes of one rank's shard of the parameter or buffer ``name`` over ``ep`` and ``tp``, before ZeRO
+        divides it.
         """
         return self._sizes_of(name).part
 
     def gradient_bytes(self, name: str) -> int:
-        """Return the bytes of the gradient of one rank's shard of a state, before ZeRO divides the shard further."""
+        """Return the bytes of the gradient of one rank's shard of the parameter ``name``, before ZeRO divides it."""
         return self._sizes_of(name).gradient
 
     def piece_bytes(self, name: str) -> int:
-        """Return the bytes of the piece of a state that ZeRO leaves on one rank, with padding.
+        """Return the bytes of the piece of the parameter or buffer ``name`` that ZeRO leaves on one rank, with padding.
 
         Without ZeRO this is the rank's whole shard.
         """
         return self._sizes_of(name).piece
 
     def gradient_piece_bytes(self, name: str) -> int:
-        """Return the bytes of the gradient of one rank's ZeRO piece of a state, with padding.
+        """Return the bytes of the gradient of the piece of the parameter ``name`` that ZeRO leaves on one rank, with
+        padding.
 
         Without ZeRO this is the gradient of the rank's whole shard.
         """
         return self._sizes_of(name).gradient_piece
 
     def bucket_bytes(self, bucket: Bucket) -> int:
-        """Return the bytes of a bucket's gradients on one rank: ZeRO pieces with padding, or whole shards without
-        ZeRO."""
+        """Return the bytes of a bucket's gradients on one rank: the pieces that ZeRO leaves there, or whole shards
+        without ZeRO.
+
+        A bucket is a set of parameters whose gradients are reduced together.
+        """
         return sum(map(self.gradient_piece_bytes, bucket.states))
 
     def wire_share(self, bucket: Bucket) -> float:
-        """Return the bytes sent per byte of a bucket's gradients: below 1 if the bucket is compressed, else 1."""
+        """Return the bytes sent per byte of a bucket's gradients: below 1 if the bucket is compressed, else 1.
+
+        A bucket is a set of parameters whose gradients are reduced together.
+        """
         if bucket.compression is None:
             return 1.0
         dtype = accumulated_in(dtype_of(self.program.states[bucket.states[0]].dtype))
@@ -234,17 +246,17 @@ class ProgramFacts:
         return self._sizes[name]
 
     def moved_bytes(self, call: CallFacts) -> int:
-        """Return the bytes that are moved to host memory when a call's activations are offloaded; 0 if it has no
-        backward.
+        """Return the bytes that offloading moves to host memory for one call; 0 if it has no backward.
 
-        These are the call's saved tensors, except values that other calls of the stage read too.
+        These are the tensors saved for its backward, except those that other calls of the stage read too.
         """
         values = self.program.values
         return call.kept_bytes + sum(value_bytes(values[v]) for v in call.moves) if call.has_backward else 0
 
     def needs(self, call: CallData) -> tuple[Flags, Flags, Flags]:
-        """Return three tuples of flags for a call: whether each input gets a gradient, whether each state gets a
-        gradient, and whether each output has a gradient."""
+        """Return three tuples of flags for a call: whether each input needs a gradient, whether each parameter or
+        buffer needs one, and whether each output receives one.
+        """
         return (
             tuple(v in self.flow.values for v in call.inputs),
             tuple(s in self.trainable for s in call.states),
@@ -257,6 +269,11 @@ class ProgramFacts:
         )
 
     def _derive_call_facts(self, place: tuple[int, int], index: int) -> CallFacts:
+        """Return gradients, collectives and memory of the call at ``place``, a pair (stage index, position on the
+        stage).
+
+        ``index``: position of the call in :attr:`order`, which indexes the tuples of :attr:`flow`.
+        """
         call = self.call(place)
         gives, adds = self.flow.inputs[index], self.flow.states[index]
         if not (gives or adds):
@@ -294,23 +311,30 @@ class ProgramFacts:
 
 def _list_saved_tensors(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
     """Return the names of the call's inputs and outputs that are saved for backward, and the bytes of all other saved
-    tensors. States (parameters and buffers) are not counted."""
+    tensors.
+
+    Parameters and buffers are not counted. ``pieces``: the forward and backward graphs of the block.
+    """
     return _memory_of(block, call, pieces, _list_forward_results(pieces)[pieces.num_outputs :])
 
 
 def _list_carried_tensors(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
-    """Return the names of the call's inputs and outputs that the weight half of its backward (W) reads, and the bytes
-    of all other tensors that W reads. States (parameters and buffers) are not counted."""
+    """Return what the weight half of a call's backward reads: names of the call's inputs and outputs, and bytes of
+    other tensors.
+
+    Parameters and buffers are not counted. ``pieces``: the forward and backward graphs of the block.
+    """
     return _memory_of(block, call, pieces, pieces.backward_weight.graph.find_nodes(op="placeholder"))
 
 
 def _memory_of(
     block: Block, call: CallData, pieces: Differentiated, nodes: Iterable[Node]
 ) -> tuple[tuple[str, ...], int]:
-    """Return the names of the call's inputs and outputs among ``nodes``, and the bytes of the storages of the other
-    nodes.
+    """Return which of the call's inputs and outputs are among ``nodes``, by name, and the bytes of the storages of the
+    other nodes.
 
-    States are not counted. A view counts as the tensor whose storage it shares.
+    Parameters and buffers are not counted. A view counts as the tensor whose storage it shares. ``pieces``: the graphs
+    that the nodes belong to.
     """
     placeholders = pieces.forward.graph.find_nodes(op="placeholder")
     given = [*placeholders[len(block.states) :], *_list_forward_results(pieces)[: pieces.num_outputs]]
@@ -332,7 +356,11 @@ def _identify_storage(node: Node) -> int:
 
 
 def load_block(program: Program, name: str) -> Block:
-    """Parse a block of the program into an FX graph and return it. Raise ``GraphFormatError`` if it is malformed."""
+    """Parse the graph of a block (a piece of the model) and return it with its FX graph. Raise ``GraphFormatError`` if
+    it is malformed.
+
+    ``name``: name of the block in ``program``.
+    """
     graph = program.blocks[name]
     return _parse_block(_nodes_to_key(graph.nodes), name, graph.states, graph.inputs)
 
@@ -340,12 +368,12 @@ def load_block(program: Program, name: str) -> Block:
 def differentiate_for_cpu(
     program: Program, name: str, *needs: Flags, slim: bool = False, fused: bool = False
 ) -> Differentiated:
-    """Return the forward and backward graphs of a block, traced with the operators of a CPU.
+    """Return the forward and backward graphs of a block (a piece of the model), traced with the operators of a CPU.
 
-    The result is cached for the process and must not be modified. ``needs``: three tuples of flags, namely which inputs
-    need a gradient, which states need one, and which outputs have one. ``slim``: whether backward recomputes the nodes
-    that the block lists in ``again``. ``fused``: whether attention is traced with a fused kernel, which accelerators
-    have.
+    The result is cached for the process and must not be modified. ``name``: the block's name. ``needs``: three tuples
+    of flags: which inputs need a gradient, which parameters and buffers need one, and which outputs have one. ``slim``:
+    whether backward recomputes the nodes that the block lists as cheap. ``fused``: whether attention is traced as a
+    fused kernel, which accelerators have.
     """
     graph = program.blocks[name]
     again = graph.again if slim else ()
@@ -353,9 +381,10 @@ def differentiate_for_cpu(
 
 
 def graph_fault(program: Program, name: str, axes: Mapping[str, int]) -> tuple[str, str] | None:
-    """Return the first fault of a block's graph as (message, node name), or ``None`` if the graph is valid.
+    """Return the first fault of the graph of a block (a piece of the model) as (message, node name), or ``None`` if it
+    is valid.
 
-    ``axes``: mesh axis -> number of ranks.
+    ``name``: the block's name. ``axes``: mesh axis -> number of ranks.
     """
     graph = program.blocks[name]
     return _find_block_fault(_nodes_to_key(graph.nodes), name, graph.states, graph.inputs, tuple(axes.items()))
@@ -378,6 +407,11 @@ def _parse_block(nodes: str, name: str, states: tuple[str, ...], inputs: tuple[s
 def _find_block_fault(
     nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], axes: tuple[tuple[str, int], ...]
 ) -> tuple[str, str] | None:
+    """Return the first fault of a block's graph as (message, node name), or ``None``; cached for equal arguments.
+
+    ``nodes``: the graph's nodes as JSON text. ``states``, ``inputs``: placeholder names. ``axes``: pairs (mesh axis,
+    number of ranks).
+    """
     try:
         check_block(_parse_block(nodes, name, states, inputs), dict(axes))
     except (GraphError, GraphFormatError) as error:
@@ -395,6 +429,12 @@ def _differentiate_block(
     fused: bool,
     *needs: Flags,
 ) -> Differentiated:
+    """Return the forward and backward graphs of a block; cached for equal arguments.
+
+    ``nodes``: the graph's nodes as JSON text. ``states``, ``inputs``: placeholder names. ``again``: nodes that backward
+    recomputes. ``fused``: attention as a fused kernel. ``needs``: flags for inputs and states that need a gradient, and
+    outputs that have one.
+    """
     return _trace_joint_graph(nodes, name, states, inputs, fused, *needs).cut(again)
 
 
@@ -402,8 +442,10 @@ def _differentiate_block(
 def _trace_joint_graph(
     nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], fused: bool, *needs: Flags
 ) -> JointGraph:
-    """Return the joint graph of a block's forward and backward, traced once per process.
+    """Return the joint graph of a block's forward and backward; cached for equal arguments.
 
-    It can be split into forward and backward with or without recomputation.
+    It can be split with or without recomputation. ``nodes``: the graph's nodes as JSON text. ``states``, ``inputs``:
+    placeholder names. ``fused``: attention as a fused kernel. ``needs``: flags for inputs and states that need a
+    gradient, and outputs that have one.
     """
     return joint_of(_parse_block(nodes, name, states, inputs), torch.device("cpu"), *needs, fused=fused)

@@ -16,7 +16,7 @@ _TINY = torch.finfo(_SCALE).tiny  # scales below are rounded too coarsely
 
 
 class Codec(Protocol):
-    """Interface of a codec that converts rows of numbers to rows of bytes and back.
+    """Interface of a codec that compresses rows of numbers to rows of bytes and back.
 
     ``chunk``: the length of a row must be a multiple of this. ``feedback``: whether the rounding error of a transfer is
     stored and added to the next transfer.
@@ -26,13 +26,15 @@ class Codec(Protocol):
     feedback: bool
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of an encoded row of ``numel`` numbers."""
+        """Return the bytes of a compressed row of ``numel`` numbers."""
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Encode ``rows``, of shape ``[rows, numel]``, and return ``uint8[rows, nbytes]``."""
+        """Compress ``rows``, of shape ``[rows, numel]``, and return bytes, ``uint8[rows, nbytes]``."""
 
     def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
-        """Decode the result of :func:`encode` and return numbers of type ``dtype`` and shape ``[rows, numel]``."""
+        """Return the numbers in the compressed rows ``wire`` (``uint8[rows, nbytes]``), with type ``dtype`` and shape
+        ``[rows, numel]``.
+        """
 
 
 class Bfloat16:
@@ -55,7 +57,7 @@ class Bfloat16:
 class Int8:
     """Codec that rounds each number to 1/127 of the largest magnitude in its chunk of 256 numbers.
 
-    The encoded row holds the int8 numbers, followed by one float32 scale per chunk.
+    The compressed row has the int8 numbers, followed by one float32 scale per chunk.
     """
 
     chunk = 256
@@ -65,6 +67,11 @@ class Int8:
         return numel + numel // self.chunk * _SCALE.itemsize
 
     def encode(self, rows: Tensor) -> Tensor:
+        """Compress ``rows``, of shape ``[rows, numel]``, and return ``uint8[rows, nbytes]``: int8 numbers, then float32
+        scales.
+
+        A chunk with a number that is not finite becomes NaN.
+        """
         chunks = rows.unflatten(1, (-1, self.chunk))
         most = chunks.abs().amax(2, keepdim=True)
         scales = (most / _LEVELS).to(_SCALE).clamp(min=_TINY)
@@ -73,6 +80,9 @@ class Int8:
         return torch.cat([levels.to(torch.int8).flatten(1).view(torch.uint8), scales.flatten(1).view(torch.uint8)], 1)
 
     def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the numbers in ``wire`` (``uint8[rows, nbytes]``: int8 numbers, then float32 scales), as ``dtype[rows,
+        numel]``.
+        """
         numel = wire.shape[1] * self.chunk // (self.chunk + _SCALE.itemsize)
         levels: Tensor = wire[:, :numel].view(torch.int8).to(dtype).unflatten(1, (-1, self.chunk))
         scales = wire[:, numel:].contiguous().view(_SCALE).to(dtype).unsqueeze(2)
@@ -84,6 +94,8 @@ CODECS: dict[Compression, Codec] = {"bf16": Bfloat16(), "int8": Int8()}
 
 
 def wire_share(compression: Compression, itemsize: int) -> float:
-    """Return the encoded bytes per original byte, for numbers of ``itemsize`` bytes each."""
+    """Return the compressed bytes per original byte. ``compression``: the format. ``itemsize``: bytes of an original
+    number.
+    """
     codec = CODECS[compression]
     return codec.nbytes(codec.chunk) / (codec.chunk * itemsize)

@@ -142,12 +142,11 @@ class Instruction(Data):
 
     @property
     def word(self) -> str:
-        """The name of the operation; ``GATHER_B`` for a GATHER of gradients."""
+        """Return the name of the operation; ``GATHER_B`` for a GATHER of gradients."""
         return "GATHER_B" if self.op == "GATHER" and self.gradients else self.op
 
     def __str__(self) -> str:
-        """Return a short text of the instruction: stage, operation, microbatch or bucket, such as ``0F3`` or
-        ``0REDUCE:1``.
+        """Return a short text: stage, operation, and microbatch or bucket index, such as ``0F3`` or ``0REDUCE:1``.
 
         If torch.distributed.pipelining has the action, the text is its name there.
         """
@@ -160,9 +159,9 @@ class Instruction(Data):
 class Part(Data):
     """A group of consecutive instructions of a :class:`Listing`, and how often it repeats.
 
-    ``body``: the instructions of the first repetition in the shortest list. ``times``: repetitions in the shortest
-    list. ``shift``: microbatches by which each repetition is later than the one before. Each time the list grows by
-    ``unit`` microbatches, the part gets ``more`` repetitions, and all its microbatch numbers increase by ``moved``.
+    ``body``: the instructions of the first repetition in the list's shortest form. ``times``: repetitions in that form.
+    ``shift``: number by which the microbatch numbers increase from one repetition to the next. Each time the list grows
+    by ``unit`` microbatches, the part gets ``more`` repetitions, and all its microbatch numbers increase by ``moved``.
     """
 
     body: tuple[Instruction, ...]
@@ -175,8 +174,8 @@ class Part(Data):
 class Listing(Data, Sequence[Instruction]):
     """A compact instruction list, which can be read like the full sequence of instructions.
 
-    ``parts`` are the parts of the shortest list. The full list is that list after ``steps`` extensions, each of which
-    adds ``unit`` microbatches.
+    ``parts``: groups of instructions, with their numbers of repetitions in the shortest list. The full list is that
+    list after ``steps`` extensions, each of which adds ``unit`` microbatches.
     """
 
     steps: Annotated[int, Field(ge=0)]
@@ -185,7 +184,7 @@ class Listing(Data, Sequence[Instruction]):
 
     @cached_property
     def expanded(self) -> tuple[Instruction, ...]:
-        """All instructions of the list in execution order."""
+        """Return all instructions of the list in execution order."""
         return tuple(
             _shift_microbatch(instruction, part.moved * self.steps + part.shift * again)
             for part in self.parts
@@ -195,16 +194,18 @@ class Listing(Data, Sequence[Instruction]):
 
     @property
     def even(self) -> bool:
-        """Whether each extension of the list by ``unit`` microbatches is uniform.
+        """Return whether each extension of the list by ``unit`` microbatches is uniform.
 
-        That is so if it adds exactly ``unit`` microbatches to each part, or shifts the part by ``unit``, or leaves it
-        unchanged.
+        That is so if it adds exactly ``unit`` microbatches to each part, or increases the part's microbatch numbers by
+        ``unit``, or leaves the part unchanged.
         """
         unit = self.unit
         return all(p.moved in (0, unit) and p.more * (p.shift or unit + 1) in (0, unit) for p in self.parts)
 
     def grown(self, steps: int) -> Listing:
-        """Return this list extended ``steps`` times from its shortest form, instead of ``self.steps`` times."""
+        """Return the list that extends the shortest form of this one ``steps`` times, each time by ``unit``
+        microbatches.
+        """
         return Listing(steps=steps, unit=self.unit, parts=self.parts)
 
     def __len__(self) -> int:
@@ -226,9 +227,10 @@ Instructions = Annotated[Listing | tuple[Instruction, ...], Field(union_mode="le
 
 
 def count_repetitions(instructions: Instructions) -> Iterator[tuple[Instruction, int]]:
-    """Yield each distinct instruction in its first occurrence, and its number of repetitions.
+    """Yield each distinct instruction of a list with the number of times that it occurs.
 
-    Repetitions differ only in the microbatch number.
+    Occurrences that differ only in the microbatch number count as one instruction if the list is stored compactly (a
+    :class:`Listing`); the first occurrence is yielded.
     """
     if not isinstance(instructions, Listing):
         yield from ((instruction, 1) for instruction in instructions)
@@ -250,11 +252,11 @@ def _shift_microbatch(instruction: Instruction, microbatches: int) -> Instructio
 
 @dataclass(frozen=True)
 class CollectiveEvent:
-    """A collective over the mesh axes ``axes``, or over the pipeline stages ``stages``.
+    """A collective that a rank starts, over the mesh axes ``axes`` or over the pipeline stages ``stages``.
 
-    ``what``: the data that all participants must agree on, such as operation, shape and type. ``waits``: whether the
-    rank blocks until all members have entered the collective. ``count``: number of such collectives in a row; ``text``
-    describes the first one.
+    ``what``: data that all participants must agree on, such as operation, shape and type. ``text``: description for
+    people. ``node``: name of the graph node, if a graph runs it. ``waits``: whether the rank blocks until all members
+    have entered the collective. ``count``: number of such collectives in a row; ``text`` describes the first.
     """
 
     axes: tuple[str, ...]
@@ -284,9 +286,9 @@ class ReceiveEvent:
 
 @dataclass(frozen=True)
 class FinishEvent:
-    """The rank waits until all collectives that it started have ended.
+    """An event in which the rank waits until all collectives that it started have ended.
 
-    With ``what``, it waits only for those whose ``what`` equals the given one.
+    If ``what`` is not ``None``, it waits only for those whose ``what`` equals this one.
     """
 
     what: Hashable = None

@@ -11,7 +11,8 @@ from partitioner.runtime.program.program import Program
 
 
 def program_of(plan: Any) -> Program:
-    """Return the program of ``plan``: a Program, a plan that has one, or the path of a plan file.
+    """Return the program in ``plan``: a :class:`Program` itself, an object with an attribute ``program``, or the path
+    of a plan file.
 
     Raise :class:`LaunchError` if there is no such program or the file cannot be read.
     """
@@ -25,14 +26,19 @@ def program_of(plan: Any) -> Program:
 
 
 def placement_of(plan: Any) -> tuple[int, ...]:
-    """Return the device number of each rank that a plan or plan file specifies. Empty: rank i runs on device i."""
+    """Return the topology's device number for each rank, as the plan or the plan file ``plan`` says. Empty: rank i runs
+    on device i.
+    """
     if isinstance(plan, str | Path):
         return tuple(_read_plan_content(Path(plan)).get("devices", ()))
     return tuple(getattr(plan, "devices", ()))
 
 
 def disk_of(plan: Any, stage: int) -> int:
-    """Return the bytes on disk that a plan or plan file estimates for each rank of ``stage``; 0 without an estimate."""
+    """Return the estimated bytes on disk of each rank of a pipeline stage; 0 without an estimate.
+
+    ``plan``: a plan or the path of a plan file. ``stage``: the stage's index.
+    """
     if isinstance(plan, str | Path):
         stages = _read_plan_content(Path(plan)).get("estimate", {}).get("stages", ())
         return int(stages[stage].get("disk", 0)) if stages else 0
@@ -41,6 +47,7 @@ def disk_of(plan: Any, stage: int) -> int:
 
 
 def _read_program(path: Path) -> Program:
+    """Return the program in the plan file ``path``. Raise :class:`LaunchError` if the file has none of this version."""
     content = _read_plan_content(path)
     try:
         return Program.model_validate(content["program"])
@@ -49,6 +56,9 @@ def _read_program(path: Path) -> Program:
 
 
 def _read_plan_content(path: Path) -> dict[str, Any]:
+    """Return the JSON data of the plan file ``path``. Raise :class:`LaunchError` if it cannot be read or has no
+    program.
+    """
     try:
         content = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:

@@ -10,10 +10,10 @@ from partitioner.runtime.program.sharded_buckets import rest_axes
 
 
 class PipelineEdge(NamedTuple):
-    """One direction of a link between two ranks.
+    """One direction of a link between two ranks of different pipeline stages.
 
-    ``target`` receives the messages of ``source`` in the order in which they are sent. ``channel``: "F" for values, "B"
-    for gradients, "L" for the loss.
+    The rank ``target`` receives the messages of the rank ``source`` in the order in which they are sent. ``channel``:
+    "F" for values, "B" for gradients, "L" for the loss.
     """
 
     source: int
@@ -30,10 +30,11 @@ def loss_stage(program: Program) -> int:
 
 
 def find_neighbour_stages(stage: int, source: int, num_stages: int) -> tuple[int | None, list[int]]:
-    """Return the neighbours of ``stage`` when ``source`` broadcasts a value to all stages along the pipeline.
+    """Return from which and to which pipeline stages ``stage`` passes a tensor that ``source`` sends to all stages,
+    neighbour by neighbour.
 
-    The first item is the stage from which it receives the value (``None`` for ``source`` itself), the second has the
-    stages to which it forwards the value.
+    All are stage indices. First item: the stage from which it receives the tensor; ``None`` for ``source`` itself.
+    Second: the stages to which it sends the tensor.
     """
     below = [stage - 1] if 0 < stage <= source else []
     above = [stage + 1] if source <= stage < num_stages - 1 else []
@@ -43,7 +44,7 @@ def find_neighbour_stages(stage: int, source: int, num_stages: int) -> tuple[int
 
 
 def loss_edges(program: Program) -> set[tuple[int, int, str]]:
-    """Return the pipeline links (from stage, to stage, channel) over which the loss is sent to all stages.
+    """Return the links over which the loss is sent to all pipeline stages, as (from stage, to stage, "L").
 
     Empty if there is no loss or only one stage.
     """
@@ -60,9 +61,9 @@ _ALWAYS = (("dp",), ("pp", "tp"), ("tp",))
 
 
 def groups_of(rank: RankProgram) -> list[tuple[int, ...]]:
-    """Return the process groups that ``rank`` belongs to, as tuples of ranks; groups of one rank are left out.
+    """Return the process groups that ``rank`` belongs to, as tuples of global ranks; groups of one rank are left out.
 
-    All ranks list common groups in the same order, which opening overlapping groups requires.
+    All ranks list common groups in the same order, so that opening overlapping groups does not deadlock.
     """
     program = rank.program
     over_axes = [rank.group(*axes) for axes in sorted(_list_group_axes(program))]
@@ -75,14 +76,18 @@ def groups_of(rank: RankProgram) -> list[tuple[int, ...]]:
 
 
 def gathers_of(rank: RankProgram) -> list[tuple[int, ...]]:
-    """Return the groups in which ``rank`` all-gathers ZeRO-sharded parameters, in an order that is the same on all
-    ranks."""
+    """Return the process groups in which ``rank`` all-gathers parameters that ZeRO shards, as tuples of global ranks.
+
+    The order is the same on all ranks. Groups of one rank are left out.
+    """
     axes = {state.zero_axes for state in rank.program.states.values()}
     return list(dict.fromkeys(g for g in (rank.group(*a) for a in sorted(axes)) if len(g) > 1))
 
 
 def _list_group_axes(program: Program) -> set[tuple[str, ...]]:
-    """Return all sets of mesh axes over which some rank of the program communicates."""
+    """Return all combinations of mesh axes over which some rank of the program communicates, in graphs, reductions or
+    checkpoints.
+    """
     axes: set[tuple[str, ...]] = set(_ALWAYS)
     if program.size("ep") > 1:  # norms of experts' gradients and checkpoints of their weights
         axes |= {AXES, ("ep",)}
@@ -102,7 +107,9 @@ def _list_group_axes(program: Program) -> set[tuple[str, ...]]:
 
 
 def _find_tied_stages(program: Program) -> set[tuple[int, ...]]:
-    """Return the sets of stages that share a tied state (parameter or buffer) and synchronise or update it together."""
+    """Return the sets of pipeline stages (ascending indices) that share a parameter or buffer and reduce or update it
+    together.
+    """
     return {
         tuple(sorted(program.states[s].stages))
         for stage in program.stages
@@ -113,7 +120,9 @@ def _find_tied_stages(program: Program) -> set[tuple[int, ...]]:
 
 
 def links_of(rank: RankProgram) -> list[PipelineEdge]:
-    """Return the pipeline links that start or end at ``rank``, in an order that is the same on all ranks."""
+    """Return the links between pipeline stages that start or end at ``rank``, in an order that is the same on all
+    ranks.
+    """
     edges = loss_edges(rank.program) | {
         (stage, i.peer, i.op[-1])
         for stage, held in enumerate(rank.program.stages)

@@ -25,10 +25,10 @@ WORKING = {"bf16": 0.0, "int8": 2.0}
 
 
 def residual_bytes(facts: ProgramFacts, bucket: Bucket) -> int:
-    """Return the bytes in which a rank stores the rounding errors of compressed gradient transfers of a bucket.
+    """Return the device bytes in which a rank stores rounding errors of compressed gradient transfers.
 
-    The errors are those of the gradients that it sends and of the sums that it computes. 0 without compression, or with
-    a format whose errors are discarded.
+    ``bucket``: the parameters whose gradients are transferred together. The errors of a step are added to the transfers
+    of the next. 0 without compression, or with a format whose errors are discarded.
     """
     if bucket.compression is None or not CODECS[bucket.compression].feedback:
         return 0
@@ -39,7 +39,7 @@ def residual_bytes(facts: ProgramFacts, bucket: Bucket) -> int:
 
 
 class LevelReductionBytes:
-    """Tracks the extra device bytes of a stage's buckets while their hierarchical gradient reductions run.
+    """Counts the extra device bytes of one rank while hierarchical gradient reductions of its pipeline stage run.
 
     ``held``: the bytes held now, besides the gradients themselves.
     """
@@ -51,9 +51,9 @@ class LevelReductionBytes:
         self._gathering: int | None = None  # the bucket whose sums are on their way to all that need them
 
     def turn(self, i: Instruction) -> int:
-        """Account for one instruction of a hierarchical reduction and update ``held``.
+        """Account for the instruction ``i`` of a hierarchical reduction and update ``held``.
 
-        Return the peak bytes during the instruction above the bytes held after it.
+        Return the peak bytes during the instruction above the bytes held after it; 0 for instructions of other kinds.
         """
         number = i.bucket
         if number is None or not self.buckets[number].levels or i.op == "REDUCE":
@@ -76,7 +76,7 @@ class LevelReductionBytes:
         return whole if compressed else 0
 
     def finish(self) -> None:
-        """Record that all reductions have ended: no extra bytes are held."""
+        """Record that all reductions have ended, so that no extra bytes are held."""
         self._of.clear()
         self.held, self._gathering = 0, None
 
@@ -90,12 +90,13 @@ Key = tuple[str, int | None]
 
 
 class MemoryMoment(NamedTuple):
-    """Bytes that a rank holds besides its parameters and buffers, at the peak of an instruction or of one of its calls.
+    """Bytes that a rank holds besides its parameters and buffers at one moment: the peak of a call, or the end of an
+    instruction.
 
-    ``call``: position of the call on its stage; ``None`` for a whole instruction. ``saved``: values, and tensors saved
-    for backward. ``gradients``: gradients of values. ``recomputed``: recomputed tensors of a running backward.
-    ``gathered``: gathered parameters, and sharded parameters' gradients before, during and after their reduce-scatter.
-    ``host``: bytes in host memory.
+    ``call``: position of the call on its pipeline stage; ``None`` for a whole instruction. ``saved``: values that pass
+    between calls, and tensors saved for backward. ``gradients``: gradients of these values. ``recomputed``: recomputed
+    tensors of a running backward. ``gathered``: gathered parameters, and sharded parameters' gradients before, during
+    and after their reduce-scatter. ``host``: bytes in host memory.
     """
 
     call: int | None
@@ -107,10 +108,9 @@ class MemoryMoment(NamedTuple):
 
 
 def state_bytes(facts: ProgramFacts, stage: int) -> int:
-    """Return the bytes that one rank of a stage holds permanently on its device.
+    """Return the bytes that one rank of a pipeline stage (an index) holds on its device during the whole step.
 
-    These are the stage's states (parameters and buffers), their gradients, and the rounding errors stored for gradient
-    compression.
+    These are parameters, buffers, gradients, and the rounding errors stored for gradient compression.
     """
     held = [name for name, state in facts.program.states.items() if stage in state.stages]
     residuals = sum(residual_bytes(facts, bucket) for bucket in facts.program.stages[stage].buckets)
@@ -118,7 +118,7 @@ def state_bytes(facts: ProgramFacts, stage: int) -> int:
 
 
 def parameter_bytes(facts: ProgramFacts, state: str) -> int:
-    """Return the bytes of a state (parameter or buffer) that a rank's device holds permanently; 0 if it is
+    """Return the device bytes that a parameter or buffer (``state``: its name) takes on a rank all the time; 0 if it is
     offloaded.
     """
     if "parameters" in facts.program.offload and facts.program.states[state].kind == "parameter":
@@ -127,10 +127,11 @@ def parameter_bytes(facts: ProgramFacts, state: str) -> int:
 
 
 def gradient_bytes(facts: ProgramFacts, state: str) -> int:
-    """Return the bytes of a state's gradient that a rank's device holds permanently; 0 if the state has no gradient.
+    """Return the device bytes that the gradient of a parameter (``state``: its name) takes on a rank all the time; 0
+    without one.
 
     Under ZeRO 1 these are the whole gradient and the rank's piece of it. Under ZeRO 2 and 3 the result is 0 for a
-    sharded state, since the first SCATTER creates the piece.
+    sharded parameter, since the piece exists only from the first reduce-scatter on.
     """
     if state not in facts.with_gradient:
         return 0
@@ -140,10 +141,10 @@ def gradient_bytes(facts: ProgramFacts, state: str) -> int:
 
 
 def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
-    """Yield for each instruction the peak device bytes while it runs and the bytes held after it.
+    """Yield for each instruction the peak device bytes of a rank while it runs, and the bytes held after it.
 
-    Both include parameters, buffers and gradients. The prover must accept ``instructions``. A value that is also saved
-    for backward is counted once.
+    Both include parameters, buffers and gradients. ``stage``: index of the rank's pipeline stage. ``instructions``: a
+    list that the prover accepts.
     """
     holder = _Holder(facts, stage)
     for instruction in instructions:
@@ -155,6 +156,9 @@ def memory_moments(
 ) -> Iterator[tuple[list[MemoryMoment], MemoryMoment]]:
     """Yield for each instruction a pair: the memory of a rank at the peak of each of its calls, and the memory after
     it.
+
+    ``stage``: index of the rank's pipeline stage. ``instructions``: its list. The first item is empty if the
+    instruction has no peak above what it leaves.
     """
     holder = _Holder(facts, stage)
     for instruction in instructions:
@@ -171,7 +175,7 @@ def peak_bytes(
 ) -> tuple[int, int]:
     """Return the peak device bytes of a rank, and the index of the first instruction that reaches the peak.
 
-    ``extra_bytes`` are added to the peak.
+    ``stage``: index of the rank's pipeline stage. ``instructions``: its list. ``extra_bytes``: bytes added to the peak.
     """
     peaks = [peak for peak, _ in memory_steps(facts, stage, instructions)]
     if not peaks:
@@ -184,7 +188,7 @@ def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instructi
     """Return the peak bytes that a rank holds in host memory: activations, offloaded parameters or copies, and
     gradients.
 
-    Optimizer states are not counted.
+    ``stage``: index of the rank's pipeline stage. ``instructions``: its list. Optimizer states are not counted.
     """
     holder = _Holder(facts, stage)
     most = 0
@@ -195,7 +199,7 @@ def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instructi
 
 
 def master_bytes(facts: ProgramFacts, state: str) -> int:
-    """Return the bytes of an offloaded state in host memory.
+    """Return the bytes of an offloaded parameter in host memory. ``state``: its name.
 
     These are the parameter, its gradient, and the copy in a wider type that the optimizer updates. The copy is not
     counted if it is on disk.
@@ -208,22 +212,31 @@ def master_bytes(facts: ProgramFacts, state: str) -> int:
 
 
 def disk_bytes(facts: ProgramFacts, stage: int) -> int:
-    """Return the bytes that a rank stores on disk: copies of parameters in a wider type, without optimizer states.
+    """Return the bytes that a rank of a pipeline stage (an index) stores on disk: copies of parameters in a wider type.
 
-    0 if the program does not offload to disk.
+    Optimizer states are not counted. 0 if the program does not offload to disk.
     """
     trained = (s for s in host_states(facts.program, stage) if s in facts.with_gradient)
     return sum(_copy_bytes(facts, s) for s in trained) if "disk" in facts.program.offload else 0
 
 
 def _copy_bytes(facts: ProgramFacts, state: str) -> int:
-    """Return the bytes of the copy in a wider type that the optimizer updates for ``state``; 0 if there is no copy."""
+    """Return the bytes of the copy in a wider type that the optimizer updates for the parameter ``state``; 0 if there
+    is no copy.
+    """
     wide, short = facts.gradient_piece_bytes(state), facts.piece_bytes(state)
     return wide if short < wide else 0
 
 
 class _Holder:
+    """Counts the bytes that one rank of a pipeline stage holds, instruction after instruction, on the device and in the
+    host.
+    """
+
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
+        """Start before the first instruction, when the rank holds parameters, buffers and gradients only. ``stage``:
+        index of the rank's pipeline stage.
+        """
         self.facts, self.stage = facts, stage
         self.calls = facts.stages[stage]
         self.sizes = {name: value_bytes(value) for name, value in facts.program.values.items()}
@@ -256,13 +269,13 @@ class _Holder:
         return self.gathered + self.whole + sent + self.pieces + self.turning.held
 
     def hold_gradients(self, states: Iterable[str]) -> None:
-        """Count the whole gradients of ``states``, each once."""
+        """Count the whole gradients of the parameters ``states`` (names) as held on the device, each once."""
         new = set(states) - self.added
         self.added |= new
         self.whole += sum(map(self.facts.gradient_bytes, new))
 
     def drop_gradients(self, states: Iterable[str]) -> None:
-        """Stop counting the whole gradients of ``states``."""
+        """Count the whole gradients of the parameters ``states`` (names) as released from the device."""
         old = self.added.intersection(states)
         self.added -= old
         self.whole -= sum(map(self.facts.gradient_bytes, old))
@@ -278,6 +291,9 @@ class _Holder:
             self.moments.append(self.build_moment(call, recomputed))
 
     def run_instruction(self, i: Instruction) -> tuple[int, int]:
+        """Account for the instruction ``i``. Return the peak device bytes while it runs, and the device bytes held
+        after it.
+        """
         peak = self.held
         match i.op:
             case "LOAD" | "RECV_F":
@@ -340,10 +356,9 @@ class _Holder:
         return peak, self.held
 
     def start_scatter(self, i: Instruction) -> int:
-        """Account for the start of the reduce-scatter of a bucket's gradients, after the earlier ones that must end
-        first.
+        """Account for the start of the reduce-scatter ``i`` of gradients, after the earlier ones that must end first.
 
-        Return the peak bytes meanwhile.
+        Return the peak device bytes meanwhile.
         """
         assert i.bucket is not None
         peak = self.held
@@ -362,10 +377,10 @@ class _Holder:
         return peak
 
     def collect_scatter(self) -> int:
-        """Account for the end of the oldest reduce-scatter in flight, whose result is added to this rank's gradient
+        """Account for the end of the oldest reduce-scatter in progress, whose result is added to this rank's gradient
         pieces.
 
-        Return the peak bytes meanwhile.
+        Return the peak device bytes meanwhile.
         """
         number = next(iter(self.scattering))[0]
         pieces = sum(map(self.facts.gradient_piece_bytes, self.shared[number]))
@@ -377,9 +392,10 @@ class _Holder:
         return peak
 
     def settle_gradients(self, states: Sequence[str]) -> None:
-        """Count the ZeRO gradient pieces that SYNC creates for tied parameters ``states``.
+        """Count the gradient pieces of ZeRO-sharded parameters that a SYNC of tied parameters creates.
 
-        They are created here if this stage has not reduce-scattered the buckets of these parameters.
+        ``states``: names of the tied parameters. The pieces are created here only if this stage has not
+        reduce-scattered their gradients.
         """
         for number, held in enumerate(self.shared):
             if self.facts.program.zero >= 2 and number not in self.scattered and not set(held).isdisjoint(states):
@@ -387,19 +403,23 @@ class _Holder:
                 self.pieces += sum(map(self.facts.gradient_piece_bytes, held))
 
     def count_fetched_bytes(self, states: Sequence[str]) -> int:
-        """Return the bytes that are copied from host memory to the device for the parameters ``states``; 0 without
-        offload.
+        """Return the bytes that are copied from host memory to the device for the parameters ``states`` (names); 0 if
+        parameters are not offloaded.
         """
         hosted = "parameters" in self.facts.program.offload
         return sum(self.facts.piece_bytes(s) for s in states) if hosted else 0
 
     def list_moved_calls(self, i: Instruction) -> list[CallFacts]:
-        """Return the calls whose activations an OFFLOAD or FETCH moves: the calls of the instruction that have a
-        backward."""
+        """Return the calls whose activations the OFFLOAD or FETCH instruction ``i`` moves: those of its calls that have
+        a backward.
+        """
         assert i.calls is not None
         return [call for call in self.calls[slice(*i.calls)] if call.has_backward]
 
     def offload_activations(self, i: Instruction) -> None:
+        """Count the saved tensors of the calls of the OFFLOAD ``i`` as in host memory, and as leaving the device during
+        the next computation.
+        """
         for call in self.list_moved_calls(i):
             before = self.saved
             for value in call.moves:
@@ -409,6 +429,7 @@ class _Holder:
             self.host += self.facts.moved_bytes(call)
 
     def fetch_activations(self, i: Instruction) -> None:
+        """Count the saved tensors of the calls of the FETCH ``i`` as on the device again."""
         for call in self.list_moved_calls(i):
             for value in call.moves:
                 self.hold_value(value, i.microbatch)
@@ -433,6 +454,9 @@ class _Holder:
             self.flowing += self.sizes[value]
 
     def run_forward(self, i: Instruction) -> None:
+        """Count the outputs of the calls of the forward instruction ``i``, and the tensors that they save for
+        backward.
+        """
         assert i.calls is not None
         for position, call in enumerate(self.calls[slice(*i.calls)], i.calls[0]):
             for value in call.data.outputs:
@@ -443,6 +467,9 @@ class _Holder:
             self.note_moment(position)
 
     def run_backward(self, i: Instruction) -> int:
+        """Count the gradients and the released tensors of the backward instruction ``i`` (B, I or W). Return its peak
+        device bytes.
+        """
         assert i.calls is not None
         peak = self.held
         for position in reversed(range(*i.calls)):

@@ -14,15 +14,18 @@ ALL_AXES = (*AXES, *HYBRID_AXES, *EXPERT_AXES)
 
 
 def num_ranks(mesh: Mapping[str, int]) -> int:
-    """Return the number of ranks of a mesh (axis -> size)."""
+    """Return the number of ranks of a mesh (axis -> size). The axis ``ep`` does not count, because it reuses the ranks
+    of ``dp``, ``cp`` and ``tp``.
+    """
     return math.prod(mesh.get(axis, 1) for axis in AXES)
 
 
 def expert_mesh(mesh: Mapping[str, int], etp: int = 0) -> dict[str, int]:
-    """Return the mesh of the ranks for experts (axis -> size): ``pp``, ``edp``, ``ep`` and ``etp``.
+    """Return the mesh of the ranks as mixture-of-experts layers use it (axis -> size): ``pp``, ``edp``, ``ep`` and
+    ``etp``.
 
-    ``edp`` counts replicas of an expert, ``ep`` the groups of different experts, and ``etp`` the ranks that share one
-    expert. The argument ``etp`` is 0 if it equals ``tp``.
+    ``edp``: replicas of an expert. ``ep``: groups of ranks with different experts. ``etp``: ranks that share one
+    expert. ``mesh``: axis -> size. The argument ``etp`` is that size, or 0 for the size of ``tp``.
     """
     ep, shared = mesh.get("ep", 1), etp or mesh.get("tp", 1)
     room = num_ranks(mesh) // mesh.get("pp", 1)
@@ -30,11 +33,13 @@ def expert_mesh(mesh: Mapping[str, int], etp: int = 0) -> dict[str, int]:
 
 
 def hybrid_mesh(mesh: Mapping[str, int], etp: int = 0, dp_shard: int = 0) -> dict[str, int]:
-    """Return how ``dp`` and the experts' ``edp`` split into replicas and ranks that share states (axis -> size).
+    """Return how ``dp`` and the experts' ``edp`` split into replicas and ranks that ZeRO divides states over (axis ->
+    size).
 
-    The axes are ``dp_replicate``, ``dp_shard``, ``edp_replicate`` and ``edp_shard``. ``dp_shard``: number of ``dp``
-    ranks that share a state; 0 for all of them. Replicas of an expert share its states if they are within such a group
-    of ranks. If one copy of the experts spans more ranks than a group, ``edp_shard`` is 1.
+    The axes are ``dp_replicate``, ``dp_shard``, ``edp_replicate`` and ``edp_shard``. ``mesh``: axis -> size. ``etp``:
+    ranks that share one expert; 0: as many as ``tp``. ``dp_shard``: number of ``dp`` ranks that divide a state; 0: all
+    of them. Replicas of an expert divide its states if they are within such a group of ranks. If one copy of the
+    experts spans more ranks than a group, ``edp_shard`` is 1.
     """
     dp, edp = mesh.get("dp", 1), expert_mesh(mesh, etp)["edp"]
     shard = dp_shard or dp
@@ -44,8 +49,9 @@ def hybrid_mesh(mesh: Mapping[str, int], etp: int = 0, dp_shard: int = 0) -> dic
 
 
 def axes_beside(axes: Iterable[str], shared: Collection[str]) -> tuple[str, ...]:
-    """Return the axes of ``axes`` that are not in ``shared``.
+    """Return the mesh axes of ``axes`` that remain when those in ``shared`` are removed, in the same order.
 
-    An axis whose ``_shard`` part is in ``shared`` is replaced by its ``_replicate`` part.
+    An axis whose ``_shard`` part is in ``shared`` is replaced by its ``_replicate`` part: ``dp`` without ``dp_shard``
+    is ``dp_replicate``.
     """
     return tuple(f"{a}_replicate" if f"{a}_shard" in shared else a for a in axes if a not in shared)

@@ -43,8 +43,9 @@ def with_precision(program: Program, precision: str | None) -> Program:
 
 
 def with_fp8(program: Program) -> Program:
-    """Return a copy of ``program`` that multiplies by weights in 8-bit floats wherever the kernels support the
-    shapes."""
+    """Return a copy of ``program`` in which products with weights are computed in 8-bit floats, where the kernels
+    support the shapes.
+    """
 
     def rounded(name: str, data: BlockGraph) -> BlockGraph:
         block = block_from_data(name, data.nodes, data.states, data.inputs)
@@ -55,9 +56,10 @@ def with_fp8(program: Program) -> Program:
 
 @contextmanager
 def products_of(program: Program, device: torch.device) -> Iterator[None]:
-    """Context in which float32 matrix products use TF32, if ``program`` asks for it and ``device`` is a GPU.
+    """Compute float32 matrix products in TF32 inside the ``with`` block, if ``program`` asks for it and ``device`` is a
+    GPU.
 
-    Otherwise it changes nothing. The previous setting is restored at the end.
+    Otherwise the block changes nothing. The previous setting is restored at the end.
     """
     if not program.tf32 or device.type != "cuda":
         yield
@@ -71,8 +73,9 @@ def products_of(program: Program, device: torch.device) -> Iterator[None]:
 
 
 def check_fp8(program: Program, device: torch.device) -> None:
-    """Raise :class:`LaunchError` if ``program`` has 8-bit float products and the GPU ``device`` has no kernels for
-    them."""
+    """Raise :class:`LaunchError` if ``program`` multiplies in 8-bit floats and the GPU ``device`` has no kernels for
+    this.
+    """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= _WITH_FP8:
         return
     name = target_name(ops.linear_fp8.default)
@@ -85,7 +88,7 @@ def check_fp8(program: Program, device: torch.device) -> None:
 
 
 def remove_compression(program: Program) -> Program:
-    """Return a copy of ``program`` that sends gradients uncompressed with otherwise the same collectives."""
+    """Return a copy of ``program`` that sends gradients uncompressed. The collectives stay the same otherwise."""
 
     def as_they_are(stage: Stage) -> Stage:
         buckets = tuple(bucket.model_copy(update={"compression": None}) for bucket in stage.buckets)

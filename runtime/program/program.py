@@ -60,10 +60,11 @@ __all__ = [
 
 
 class Value(Data):
-    """A tensor that passes between calls of blocks: the shape and type that one rank has for one microbatch.
+    """A tensor that passes between calls of blocks (pieces of the model): its shape and type on one rank for one
+    microbatch.
 
-    ``requires_grad``: whether backward computes a gradient of it. ``layout`` and ``context``: how it is sharded over
-    ``tp`` and ``cp``.
+    ``requires_grad``: whether backward computes its gradient. ``layout`` and ``context``: how it is distributed over
+    ``tp`` and over ``cp``: ``S<dim>`` sharded on a dim, ``R`` whole on every rank, ``P`` a partial sum.
     """
 
     shape: tuple[int, ...]
@@ -74,11 +75,12 @@ class Value(Data):
 
 
 class BlockGraph(Data):
-    """The graph of a block type (a repeated piece of the model, such as a layer) on one rank, with its collectives.
+    """The graph of a block (a piece of the model that may occur repeatedly, such as a layer) on one rank, with its
+    collectives.
 
-    ``nodes``: the graph's nodes, serialised by ``passes/ir/serialize.py``. ``states`` and ``inputs``: names of the
-    graph's placeholders. ``again``: names of nodes that are cheap to recompute; selective recomputation does not save
-    their results.
+    ``nodes``: the graph's nodes as JSON data (see ``passes/ir/serialize.py``). ``states``, ``inputs``: names of the
+    placeholders for parameters and buffers, and for other tensors. ``again``: names of nodes that are cheap to
+    recompute; selective recomputation does not save their results.
     """
 
     nodes: tuple[dict[str, Any], ...]
@@ -88,10 +90,10 @@ class BlockGraph(Data):
 
 
 class CallData(Data):
-    """One call of a block on a stage.
+    """One call of a block (a piece of the model, such as a layer) on a pipeline stage.
 
-    ``block`` is the name of the block, and ``path`` the module's path in the model. ``states``, ``inputs`` and
-    ``outputs`` name the states (parameters and buffers) and values that it reads, and the values that it computes.
+    ``block``: name of the block. ``path``: path of the module in the model. ``states``, ``inputs``: names of the
+    parameters and buffers, and of the tensors, that it reads. ``outputs``: names of the tensors that it computes.
     ``prologue``: it runs on every microbatch before the pipeline starts, to compute totals over the batch.
     """
 
@@ -104,15 +106,16 @@ class CallData(Data):
 
 
 class StateData(Data):
-    """A parameter, buffer or constant: its global shape, its layouts, and the stages that read it.
+    """A parameter, buffer or constant: its global shape, its layouts, and the indices of the pipeline stages that read
+    it.
 
-    ``parts``: the model's own parameters that it stacks along dim 0; weights are read and written under their names.
-    ``grad_axes``: the mesh axes over which its gradient is a partial sum after the last backward. ``zero_axes``: the
-    mesh axes over which ZeRO divides it (its optimizer states, gradient or elements, by the program's ``zero``): its
-    shard over ``ep`` and ``tp`` is flattened and cut into equal pieces, the last ones shorter (see
-    ``runtime/state/parameters.py``). ``update``: the value that a buffer takes at the end of a step, in the same
-    layout. With ``keeps`` the buffer becomes ``keeps`` times its old value plus the sum of that value over microbatches
-    and ``dp`` ranks.
+    ``layout`` and ``expert_layout``: how it is distributed over ``tp`` and over ``ep``: ``S<dim>`` sharded, ``R``
+    whole. ``aliases``: other names of the same tensor. ``parts``: names of the model's parameters that it stacks along
+    dim 0; weights are loaded and saved under these names. ``grad_axes``: mesh axes over which its gradient is a partial
+    sum after the last backward. ``zero_axes``: mesh axes over which ZeRO divides it: its shard over ``ep`` and ``tp``
+    is flattened and cut into equal pieces, the last ones shorter. ``update``: name of the value that a buffer takes at
+    the end of a step. With ``keeps`` the buffer becomes ``keeps`` times its old value plus the sum of that value over
+    microbatches and ``dp`` ranks.
     """
 
     shape: tuple[int, ...]
@@ -133,9 +136,9 @@ class StateData(Data):
 class InputData(Data):
     """A tensor of the global batch that a step reads.
 
-    ``value``: the name of the value that it becomes. ``path``: where it is in the batch. ``batch_dim``: the dim that is
-    split over microbatches and ``dp``; ``None``: every microbatch reads the whole tensor. ``number``: the batch has a
-    Python number of this type, which the program reads as a 0-dimensional tensor.
+    ``value``: name under which the program's calls read it. ``path``: where it is in the batch, such as ``input_ids``.
+    ``batch_dim``: the dim that is split over microbatches and ``dp`` ranks; ``None``: every microbatch reads the whole
+    tensor. ``number``: the batch has a Python number of this type, which becomes a 0-dimensional tensor.
     """
 
     value: str
@@ -147,7 +150,9 @@ class InputData(Data):
 
 
 class PlainValue(Data):
-    """An argument value that is not a tensor: its type, and its ``repr`` (for a string, the text itself)."""
+    """An argument value that is not a tensor: the name of its type, and its ``repr`` (for a string, the text
+    itself).
+    """
 
     kind: Literal["bool", "int", "float", "str", "NoneType"]
     text: str
@@ -158,7 +163,7 @@ class PlainValue(Data):
 
     @property
     def value(self) -> bool | int | float | str | None:
-        """The Python value."""
+        """Return the Python value."""
         if self.kind in ("int", "float"):
             return int(self.text) if self.kind == "int" else float(self.text)
         return {"str": self.text, "NoneType": None}.get(self.kind, self.text == "True")
@@ -168,9 +173,9 @@ class PlainValue(Data):
 
 
 class ArgumentData(Data):
-    """An argument of the model's ``forward``.
+    """An argument of the model's ``forward``: its name, whether it must be passed, and its default.
 
-    ``default`` is absent if the argument has no default, or one that is not a plain value.
+    ``default`` is ``None`` if the argument has no default, or one that is not a bool, number, string or ``None``.
     """
 
     name: str
@@ -179,11 +184,11 @@ class ArgumentData(Data):
 
 
 class GuardData(Data):
-    """A condition on numbers of the batch on which the traced forward branched.
+    """A condition on numbers of the batch that decides which branch the model's ``forward`` takes.
 
-    ``expression``: the condition, as JSON of the nested lists that ``passes/ir/lifted_numbers.py`` evaluates;
-    ``outcome``: its result; ``where``: its position in the source (``file:line``). The program is valid only for
-    batches with this outcome.
+    ``expression``: the condition, as JSON of nested lists (see ``passes/ir/lifted_numbers.py``). ``outcome``: its
+    result when the model was traced. ``where``: its position in the source (``file:line``). The program is valid only
+    for batches with this outcome.
     """
 
     expression: str
@@ -194,8 +199,9 @@ class GuardData(Data):
 class SignatureData(Data):
     """The arguments with which the model is called.
 
-    ``arguments``: the arguments of ``forward``, in order; absent if unknown. ``fixed``: path -> value of every leaf of
-    the planned batch that is not a tensor; the program is valid for these values only.
+    ``arguments``: the arguments of ``forward``, in order; ``None`` if unknown. ``fixed``: path in the batch -> value,
+    for everything in the planned batch that is not a tensor; the program is valid for these values only. ``guards``:
+    conditions on the batch's numbers under which the program is valid.
     """
 
     arguments: tuple[ArgumentData, ...] | None = None
@@ -204,9 +210,12 @@ class SignatureData(Data):
 
 
 class OutputData(Data):
-    """A leaf of the model's result: the value of a stage, or a constant.
+    """A tensor or constant in the model's result.
 
-    ``batch`` says how to combine microbatches: ``S<dim>`` concatenate along a dim, ``P`` sum, ``R`` take any one.
+    ``path``: where it is in the result. ``value``: name of the tensor that pipeline stage ``stage`` computes; if
+    ``None``, the result is ``constant``. ``batch``: how microbatches are combined: ``S<dim>`` concatenated along a dim,
+    ``P`` summed, ``R`` any one. ``layout``, ``context``: how it is distributed over ``tp`` and ``cp``: ``S<dim>``
+    sharded, ``R`` whole.
     """
 
     path: str
@@ -219,7 +228,11 @@ class OutputData(Data):
 
 
 class Stage(Data):
-    """The calls, instructions and gradient buckets of one pipeline stage, which all ranks of that stage share."""
+    """What all ranks of one pipeline stage run: the calls of blocks (pieces of the model), and the instructions.
+
+    ``buckets``: sets of parameters whose gradients are reduced together. ``checkpoint_calls``, ``selective_calls``:
+    positions of the calls that backward recomputes fully, or in part.
+    """
 
     calls: tuple[CallData, ...]
     instructions: Instructions
@@ -229,10 +242,10 @@ class Stage(Data):
 
 
 class Program(Data):
-    """The programs of all ranks, as data.
+    """The programs of all ranks of a plan, as data.
 
-    For experts, the ranks of a stage form the axes ``edp`` (replicas of an expert), ``ep`` and ``etp``, outermost
-    first.
+    For experts of mixture-of-experts layers, the ranks of a pipeline stage form the axes ``edp`` (replicas of an
+    expert), ``ep`` (different experts) and ``etp`` (ranks that share one expert), outermost first.
     """
 
     mesh: dict[str, int] = Field(
@@ -290,8 +303,8 @@ class Program(Data):
         return num_ranks(self.mesh)
 
     def share(self, place: int) -> range:
-        """Return the microbatches of the ranks with ``dp`` coordinate ``place``, numbered in the order of the global
-        batch.
+        """Return the indices of the microbatches that ranks with ``dp`` coordinate ``place`` process, counted from 0
+        over the global batch.
         """
         if not self.data_shares:
             return range(place * self.num_microbatches, (place + 1) * self.num_microbatches)
@@ -300,44 +313,53 @@ class Program(Data):
 
     @property
     def batch_microbatches(self) -> int:
-        """The number of microbatches of the whole batch, over all ``dp`` ranks."""
+        """Return the number of microbatches of the whole batch, over all ``dp`` ranks."""
         return sum(self.data_shares) if self.data_shares else self.num_microbatches * self.mesh.get("dp", 1)
 
     @cached_property
     def expert_mesh(self) -> dict[str, int]:
-        """The mesh of the ranks for experts, axis -> size: ``edp``, ``ep`` and ``etp`` replace dp, cp and tp."""
+        """Return the mesh of the ranks as mixture-of-experts layers use it, axis -> size, outermost first.
+
+        ``pp`` stays; ``edp`` (replicas of an expert), ``ep`` (different experts) and ``etp`` (ranks that share an
+        expert) replace ``dp``, ``cp`` and ``tp``.
+        """
         return expert_mesh(self.mesh, self.etp)
 
     @cached_property
     def hybrid_mesh(self) -> dict[str, int]:
-        """The sizes of the axes into which hybrid sharding splits ``dp`` and ``edp``: axis -> number of ranks.
+        """Return the sizes of the axes into which hybrid sharding splits ``dp`` and the experts' ``edp``, as axis ->
+        number of ranks.
 
-        ``dp_shard`` has ranks that share states (parameters, gradients or optimizer states), ``dp_replicate`` replicas
-        of them.
+        ``dp_shard`` and ``edp_shard``: ranks that ZeRO divides parameters, gradients or optimizer states over.
+        ``dp_replicate`` and ``edp_replicate``: replicas of such groups.
         """
         return hybrid_mesh(self.mesh, self.etp, self.dp_shard)
 
     def size(self, axis: str) -> int:
-        """Return the number of ranks along any axis.
+        """Return the number of ranks along any axis; 1 for an axis of the mesh that the program does not have.
 
-        The axis may be of the mesh, of the experts' mesh (``edp``, ``ep``, ``etp``) or of the hybrid mesh
-        (``dp_shard``, ``dp_replicate`` and their ``edp`` counterparts).
+        ``axis``: an axis of the mesh, of the experts' mesh (``edp``, ``ep``, ``etp``) or of hybrid sharding
+        (``dp_shard``, ``dp_replicate``, ``edp_shard``, ``edp_replicate``).
         """
         if axis in HYBRID_AXES:
             return self.hybrid_mesh[axis]
         return self.expert_mesh[axis] if axis in EXPERT_AXES else self.mesh.get(axis, 1)
 
     def grid(self, axes: Collection[str]) -> dict[str, int]:
-        """Return a mesh of all ranks (axis -> size, outermost first) that contains ``axes``.
+        """Return a grid of all ranks that has all of ``axes``, as axis -> size, outermost axis first.
 
-        ``axes`` may belong to the mesh, to the experts' mesh or to the hybrid mesh. Axes with one rank, which change no
-        group, may be missing from the result.
+        ``axes``: axes of the mesh, of the experts' mesh (``edp``, ``ep``, ``etp``) or of hybrid sharding (``dp_shard``,
+        ``dp_replicate``, ...). Those with one rank may be missing in the result.
         """
         many = {axis for axis in axes if self.size(axis) > 1}
         return next(grid for grid in self._axis_grids if many <= grid.keys())
 
     @cached_property
     def _axis_grids(self) -> tuple[dict[str, int], ...]:
+        """Return the four ways to arrange all ranks in a grid, each as axis -> size, outermost axis first.
+
+        They are the mesh, the experts' mesh, and both with the data axis split into a replicate and a shard axis.
+        """
         plain, parts = {axis: self.mesh.get(axis, 1) for axis in AXES}, self.hybrid_mesh
         inner = {axis: n for axis, n in plain.items() if axis not in ("pp", "dp")}
         experts = {axis: n for axis, n in self.expert_mesh.items() if axis not in ("pp", "edp")}
@@ -347,12 +369,12 @@ class Program(Data):
 
     @property
     def experts_span_tp(self) -> bool:
-        """Whether ranks along ``tp`` hold different experts of a mixture-of-experts layer."""
+        """Return whether ranks along ``tp`` hold different experts of a mixture-of-experts layer."""
         return self.mesh.get("ep", 1) > 1 and self.expert_mesh["etp"] < self.mesh.get("tp", 1)
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """For each mesh axis, the difference of the rank numbers of neighbours along it."""
+        """Return for each mesh axis the difference between the rank numbers of neighbours along it."""
         strides, step = {}, 1
         for axis in reversed(AXES):
             strides[axis] = step
@@ -360,7 +382,9 @@ class Program(Data):
         return strides
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return a rank's coordinate on each mesh axis. Raise ``ValueError`` if the rank is outside the mesh."""
+        """Return the coordinates of ``rank``, as mesh axis -> index from 0. Raise ``ValueError`` if the rank is outside
+        the mesh.
+        """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the mesh of {self.world_size} ranks {self.mesh}")
         return {axis: rank // self.strides[axis] % self.mesh.get(axis, 1) for axis in AXES}
@@ -371,8 +395,8 @@ class Program(Data):
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Return the ranks, in ascending order, whose coordinates equal those of ``rank`` except on ``axes``.
 
-        ``axes`` may be of the mesh, of the experts' mesh (``edp``, ``ep``, ``etp``) or of the hybrid mesh
-        (``dp_shard``, ``dp_replicate`` and their ``edp`` counterparts).
+        ``axes``: axes of the mesh, of the experts' mesh (``edp``, ``ep``, ``etp``) or of hybrid sharding (``dp_shard``,
+        ``dp_replicate``, ``edp_shard``, ``edp_replicate``).
         """
         grid, step = self.grid(axes), 1
         ranks = [rank]
@@ -384,10 +408,10 @@ class Program(Data):
         return tuple(ranks)
 
     def place(self, rank: int, axis: str) -> int:
-        """Return a rank's coordinate on any axis.
+        """Return the coordinate of ``rank`` on ``axis``, counted from 0.
 
-        The axis may be of the mesh, of the experts' mesh (``edp``, ``ep``, ``etp``) or of the hybrid mesh
-        (``dp_shard``, ``dp_replicate`` and their ``edp`` counterparts).
+        ``axis``: an axis of the mesh, of the experts' mesh (``edp``, ``ep``, ``etp``) or of hybrid sharding
+        (``dp_shard``, ``dp_replicate``, ``edp_shard``, ``edp_replicate``).
         """
         grid = self.grid((axis,))
         sizes = [*grid.values()]
@@ -397,8 +421,10 @@ class Program(Data):
         return rank // math.prod(sizes[at + 1 :]) % sizes[at]
 
     def expert_coordinates(self, rank: int) -> dict[str, int]:
-        """Return a rank's coordinate on each axis of the experts' mesh: ``pp``, ``edp`` (replicas of an expert),
-        ``ep``, ``etp``.
+        """Return the coordinates of ``rank`` in the experts' mesh, as axis -> index from 0.
+
+        The axes are ``pp``, ``edp`` (replicas of an expert), ``ep`` (different experts) and ``etp`` (ranks that share
+        an expert).
         """
         places, step = {}, 1
         for axis in reversed(self.expert_mesh):
@@ -411,14 +437,19 @@ class Program(Data):
 
 
 def weights_fingerprint(states: dict[str, StateData]) -> str:
-    """Return a hash of the names, shapes and types of the parameters and buffers."""
+    """Return a hash (hex text) of the names, shapes and types of the parameters and buffers. Constants do not count.
+
+    ``states``: name -> parameter, buffer or constant.
+    """
     rows = [[name, s.shape, s.dtype, s.kind, s.aliases] for name, s in sorted(states.items()) if s.kind != "constant"]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
 
 
 def shards_of(program: Program, state: str, rank: int) -> tuple[Shard, ...]:
-    """Return the cuts that give the shard of a state on ``rank``: first over ``ep``, then over ``tp``; empty without
-    cuts.
+    """Return the cuts that give the part of a parameter or buffer that ``rank`` holds: first over ``ep``, then over
+    ``tp``.
+
+    ``state``: its name. Empty if the rank holds all of it. ZeRO may divide the part further.
     """
     data = program.states[state]
     cuts = (
@@ -430,9 +461,10 @@ def shards_of(program: Program, state: str, rank: int) -> tuple[Shard, ...]:
 
 
 def shard_shape(program: Program, state: str) -> tuple[int, ...]:
-    """Return the shape of one rank's shard of a state, before ZeRO divides it.
+    """Return the shape of the shard over ``ep`` and ``tp`` that one rank has of a parameter or buffer, before ZeRO
+    divides it.
 
-    Raise ``ValueError`` if a layout is malformed.
+    ``state``: its name. Raise ``ValueError`` if a layout is malformed.
     """
     data = program.states[state]
     shape = data.shape
@@ -442,14 +474,16 @@ def shard_shape(program: Program, state: str) -> tuple[int, ...]:
 
 
 def updated_states(program: Program) -> list[str]:
-    """Return the names of the buffers that a step updates."""
+    """Return the names of the buffers whose value a step changes."""
     return [name for name, state in program.states.items() if state.update is not None]
 
 
 def keep_first_microbatches(instructions: Instructions, program: Program, num_microbatches: int) -> Instructions:
-    """Return the instructions of a stage for a rank that has only the first ``num_microbatches`` microbatches.
+    """Return the instructions of a rank that has only the first ``num_microbatches`` microbatches of its pipeline
+    stage.
 
-    Instructions that run once per step are kept, because all ranks take part in reductions.
+    ``instructions``: the list of the stage, for ``program.num_microbatches`` microbatches. Instructions that run once
+    per step are kept, because all ranks take part in reductions.
     """
     if num_microbatches >= program.num_microbatches:
         return instructions
@@ -457,7 +491,7 @@ def keep_first_microbatches(instructions: Instructions, program: Program, num_mi
 
 
 class RankProgram(Data):
-    """The program of one rank: its instructions, shards and groups, derived from the program of all ranks."""
+    """The program of one rank: its instructions, shards and process groups, derived from the program of all ranks."""
 
     program: Program = Field(description="The program of all ranks.")
     rank: int = Field(description="The rank, from 0 on.")
@@ -479,11 +513,14 @@ class RankProgram(Data):
 
     @cached_property
     def share(self) -> range:
-        """The microbatches of this rank, numbered in the order of the global batch."""
+        """Return the indices of the microbatches that this rank processes, counted from 0 over the global batch."""
         return self.program.share(self.coordinates["dp"])
 
     @cached_property
     def instructions(self) -> Instructions:
+        """Return the instructions of this rank: its own list if it has one, else the stage's list for this rank's
+        microbatches.
+        """
         return (
             keep_first_microbatches(self.stage.instructions, self.program, len(self.share))
             if self.own is None
@@ -492,10 +529,10 @@ class RankProgram(Data):
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The indices of this rank's instructions in its stage's list; empty if all ranks have equally many
-        microbatches.
+        """Return the positions of this rank's instructions in the list of its pipeline stage.
 
-        A rank with fewer microbatches skips instructions of its stage.
+        A rank with fewer microbatches than others skips instructions. Empty if all ranks have equally many
+        microbatches.
         """
         kept, every = len(self.share), enumerate(self.stage.instructions if self.program.data_shares else ())
         return tuple(k for k, i in every if i.microbatch is None or i.microbatch < kept)
@@ -504,16 +541,18 @@ class RankProgram(Data):
         return self.program.group(self.rank, axes)
 
     def peer(self, stage: int) -> int:
-        """Return the rank of ``stage`` whose other coordinates equal this rank's."""
+        """Return the rank of pipeline stage ``stage`` (an index) whose other mesh coordinates equal this rank's."""
         return self.rank + (stage - self.stage_index) * self.program.strides["pp"]
 
     @cached_property
     def states(self) -> dict[str, Layout]:
-        """The states (parameters and buffers) that this rank holds, and their layout over ``tp``."""
+        """Return the names of the parameters and buffers that this rank holds, with their layout over ``tp``."""
         return {name: Layout.parse(s.layout) for name, s in self.program.states.items() if self.stage_index in s.stages}
 
     def shards(self, state: str) -> tuple[Shard, ...]:
-        """Return the cuts, applied one after the other, that give this rank's shard of a state."""
+        """Return the cuts, applied one after the other, that give this rank's shard of the parameter or buffer named
+        ``state``. Empty if it holds all of it.
+        """
         return shards_of(self.program, state, self.rank)
 
     @cached_property
@@ -521,7 +560,11 @@ class RankProgram(Data):
         return self.program.expert_coordinates(self.rank)
 
     def is_first_holder(self, state: str) -> bool:
-        """Whether this rank is the lowest rank of its stage that holds the same part of a state."""
+        """Return whether this rank has the lowest number among the ranks of its stage that hold the same part of a
+        parameter or buffer.
+
+        ``state``: its name. Used so that exactly one rank writes or counts each part.
+        """
         data = self.program.states[state]
         experts = Layout.parse(data.expert_layout).is_shard
         alike = ["edp", "etp"] if experts else ["dp", "cp", "tp"]
@@ -532,7 +575,9 @@ class RankProgram(Data):
         return all(self.program.place(self.rank, axis) == 0 for axis in same)
 
     def zero_group(self, state: str) -> tuple[int, ...]:
-        """Return the ranks that share a state with this rank under ZeRO; this rank alone if the state is not shared."""
+        """Return the ranks among which ZeRO divides the parameter named ``state``, this rank included; only this rank
+        if it is not divided.
+        """
         return self.group(*self.program.states[state].zero_axes)
 
     def with_instructions(self, instructions: tuple[Instruction, ...]) -> Self:

@@ -25,13 +25,17 @@ from partitioner.runtime.program.program import CallData, Program, Stage, shard_
 
 
 def split_axes(program: Program, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the axes of ``axes`` that have more than one rank, in the order of the mesh."""
+    """Return the mesh axes of ``axes`` that have more than one rank in ``program``, in the order of the mesh."""
     return tuple(a for a in ALL_AXES if a in axes and program.size(a) > 1)
 
 
 @dataclass(frozen=True)
 class FlatShard:
-    """One rank's piece of a flattened tensor: elements ``[start, start + size)`` of ``numel``, padded to ``length``."""
+    """One rank's piece of a flattened tensor of ``numel`` elements that is cut into ``ranks`` equal pieces.
+
+    ``index``: number of the piece, from 0. The piece has the elements ``[start, start + size)``; the last pieces may be
+    shorter than ``length`` and are padded to it.
+    """
 
     numel: int
     ranks: int
@@ -57,9 +61,9 @@ Scatter = TypeVar("Scatter")
 
 
 class ScatterQueue(Generic[Scatter]):
-    """The reduce-scatters in progress that belong to the same backward instruction.
+    """The reduce-scatters of gradients that are in progress on one rank, oldest first.
 
-    They must end before the first reduce-scatter of a later backward starts, which limits memory.
+    They must end before the first reduce-scatter of a later backward instruction starts, which limits memory.
     """
 
     def __init__(self) -> None:
@@ -73,15 +77,20 @@ class ScatterQueue(Generic[Scatter]):
         return iter(self._under_way)
 
     def computed(self) -> None:
-        """Record that a backward instruction has run: the next SCATTER belongs to its gradients."""
+        """Record that a backward instruction has run: the next reduce-scatter belongs to its gradients."""
         self._computed = True
 
     def before_next(self) -> list[Scatter]:
-        """Return the reduce-scatters that must end before the next SCATTER starts, oldest first."""
+        """Return the reduce-scatters that must end before another one starts, oldest first.
+
+        These are all in progress if a backward instruction has run since the last one started, else none.
+        """
         return [*self._under_way] if self._computed else []
 
     def begin(self, scatter: Scatter) -> None:
-        """Add a reduce-scatter, after those that :meth:`before_next` returned have ended."""
+        """Add a reduce-scatter that starts now. Those that :meth:`before_next` returned must have ended; they are
+        removed.
+        """
         if self._computed:
             self._under_way.clear()
         self._computed = False
@@ -100,12 +109,18 @@ class ScatterQueue(Generic[Scatter]):
 
 
 def states_read(instruction: Instruction, stage: Stage) -> list[str]:
-    """Return the states (parameters and buffers) that the calls of an instruction read."""
+    """Return the names of the parameters and buffers that ``instruction`` of a pipeline stage reads; empty if it
+    computes nothing.
+    """
     return reads_of(instruction, stage.calls)
 
 
 def reads_of(instruction: Instruction, calls: Sequence[CallData]) -> list[str]:
-    """Return the states that the computation of an instruction reads, among those that ``calls`` read."""
+    """Return the names of the parameters and buffers that the computation of ``instruction`` reads; empty if it
+    computes nothing.
+
+    ``calls``: all calls of its pipeline stage, in the order that ``instruction.calls`` refers to.
+    """
     if instruction.op == "TOTAL_F":
         return [s for call in calls if call.prologue for s in call.states]
     if instruction.calls is None or instruction.op not in COMPUTING:
@@ -114,12 +129,16 @@ def reads_of(instruction: Instruction, calls: Sequence[CallData]) -> list[str]:
 
 
 def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:
-    """Return the mesh axes over which ZeRO shards the states of a bucket; empty if they are not sharded."""
+    """Return the mesh axes over which ZeRO shards the parameters ``states`` (names), which are gathered together; empty
+    if it does not.
+    """
     return program.states[states[0]].zero_axes
 
 
 def pieces_of(program: Program, states: Sequence[str], ranks: int, index: int) -> list[FlatShard]:
-    """Return, for each parameter in ``states``, the ``index``-th of the ``ranks`` ZeRO pieces of its shard."""
+    """Return, for each parameter named in ``states``, piece number ``index`` of its shard, which ZeRO cuts into
+    ``ranks`` pieces.
+    """
     return [FlatShard(math.prod(shard_shape(program, s)), ranks, index) for s in states]
 
 
@@ -131,7 +150,8 @@ Turn = tuple[Literal["SCATTER", "REDUCE", "GATHER"], tuple[str, ...]]
 
 
 def rest_axes(program: Program, bucket: Bucket) -> tuple[str, ...]:
-    """Return the mesh axes over which a bucket's gradients are all-reduced: those over which they are not scattered.
+    """Return the mesh axes over which a bucket's gradients are all-reduced: all reduction axes except those of a
+    reduce-scatter.
 
     A bucket is a set of parameters whose gradients are reduced together.
     """
@@ -139,28 +159,30 @@ def rest_axes(program: Program, bucket: Bucket) -> tuple[str, ...]:
 
 
 def left_of(axes: Sequence[str], shared: Sequence[str], levels: Levels, size: Callable[[str], int]) -> tuple[str, ...]:
-    """Return the axes of a gradient reduction that remain for an all-reduce.
+    """Return the mesh axes of a gradient reduction that remain for an all-reduce after the reduce-scatters.
 
-    These are the axes in ``axes`` without the ZeRO axes ``shared`` and the hierarchical ``levels``. If one half of a
-    split axis (``dp_shard``) is removed, the other one (``dp_replicate``) remains. Axes with one rank are left out.
+    ``axes``: all axes of the reduction. ``shared``: axes over which ZeRO scatters. ``levels``: the axes of each step of
+    a hierarchical reduction. ``size``: gives the number of ranks of an axis. If one half of a split axis (``dp_shard``)
+    is removed, the other one (``dp_replicate``) remains. Axes with one rank are left out.
     """
     scattered = {*shared, *(axis for level in levels for axis in level)}
     return tuple(a for a in axes_beside(axes, scattered) if a not in scattered and size(a) > 1)
 
 
 def list_reduction_turns(program: Program, bucket: Bucket) -> tuple[Turn, ...]:
-    """Return the collectives that reduce the gradients of a bucket, as (instruction, axes) in order.
+    """Return the collectives that reduce gradients, in order, as pairs (SCATTER, REDUCE or GATHER; mesh axes).
 
-    They start once the bucket's gradients, or its ZeRO shards of them, are computed.
+    ``bucket``: the parameters whose gradients are reduced together. The collectives start once these gradients are
+    computed and, under ZeRO, are reduce-scattered to shards.
     """
     return turns_of(bucket.levels, rest_axes(program, bucket))
 
 
 def turns_of(levels: Levels, rest: tuple[str, ...]) -> tuple[Turn, ...]:
-    """Return the collectives of a reduction, as (instruction, axes) in order.
+    """Return the collectives of a hierarchical reduction, in order, as pairs (name, mesh axes).
 
-    They are SCATTER over each of ``levels``, REDUCE over the axes ``rest``, and GATHER over the levels in reverse
-    order.
+    ``levels``: axes of each step. SCATTER over each level, REDUCE over the axes ``rest`` (if any), then GATHER over the
+    levels in reverse order.
     """
     return (
         *(("SCATTER", level) for level in levels),
@@ -170,13 +192,19 @@ def turns_of(levels: Levels, rest: tuple[str, ...]) -> tuple[Turn, ...]:
 
 
 def count_gradient_shards(program: Program, bucket: Bucket, level: int) -> int:
-    """Return the number of shards into which the first ``level`` levels of a reduction scatter a bucket's gradients."""
+    """Return into how many shards a bucket's gradients are scattered after the first ``level`` steps of its
+    hierarchical reduction.
+
+    A bucket is a set of parameters whose gradients are reduced together.
+    """
     return math.prod(program.size(axis) for axes in bucket.levels[:level] for axis in axes)
 
 
 def level_problem(program: Program, bucket: Bucket) -> str:
-    """Return why the levels of a bucket's reduction do not sum its gradients exactly once; an empty string
-    if they do.
+    """Return the end of an error message that says why a hierarchical reduction does not sum gradients exactly once;
+    empty if it does.
+
+    ``bucket``: the parameters whose gradients are reduced together, with the steps of the reduction.
     """
     named = [axis for level in bucket.levels for axis in level]
     shared = zero_axes(program, bucket.states)
@@ -198,6 +226,8 @@ def level_problem(program: Program, bucket: Bucket) -> str:
 
 
 def _split_hybrid_axes(axes: Sequence[str]) -> Iterator[str]:
-    """Yield ``axes`` and, after each, the two axes into which hybrid sharding splits it."""
+    """Yield each mesh axis of ``axes`` and, after it, the two axes into which hybrid sharding splits it: ``dp``,
+    ``dp_shard``, ``dp_replicate``.
+    """
     for axis in axes:
         yield from (axis, f"{axis}_shard", f"{axis}_replicate")

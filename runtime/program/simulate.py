@@ -34,10 +34,10 @@ from partitioner.runtime.program.sharded_buckets import (
 
 @dataclass
 class OverlappedCollective:
-    """A collective that may overlap with computation. All times are in seconds.
+    """A collective that may overlap with computation on a simulated rank. All times are in seconds.
 
-    ``ready``: when it may begin. ``left``: the duration that remains. ``begun`` and ``ended``: when it began and ended;
-    ``None`` while the rank's clock has not reached that time.
+    ``ready``: time at which it may begin. ``left``: the duration that remains. ``begun`` and ``ended``: times at which
+    it began and ended; ``None`` while the rank's clock has not reached them.
     """
 
     ready: float
@@ -48,7 +48,8 @@ class OverlappedCollective:
 
 @dataclass
 class RankClock:
-    """The clock of one simulated rank, in seconds since its start.
+    """The clock of one simulated rank, in seconds since its start, with the collectives that run beside its
+    computation.
 
     Collectives run one after another, in the order in which they are posted, because they share the links. While a
     collective and a computation overlap, each takes ``slowdown`` times as long.
@@ -59,14 +60,12 @@ class RankClock:
     under_way: deque[OverlappedCollective] = field(default_factory=deque)  # that have not ended, in order
 
     def begin(self, collective: OverlappedCollective) -> None:
-        """Post ``collective`` behind those in progress. It begins no earlier than now."""
+        """Add ``collective`` behind those in progress. It begins no earlier than the clock's current time."""
         collective.ready = max(collective.ready, self.clock)
         self.under_way.append(collective)
 
     def compute(self, work: float) -> None:
-        """Advance the clock by ``work`` seconds of computation, which take longer while a collective overlaps with
-        them.
-        """
+        """Advance the clock by ``work`` seconds of computation; it takes longer while a collective overlaps."""
         while work > 0 and self.under_way:
             first = self.under_way[0]
             if first.ready > self.clock:
@@ -81,7 +80,7 @@ class RankClock:
         self.clock += work
 
     def wait(self, until: float) -> None:
-        """Advance the clock to ``until`` (s) without computation."""
+        """Advance the clock to the time ``until`` (seconds) without computation; collectives go on meanwhile."""
         while self.under_way and self.clock < until:
             first = self.under_way[0]
             begin = max(self.clock, first.ready)
@@ -108,6 +107,7 @@ class RankClock:
             self.wait_for(self.under_way[-1])
 
     def _end_first_collective(self) -> None:
+        """Record that the oldest collective in progress ends now, and report it to :meth:`ended`."""
         first = self.under_way.popleft()
         first.ended, first.left = self.clock, 0.0
         if first.begun is None:
@@ -115,7 +115,7 @@ class RankClock:
         self.ended(first)
 
     def ended(self, collective: OverlappedCollective) -> None:
-        """Called with each collective that has ended. Does nothing here; subclasses override it."""
+        """Receive each collective that has ended. This one does nothing; subclasses override it."""
 
 
 Part = Literal["F", "B", "I", "W"]
@@ -126,23 +126,27 @@ _STEPS_TO_STEADY = 4  # consecutive steps, after which all take as long
 
 
 class Durations(Protocol):
-    """The durations that the simulation asks of a cost model, in seconds."""
+    """The durations, in seconds, that the simulation of a step gets from a cost model. ``stage`` arguments are indices
+    of pipeline stages.
+    """
 
     def call(self, stage: int, call: int, part: Part) -> float:
-        """Return the seconds of one part of a call (forward or backward) on one microbatch, with its graph's
-        collectives.
+        """Return the seconds of one part of a call on one microbatch, with the collectives in its graph.
 
-        ``call`` is a position in the stage's calls. Recomputation is not included: the simulator adds a forward to the
-        backward of a call that is recomputed.
+        ``call``: position in the calls of the pipeline stage ``stage``. ``part``: "F" forward, "B" backward, "I" and
+        "W" its halves for inputs and weights. Recomputation is not included.
         """
         ...
 
     def transfer(self, source: int, target: int, nbytes: int) -> float:
-        """Return the seconds to send ``nbytes`` from a rank of one stage to the matching rank of another."""
+        """Return the seconds to send ``nbytes`` from a rank of the pipeline stage ``source`` to the rank of stage
+        ``target`` with equal other coordinates.
+        """
         ...
 
     def share(self, op: Sharing, axes: tuple[str, ...], nbytes: int, stage: int) -> float:
-        """Return the seconds of an all-gather, reduce-scatter or all-to-all over ``axes``.
+        """Return the seconds of an all-gather, reduce-scatter or all-to-all over mesh axes, on the ranks of a pipeline
+        stage.
 
         ``nbytes``: the bytes of the whole tensor of an all-gather or reduce-scatter, or the bytes of all ranks of an
         all-to-all.
@@ -150,42 +154,46 @@ class Durations(Protocol):
         ...
 
     def coding(self, stage: int, compression: Compression, nbytes: int) -> float:
-        """Return the seconds to compress ``nbytes`` of gradients, or to decompress them."""
+        """Return the seconds to compress ``nbytes`` of gradients, or to decompress them, on a rank of the stage."""
         ...
 
     def host(self, stage: int, nbytes: int) -> float:
-        """Return the seconds to copy ``nbytes`` between a rank of a stage and its host's memory, in either
-        direction.
+        """Return the seconds to copy ``nbytes`` from a rank's device to host memory, or back, on this pipeline
+        stage.
         """
         ...
 
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
-        """Return the seconds to all-reduce ``nbytes`` over mesh axes within one stage or, without axes, over several
-        ``stages``.
+        """Return the seconds to all-reduce ``nbytes`` over the mesh axes ``axes`` of one pipeline stage.
+
+        If ``axes`` is empty, the all-reduce is over the several pipeline stages in ``stages`` (indices); else
+        ``stages`` has one.
         """
         ...
 
     def posting(self, stage: int, op: str) -> float:
-        """Return the seconds that an instruction keeps a rank from computing although its work runs in the background.
+        """Return the seconds for which an instruction keeps a rank from computing although its work runs in the
+        background.
 
-        An example is starting a send, or slicing a microbatch out of the batch.
+        ``op``: kind of instruction. Examples: starting a send, slicing a microbatch out of the batch.
         """
         ...
 
     def slowdown(self, stage: int) -> float:
-        """Return the factor by which a computation of the stage and a collective each take longer while both run."""
+        """Return the factor by which a computation and a collective of the stage each take longer while both run."""
         ...
 
     def update(self, stage: int) -> float:
-        """Return the seconds of the optimizer's update of the parameters of a rank of the stage, after STEP."""
+        """Return the seconds of the optimizer's update of the parameters of one rank of the stage."""
         ...
 
 
 @dataclass(frozen=True)
 class SimulatedSpan:
-    """The time of one instruction of a stage, in seconds from the start of the step.
+    """The time of one instruction of a simulated rank, in seconds from the start of the step.
 
-    ``work`` is the time without waiting; ``end - start - work`` is spent waiting.
+    ``index``: position in the instruction list. ``work``: the time without waiting; ``end - start - work`` is spent
+    waiting.
     """
 
     start: float
@@ -197,7 +205,11 @@ class SimulatedSpan:
 
 @dataclass(frozen=True)
 class Background:
-    """A transfer or collective that overlaps with instructions. Times are in seconds from the start of the step."""
+    """A transfer or collective of a simulated rank that overlaps with its instructions. Times are in seconds from the
+    start of the step.
+
+    ``index``, ``instruction``: the instruction that started it, and its position in the list. ``nbytes``: its size.
+    """
 
     start: float
     end: float
@@ -208,15 +220,16 @@ class Background:
 
 @dataclass(frozen=True)
 class StageTimeline:
-    """The simulated step of one stage's rank.
+    """The simulated step of one rank of a pipeline stage; all ranks of the stage are alike.
 
     Args:
         spans: the instructions in order, with their times.
         background: transfers and collectives that overlap with them.
         busy: seconds of computation.
         bubble: the share of the step without computation, from 0 to 1.
-        memory: pairs (time, device bytes held from then on).
-        update_s: seconds of the optimizer's update, which begins when the last span and all transfers have ended.
+        memory: pairs (seconds from the start of the step, device bytes held from then on).
+        peak_bytes: the most device bytes held at a time.
+        update_s: seconds of the optimizer's update, which begins when all instructions and transfers have ended.
     """
 
     spans: tuple[SimulatedSpan, ...]
@@ -230,11 +243,11 @@ class StageTimeline:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step. ``stages``: the timeline of each pipeline stage, which all ranks of the stage share.
+    """A simulated step of all pipeline stages.
 
-    ``step_time``: seconds from its start to the end of the last update; if consecutive steps overlap, the seconds from
-    the end of one step to the end of the next. ``gradients_s``: seconds until all gradients are reduced, before the
-    updates.
+    ``stages``: the timeline of each stage, which all its ranks share. ``step_time``: seconds from the start to the end
+    of the last optimizer update; if consecutive steps overlap, the seconds from the end of one step to the end of the
+    next. ``gradients_s``: seconds until all gradients are reduced, before the updates.
     """
 
     stages: tuple[StageTimeline, ...]
@@ -243,7 +256,9 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of the step in which a rank computes nothing, from 0 to 1, averaged over the stages."""
+        """Return the share of the step in which a rank computes nothing, from 0 to 1, averaged over the pipeline
+        stages.
+        """
         return sum(s.bubble for s in self.stages) / len(self.stages)
 
 
@@ -255,13 +270,14 @@ def simulate(
     facts: ProgramFacts | None = None,
     overlap_steps: bool = False,
 ) -> Timeline:
-    """Return the timeline of one step. The program must have passed the prover.
+    """Return the simulated timeline of one step. The program must have passed the prover.
 
     Args:
-        extra_bytes: for each stage, bytes to add to its memory.
+        durations: the cost model: seconds of each call, transfer and collective.
+        extra_bytes: for each pipeline stage, bytes to add to its memory; empty for none.
         facts: the derived facts of ``program``, if they exist already.
-        overlap_steps: a rank begins the next step as soon as it has ended its own part of this one. The spans are those
-            of the first step.
+        overlap_steps: whether a rank begins the next step as soon as it has ended its own part of this one. The times
+            of the instructions are those of the first step.
     """
     facts = facts or ProgramFacts(program)
     lanes, updates = _follow_step(facts, durations)
@@ -287,14 +303,16 @@ def simulate(
 
 
 def simulate_step_time(facts: ProgramFacts, durations: Durations, *, overlap_steps: bool = False) -> float:
-    """Return the seconds of a step, which equal :attr:`Timeline.step_time` of :func:`simulate`, without simulating
-    memory.
+    """Return the simulated seconds of one step, without simulating memory.
+
+    ``overlap_steps``: a rank begins the next step as soon as it has ended its own part of this one; the result is then
+    the seconds between the ends of two steps.
     """
     return _find_step_time(facts, durations, *_follow_step(facts, durations), overlap_steps)
 
 
 def _follow_step(facts: ProgramFacts, durations: Durations) -> tuple[list[_SimulatedRank], list[float]]:
-    """Return the simulated rank of each stage at the end of a step, and the seconds of each stage's
+    """Simulate one step. Return the simulated rank of each pipeline stage at its end, and each stage's seconds of
     optimizer update.
     """
     stages = range(len(facts.program.stages))
@@ -312,6 +330,12 @@ def _find_step_time(
     updates: Sequence[float],
     overlap_steps: bool,
 ) -> float:
+    """Return the seconds of a step: until the last optimizer update or, if steps overlap, between the ends of two
+    steps.
+
+    ``lanes``: the simulated rank of each pipeline stage at the end of its instructions. ``updates``: seconds of each
+    stage's optimizer update.
+    """
     if overlap_steps:
         return _steady_seconds(facts, durations, updates)
     return max((lane.clock + update for lane, update in zip(lanes, updates, strict=True)), default=0.0)
@@ -322,7 +346,9 @@ def _make_simulated_rank(program: Program, durations: Durations, stage: int) -> 
 
 
 def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence[float]) -> float:
-    """Return the seconds between the ends of two consecutive steps in steady state."""
+    """Return the seconds between the ends of two consecutive steps, after several steps. ``updates``: seconds of each
+    stage's optimizer update.
+    """
     lanes = [_make_simulated_rank(facts.program, durations, s) for s in range(len(facts.program.stages))]
     simulation = _Simulation(facts, durations, lanes)
     seconds = ended = 0.0
@@ -338,9 +364,10 @@ def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence
 
 
 def _trace_memory(facts: ProgramFacts, lane: _SimulatedRank, extra: int) -> tuple[tuple[tuple[float, int], ...], int]:
-    """Return pairs (time, bytes): at the start of each instruction its peak, at its end what remains.
+    """Return the device memory of a simulated rank over time, as pairs (seconds, bytes), and its peak bytes.
 
-    Also return the peak.
+    Each instruction gives two pairs: its peak at its start, and what is held at its end. ``extra``: bytes added to each
+    number.
     """
     points: list[tuple[float, int]] = []
     peak = extra
@@ -352,7 +379,7 @@ def _trace_memory(facts: ProgramFacts, lane: _SimulatedRank, extra: int) -> tupl
 
 @dataclass(kw_only=True)
 class _InstructionJob(OverlappedCollective):
-    """A collective that an instruction has started; ``index`` is the position of the instruction."""
+    """A collective that the instruction at position ``index`` of a simulated rank has started."""
 
     index: int
     instruction: Instruction
@@ -361,8 +388,8 @@ class _InstructionJob(OverlappedCollective):
 
 @dataclass
 class _SimulatedRank(RankClock):
-    """The simulated rank of one stage: its position in the instruction list, transfers in progress, and the times so
-    far.
+    """The simulated rank of one pipeline stage: its position in the instruction list, transfers in progress, and the
+    times so far.
     """
 
     stage: int = 0
@@ -386,8 +413,8 @@ class _SimulatedRank(RankClock):
     background: list[Background] = field(default_factory=list)
 
     def spend_time(self, start: float, work: float, wait_for: Iterable[OverlappedCollective] = ()) -> None:
-        """Finish the current instruction: wait until ``start`` (s) and for the jobs ``wait_for``, then compute ``work``
-        seconds.
+        """Finish the current instruction: wait until the time ``start`` (seconds) and for the collectives ``wait_for``,
+        then compute for ``work`` seconds.
         """
         began = self.clock
         self.wait(start)
@@ -400,8 +427,10 @@ class _SimulatedRank(RankClock):
         self.position += 1
 
     def post_collective(self, index: int, seconds: float, nbytes: int, ready: float = 0.0) -> _InstructionJob:
-        """Start the collective of instruction ``index``, which takes ``seconds`` and may begin at ``ready`` (s); return
-        it.
+        """Start the collective of the instruction at position ``index``, and return it.
+
+        ``seconds``: its duration. ``nbytes``: its size, for reports. ``ready``: time (seconds) before which it cannot
+        begin.
         """
         instruction = self.instructions[index]
         job = _InstructionJob(ready, seconds, index=index, instruction=instruction, nbytes=nbytes)
@@ -409,7 +438,7 @@ class _SimulatedRank(RankClock):
         return job
 
     def drain_collectives(self) -> None:
-        """Wait for all collectives, and for all transfers to other stages and to host memory."""
+        """Advance the clock until all collectives and transfers, also to host memory, have ended."""
         self.wait_for_all()
         self.wait(max([self.clock, *(b.end for b in self.background)]))
 
@@ -421,7 +450,13 @@ class _SimulatedRank(RankClock):
 
 
 class _Simulation:
+    """Runs the instruction lists of all pipeline stages against each other in simulated time.
+
+    ``lanes``: the simulated rank of each stage, whose clocks and recorded times are updated.
+    """
+
     def __init__(self, facts: ProgramFacts, durations: Durations, lanes: Sequence[_SimulatedRank]) -> None:
+        """Start with no message between stages. ``lanes``: the simulated rank of each pipeline stage, in order."""
         self.facts = facts
         self.program = facts.program
         self.durations = durations
@@ -433,6 +468,7 @@ class _Simulation:
         self.meetings: dict[tuple[str, ...], dict[int, float]] = {}  # states to sync -> stage -> when it came
 
     def run_lanes(self) -> None:
+        """Run the instructions of all simulated ranks to their end, each as far as it need not wait for another."""
         moved = True
         while moved:
             moved = False
@@ -443,7 +479,7 @@ class _Simulation:
             assert lane.position == len(lane.instructions), f"stage {lane.stage} is stuck: prove the program first"
 
     def run_next_instruction(self, lane: _SimulatedRank) -> bool:
-        """Run the next instruction of a simulated rank. Return ``False`` if it must wait for another rank."""
+        """Run the next instruction of a simulated rank; return ``False`` if it must wait for another rank first."""
         i = lane.instructions[lane.position]
         match i.op:
             case "F" | "B" | "I" | "W" | "TOTAL_F":
@@ -485,9 +521,8 @@ class _Simulation:
         return True
 
     def compute_seconds(self, stage: int, i: Instruction) -> float:
-        """Return the seconds of the computation of ``i`` on ``stage``.
-
-        They depend only on the operation and the calls.
+        """Return the seconds of the computation of ``i`` on the pipeline stage ``stage`` (an index), computed once for
+        all microbatches.
         """
         key = stage, i.op, i.calls
         if key not in self.computed:
@@ -495,6 +530,7 @@ class _Simulation:
         return self.computed[key]
 
     def _sum_call_seconds(self, stage: int, i: Instruction) -> float:
+        """Return the seconds of the calls that ``i`` runs on a pipeline stage, with recomputation."""
         calls = self.facts.stages[stage]
         if i.op == "TOTAL_F":
             return sum(self.durations.call(stage, p, "F") for p, c in enumerate(calls) if c.data.prologue)
@@ -511,6 +547,7 @@ class _Simulation:
         return total
 
     def send_values(self, lane: _SimulatedRank, i: Instruction) -> None:
+        """Start the transfer of the SEND ``i`` when its channel is idle, and record when it arrives."""
         assert i.peer is not None
         channel = lane.stage, i.peer, i.op[-1]
         nbytes = sum(self.sizes[v] for v in i.values)
@@ -522,7 +559,7 @@ class _Simulation:
         lane.spend_time(lane.clock, self.durations.posting(lane.stage, i.op))
 
     def start_reduction_turn(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start a REDUCE, or a SCATTER or GATHER over one level of a bucket's hierarchical reduction."""
+        """Start the all-reduce, or the step of a hierarchical reduction, of gradients that ``i`` describes."""
         assert i.bucket is not None
         bucket = self.program.stages[lane.stage].buckets[i.bucket]
         level = bucket.levels.index(i.axes) if i.axes else len(bucket.levels)
@@ -545,8 +582,10 @@ class _Simulation:
         lane.summed = lane.scattered[i.bucket] if last else lane.summed
 
     def time_exchange(self, bucket: Bucket, axes: tuple[str, ...], nbytes: int, stage: int) -> tuple[float, float]:
-        """Return the seconds to exchange the compressed gradients of a bucket, and the seconds to all-gather their
-        sums.
+        """Return two durations in seconds: to exchange compressed gradients among ranks, and to all-gather their sums.
+
+        ``bucket``: the parameters of these gradients. ``axes``: mesh axes of the ranks that exchange. ``nbytes``:
+        uncompressed bytes on one rank. ``stage``: index of the pipeline stage.
         """
         wire = int(nbytes * self.facts.wire_share(bucket))
         ranks = math.prod(map(self.program.size, axes))
@@ -554,6 +593,7 @@ class _Simulation:
         return exchanged, self.durations.share("all_gather", axes, wire, stage)
 
     def start_gather(self, lane: _SimulatedRank, i: Instruction) -> None:
+        """Start the all-gather of parameters of ``i``, once those that come from host memory have arrived."""
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
         ready = max([0.0, *(lane.fetched.pop(s) for s in states if s in lane.fetched)])
@@ -561,6 +601,7 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def start_scatter(self, lane: _SimulatedRank, i: Instruction) -> None:
+        """Start the reduce-scatter of gradients of ``i``, after the earlier ones that must end first."""
         assert i.bucket is not None
         bucket, coding = self.program.stages[lane.stage].buckets[i.bucket], 0.0
         seconds, nbytes = self.time_sharing(lane, i, "reduce_scatter")
@@ -573,7 +614,9 @@ class _Simulation:
         lane.scattering.begin(job)
 
     def time_sharing(self, lane: _SimulatedRank, i: Instruction, op: Sharing) -> tuple[float, int]:
-        """Return the seconds and the bytes of a GATHER or SCATTER over the ZeRO axes of a bucket."""
+        """Return the seconds and the bytes of the collective ``op`` of parameters or gradients that the instruction
+        ``i`` runs over ZeRO axes.
+        """
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
         size = self.facts.state_bytes if op == "all_gather" else self.facts.gradient_bytes
@@ -581,8 +624,8 @@ class _Simulation:
         return self.durations.share(op, zero_axes(self.program, states), nbytes, lane.stage), nbytes
 
     def await_parameters(self, lane: _SimulatedRank, i: Instruction) -> tuple[float, float, list[_InstructionJob]]:
-        """Return when the data in host memory that a computation reads has arrived, its seconds, and the gathers it
-        waits for.
+        """Return what a computation waits for: the time (seconds) at which its data from host memory is there, the
+        computation's own seconds, and the all-gathers of the parameters that it reads.
         """
         there = [lane.fetched.pop(s) for s in states_read(i, self.program.stages[lane.stage]) if s in lane.fetched]
         if i.calls is not None and i.op in ("B", "I"):
@@ -596,6 +639,9 @@ class _Simulation:
         return start, seconds, [lane.gathered.pop(b) for b in needed]
 
     def start_offload(self, lane: _SimulatedRank, i: Instruction) -> None:
+        """Start the copy of activations (after earlier copies) or gradients (after their reductions) of ``i`` to host
+        memory.
+        """
         nbytes, needed = self.count_kept_bytes(lane, i), list[OverlappedCollective]()
         if i.states:
             nbytes, needed = sum(map(self.facts.gradient_piece_bytes, i.states)), [*lane.under_way]
@@ -606,6 +652,7 @@ class _Simulation:
         lane.background.append(Background(start, lane.leaving, lane.position - 1, i, nbytes))
 
     def start_fetch(self, lane: _SimulatedRank, i: Instruction) -> None:
+        """Start the copy of activations or parameters from host memory of the FETCH ``i``, after earlier copies."""
         nbytes = sum(map(self.facts.piece_bytes, i.states)) if i.states else self.count_kept_bytes(lane, i)
         start = max(lane.clock, lane.coming)
         lane.coming = start + self.durations.host(lane.stage, nbytes)
@@ -616,14 +663,15 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def count_kept_bytes(self, lane: _SimulatedRank, i: Instruction) -> int:
-        """Return the bytes of the activations that an OFFLOAD or FETCH of calls moves."""
+        """Return the bytes of the activations that the OFFLOAD or FETCH ``i`` moves; 0 if it moves none."""
         calls = self.facts.stages[lane.stage][slice(*i.calls)] if i.calls is not None else ()
         return sum(map(self.facts.moved_bytes, calls))
 
     def meet_stages(self, lane: _SimulatedRank, i: Instruction) -> bool:
-        """Run a SYNC, or an UPDATE over several stages. All of them start when the last one has arrived.
+        """Run the instruction ``i``, in which several pipeline stages sum gradients (SYNC) or update buffers (UPDATE)
+        together.
 
-        Return ``False`` if another stage has not arrived yet.
+        It starts on all of them when the last one has arrived. Return ``False`` if another stage has not arrived yet.
         """
         stages = self.program.states[i.states[0]].stages
         came = self.meetings.setdefault(i.states, {})

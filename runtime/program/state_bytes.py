@@ -12,9 +12,9 @@ from partitioner.runtime.program.program import Program, Stage, StateData, shard
 
 
 def host_states(program: Program, stage: int) -> frozenset[str]:
-    """Return the names of the stage's parameters whose values are in host memory.
+    """Return the names of the parameters of a pipeline stage (an index) whose values are in host memory.
 
-    They are there because parameters are offloaded, or because the optimizer runs there and updates them.
+    They are there because the program offloads parameters, or because the optimizer runs on the host and updates them.
     """
     held = {n: s for n, s in program.states.items() if stage in s.stages}
     train = program.objective == "train"
@@ -22,9 +22,11 @@ def host_states(program: Program, stage: int) -> frozenset[str]:
 
 
 def is_hosted(state: StateData, offload: Sequence[str], train: bool) -> bool:
-    """Whether the values of a parameter are in host memory, because parameters or the optimizer are offloaded.
+    """Return whether the values of ``state`` are in host memory, because it is a parameter and parameters or the
+    optimizer are offloaded.
 
-    ``offload``: the kinds of data that the program offloads. ``train``: whether the program is for training.
+    ``offload``: what the program offloads, such as ``"parameters"`` or ``"optimizer"``. ``train``: whether the program
+    is for training; without training, an offloaded optimizer moves nothing.
     """
     if state.kind != "parameter":
         return False
@@ -32,9 +34,10 @@ def is_hosted(state: StateData, offload: Sequence[str], train: bool) -> bool:
 
 
 def staying_values(stage: Stage) -> frozenset[str]:
-    """Return the names of the values that stay on the device when activations are moved to host memory.
+    """Return the names of the tensors of a pipeline stage that stay on the device when activations are moved to host
+    memory.
 
-    These are results of prologue calls, which compute totals over the batch, and values that several calls of the stage
+    These are totals over the batch, which run before the pipeline starts, and tensors that several calls of the stage
     read.
     """
     reads = Counter(v for call in stage.calls if not call.prologue for v in set(call.inputs))
@@ -43,20 +46,26 @@ def staying_values(stage: Stage) -> frozenset[str]:
 
 
 def state_bytes(program: Program, state: str) -> int:
-    """Return the bytes of one rank's shard of a state (parameter or buffer) over ``ep`` and ``tp``."""
+    """Return the bytes of the shard over ``ep`` and ``tp`` that one rank has of a parameter or buffer, before ZeRO
+    divides it. ``state``: its name.
+    """
     return math.prod(shard_shape(program, state)) * get_dtype_itemsize(program.states[state].dtype)
 
 
 def gradient_bytes(program: Program, state: str) -> int:
-    """Return the bytes of the gradient of one rank's shard of a parameter over ``ep`` and ``tp``, in its accumulation
-    type.
+    """Return the bytes of the gradient of one rank's shard over ``ep`` and ``tp`` of a parameter, before ZeRO divides
+    it.
+
+    ``state``: its name. Gradients have the type in which they are summed, which may be wider than the parameter's.
     """
     return math.prod(shard_shape(program, state)) * get_dtype_itemsize(sum_type(program.states[state].dtype))
 
 
 class StateSizes(NamedTuple):
-    """Bytes of a state (parameter or buffer) on one rank: its shard, the shard's gradient, and the ZeRO
-    pieces of both.
+    """Bytes of a parameter or buffer on one rank.
+
+    ``part``: its shard over ``ep`` and ``tp``. ``gradient``: the shard's gradient. ``piece`` and ``gradient_piece``:
+    the piece of each that ZeRO leaves on the rank, with padding.
     """
 
     part: int
@@ -66,9 +75,9 @@ class StateSizes(NamedTuple):
 
 
 def state_sizes(program: Program, state: str) -> StateSizes:
-    """Return the bytes of a state (parameter or buffer) and its gradient on one rank.
+    """Return the bytes of a parameter or buffer and of its gradient on one rank. ``state``: its name.
 
-    The sizes of ZeRO pieces include padding; without ZeRO they equal those of the shard and its gradient.
+    The sizes of ZeRO pieces include padding; without ZeRO they equal those of the shard and of its gradient.
     """
     part, gradient = state_bytes(program, state), gradient_bytes(program, state)
     ranks = math.prod(program.size(a) for a in program.states[state].zero_axes)

@@ -31,11 +31,11 @@ TURNS = {"SCATTER": "reduce_scatter", "REDUCE": "all_reduce", "GATHER": "all_gat
 
 
 def run_list(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction], returns: Returns) -> Trace:
-    """Return the communication events of a rank of ``stage`` that runs ``instructions``, as (instruction index, event).
+    """Return the communication events of a rank that runs ``instructions``, as pairs (instruction index, event).
 
-    The events are collectives, sends and receives, in order. ``returns``: the gradients that the stage must receive,
-    from :func:`gradient_returns`. Raise :class:`Refusal` at the first invalid instruction, or at the end if a value or
-    gradient was not freed.
+    The events are collectives, sends and receives, in order. ``stage``: index of the rank's pipeline stage.
+    ``returns``: the gradients that the stage must receive, from :func:`gradient_returns`. Raise :class:`Refusal` at the
+    first invalid instruction, or at the end if a value or gradient was not freed.
     """
     check_fields(facts.program, stage, instructions)
     machine = _StageInterpreter(facts, stage, returns)
@@ -56,12 +56,18 @@ def run_list(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction
 
 
 class _StageInterpreter:
-    """Follows the instructions of one rank without tensors, and raises :class:`Refusal` at the first invalid one.
+    """Checks the instructions of one rank one after the other, without tensors, and raises :class:`Refusal` at the
+    first invalid one.
 
-    Each operation has a method with its name in lower case. ``trace`` has the communication events.
+    Each kind of instruction has a method with its name in lower case. ``trace`` has the communication events so far, as
+    pairs (instruction index, event).
     """
 
     def __init__(self, facts: ProgramFacts, stage: int, returns: Returns) -> None:
+        """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index).
+
+        ``returns``: (value, microbatch) -> the stages that send back a gradient of the value to this stage.
+        """
         self.facts = facts
         self.program = facts.program
         self.stage = stage
@@ -91,6 +97,11 @@ class _StageInterpreter:
     # --- values -----------------------------------------------------------------------------------------------------
 
     def make_value(self, value: str, microbatch: int | None, again: bool = False) -> None:
+        """Record that a value, a tensor that passes between calls, exists from now on.
+
+        ``value``: its name. ``microbatch``: its index; ``None`` for a total over the batch. Raise :class:`Refusal` if
+        it exists already, or existed and was freed; with ``again``, a freed value may be made again.
+        """
         place = value, microbatch
         if place in self.alive or (place in self.freed and not again):
             at = self.alive.get(place, self.freed.get(place))
@@ -98,9 +109,15 @@ class _StageInterpreter:
         self.alive[place] = self.index
 
     def find_place(self, value: str, microbatch: int | None) -> Place:
+        """Return the key of a value: (its name, the microbatch). The microbatch is ``None`` for totals over the
+        batch.
+        """
         return (value, None) if value in self.of_prologue else (value, microbatch)
 
     def read_value(self, value: str, microbatch: int | None) -> None:
+        """Raise :class:`Refusal` unless the value ``value`` (a tensor that passes between calls) of ``microbatch``
+        exists now.
+        """
         place = self.find_place(value, microbatch)
         if place not in self.alive:
             if place in self.freed:
@@ -108,12 +125,20 @@ class _StageInterpreter:
             raise Refusal("order", f"reads {place_text(place)}, which is not there")
 
     def load(self, i: Instruction) -> None:
+        """Check a LOAD instruction ``i``, and record that slices of the batch exist from now on.
+
+        Raise :class:`Refusal` if a value is no input of the batch.
+        """
         for value in i.values:
             if value not in self.is_input:
                 raise Refusal("fields", f"{value!r} is no input of the batch")
             self.make_value(value, i.microbatch, again=True)
 
     def free(self, i: Instruction) -> None:
+        """Check a FREE instruction ``i`` of values, gradients or parameters, and record that they are gone.
+
+        Raise :class:`Refusal` if one of them does not exist, or if a gradient was not used.
+        """
         if i.bucket is not None:
             self.await_result(self.parameters.free(i.bucket, self.index))
             return
@@ -137,6 +162,10 @@ class _StageInterpreter:
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def total_f(self, i: Instruction) -> None:
+        """Check and record an instruction ``i`` that adds one microbatch to totals over the batch (TOTAL_F).
+
+        Raise :class:`Refusal` if it runs again or too late.
+        """
         assert i.microbatch is not None
         if not self.of_prologue:
             raise Refusal("fields", "the stage has no prologue calls")
@@ -157,12 +186,19 @@ class _StageInterpreter:
         self.added_up.add(i.microbatch)
 
     def agree_on_totals(self, i: Instruction) -> None:
+        """Raise :class:`Refusal` unless ``i`` names the same totals over the batch as earlier instructions, and calls
+        compute them.
+        """
         if self.totals is None:
             self.totals = i.values
         if i.values != self.totals or set(i.values) - self.of_prologue:
             raise Refusal("fields", f"the totals are {', '.join(self.totals)}, made by prologue calls; got {i.values}")
 
     def total(self, i: Instruction) -> None:
+        """Check and record the instruction ``i`` that all-reduces totals over the batch (TOTAL).
+
+        Raise :class:`Refusal` if a microbatch is missing or the axes are wrong.
+        """
         if self.total_at is not None:
             raise Refusal("twice", f"the totals were added up at instruction {self.total_at}")
         missing = set(range(self.program.num_microbatches)) - self.added_up
@@ -178,6 +214,10 @@ class _StageInterpreter:
         self.total_at = self.index
 
     def f(self, i: Instruction) -> None:
+        """Check a forward instruction ``i``, and record the values that it makes and the graphs' collectives.
+
+        Raise :class:`Refusal` if one of its calls has run before on the microbatch, or if what it reads does not exist.
+        """
         assert i.calls is not None
         assert i.microbatch is not None
         for position in range(*i.calls):
@@ -195,6 +235,9 @@ class _StageInterpreter:
     # --- backward ---------------------------------------------------------------------------------------------------
 
     def b(self, i: Instruction) -> None:
+        """Check a backward instruction ``i`` for inputs and parameters, and record its gradients and the graphs'
+        collectives.
+        """
         for position, microbatch in self.backward_runs(i):
             self.take_gradients(position, microbatch)
             self.give_gradients(position, microbatch)
@@ -203,6 +246,9 @@ class _StageInterpreter:
             self.backward.add((position, microbatch))
 
     def i(self, i: Instruction) -> None:
+        """Check the half of a backward that computes gradients of inputs (instruction ``i``), and record these
+        gradients.
+        """
         for position, microbatch in self.backward_runs(i):
             self.take_gradients(position, microbatch)
             self.give_gradients(position, microbatch)
@@ -210,6 +256,11 @@ class _StageInterpreter:
             self.halfway.add((position, microbatch))
 
     def w(self, i: Instruction) -> None:
+        """Check the half of a backward that computes gradients of parameters (instruction ``i``), and record these
+        gradients.
+
+        It must come after the half for inputs.
+        """
         for position, microbatch in self.backward_runs(i, after_inputs=True):
             self.add_state_gradients(position, microbatch)
             self.trace_collectives("W", position, microbatch)
@@ -217,6 +268,11 @@ class _StageInterpreter:
             self.backward.add((position, microbatch))
 
     def backward_runs(self, i: Instruction, after_inputs: bool = False) -> list[tuple[int, int]]:
+        """Return the pairs (call position, microbatch) whose backward the instruction ``i`` runs, last call first.
+
+        ``after_inputs``: whether it is the half for weights. Raise :class:`Refusal` if forward has not run, or the
+        backward has run before.
+        """
         assert i.calls is not None
         assert i.microbatch is not None
         self.reductions.computed()
@@ -249,6 +305,9 @@ class _StageInterpreter:
     # --- communication ----------------------------------------------------------------------------------------------
 
     def recv_f(self, i: Instruction) -> None:
+        """Check and record an instruction ``i`` that receives values from another pipeline stage; they exist from now
+        on.
+        """
         assert i.peer is not None
         for value in i.values:
             self.make_value(value, i.microbatch)
@@ -256,12 +315,20 @@ class _StageInterpreter:
         self.trace.append((self.index, ReceiveEvent("F", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def send_f(self, i: Instruction) -> None:
+        """Check and record an instruction ``i`` that sends values to another pipeline stage.
+
+        Raise :class:`Refusal` if one does not exist.
+        """
         assert i.peer is not None
         for value in i.values:
             self.read_value(value, i.microbatch)
         self.trace.append((self.index, SendEvent("F", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def recv_b(self, i: Instruction) -> None:
+        """Check and record an instruction ``i`` that receives gradients from another pipeline stage.
+
+        Raise :class:`Refusal` if none is due from that stage.
+        """
         assert i.peer is not None
         assert i.microbatch is not None
         for value in i.values:
@@ -269,6 +336,10 @@ class _StageInterpreter:
         self.trace.append((self.index, ReceiveEvent("B", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def send_b(self, i: Instruction) -> None:
+        """Check and record an instruction ``i`` that sends gradients to another pipeline stage.
+
+        Raise :class:`Refusal` if the values did not come from that stage, or if the gradients are incomplete.
+        """
         assert i.peer is not None
         assert i.microbatch is not None
         for value in i.values:
@@ -281,6 +352,7 @@ class _StageInterpreter:
         self.trace.append((self.index, SendEvent("B", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def gather(self, i: Instruction) -> None:
+        """Check and record an all-gather instruction ``i`` of parameters or, as a step of a reduction, of gradients."""
         assert i.bucket is not None
         if i.gradients:
             self.run_reduction_turn(i)
@@ -290,10 +362,10 @@ class _StageInterpreter:
         self.trace_collective(self.parameters.axes(i.bucket), what, f"all_gather of bucket {i.bucket}", waits=False)
 
     def read_states(self, position: int) -> None:
-        """Check that the parameters and buffers that a call reads are on the device.
+        """Raise :class:`Refusal` if a parameter or buffer that a call reads is not on the device.
 
-        Record that the call waits for their all-gather if they are sharded. ``position``: the call's position on the
-        stage.
+        If ZeRO shards a parameter, record that the call waits for its all-gather. ``position``: the call's position on
+        the stage.
         """
         for what in self.parameters.read(position):
             self.await_result(what)
@@ -317,6 +389,7 @@ class _StageInterpreter:
             self.trace.append((self.index, FinishEvent(what)))
 
     def scatter(self, i: Instruction) -> None:
+        """Check and record an instruction ``i`` that reduce-scatters gradients."""
         assert i.bucket is not None
         if i.axes:
             self.run_reduction_turn(i)
@@ -330,9 +403,10 @@ class _StageInterpreter:
         self.run_reduction_turn(i)
 
     def run_reduction_turn(self, i: Instruction) -> None:
-        """Record a collective that reduces the gradients of a bucket: SCATTER, REDUCE or GATHER.
+        """Check and record an instruction ``i`` that is one step of the reduction of gradients: SCATTER, REDUCE or
+        GATHER.
 
-        It starts once the previous one of the bucket (parameters that are reduced together) has ended.
+        It starts once the previous step for the same parameters has ended.
         """
         assert i.bucket is not None
         op, axes = self.states.turn(i.bucket, i.op, i.axes, self.index)
@@ -341,12 +415,19 @@ class _StageInterpreter:
         self.start_collective(waits, axes, what, f"{TURNS[op]} of {of} {i.bucket}")
 
     def start_collective(self, waits: Iterable[Hashable], axes: tuple[str, ...], what: Hashable, text: str) -> None:
-        """Record a collective over ``axes`` that starts after the collectives with the keys ``waits`` have ended."""
+        """Record a collective over the mesh axes ``axes`` that starts after the collectives with the keys ``waits``
+        have ended.
+
+        ``what``: key on which all participants must agree. ``text``: description for messages.
+        """
         for other in waits:
             self.await_result(other)
         self.trace_collective(axes, what, text, waits=False)
 
     def sync(self, i: Instruction) -> None:
+        """Check and record an instruction ``i`` that sums gradients of tied parameters over the pipeline stages that
+        share them (SYNC).
+        """
         stages = self.states.sync(i.states, self.index)
         for number in sorted({self.states.home[s] for s in i.states if s in self.states.home}):
             for what in self.reductions.ended(number):
@@ -357,12 +438,20 @@ class _StageInterpreter:
         self.trace.append((self.index, event))
 
     def update(self, i: Instruction) -> None:
+        """Check and record an instruction ``i`` that gives buffers their new values (UPDATE).
+
+        Raise :class:`Refusal` if it comes too early or twice.
+        """
         values, meetings = self.updates.update(i.states, self.index, self.forward)
         for value in values:
             self.read_value(value, i.microbatch)
         self.trace += [(self.index, meeting) for meeting in meetings]
 
     def step(self, i: Instruction) -> None:
+        """Check the instruction ``i`` after which every gradient is complete (STEP).
+
+        Raise :class:`Refusal` unless all backwards have run and all gradients are reduced.
+        """
         for position, microbatch in self.list_runs():
             if self.calls[position].has_backward and (position, microbatch) not in self.backward:
                 raise Refusal(
@@ -373,6 +462,10 @@ class _StageInterpreter:
         self.trace.append((self.index, FinishEvent()))
 
     def trace_collectives(self, op: str, position: int, microbatch: int) -> None:
+        """Record the collectives that the graph of a call runs on ``microbatch``.
+
+        ``op``: "F", "B", "I" or "W", which part of the call runs. ``position``: the call's position on the stage.
+        """
         for axes, what, text, node, count in self.find_bundles(op, position):
             event = CollectiveEvent(axes, (what, microbatch), f"{text} on microbatch {microbatch}", node, count=count)
             self.trace.append((self.index, event))
@@ -385,6 +478,11 @@ class _StageInterpreter:
     def trace_collective(
         self, axes: tuple[str, ...], what: object, text: str, node: str = "", waits: bool = True
     ) -> None:
+        """Record a collective over the mesh axes ``axes``; nothing if there are none.
+
+        ``what``: key on which all participants must agree. ``text``: description. ``node``: graph node. ``waits``:
+        whether the rank blocks.
+        """
         if axes:
             self.trace.append((self.index, CollectiveEvent(axes, what, text, node, (), waits)))
 
@@ -395,6 +493,7 @@ class _StageInterpreter:
         return [(p, m) for m in range(self.program.num_microbatches) for p in positions]
 
     def check_end(self) -> None:
+        """Raise :class:`Refusal` if at the end something has not run, was not reduced, or was not freed."""
         for position, microbatch in self.list_runs():
             if (position, microbatch) not in self.forward:
                 raise Refusal("missing", f"{self.format_path(position)} never runs forward on microbatch {microbatch}")
@@ -413,6 +512,7 @@ class _StageInterpreter:
         self.gradients.finish()
 
     def check_taken(self, value: str, what: str) -> None:
+        """Raise :class:`Refusal` if a value did not exist in every microbatch. ``what``: its role, for the message."""
         for microbatch in range(self.program.num_microbatches):
             place = self.find_place(value, microbatch)
             if place not in self.alive and place not in self.freed:

@@ -26,9 +26,10 @@ from partitioner.runtime.prove.errors import Fault
 
 
 def find_representatives(program: Program, traces: Mapping[int, Trace]) -> tuple[int, ...]:
-    """Return, for each rank, the lowest equivalent rank. ``traces``: the communication events of each rank.
+    """Return, for each rank, the lowest rank that is equivalent to it.
 
-    Equivalent ranks have the same events (collectives, sends, receives), and communicate with equivalent ranks.
+    Equivalent ranks have the same communication events (collectives, sends, receives), and communicate with equivalent
+    ranks. ``traces``: the events of each rank, as pairs (instruction index, event).
     """
     colors = _by_events(program, traces)
     if len(set(colors)) == len(program.stages):  # ranks of a stage are alike, and so are their groups
@@ -58,7 +59,7 @@ def find_representatives(program: Program, traces: Mapping[int, Trace]) -> tuple
 
 
 def _list_groups(program: Program, axes: tuple[str, ...]) -> list[list[int]]:
-    """Return all groups of ranks that differ only on the mesh axes ``axes``, as lists of ranks."""
+    """Return all groups of ranks whose coordinates differ only on the mesh axes ``axes``, as lists of ranks."""
     grid = program.grid(axes)
     ranks = np.arange(program.world_size).reshape([*grid.values()])
     inner = [place for place, axis in enumerate(grid) if axis in axes]
@@ -69,7 +70,10 @@ def _list_groups(program: Program, axes: tuple[str, ...]) -> list[list[int]]:
 
 
 def _by_events(program: Program, traces: Mapping[int, Trace]) -> list[int]:
-    """Return, for each rank, the lowest rank of the same stage that has the same communication events."""
+    """Return, for each rank, the lowest rank of the same pipeline stage that has the same communication events.
+
+    ``traces``: the events of each rank, as pairs (instruction index, event).
+    """
     events: dict[int, tuple[Event, ...]] = {k: tuple(e for _, e in t) for k, t in _deduplicate_traces(traces).items()}
     alike: dict[int, int] = {}  # id of a trace -> id of the first that has the same events
     known: dict[int, list[int]] = {}
@@ -89,15 +93,22 @@ def _deduplicate_traces(traces: Mapping[int, Trace]) -> dict[int, Trace]:
 
 
 def _first_of_each(keys: Sequence[Hashable]) -> list[int]:
-    """Return, for each position, the first position with the same key."""
+    """Return, for each position in ``keys``, the first position with an equal key."""
     first: dict[Hashable, int] = {}
     return [first.setdefault(key, k) for k, key in enumerate(keys)]
 
 
 class Mismatch(Exception):
-    """Two ranks disagree on a communication, or ranks deadlock. ``rank`` and ``index`` identify the instruction."""
+    """Raised if two ranks disagree on a communication, or if ranks deadlock.
+
+    ``fault``: kind of fault. ``rank`` and ``index``: the instruction at fault, as rank and position in its list.
+    ``node``: graph node, or empty.
+    """
 
     def __init__(self, fault: Fault, message: str, rank: int, index: int, node: str = "") -> None:
+        """Create the error. ``message``: what is wrong, without rank and instruction. ``rank`` and ``index``: the
+        instruction at fault.
+        """
         super().__init__(message)
         self.fault = fault
         self.message = message
@@ -108,10 +119,10 @@ class Mismatch(Exception):
 
 @dataclass
 class _GroupOperation:
-    """One collective of a group: the first rank that entered it, with its event, and the number of ranks that have
-    entered.
+    """One collective of a process group: the first rank that entered it, and the number of ranks that have entered.
 
-    Ranks are representatives of their classes.
+    ``index``: position of that rank's instruction. ``event``: what that rank started. A rank stands for all that are
+    equivalent to it.
     """
 
     rank: int
@@ -122,6 +133,8 @@ class _GroupOperation:
 
 @dataclass
 class _GroupProgress:
+    """The collectives of one process group so far, and the ranks that wait for one of them to be complete."""
+
     ranks: frozenset[int]
     operations: list[_GroupOperation] = field(default_factory=list)
     entered: dict[int, int] = field(default_factory=dict)  # rank -> how many operations it has entered
@@ -131,6 +144,7 @@ class _GroupProgress:
         return self.operations[number].arrived == len(self.ranks)
 
     def find_missing_ranks(self, number: int) -> set[int]:
+        """Return the ranks of the group that have not entered its collective ``number``, counted from 0."""
         return {r for r in self.ranks if self.entered.get(r, 0) <= number}
 
 
@@ -141,13 +155,18 @@ class _Channel:
 
 
 class TraceRunner:
-    """Simulates the communication events (collectives, sends, receives) of all ranks together.
+    """Runs the communication events (collectives, sends, receives) of all ranks against each other, to find deadlocks.
 
     Equivalent ranks are represented by one of them. ``suspects``: ranks to name first if two ranks disagree, because
     their instruction lists were edited.
     """
 
     def __init__(self, program: Program, traces: Mapping[int, Trace], suspects: Collection[int] = ()) -> None:
+        """Start before the first event of every rank.
+
+        ``traces``: the events of each rank, as pairs (instruction index, event). ``suspects``: ranks with edited lists,
+        which are named first in errors.
+        """
         self.program = program
         self.classes = find_representatives(program, traces)
         self.traces = traces = {rank: traces[rank] for rank in sorted(set(self.classes))}
@@ -164,7 +183,7 @@ class TraceRunner:
         self.stages = {rank: program.coordinates(rank)["pp"] for rank in traces}
 
     def run_traces(self) -> None:
-        """Run the communication events of all ranks.
+        """Run the communication events of all ranks to their end.
 
         Raise :class:`Mismatch` if ranks disagree, deadlock, or do not receive a message.
         """
@@ -179,7 +198,7 @@ class TraceRunner:
                 raise Mismatch("match", f"sends {event.text} to rank {target}, which never receives it", source, index)
 
     def advance_rank(self, rank: int) -> None:
-        """Run the events of a rank until it ends or has to wait for another rank."""
+        """Run the events of ``rank`` until it ends or has to wait for another rank."""
         trace, position = self.traces[rank], self.position[rank]
         while position < len(trace):
             index, event = trace[position]
@@ -206,6 +225,9 @@ class TraceRunner:
     # --- groups -----------------------------------------------------------------------------------------------------
 
     def group_of(self, rank: int, event: CollectiveEvent) -> _GroupProgress:
+        """Return the progress of the process group in which ``rank`` runs the collective ``event``. Create it at its
+        first use.
+        """
         key = event.stages or event.axes
         group = self.memberships.get((rank, key))
         if group is None:
@@ -215,12 +237,18 @@ class TraceRunner:
         return group
 
     def list_members(self, rank: int, event: CollectiveEvent) -> tuple[int, ...]:
-        """Return the ranks that take part in the collective ``event`` of ``rank``."""
+        """Return the ranks that take part in the collective ``event``, which ``rank`` starts."""
         if event.stages:
             return tuple(self.find_peer_rank(rank, s) for s in event.stages)
         return self.program.group(rank, event.axes)
 
     def enter_collective(self, rank: int, index: int, event: CollectiveEvent) -> tuple[_GroupProgress, int]:
+        """Record that ``rank`` enters the collective ``event`` of its instruction ``index``, and resume ranks that wait
+        for it.
+
+        Return the group and the number of the collective in it, from 0. Raise :class:`Mismatch` if other ranks entered
+        a different one.
+        """
         group = self.group_of(rank, event)
         number = group.entered.get(rank, 0)
         group.entered[rank] = number + 1
@@ -238,6 +266,11 @@ class TraceRunner:
         return group, number
 
     def create_mismatch(self, rank: int, index: int, event: CollectiveEvent, first: _GroupOperation) -> Mismatch:
+        """Return the error for a rank that enters another collective than the first rank of its group.
+
+        ``rank``, ``index``, ``event``: the later rank, its instruction's position and its collective. ``first``: what
+        the first rank entered.
+        """
         mine, theirs = (rank, index, event), (first.rank, first.index, first.event)
         if first.rank in self.suspects and rank not in self.suspects:
             mine, theirs = theirs, mine
@@ -253,9 +286,8 @@ class TraceRunner:
         )
 
     def check_finished(self, rank: int, event: FinishEvent) -> bool:
-        """Return whether the collectives have ended for which the rank waits at ``event``.
-
-        If not, resume the rank later.
+        """Return whether all collectives have ended for which ``rank`` waits at ``event``. If not, let the first of
+        them resume the rank.
         """
         self.started[rank] = [(group, number) for group, number in self.started[rank] if not group.is_complete(number)]
         open_ = self.list_awaited(rank, event)
@@ -264,7 +296,10 @@ class TraceRunner:
         return not open_
 
     def list_awaited(self, rank: int, event: FinishEvent) -> list[tuple[_GroupProgress, int]]:
-        """Return the collectives that the rank has started, that have not ended, and for which ``event`` waits."""
+        """Return the collectives that ``rank`` has started, that have not ended, and for which ``event`` waits.
+
+        Each is a pair (group, number of the collective in the group, from 0).
+        """
         return [
             (group, number)
             for group, number in self.started[rank]
@@ -280,6 +315,9 @@ class TraceRunner:
         return self.channels.setdefault((source, target, direction), _Channel())
 
     def send_values(self, rank: int, index: int, event: SendEvent) -> None:
+        """Put the message of ``event``, which the instruction ``index`` of ``rank`` sends, into its channel, and resume
+        a waiting receiver.
+        """
         target = self.classes[self.find_peer_rank(rank, event.peer)]
         channel = self.find_channel(rank, target, event.direction)
         channel.sent.append((event, index))
@@ -288,6 +326,10 @@ class TraceRunner:
             self.runnable.append(target)
 
     def receive_values(self, rank: int, index: int, event: ReceiveEvent) -> bool:
+        """Take the next message from the channel of ``event``, which the instruction ``index`` of ``rank`` receives.
+
+        Return ``False`` if none was sent yet. Raise :class:`Mismatch` if another message than the expected one comes.
+        """
         source = self.classes[self.find_peer_rank(rank, event.peer)]
         channel = self.find_channel(source, rank, event.direction)
         if not channel.sent:
@@ -308,6 +350,7 @@ class TraceRunner:
         """Return the error for a deadlock. It lists the ranks that wait for each other in a cycle.
 
         If there is no cycle, it lists the chain of waiting ranks up to one that waits for a rank which has ended.
+        ``stuck``: the ranks that cannot proceed.
         """
         rank = next((r for r in stuck if r in self.suspects), stuck[0])
         chain: list[int] = []
@@ -332,8 +375,10 @@ class TraceRunner:
         return Mismatch("deadlock", message, first, index, node)
 
     def waits_for(self, rank: int) -> tuple[str, list[int], int, str]:
-        """Return what a stuck rank does (as text), the ranks for which it waits, its instruction index, and its graph
-        node.
+        """Return what a stuck rank does (as text), the ranks for which it waits, the position of its instruction, and
+        its graph node.
+
+        The graph node is an empty string if the instruction runs no graph.
         """
         if rank in self.inside:
             group, number = self.inside[rank]
@@ -349,7 +394,9 @@ class TraceRunner:
         return f"waits for {started.text}", self.list_absent_ranks(rank, started, group, number), index, ""
 
     def list_absent_ranks(self, rank: int, event: CollectiveEvent, group: _GroupProgress, number: int) -> list[int]:
-        """Return the ranks that have not yet entered the collective ``number`` of the group."""
+        """Return the ranks that have not yet entered collective ``number`` (from 0) of ``group``. ``event``: what
+        ``rank`` started there.
+        """
         return [r for r in self.list_members(rank, event) if self.classes[r] in group.find_missing_ranks(number)]
 
 

@@ -25,11 +25,12 @@ Fault = Literal[
 
 @dataclass(frozen=True)
 class FaultLocation:
-    """The location of a fault on a pipeline stage.
+    """The location of a fault in a program.
 
-    ``index``: the index of the instruction. If it is ``None``, the fault is reported at the first instruction that uses
-    the given ``call`` (position on the stage), ``bucket`` (index) or ``state`` (name of a parameter or buffer).
-    ``node``: node of the call's graph.
+    ``stage``: index of the pipeline stage. ``index``: position of the instruction. If it is ``None``, the fault is
+    reported at the first instruction that uses ``call`` (position on the stage), ``bucket`` (index of a set of
+    parameters that are reduced together) or ``state`` (name of a parameter or buffer). ``node``: node of the call's
+    graph.
     """
 
     stage: int = 0
@@ -41,7 +42,11 @@ class FaultLocation:
 
 
 class Refusal(Exception):
-    """A fault found in the program of a pipeline stage, before it is known which rank runs it."""
+    """Raised inside the prover for a fault in the instructions of a pipeline stage, before it is known which rank runs
+    them.
+
+    ``fault``: kind of fault. ``message``: what is wrong. ``location``: where.
+    """
 
     def __init__(self, fault: Fault, message: str, location: FaultLocation | None = None) -> None:
         super().__init__(message)
@@ -51,15 +56,16 @@ class Refusal(Exception):
 
 
 class ProofError(PartitionError):
-    """A program that would hang or compute a wrong result.
+    """Raised if a program would hang, compute a wrong result, or use more memory than allowed.
 
-    ``rank``: the (first) rank concerned. ``index`` and ``instruction``: its instruction, the latter as text. ``node``:
-    the graph node at fault; empty if there is none. ``fault``: the kind of fault.
+    ``rank``: the (first) rank concerned. ``index`` and ``instruction``: position and printed form of its instruction.
+    ``node``: the graph node at fault; empty if there is none. ``fault``: the kind of fault.
     """
 
     def __init__(
         self, message: str, *, rank: int, index: int, instruction: str, node: str = "", fault: Fault = "structure"
     ) -> None:
+        """Create the error; its text is ``message`` after rank, instruction and graph node."""
         where = f"rank {rank}, instruction {index} ({instruction})"
         if node:
             where += f", node {node}"

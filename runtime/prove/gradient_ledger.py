@@ -17,9 +17,10 @@ Returns = dict[tuple[str, int], frozenset[int]]  # (value, microbatch) -> stages
 
 
 def gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruction]]) -> tuple[Returns, ...]:
-    """Return, for each stage, the gradients that it must receive: (value, microbatch) -> the stages that send it.
+    """Return, for each pipeline stage, the gradients that it must receive, as (value, microbatch) -> the stages that
+    send it.
 
-    A value is a tensor that passes between calls. ``lists``: the instructions of each stage.
+    A value is the name of a tensor that passes between calls. ``lists``: the instructions of each stage.
     """
     sent: dict[tuple[str, int], dict[int, list[int]]] = {}
     for s, instructions in enumerate(lists):
@@ -39,8 +40,7 @@ def gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruction]]
 
 
 def _has_reachable_addition(value: str, start: int, edges: dict[int, list[int]], adds: list[set[str]]) -> bool:
-    """Whether some stage adds to the gradient of ``value``, among ``start`` and the stages to which it sends the value
-    on.
+    """Return whether stage ``start``, or a stage to which it passes ``value`` on, adds to the gradient of ``value``.
 
     ``edges``: stage -> stages to which it sends the value. ``adds``: for each stage, the values to whose gradients it
     adds.
@@ -65,11 +65,15 @@ Adder = int | tuple[str, int]  # a call's position, or ("stage", peer)
 class ValueGradients:
     """Tracks the gradients of values, the tensors that pass between calls, on one rank.
 
-    A gradient is complete once all readers of the value have added to it. Readers are calls on this stage, and later
+    A gradient is complete once all calls that read the value have added to it. They are on this stage or on later
     stages, which send their part.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int, returns: Returns) -> None:
+        """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index).
+
+        ``returns``: (value, microbatch) -> the stages that send back a part of the gradient of the value.
+        """
         self.calls = facts.stages[stage]
         self.returns = returns
         self.readers: dict[str, list[int]] = {}
@@ -81,6 +85,12 @@ class ValueGradients:
         self.freed: dict[Key, int] = {}
 
     def add(self, key: Key, adder: Adder, index: int) -> None:
+        """Record that something adds to the gradient of a value. Raise :class:`Refusal` if it is used, freed, or added
+        to twice.
+
+        ``key``: (value, microbatch). ``adder``: position of the call, or ``("stage", index)``. ``index``: position of
+        the instruction.
+        """
         gone = self.freed.get(key, self.taken.get(key))
         if gone is not None:
             raise Refusal("gradient", f"adds to the gradient of {_format_key(key)}, which went at instruction {gone}")
@@ -97,8 +107,8 @@ class ValueGradients:
     def take(self, key: Key, index: int) -> None:
         """Record that the gradient of a value is used, by backward or by a send.
 
-        Raise :class:`Refusal` if it is incomplete, freed, or already used. ``key``: (value, microbatch). ``index``:
-        index of the instruction.
+        ``key``: (value, microbatch). ``index``: position of the instruction. Raise :class:`Refusal` if the gradient is
+        incomplete, freed, or already used.
         """
         if key in self.freed:
             raise Refusal("order", f"the gradient of {_format_key(key)} was freed at instruction {self.freed[key]}")
@@ -119,6 +129,11 @@ class ValueGradients:
         self.taken[key] = index
 
     def free(self, key: Key, index: int) -> None:
+        """Record that the gradient of a value is freed. Raise :class:`Refusal` if it does not exist, or was not used
+        before.
+
+        ``key``: (value, microbatch). ``index``: position of the instruction.
+        """
         if key in self.freed:
             raise Refusal("twice", f"the gradient of {_format_key(key)} was freed at instruction {self.freed[key]}")
         if key not in self.added:
@@ -138,12 +153,16 @@ def _format_key(key: Key) -> str:
 
 
 class StateGradients:
-    """Checks that the gradient of each parameter is summed exactly once over its stages and mesh axes.
+    """Checks that the gradient of each parameter of a pipeline stage is summed exactly once over its stages and mesh
+    axes.
 
     The sum must come after the last backward that adds to the gradient.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
+        """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index): no gradient is
+        reduced.
+        """
         self.program = facts.program
         self.passes_over = facts.passes_over
         self.here = facts.program.stages[stage]
@@ -169,6 +188,11 @@ class StateGradients:
         self.stepped: int | None = None
 
     def add(self, state: str, position: int, microbatch: int) -> None:
+        """Record that the backward of a call adds to the gradient of the parameter ``state``.
+
+        ``position``: the call's position on the stage. Raise :class:`Refusal` if the gradient was already reduced or
+        copied to the host.
+        """
         if state in self.sealed:
             raise Refusal(
                 "gradient", f"adds to the gradient of {state!r} after instruction {self.sealed[state]} took it"
@@ -178,6 +202,11 @@ class StateGradients:
             self.unscattered.add(state)
 
     def scatter(self, number: int, index: int) -> None:
+        """Record the reduce-scatter of the gradients of bucket ``number`` by the instruction at position ``index``.
+
+        A bucket is a set of parameters that are reduced together. Raise :class:`Refusal` if the gradients are
+        incomplete, or already reduced.
+        """
         if number not in self.shared or not self.shared[number].axes:
             raise Refusal("fields", f"bucket {number} is not shared, or has no gradients: there is nothing to scatter")
         self.before_step()
@@ -197,13 +226,18 @@ class StateGradients:
         self.scattered[number] = index
 
     def pieces(self, number: int) -> None:
-        """Raise :class:`Refusal` unless all gradients of a ZeRO-sharded bucket are complete and reduce-scattered."""
+        """Raise :class:`Refusal` unless all gradients of bucket ``number``, which ZeRO shards, are complete and
+        reduce-scattered.
+
+        A bucket is a set of parameters that are reduced together; ``number`` is its index.
+        """
         for state in self.shared[number].states:
             self.whole(state)
             if state in self.unscattered:
                 raise Refusal("order", f"bucket {number} is to be scattered first: {state!r} was added to since")
 
     def whole(self, state: str) -> None:
+        """Raise :class:`Refusal` unless all backwards that add to the gradient of the parameter ``state`` have run."""
         if self.missing.get(state):
             position, microbatch = min(self.missing[state])
             late = self.here.calls[position].path
@@ -211,10 +245,12 @@ class StateGradients:
             raise Refusal("gradient", message, FaultLocation(state=state))
 
     def turn(self, number: int, op: str, axes: tuple[str, ...], index: int) -> Turn:
-        """Record the next collective that reduces the gradients of a bucket, and return its kind and mesh axes.
+        """Record the next collective that reduces the gradients of bucket ``number``, and return its kind and mesh
+        axes.
 
-        ``op`` is REDUCE (all-reduce), SCATTER (reduce-scatter) or GATHER (all-gather). Raise :class:`Refusal` if it is
-        not the next one of the bucket's reduction, or if a gradient is incomplete.
+        A bucket is a set of parameters that are reduced together. ``op``: REDUCE (all-reduce), SCATTER (reduce-scatter)
+        or GATHER (all-gather). ``axes``: those of the instruction. ``index``: its position. Raise :class:`Refusal` if
+        it is not the next one of the bucket's reduction, or if a gradient is incomplete.
         """
         due, done = self.due[number], self.turned.setdefault(number, [])
         self.before_step()
@@ -239,13 +275,17 @@ class StateGradients:
         return due[len(done) - 1]
 
     def reduced(self, number: int) -> bool:
-        """Whether all collectives that reduce the gradients of bucket ``number`` have been started."""
+        """Return whether all collectives that reduce the gradients of bucket ``number`` (an index) have been started.
+
+        A bucket is a set of parameters that are reduced together.
+        """
         return len(self.turned.get(number, ())) == len(self.due[number])
 
     def sync(self, states: Collection[str], index: int) -> tuple[int, ...]:
-        """Record that the gradients of tied ``states`` are summed over stages, and return the stages that take part.
+        """Record that the gradients of tied parameters are summed over stages, and return the indices of these stages.
 
-        Raise :class:`Refusal` if a parameter is not tied, was summed before, or has an incomplete gradient.
+        ``states``: names of the parameters. ``index``: position of the instruction. Raise :class:`Refusal` if a
+        parameter is not tied, was summed before, or has an incomplete gradient.
         """
         self.before_step()
         among: set[tuple[int, ...]] = set()
@@ -268,7 +308,8 @@ class StateGradients:
         return among.pop()
 
     def offload(self, state: str, index: int) -> None:
-        """Record that the gradient of a parameter is copied to host memory.
+        """Record that the gradient of the parameter ``state`` is copied to host memory by the instruction at position
+        ``index``.
 
         Raise :class:`Refusal` unless it is fully reduced.
         """
@@ -287,6 +328,10 @@ class StateGradients:
             raise Refusal("order", f"comes after STEP at instruction {self.stepped}")
 
     def step(self, index: int) -> None:
+        """Record the instruction at position ``index`` after which the optimizer reads the gradients.
+
+        Raise :class:`Refusal` unless all gradients are complete and reduced.
+        """
         if self.stepped is not None:
             raise Refusal("twice", f"STEP was reached at instruction {self.stepped}")
         for state in self.missing:

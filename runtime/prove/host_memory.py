@@ -22,7 +22,11 @@ Run = tuple[int, int]  # call, microbatch
 
 
 class ActivationOffloads:
-    """Checks that the activations that a call saves move to the host once, after forward, and back before backward."""
+    """Checks that tensors which calls save for backward move to host memory once, after forward, and back before
+    backward.
+
+    It follows the instructions of one rank of the pipeline stage ``stage`` (an index).
+    """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         self.calls = facts.stages[stage]
@@ -31,9 +35,11 @@ class ActivationOffloads:
         self.back: dict[Run, int] = {}
 
     def runs(self, i: Instruction, forward: Collection[Run], *backward: Collection[Run]) -> list[Run]:
-        """Return the (call, microbatch) pairs whose activations an instruction moves to or from host memory.
+        """Return the (call position, microbatch) pairs whose activations the instruction ``i`` moves to or from host
+        memory.
 
-        Raise :class:`Refusal` if a call has not run forward, or has already run backward.
+        ``forward`` and ``backward``: such pairs whose forward or (halves of the) backward have run. Raise
+        :class:`Refusal` if a call has not run forward, or has already run backward.
         """
         if i.calls is None or i.microbatch is None:
             return []
@@ -46,6 +52,11 @@ class ActivationOffloads:
         return runs
 
     def offload(self, run: Run, index: int) -> None:
+        """Record that the instruction at position ``index`` moves activations to the host. Raise :class:`Refusal` if
+        that is not allowed.
+
+        ``run``: (call position, microbatch) that saved them.
+        """
         if not self.offloads:
             raise Refusal("fields", "moves activations to host memory, which the program does not say it does")
         at = self.away.get(run, self.back.get(run))
@@ -54,6 +65,11 @@ class ActivationOffloads:
         self.away[run] = index
 
     def fetch(self, run: Run, index: int) -> None:
+        """Record that the instruction at position ``index`` moves activations back. Raise :class:`Refusal` if they are
+        not in host memory.
+
+        ``run``: (call position, microbatch) that saved them.
+        """
         if run in self.back:
             raise Refusal("twice", f"what {self._format_run(run)} keeps came back at instruction {self.back[run]}")
         if run not in self.away:
@@ -62,6 +78,9 @@ class ActivationOffloads:
         self.back[run] = index
 
     def read(self, run: Run) -> None:
+        """Raise :class:`Refusal` if the activations that ``run``, a pair (call position, microbatch), saved are in host
+        memory.
+        """
         if run in self.away:
             message = (
                 f"reads what {self._format_run(run)} keeps, which went to host memory at instruction {self.away[run]}"
@@ -73,11 +92,15 @@ class ActivationOffloads:
 
 
 class HostStates:
-    """Checks that parameters in host memory are fetched before they are read, and that their gradients are offloaded
-    once.
+    """Checks that parameters in host memory are copied to the device before they are read.
+
+    Also checks that each of their gradients is copied to the host once.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int, gradients: StateGradients) -> None:
+        """Start before the first instruction. ``stage``: index of the pipeline stage. ``gradients``: tells which
+        gradients are complete.
+        """
         self.program = facts.program
         self.here = facts.program.stages[stage]
         self.hosted = host_states(facts.program, stage)
@@ -90,6 +113,10 @@ class HostStates:
         self.taken: dict[str, int] = {}  # -> the OFFLOAD of its gradient
 
     def fetch(self, states: Sequence[str], index: int) -> None:
+        """Record that the instruction at position ``index`` copies the parameters ``states`` to the device.
+
+        Raise :class:`Refusal` if one is not in host memory, or is on the device already.
+        """
         for state in states:
             if state not in self.hosted:
                 raise Refusal("fields", f"{state!r} is not in host memory: there is nothing to fetch")
@@ -99,7 +126,7 @@ class HostStates:
 
     def read(self, states: Sequence[str], gather: bool = False) -> None:
         """Record that a call reads the parameters ``states`` or, with ``gather``, that an all-gather reads this rank's
-        pieces.
+        pieces of them.
 
         Raise :class:`Refusal` if one is in host memory and was not copied to the device.
         """
@@ -113,6 +140,10 @@ class HostStates:
                 self.freed[state] = self.there.pop(state)
 
     def free(self, states: Sequence[str], index: int) -> None:
+        """Record that the instruction at position ``index`` frees the device copies of the parameters ``states``.
+
+        Raise :class:`Refusal` if one has no such copy, or must stay on the device.
+        """
         for state in states:
             if state not in self.hosted or state in self.sharded or not self.passing:
                 raise Refusal("fields", f"the state {state!r} stays on the device: it is not to be freed")
@@ -123,6 +154,11 @@ class HostStates:
             self.freed[state] = index
 
     def offload(self, states: Sequence[str], index: int) -> None:
+        """Record that the instruction at position ``index`` copies the gradients of the parameters ``states`` to the
+        host.
+
+        Raise :class:`Refusal` if the host does not need one, or if it is incomplete or was copied before.
+        """
         self.gradients.before_step()
         for state in states:
             if state not in self.wanted:
@@ -137,6 +173,9 @@ class HostStates:
             raise Refusal("missing", f"the gradient of {state!r} never reaches host memory, where it is stepped")
 
     def finish(self) -> None:
+        """Raise :class:`Refusal` if parameters that must not stay on the device were not freed at the end of the
+        list.
+        """
         for state, index in self.there.items():
             if self.passing:
                 raise Refusal(
@@ -145,8 +184,8 @@ class HostStates:
 
 
 def check_updates(program: Program) -> None:
-    """Raise :class:`Refusal` if a buffer's new value has another type or layout, or if no call on its stages computes
-    it.
+    """Raise :class:`Refusal` if the new value of a buffer has another type or layout than the buffer, or is not
+    computed on its stages.
     """
     makers = _find_producing_stages(program)
     for name, state in program.states.items():
@@ -157,9 +196,9 @@ def check_updates(program: Program) -> None:
 
 
 def _find_producing_stages(program: Program) -> dict[str, set[int]]:
-    """Return value name -> indices of the stages whose calls compute it.
+    """Return the name of each value -> indices of the pipeline stages whose calls compute it.
 
-    Prologue calls, which compute totals, are left out.
+    Calls that compute totals over the batch are left out.
     """
     makers: dict[str, set[int]] = {}
     for s, stage in enumerate(program.stages):
@@ -170,6 +209,10 @@ def _find_producing_stages(program: Program) -> dict[str, set[int]]:
 
 
 def _find_update_problem(program: Program, state: StateData, name: str, makers: dict[str, set[int]]) -> str:
+    """Return why a buffer cannot take the value ``name`` at the end of a step; an empty string if it can.
+
+    ``makers``: value -> indices of the stages whose calls compute it.
+    """
     if state.kind != "buffer":
         return f"is a {state.kind} and takes the value {name!r}: only buffers do"
     if name not in program.values:
@@ -185,7 +228,8 @@ def _find_update_problem(program: Program, state: StateData, name: str, makers: 
 def check_alike(program: Program, known: dict[str, Sameness]) -> None:
     """Raise :class:`Refusal` if a buffer's new value depends on the microbatch or on the ``dp`` rank.
 
-    New values that are summed over microbatches are excepted. ``known``: value -> whether it is equal everywhere.
+    New values that are summed over microbatches are excepted. ``known``: value -> ``"alike"`` or ``"different"`` over
+    microbatches and ``dp``.
     """
     for name, state in program.states.items():
         if state.update is not None and state.keeps is None and known.get(state.update) == "different":
@@ -194,7 +238,10 @@ def check_alike(program: Program, known: dict[str, Sameness]) -> None:
 
 
 class WrittenUpdates:
-    """Tracks which buffers (such as running statistics) one rank has updated so far in the step."""
+    """Tracks which buffers (such as running statistics) one rank has updated so far in the step.
+
+    It follows the instructions of one rank of the pipeline stage ``stage`` (an index).
+    """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         self.program, self.stage = facts.program, stage
@@ -205,12 +252,12 @@ class WrittenUpdates:
     def update(
         self, states: Sequence[str], index: int, forward: Collection[tuple[int, int]]
     ) -> tuple[list[str], list[CollectiveEvent]]:
-        """Record an update of the buffers ``states``.
+        """Record an update of the buffers ``states``. Return the values that it reads on this stage, and the
+        collectives that it starts.
 
-        Return the values that it reads and the collectives that it starts.
-
-        The collectives sum over ``dp``, or copy the values between stages that share a buffer. ``forward``: the (call,
-        microbatch) pairs that have run forward. Raise :class:`Refusal` if the update is wrong.
+        The collectives sum over ``dp``, or copy values between stages that share a buffer. ``index``: position of the
+        instruction. ``forward``: the (call position, microbatch) pairs that have run forward. Raise :class:`Refusal` if
+        the update is wrong.
         """
         together = {self.program.states[s].stages for s in states}
         if len(together) > 1:
@@ -239,13 +286,20 @@ class WrittenUpdates:
         return values, meetings
 
     def _check_sum(self, name: str, position: int, forward: Collection[tuple[int, int]]) -> None:
-        """Raise :class:`Refusal` unless all microbatches have added to the sum from which a buffer is updated."""
+        """Raise :class:`Refusal` unless all microbatches have added to the sum from which the buffer ``name`` is
+        updated.
+
+        ``position``: position on the pipeline stage of the call that computes it. ``forward``: the (call position,
+        microbatch) pairs that have run.
+        """
         missing = [m for m in range(self.program.num_microbatches) if (position, m) not in forward]
         if missing and self.program.states[name].keeps is not None:
             raise Refusal("order", f"takes the sum for {name!r}, to which microbatch {missing[0]} has not added yet")
 
     def read(self, states: Sequence[str]) -> None:
-        """Raise :class:`Refusal` if a call reads a buffer that was already updated in this step."""
+        """Raise :class:`Refusal` if one of the buffers ``states``, which a call reads, was already updated in this
+        step.
+        """
         for name in states if self.done else ():
             if name in self.done:
                 raise Refusal("order", f"reads {name!r}, which was updated at instruction {self.done[name]}")

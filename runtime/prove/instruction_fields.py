@@ -53,8 +53,10 @@ _EMPTY: dict[str, object] = {
 
 
 def check_fields(program: Program, stage: int, instructions: Sequence[Instruction]) -> None:
-    """Raise :class:`Refusal` at the first instruction that lacks a field, or has one that its operation
-    does not use.
+    """Raise :class:`Refusal` at the first instruction that lacks a field, has one that its operation does not use, or
+    has an invalid value.
+
+    ``stage``: index of the pipeline stage whose list ``instructions`` is.
     """
     for index, instruction in enumerate(instructions):
         problem = _find_field_problem(program, stage, instruction)
@@ -63,6 +65,9 @@ def check_fields(program: Program, stage: int, instructions: Sequence[Instructio
 
 
 def _find_field_problem(program: Program, stage: int, instruction: Instruction) -> str:
+    """Return what is wrong with the fields of ``instruction`` on pipeline stage ``stage``; an empty string if nothing
+    is.
+    """
     op = instruction.op
     if instruction.stage != stage:
         return f"is of stage {instruction.stage}; this rank is on stage {stage}"

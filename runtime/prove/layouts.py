@@ -11,15 +11,16 @@ _MESH = ("mesh", "etp", "zero", "dp_shard", "offload", "schedule")
 
 
 class LayoutError(PartitionError):
-    """Programs of one plan that do not have one layout of the state."""
+    """Raised if the programs of one plan place parameters or buffers differently, so that they cannot share them."""
 
 
 def prove_same_layout(first: Program, name: str, further: Program) -> None:
-    """Raise :class:`LayoutError` unless the program ``further``, called ``name``, can run on the state of ``first``.
+    """Raise :class:`LayoutError` unless the program ``further``, called ``name``, can run on the parameters and buffers
+    of ``first``.
 
-    Both have the same mesh and the same way of sharding states. Every parameter and buffer of ``further`` is one of
-    ``first``, with the same shape, type, layout, stages and ZeRO axes. Constants are each program's own. In training,
-    gradients are summed over the same axes and in the same buckets.
+    Both have the same mesh and the same way of sharding. Every parameter and buffer of ``further`` is one of ``first``,
+    with the same shape, type, layout, stages and ZeRO axes. Constants are each program's own. In training, gradients
+    are summed over the same axes and in the same groups of parameters.
     """
     for what in _MESH:
         if getattr(first, what) != getattr(further, what):
@@ -42,7 +43,11 @@ def prove_same_layout(first: Program, name: str, further: Program) -> None:
 
 
 def _find_difference(expected: StateData, got: StateData, trains: bool) -> str:
-    """What of a state's layout differs, in words; empty where nothing does."""
+    """Return in which field two descriptions of a parameter or buffer differ, as text; empty if their layouts are
+    equal.
+
+    ``trains``: whether gradients are compared, too.
+    """
     for what in (*_LAYOUT, *(("requires_grad", "grad_axes") if trains else ())):
         if what == "layout" and not trains and all(Layout.parse(s.layout).is_whole for s in (expected, got)):
             continue  # whole with either kind of gradient

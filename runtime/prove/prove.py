@@ -56,10 +56,11 @@ Lists = tuple[tuple[Instruction, ...], ...]  # one per stage
 
 @dataclass(frozen=True)
 class Proof:
-    """The result of a successful proof: numbers of instructions, collectives and transfers, counted over all ranks.
+    """The result of a successful proof: numbers of ranks, instructions, collectives and transfers, counted over all
+    ranks.
 
-    ``distinct_lists``: number of different instruction lists. ``peak_bytes``: peak memory of a rank for each stage;
-    empty if memory was not checked.
+    ``distinct_lists``: number of different instruction lists. ``peak_bytes``: peak memory of a rank for each pipeline
+    stage; empty if memory was not checked.
     """
 
     ranks: int
@@ -84,11 +85,11 @@ def prove(
     extra_bytes: Sequence[int] = (),
     facts: ProgramFacts | None = None,
 ) -> Proof:
-    """Check statically that ``program`` runs to its end on all ranks, and return the :class:`Proof`.
+    """Check, without running it, that ``program`` runs to its end on all ranks, and return the :class:`Proof`.
 
-    ``rank_programs``: rank -> program of the ranks whose own instructions replace their stage's. ``memory_limits``:
-    bytes that each rank may hold (one number, or one per rank). ``extra_bytes``: further bytes per stage, such as
-    optimizer states and workspace. ``facts``: facts of ``program``, if already computed. Raise :class:`ProofError` at
+    ``rank_programs``: rank -> program, for ranks whose own instructions replace their stage's. ``memory_limits``: bytes
+    that each rank may hold (one number, or one per rank). ``extra_bytes``: further bytes per pipeline stage, such as
+    optimizer states. ``facts``: what was already derived from ``program``, to save time. Raise :class:`ProofError` at
     the first fault.
     """
     facts = facts or ProgramFacts(program)
@@ -111,8 +112,9 @@ def prove(
 
 
 def _follow_lists(facts: ProgramFacts, own: Mapping[int, Instructions]) -> tuple[int, int]:
-    """Check the instructions of all ranks together, and return the numbers of collectives and of transfers that they
-    start.
+    """Check the instructions of all ranks together. Return the numbers of collectives and of transfers that they start.
+
+    ``own``: rank -> instructions, for ranks with an edited list. Raise :class:`ProofError` at the first fault.
     """
     traces, lists = _run_lists(facts, own)
     try:
@@ -132,9 +134,10 @@ def _follow_lists(facts: ProgramFacts, own: Mapping[int, Instructions]) -> tuple
 
 
 def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
-    """Return the numbers of collectives and transfers, extrapolated from one and two repetitions of the steady state.
+    """Return the numbers of collectives and transfers of a program whose lists repeat a steady state.
 
-    Return ``None`` if the lists have no common steady state or have a fault; the whole lists must be checked then.
+    They are extrapolated from checks with one and two repetitions. ``None`` if the lists have no common steady state or
+    have a fault; the whole lists must be checked then.
     """
     listings = [stage.instructions for stage in facts.program.stages]
     first = listings[0]
@@ -153,7 +156,10 @@ def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
 
 
 def _find_edited_lists(program: Program, rank_programs: Mapping[int, RankProgram]) -> dict[int, Instructions]:
-    """Return rank -> instructions for the ranks whose instructions differ from their stage's list."""
+    """Return rank -> instructions for the ranks whose instructions differ from their stage's list.
+
+    ``rank_programs``: rank -> its program. Raise :class:`ProofError` if one is not of this program or rank.
+    """
     own: dict[int, Instructions] = {}
     compared = {id(program)}
     for rank, given in rank_programs.items():
@@ -177,9 +183,11 @@ def _find_edited_lists(program: Program, rank_programs: Mapping[int, RankProgram
 def _run_lists(
     facts: ProgramFacts, own: Mapping[int, Instructions]
 ) -> tuple[dict[int, Trace], dict[int, Instructions]]:
-    """Return the communication events of every rank, and the instructions of every rank.
+    """Return the communication events of every rank, as pairs (instruction index, event), and the instructions of every
+    rank.
 
-    Ranks whose whole pipeline runs the same lists share one tuple of events.
+    ``own``: rank -> instructions, for ranks with an edited list. Ranks whose whole pipeline runs the same lists share
+    one tuple of events.
     """
     program, lists = facts.program, _select_rank_lists(facts.program, own)
     stride, num_stages = program.strides["pp"], len(program.stages)
@@ -202,7 +210,7 @@ def _run_lists(
 
 
 def _select_rank_lists(program: Program, own: Mapping[int, Instructions]) -> dict[int, Instructions]:
-    """Return the instructions of every rank: its own edited list, or its stage's list without microbatches that it
+    """Return rank -> instructions: its edited list in ``own``, or its stage's list without microbatches that the rank
     lacks.
     """
     shares = _count_microbatches(program)
@@ -214,15 +222,16 @@ def _select_rank_lists(program: Program, own: Mapping[int, Instructions]) -> dic
 
 
 def _count_microbatches(program: Program) -> list[int]:
-    """Return the number of microbatches of each rank of a stage, in the order of ranks."""
+    """Return the number of microbatches of each rank of a pipeline stage, in the order of ranks."""
     each = program.strides["dp"]
     return [len(program.share(place)) for place in range(program.size("dp")) for _ in range(each)]
 
 
 def _run_column(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[Instructions]) -> list[Trace]:
-    """Return the communication events of the ranks of one pipeline, one tuple for each stage.
+    """Return the communication events of the ranks of one pipeline: for each stage, pairs (instruction index, event).
 
-    ``run``: the instructions of each stage.
+    ``ranks``: the rank of each stage. ``run``: the instructions of each stage. Raise :class:`ProofError` at the first
+    fault.
     """
     returns = gradient_returns(facts, run)
     traces = []
@@ -238,7 +247,11 @@ def _run_column(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[Instruc
 def _locate_refusal(
     program: Program, refusal: Refusal, instructions: Sequence[Instruction] | None = None, rank: int | None = None
 ) -> ProofError:
-    """Return the error for a fault, with the rank and the instruction that it concerns."""
+    """Return the error for the fault ``refusal``, with the rank and the instruction that it concerns.
+
+    ``instructions`` and ``rank``: where it was found; ``None``: the list and the first rank of the fault's pipeline
+    stage.
+    """
     location = refusal.location
     if instructions is None:
         stages = program.stages
@@ -259,6 +272,9 @@ def _locate_refusal(
 
 
 def _is_about(program: Program, location: FaultLocation, instruction: Instruction) -> bool:
+    """Return whether ``instruction`` uses the call, the parameter or buffer, or the set of parameters that ``location``
+    names.
+    """
     if location.bucket is not None:
         return instruction.bucket == location.bucket
     calls = program.stages[location.stage].calls
@@ -281,6 +297,11 @@ def _check_memory(
     limits: Sequence[int] | int | None,
     extra_bytes: Sequence[int],
 ) -> tuple[int, ...]:
+    """Return the peak device bytes of a rank of each pipeline stage; empty if ``limits`` is ``None``.
+
+    ``lists``: rank -> instructions. ``limits``: bytes that each rank may hold (one number, or one per rank).
+    ``extra_bytes``: bytes to add per stage. Raise :class:`ProofError` if a rank needs more.
+    """
     if limits is None:
         return ()
     program, stride = facts.program, facts.program.strides["pp"]

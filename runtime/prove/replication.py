@@ -22,9 +22,10 @@ AXES = ("tp", "cp")  # the axes over which blocks are sharded
 
 
 def check_wholeness(facts: ProgramFacts) -> None:
-    """Raise :class:`Refusal` at the first value, gradient or output that is declared whole but differs between ranks.
+    """Raise :class:`Refusal` at the first value, gradient or output that is declared equal on several ranks but differs
+    between them.
 
-    Calls are followed without tensors, along each mesh axis over which blocks are sharded, and over the batch.
+    Calls are followed without tensors, along ``tp`` and ``cp``, over which blocks are sharded, and over the batch.
     """
     for axis in AXES:
         _check_axis(axis, facts)
@@ -32,6 +33,9 @@ def check_wholeness(facts: ProgramFacts) -> None:
 
 
 def _check_axis(axis: str, facts: ProgramFacts) -> None:
+    """Raise :class:`Refusal` if a value or gradient that is declared whole along the mesh axis ``axis`` differs between
+    ranks.
+    """
     if facts.program.mesh.get(axis, 1) == 1:
         return
     checked: set[object] = set()
@@ -51,7 +55,9 @@ def _check_axis(axis: str, facts: ProgramFacts) -> None:
 
 
 def _make_cache_key(facts: ProgramFacts, call: CallData) -> object:
-    """Return a cache key for the check of a call, made of everything on which the result depends."""
+    """Return a hashable key of everything on which the check of a call depends, so that equal calls are checked
+    once.
+    """
     program = facts.program
     kept = [program.states[n] for n in call.states]
     states = tuple((s.layout, s.expert_layout, s.grad_axes) for s in kept)
@@ -69,9 +75,10 @@ def _find_layout_kind(axis: str, program: Program, value: str) -> str:
 
 
 def _state_layout(axis: str, state: StateData) -> str:
-    """Return the kind of a state's layout over ``axis``: S (sharded), R or R' (whole), or P (partial sum).
+    """Return the kind of a parameter's or buffer's layout over the mesh axis ``axis``: S (sharded), R or R' (whole), or
+    P (partial sum).
 
-    With R' the gradient of the state is a partial sum. Over ``cp`` every rank has the whole state.
+    With R' its gradient is a partial sum. Over ``cp`` every rank has the whole tensor.
     """
     if axis == "tp":
         return Layout.parse(state.layout).kind
@@ -79,8 +86,8 @@ def _state_layout(axis: str, state: StateData) -> str:
 
 
 def _list_given_sameness(axis: str, facts: ProgramFacts, call: CallData) -> list[Sameness]:
-    """Return, for each state and input of a call, "alike" or "different": whether ranks along ``axis`` hold equal
-    tensors.
+    """Return, for each parameter, buffer and input of a call, "alike" or "different": whether ranks along ``axis`` hold
+    equal tensors.
 
     The order is that of the graph's placeholders.
     """
@@ -93,12 +100,17 @@ def _list_given_sameness(axis: str, facts: ProgramFacts, call: CallData) -> list
 
 
 def _is_apart(axis: str, program: Program, state: str) -> bool:
-    """Whether ranks along ``axis`` hold the weights of different experts."""
+    """Return whether ranks along the mesh axis ``axis`` hold the weights of different experts in the parameter
+    ``state``.
+    """
     spread = program.experts_span_tp if axis == "tp" else program.mesh.get("ep", 1) > 1
     return spread and Layout.parse(program.states[state].expert_layout).is_shard
 
 
 def _check_forward(axis: str, facts: ProgramFacts, call: CallData) -> None:
+    """Raise :class:`Refusal` if an output of a call that is declared whole along the mesh axis ``axis`` differs between
+    ranks.
+    """
     program, block = facts.program, facts.blocks[call.block]
     given = dict(zip((*block.states, *block.inputs), _list_given_sameness(axis, facts, call), strict=True))
     known = compare_across_ranks(block.graph, given, axis, program.mesh[axis])
@@ -112,7 +124,8 @@ def _check_forward(axis: str, facts: ProgramFacts, call: CallData) -> None:
 
 
 def _check_backward(axis: str, facts: ProgramFacts, call: CallData) -> None:
-    """Raise :class:`Refusal` if a gradient that should be equal along ``axis`` differs between ranks.
+    """Raise :class:`Refusal` if a gradient of a call that should be equal along the mesh axis ``axis`` differs between
+    ranks.
 
     The gradients of the outputs are assumed to have the layouts that are declared for them.
     """
@@ -151,6 +164,11 @@ def _list_graph_results(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
 
 
 def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, Sameness]) -> None:
+    """Raise :class:`Refusal` if a collective of the graph gets a whole value instead of parts, or parts instead of a
+    whole value.
+
+    ``known``: node name -> ``"alike"`` or ``"different"`` along ``axis``.
+    """
     found = find_misused_collective(graph, known, axis)
     if found is not None:
         raise Refusal("structure", f"{call.path!r}: {found[1]}", FaultLocation(node=found[0].name))

@@ -31,7 +31,7 @@ from partitioner.runtime.prove.errors import FaultLocation, Refusal, use_text
 
 
 def check_state(facts: ProgramFacts, name: str) -> None:
-    """Raise :class:`Refusal` unless a parameter's or buffer's layouts, stages and ZeRO axes are valid.
+    """Raise :class:`Refusal` unless the layouts, stages and ZeRO axes of the parameter or buffer ``name`` are valid.
 
     Its gradient must also be summed over the right mesh axes.
     """
@@ -44,6 +44,9 @@ def check_state(facts: ProgramFacts, name: str) -> None:
 
 
 def _state_problem(facts: ProgramFacts, name: str) -> str:
+    """Return what is wrong with the parameter, buffer or constant ``name``, as the end of a message; an empty string if
+    nothing is.
+    """
     program, state = facts.program, facts.program.states[name]
     tp = program.mesh.get("tp", 1)
     try:
@@ -80,9 +83,10 @@ def _state_problem(facts: ProgramFacts, name: str) -> str:
 
 
 def _zero_problem(facts: ProgramFacts, name: str) -> str:
-    """Return the fault in how ranks share a state under ZeRO; an empty string if there is none.
+    """Return what is wrong with how ZeRO divides the parameter ``name``, as the end of a message; an empty string if
+    nothing is.
 
-    Ranks that share a state must hold the same shard of it and sum its gradient over their axes.
+    Ranks that divide it must hold the same shard of it and sum its gradient over their axes.
     """
     program, state = facts.program, facts.program.states[name]
     if not state.zero_axes:
@@ -108,10 +112,10 @@ def _zero_problem(facts: ProgramFacts, name: str) -> str:
 
 
 def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: Layout) -> bool:
-    """Whether a parameter's gradient is summed over ``tp`` if it is a partial sum there, and only then.
+    """Return whether a parameter's gradient is summed over exactly the mesh axes over which it is a partial sum.
 
-    The gradient of an expert must be summed over its replicas, ``edp``, and over ``etp`` if it is a partial sum there,
-    and over no other axis.
+    These are ``tp`` or, for an expert, its replicas ``edp`` and perhaps ``etp``. ``layout``, ``over_ep``: the
+    parameter's layouts over ``tp`` and ``ep``.
     """
     axes = split_axes(program, state.grad_axes)
     partial = layout.kind == "R'"
@@ -130,7 +134,7 @@ def nested_shape(data: object) -> tuple[int, ...] | None:
 
 
 def check_buckets(facts: ProgramFacts, stage: int) -> None:
-    """Raise :class:`Refusal` if a gradient bucket of a stage, or its list of recomputed calls, is wrong.
+    """Raise :class:`Refusal` if a gradient bucket of a pipeline stage, or its list of recomputed calls, is wrong.
 
     A bucket is a set of parameters whose gradients are reduced together. Each gradient that is a partial sum over mesh
     axes must be in exactly one bucket, with those axes. Each parameter that ZeRO shards must be in exactly one bucket,
@@ -186,17 +190,20 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
 
 
 def _list_node_names(program: Program, stage: int, position: int) -> set[str]:
-    """Return the names of the nodes in the graph of a call's block."""
+    """Return the names of the nodes in the graph that the call at ``position`` of the pipeline stage ``stage`` runs."""
     return {node["name"] for node in program.blocks[program.stages[stage].calls[position].block].nodes}
 
 
 class Parameters:
-    """Checks that ZeRO-sharded parameters are gathered before a call reads them, and freed afterwards under ZeRO 3.
+    """Checks that parameters that ZeRO shards are gathered before a call reads them, and freed afterwards under ZeRO 3.
 
-    Parameters that are gathered together form a bucket, which is identified by its index on the stage.
+    Parameters that are gathered together form a bucket, which is identified by its index on the pipeline stage.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
+        """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index): nothing is
+        gathered.
+        """
         self.program = facts.program
         self.here = facts.program.stages[stage]
         self.shared = {n: b.states for n, b in enumerate(self.here.buckets) if zero_axes(self.program, b.states)}
@@ -216,7 +223,8 @@ class Parameters:
     def gather(self, number: int, index: int) -> Hashable:
         """Record an all-gather of the parameters of bucket ``number``, and return a key that identifies the collective.
 
-        All ranks that take part must have equal keys. ``index``: index of the instruction.
+        A bucket is a set of parameters that are gathered together. All ranks that take part must have equal keys.
+        ``index``: position of the instruction. Raise :class:`Refusal` if there is nothing to gather.
         """
         if number not in self.shared:
             raise Refusal("fields", f"bucket {number} is whole on every rank: there is nothing to gather")
@@ -228,7 +236,7 @@ class Parameters:
         return self.under_way[number]
 
     def read(self, position: int) -> Iterator[Hashable]:
-        """Yield the keys of the all-gathers that must end before the call at ``position`` runs.
+        """Yield the keys of the all-gathers that must end before the call at ``position`` on the stage runs.
 
         Raise :class:`Refusal` if a parameter that the call reads is not gathered.
         """
@@ -241,10 +249,10 @@ class Parameters:
                 yield self.under_way.pop(number)
 
     def free(self, number: int, index: int) -> Hashable:
-        """Record that the gathered parameters of bucket ``number`` are freed.
+        """Record that the instruction at position ``index`` frees the gathered parameters of bucket ``number``.
 
-        Return the key of the all-gather that must end first, or ``None``. Raise :class:`Refusal` if they are not
-        gathered.
+        A bucket is a set of parameters that are gathered together. Return the key of the all-gather that must end
+        first, or ``None``. Raise :class:`Refusal` if they are not gathered.
         """
         if number not in self.shared or self.program.zero < 3:
             raise Refusal("fields", f"bucket {number} stays on every rank: it is not to be freed")
@@ -262,7 +270,7 @@ class Parameters:
 
 
 class PendingReductions:
-    """Tracks the collectives in progress that reduce gradients.
+    """Tracks the collectives in progress on one rank that reduce gradients.
 
     Methods that start one return the keys of the earlier ones that must end first.
     """
@@ -274,9 +282,11 @@ class PendingReductions:
         self._gathering: deque[int] = deque()  # buckets on their last turn, where that gathers
 
     def scatter(self, number: int, bucket: Bucket) -> tuple[list[Hashable], Hashable]:
-        """Record the reduce-scatter of a bucket's gradients over its ZeRO axes.
+        """Record the reduce-scatter over ZeRO axes of the gradients of ``bucket``, parameters that are reduced
+        together.
 
-        Return the keys of the collectives that must end first, and the key on which all participants must agree.
+        ``number``: index of the bucket. Return the keys of the collectives that must end first, and the key on which
+        all participants must agree.
         """
         waits = [what for _, what in self._scattering.before_next()]
         self._scatters[number] += 1
@@ -289,9 +299,10 @@ class PendingReductions:
         self._scattering.computed()
 
     def turn(self, number: int, bucket: Bucket, turn: Turn) -> tuple[list[Hashable], Hashable]:
-        """Record the next collective of a bucket's gradient reduction; ``turn`` is (instruction, mesh axes).
+        """Record the next collective that reduces the gradients of ``bucket``, parameters that are reduced together.
 
-        Return the keys of the collectives that must end first, and the key on which all participants must agree.
+        ``number``: index of the bucket. ``turn``: (SCATTER, REDUCE or GATHER; mesh axes). Return the keys of the
+        collectives that must end first, and the key on which all participants must agree.
         """
         waits = [*self.ended(number)]
         if turn[0] == "GATHER" and turn[1] == bucket.levels[0]:
@@ -303,9 +314,10 @@ class PendingReductions:
         return waits, what
 
     def ended(self, number: int) -> Iterator[Hashable]:
-        """Mark the collectives in progress for the gradients of a bucket as ended, and yield the key of each.
+        """Mark the collectives in progress for the gradients of bucket ``number`` as ended, and yield the key of each.
 
-        Reduce-scatters of other buckets that were started earlier end, too.
+        A bucket is a set of parameters that are reduced together. Reduce-scatters of other buckets that were started
+        earlier end, too.
         """
         while any(bucket == number for bucket, _ in self._scattering):
             yield self._scattering.end_first()[1]
@@ -320,9 +332,10 @@ Bundle = tuple[tuple[str, ...], Hashable, str, str, int]  # axes, what has to ag
 
 
 def bundles_of(program: Program, call: CallFacts, op: str, position: int) -> list[Bundle]:
-    """Return the groups of consecutive collectives over the same mesh axes in one run of a call.
+    """Return the groups of consecutive collectives over the same mesh axes that one run of a call starts.
 
-    ``op``: the instruction that runs it, forward (F) or backward (B, I, W). ``position``: the call's position on its
+    Each group is a tuple (axes, key on which all ranks must agree, text, graph node, number of collectives). ``op``:
+    what runs: forward (F) or backward (B, or its halves I and W). ``position``: the call's position on its pipeline
     stage.
     """
     uses = [(split_axes(program, (u.axis,)), u) for u in call.collectives(op)]

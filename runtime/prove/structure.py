@@ -47,6 +47,9 @@ def check_inputs(program: Program) -> None:
 
 
 def _input_problem(program: Program, given: InputData) -> str:
+    """Return why an input of the batch does not fit the value that it becomes, as the end of a message; an empty string
+    if it fits.
+    """
     if given.value not in program.values:
         return f"is the value {given.value!r}, which does not exist"
     pieces = program.batch_microbatches
@@ -82,6 +85,9 @@ def check_outputs(program: Program) -> None:
 
 
 def _output_problem(program: Program, output: OutputData, name: str) -> str:
+    """Return why an output of the model does not fit the value ``name`` that it is, as the end of a message; an empty
+    string if it fits.
+    """
     if name not in program.values:
         return f"is the value {name!r}, which does not exist"
     if output.stage not in range(len(program.stages)):
@@ -99,6 +105,7 @@ def _output_problem(program: Program, output: OutputData, name: str) -> str:
 
 
 def _loss_problem(program: Program) -> str:
+    """Return what is wrong with the loss of a program, as a message; an empty string if nothing is."""
     if program.loss is None:
         return "a program for training has no loss" if program.objective == "train" else ""
     if program.loss not in program.values:
@@ -114,8 +121,8 @@ DATA = "data"  # what graphs call the axis along which the batch is split: ranks
 
 
 def check_structure(facts: ProgramFacts) -> None:
-    """Raise :class:`Refusal` at the first contradiction between the data of a program, such as names, shapes and
-    layouts.
+    """Raise :class:`Refusal` at the first contradiction in the data of a program: names, shapes, types, layouts,
+    graphs, or the groups in which gradients are reduced.
     """
     program = facts.program
     _check_mesh(program)
@@ -142,8 +149,8 @@ def check_structure(facts: ProgramFacts) -> None:
 
 
 def _find_first_call(program: Program, wanted: Callable[[CallData], bool]) -> tuple[int, int | None]:
-    """Return the stage and the position of the first call for which ``wanted`` is true; (0, ``None``) if
-    there is none.
+    """Return the stage index and the position of the first call for which ``wanted`` is true; ``(0, None)`` if there is
+    none.
     """
     for s, stage in enumerate(program.stages):
         for position, call in enumerate(stage.calls):
@@ -161,6 +168,9 @@ def _is_value_of_call(value: str, call: CallData) -> bool:
 
 
 def _check_mesh(program: Program) -> None:
+    """Raise :class:`Refusal` unless the sizes of the mesh, of the stages, of experts and of the parts of the batch fit
+    together.
+    """
     if set(program.mesh) - set(MESH_AXES) or any(size < 1 for size in program.mesh.values()):
         raise Refusal("structure", f"the mesh {program.mesh} has axes other than {', '.join(MESH_AXES)}, or empty ones")
     room = program.world_size // program.mesh.get("pp", 1)
@@ -191,8 +201,8 @@ def _check_mesh(program: Program) -> None:
 
 
 def _check_blocks(program: Program) -> None:
-    """Raise :class:`Refusal` unless every graph is well-formed, and inferred shapes and types equal those that it
-    stores.
+    """Raise :class:`Refusal` unless every block's graph is well-formed, and its inferred shapes and types equal those
+    that it stores.
     """
     axes = {axis: program.mesh.get(axis, 1) for axis in MESH_AXES if axis != "pp"}
     axes[DATA] = program.batch_microbatches
@@ -204,6 +214,9 @@ def _check_blocks(program: Program) -> None:
 
 
 def _check_calls(facts: ProgramFacts, stage: int) -> None:
+    """Raise :class:`Refusal` unless the calls of a pipeline stage (an index) name existing tensors of the right shape,
+    and compute each value once.
+    """
     made: dict[str, int] = {}
     for position, call in enumerate(facts.program.stages[stage].calls):
         _check_call_names(facts.program, stage, position, call)
@@ -216,6 +229,10 @@ def _check_calls(facts: ProgramFacts, stage: int) -> None:
 
 
 def _check_call_names(program: Program, stage: int, position: int, call: CallData) -> None:
+    """Raise :class:`Refusal` unless the block, parameters, buffers and values that a call names exist on its stage.
+
+    ``position``: the call's position on the pipeline stage ``stage``.
+    """
     problem = ""
     if call.block not in program.blocks:
         problem = f"the block {call.block!r} does not exist"
@@ -232,8 +249,9 @@ def _check_call_names(program: Program, stage: int, position: int, call: CallDat
 
 
 def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: CallData) -> None:
-    """Raise :class:`Refusal` unless the tensors that a call reads and computes have the shapes and types in
-    its graph.
+    """Raise :class:`Refusal` unless the tensors that a call reads and computes have the shapes and types in its graph.
+
+    ``position``: the call's position on the pipeline stage ``stage``.
     """
     program, block = facts.program, facts.blocks[call.block]
     for kind, have, want in (
@@ -255,6 +273,7 @@ def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: Call
 
 
 def _value_spec(value: Value) -> TensorSpec | None:
+    """Return the shape and type of a value; ``None`` if its type or a layout is malformed."""
     try:
         Layout.parse(value.layout)
         Layout.parse(value.context)
@@ -264,6 +283,9 @@ def _value_spec(value: Value) -> TensorSpec | None:
 
 
 def _state_spec(program: Program, name: str) -> TensorSpec | None:
+    """Return the shape and type of one rank's shard of the parameter or buffer ``name``; ``None`` if its type or a
+    layout is malformed.
+    """
     state = program.states[name]
     try:
         return TensorSpec(shard_shape(program, name), dtype_of(state.dtype))
@@ -286,7 +308,7 @@ def _check_call_order(facts: ProgramFacts) -> None:
 def _check_value_sources(program: Program) -> None:
     """Raise :class:`Refusal` if different calls compute the same value.
 
-    Several stages may run the same call if the value needs no gradient.
+    Several pipeline stages may run the same call if the value needs no gradient.
     """
     batch = CallData(block="", path="the batch")
     source: dict[str, tuple[int, CallData]] = {i.value: (-1, batch) for i in program.inputs}

@@ -16,11 +16,10 @@ _SHORT = (torch.float16, torch.bfloat16)
 
 
 class BufferUpdates:
-    """The buffers of a rank that a step changes, such as running statistics.
+    """The buffers of a rank that a training step changes, such as running statistics.
 
-    ``states``: name -> tensor that this rank holds.
-
-    If ``keep`` is set, the values before each update are stored, so that the step can be repeated.
+    ``states``: name -> parameter or buffer that this rank holds. If ``keep`` is set, the values before each update are
+    stored, so that the step can be repeated.
     """
 
     def __init__(self, rank: RankProgram, states: Mapping[str, Tensor], communicator: Communicator) -> None:
@@ -36,18 +35,19 @@ class BufferUpdates:
         self._sums = {}
 
     def add(self, microbatch: int, value: str, part: Tensor) -> None:
-        """Add one microbatch's ``part`` to the sum of ``value``, from which a buffer is updated.
+        """Add one microbatch's ``part`` to the sum of the value named ``value``, from which a buffer is updated at the
+        end of the step.
 
-        Short types are summed in float32.
+        Types shorter than float32 are summed in float32.
         """
         part = part.float() if part.dtype in _SHORT else part
         self._sums[value] = self._sums[value] + part if value in self._sums else part.clone()
 
     def write(self, names: Sequence[str], values: Mapping[str, Tensor]) -> None:
-        """Write the new values of the buffers ``names``.
+        """Set the buffers ``names`` to their new values.
 
-        ``values`` has the new values that this stage computed. For a buffer that several stages share, all ranks of
-        these stages receive them.
+        ``values``: the new values that this pipeline stage computed, by value name. If several stages share a buffer,
+        one of them computes it, and all ranks of these stages receive it.
         """
         if self.keep:
             self._before |= {name: self._held[name].clone() for name in names}
@@ -60,9 +60,11 @@ class BufferUpdates:
                 self._update_tied_buffers(ranks, shared, values)
 
     def _added_up(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the new values of those buffers ``names`` that this stage updates by a sum: value name -> tensor.
+        """Return the new values of those buffers in ``names`` that this rank updates from a sum, as value name ->
+        tensor.
 
-        A new value is the sum over microbatches and ``dp``, plus the old value times the factor ``keeps``.
+        A new value is the sum over microbatches and ``dp`` ranks, plus the old value times a factor that the program
+        has for the buffer.
         """
         here = [name for name in names if self._find_update_value(name) in self._sums]
         if not here:
@@ -78,7 +80,11 @@ class BufferUpdates:
         return made
 
     def _update_tied_buffers(self, ranks: tuple[int, ...], names: Sequence[str], values: Mapping[str, Tensor]) -> None:
-        """Set buffers that several stages share, on all ``ranks``, to the value that one of them has computed."""
+        """Set the buffers ``names``, which several stages share, on all ``ranks`` to the value that one of these ranks
+        has computed.
+
+        ``values``: value name -> tensor, on the rank that computed it.
+        """
         group = self.communicator.group(ranks)
         sums = []
         for name in names:
@@ -92,9 +98,10 @@ class BufferUpdates:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Context in which a step reads the buffers' values from before the last step, if they were stored.
+        """Give the buffers their values from before the last step inside the ``with`` block, so that the step can be
+        repeated.
 
-        At the end the current values are restored.
+        The values exist only if they were stored. At the end of the block the current values are restored.
         """
         after = {name: held.clone() for name, held in self._held.items()}
         before, keep, self.keep = self._before, self.keep, False

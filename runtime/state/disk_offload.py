@@ -45,14 +45,14 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether the memory of ``tensor`` is a mapped file of this module."""
+    """Return whether the memory of ``tensor`` is a mapped file that :class:`Disk` created."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
         return False
     return _PREFIX in (tensor.untyped_storage().filename or "")
 
 
 def release_pages(tensor: Tensor) -> None:
-    """Remove the pages of ``tensor`` from memory if it is a mapped file.
+    """Remove the memory pages of ``tensor`` if they are those of a mapped file; else do nothing.
 
     They are read from the file when they are used again.
     """
@@ -61,7 +61,7 @@ def release_pages(tensor: Tensor) -> None:
 
 
 def view_own_storage(tensor: Tensor) -> Tensor:
-    """Return a tensor on the same memory whose storage has only this tensor.
+    """Return a tensor on the memory of ``tensor``, with a storage of exactly its bytes.
 
     It is valid only while ``tensor`` exists.
     """
@@ -70,14 +70,16 @@ def view_own_storage(tensor: Tensor) -> Tensor:
 
 
 def trim() -> None:
-    """Return free memory of the C allocator to the operating system."""
+    """Return unused memory of the C allocator to the operating system, if the C library can."""
     if hasattr(_load_libc(), "malloc_trim"):  # of glibc
         _load_libc().malloc_trim(0)
 
 
 @dataclass
 class _File:
-    """A mapped file. ``handle`` is its open descriptor; ``used`` is the number of bytes in use, from the start."""
+    """A file that is mapped into memory. ``handle``: its open descriptor. ``used``: number of bytes in use, from the
+    start.
+    """
 
     handle: int
     storage: torch.UntypedStorage
@@ -93,9 +95,10 @@ class _File:
 
 
 class Disk:
-    """Allocates tensors in mapped files in ``folder``, for one rank. ``reserved`` bytes are allocated at once.
+    """Allocates tensors in files in ``folder`` that are mapped into memory, for one rank.
 
-    Raise :class:`OffloadError` if the folder does not exist, has too little space, or the system is not Linux.
+    ``reserved``: bytes that are allocated at once. Raise :class:`OffloadError` if the folder does not exist or has too
+    little space, or if the system is not Linux.
     """
 
     def __init__(self, folder: str | Path, reserved: int = 0) -> None:
@@ -115,7 +118,7 @@ class Disk:
 
     @property
     def nbytes(self) -> int:
-        """The total size of the files in bytes."""
+        """Return the total size of the files in bytes."""
         return sum(file.size for file in self._files)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -133,20 +136,21 @@ class Disk:
         return flat.view(torch.Size(shape))
 
     def check_worth(self) -> None:
-        """Warn if the folder is in memory (tmpfs), so that nothing is saved."""
+        """Warn if the file system of the folder is in memory (tmpfs), so that offloading saves no memory."""
         if _file_system(self.folder) in _IN_MEMORY:
             warnings.warn(
                 f"offload_folder: {self.folder} is in memory, which is to be spared: name one on a disk", stacklevel=4
             )
 
     def ahead(self, tensors: Iterable[Tensor]) -> None:
-        """Start to read ``tensors`` into memory, because they will be used soon."""
+        """Start to read ``tensors`` from disk into memory, because they will be used soon."""
         for start, size in _merge_page_spans(tensors):
             with contextlib.suppress(OSError):  # else it is read when it is used
                 _advise_kernel(start, size, mmap.MADV_WILLNEED)
 
     def behind(self, tensors: Iterable[Tensor]) -> None:
-        """Start to write ``tensors`` back and to remove their pages from memory, after the previous write has ended.
+        """Start to write ``tensors`` to disk and to remove their pages from memory, after the previous such write has
+        ended.
 
         Raise ``OSError`` if the previous write failed.
         """
@@ -166,11 +170,15 @@ class Disk:
             raise error
 
     def forget(self) -> None:
-        """Remove the pages of all files from memory."""
+        """Remove the pages of all files of this rank from memory; their contents remain on disk."""
         for file in self._files:
             _advise_kernel(file.start, file.size, mmap.MADV_DONTNEED)
 
     def _write_back(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Write memory ranges to disk and remove their pages from memory. This runs in a thread.
+
+        ``spans``: pairs (start address, length in bytes). An ``OSError`` is stored; :meth:`wait` raises it.
+        """
         try:
             for start, size in spans:
                 _call_libc("msync", start, size, _MS_SYNC)
@@ -183,8 +191,10 @@ class Disk:
             self._error = error
 
     def _add_file(self, nbytes: int) -> None:
-        """Create and map a file of ``nbytes`` bytes, with all of its blocks allocated: writing to a page without a
-        block on the disk would kill the process.
+        """Create a file of ``nbytes`` bytes and map it into memory, with all of its blocks allocated on the disk.
+
+        Writing to a page without a block on the disk would kill the process. Raise :class:`OffloadError` if there is
+        too little space.
         """
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         free = shutil.disk_usage(self.folder).free
@@ -233,8 +243,8 @@ def _compute_page_span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _merge_page_spans(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
-    """Yield start address and length in bytes of the pages of those ``tensors`` that are on disk; adjacent ones are
-    merged.
+    """Yield start address and length in bytes of the memory pages of those ``tensors`` that are on disk; adjacent ones
+    are merged.
     """
     spans = sorted(_compute_page_span(tensor) for tensor in tensors if tensor.numel() and is_mapped(tensor))
     begin = end = 0
@@ -273,7 +283,7 @@ _Check = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None
 
 
 def keeper_of(optimizer: torch.optim.Optimizer | None) -> DiskOptimizerStates | None:
-    """Return the object that keeps the states of ``optimizer`` on disk; ``None`` if its states are not on disk."""
+    """Return the object that keeps the states of ``optimizer`` on disk; ``None`` if its states are in memory."""
     return getattr(optimizer, KEEPER, None)
 
 
@@ -281,7 +291,7 @@ def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[
     """Move the states of ``optimizer`` to ``disk``, and change its ``step`` so that it updates some parameters at a
     time.
 
-    Only the states of these parameters are then in memory. ``ready`` is called before every step. Raise
+    Only the states of these parameters are then in memory. ``ready``: called without arguments before every step. Raise
     :class:`OffloadError` if the optimizer cannot run in this way.
     """
     kind = type(optimizer)
@@ -308,13 +318,15 @@ def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[
 
 
 def expect_on_disk(engine: object, parameters: Iterable[nn.Parameter]) -> None:
-    """Make steps of optimizers of ``parameters`` raise :class:`OffloadError` if their states are in memory.
+    """From now on, let the step of an optimizer of ``parameters`` raise :class:`OffloadError` if its states are in
+    memory.
 
     This applies as long as ``engine`` exists.
     """
     own = {id(parameter) for parameter in parameters}
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Raise :class:`OffloadError` if ``optimizer`` steps a parameter of the engine with its states in memory."""
         if keeper_of(optimizer) is None and any(id(p) in own for g in optimizer.param_groups for p in g["params"]):
             raise OffloadError(
                 f"the plan keeps optimizer states on disk, and those of this {type(optimizer).__name__} would be in "
@@ -325,10 +337,11 @@ def expect_on_disk(engine: object, parameters: Iterable[nn.Parameter]) -> None:
 
 
 class StepHook:
-    """Checks that run before every step of any optimizer, each as long as its engine exists.
+    """Functions that are called before every step of any torch optimizer, each as long as the engine that added it
+    exists.
 
-    One global torch hook runs all checks. It is never removed, because torch iterates over its hooks during a step, and
-    an engine may be garbage-collected at that time.
+    One global torch hook calls all of them. It is never removed, because torch iterates over its hooks during a step,
+    and an engine may be garbage-collected at that time.
     """
 
     def __init__(self) -> None:
@@ -337,10 +350,10 @@ class StepHook:
         self._is_registered = False
 
     def add(self, engine: object, check: _Check) -> None:
-        """Call ``check`` with the optimizer and the arguments of its step before every step, as long as ``engine``
-        exists.
+        """Call ``check`` before every step of any optimizer, as long as ``engine`` exists.
 
-        ``check`` must not refer to ``engine``.
+        Its arguments are the optimizer, and the positional and keyword arguments of the step. ``check`` must not refer
+        to ``engine``.
         """
         with self._changing:
             self._checks.setdefault(engine, []).append(check)
@@ -361,7 +374,8 @@ step_hook = StepHook()
 class DiskOptimizerStates:
     """The states of one optimizer on disk, and its step, which updates one window (some parameters) at a time.
 
-    ``raw`` is the optimizer's own step without hooks; ``ready`` is called before every step.
+    ``raw``: the optimizer's own step without hooks. ``disk``: allocates the tensors. ``ready``: called without
+    arguments before every step.
     """
 
     def __init__(
@@ -374,8 +388,8 @@ class DiskOptimizerStates:
         self._disk.wait()
 
     def room(self, parameter: nn.Parameter, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the tensor on disk for the state ``key`` of ``parameter``; allocate it if none has this shape and
-        type.
+        """Return the tensor on disk for the optimizer state ``key`` of ``parameter``. Allocate it if there is none of
+        this shape and type.
         """
         slot = self._slots.get((id(parameter), key))
         if slot is None or slot.shape != torch.Size(shape) or slot.dtype != dtype:
@@ -410,8 +424,8 @@ class DiskOptimizerStates:
         return loss
 
     def _divide_into_windows(self) -> Iterator[list[_Part]]:
-        """Yield windows of about ``WINDOW`` bytes of parameters, as lists of (index of the parameter group, its
-        parameters).
+        """Yield windows of about 64 MiB of parameters, each a list of (index of the parameter group, parameters of this
+        group).
         """
         window: list[_Part] = []
         room = WINDOW
@@ -429,14 +443,17 @@ class DiskOptimizerStates:
             yield window
 
     def _list_read_tensors(self, window: Sequence[_Part]) -> Iterator[Tensor]:
-        """Yield the tensors that the step of a window reads: parameters with gradients, and their states."""
+        """Yield the tensors that the optimizer reads for one window: parameters with gradients, and their states.
+
+        ``window``: list of (index of the parameter group, parameters of this group).
+        """
         for parameter in (p for _, parameters in window for p in parameters if p.grad is not None):
             yield parameter.data
             yield from (held[key] for held, key, _ in _list_disk_tensors(self._optimizer.state.get(parameter, {})))
 
     def _move_to_disk(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Copy the states of ``parameters`` to their tensors on disk, and start to write these and to remove them from
-        memory.
+        """Copy the optimizer states of ``parameters`` to their tensors on disk. Start to write these and to remove them
+        from memory.
         """
         used: list[Tensor] = []
         moved = False
@@ -458,9 +475,11 @@ class DiskOptimizerStates:
     def _require_unchanged_shared_state(
         self, parts: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]], before: dict[str, Any]
     ) -> None:
-        """Raise :class:`OffloadError` if a step changed a state that does not belong to a single parameter.
+        """Raise :class:`OffloadError` if a partial step changed something that does not belong to a single parameter.
 
         That is an option of a group, a number attribute of the optimizer, or a state whose key is not a parameter.
+        ``parts``: the groups with which the partial step ran. ``groups``: the original groups. ``before``: number
+        attributes before, name -> value.
         """
         for part, group in zip(parts, groups, strict=True):
             changed = [
@@ -479,9 +498,10 @@ class DiskOptimizerStates:
 
 
 def _list_disk_tensors(holder: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str]]:
-    """Yield the tensors of a parameter's state that are moved to disk, as (container, key, name).
+    """Yield the tensors of a parameter's optimizer state that are moved to disk, as (dict or list that has it, key,
+    full name).
 
-    Numbers, tensor subclasses and tensors outside of host memory are not moved.
+    Numbers, tensor subclasses and tensors outside of host memory are not moved. ``prefix``: start of the full name.
     """
     for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
         if isinstance(value, dict | list):
@@ -495,11 +515,14 @@ def _is_changed_option(value: Any, group: dict[str, Any], key: str) -> bool:
 
 
 def _read_number_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the attributes of an optimizer that are int or float, such as step counters: name -> value."""
+    """Return the attributes of an optimizer that are int or float, such as step counters, as name -> value."""
     return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
 
 
 def _make_unfit_error(optimizer: torch.optim.Optimizer, why: str) -> OffloadError:
+    """Return the error for an optimizer that cannot run with its states on disk. ``why``: what it does, as part of a
+    sentence.
+    """
     return OffloadError(
         f"{type(optimizer).__name__} {why}: with its states on disk an optimizer steps some parameters at a time; "
         "expected one that updates each from its own gradient and state, as Adam does: take such a one, or plan "

@@ -38,8 +38,7 @@ from partitioner.runtime.state.sharded_parameters import FlatBuffer, GatherBuffe
 class Sink:
     """Accumulates the gradient of one parameter in the tensor ``view``.
 
-    The first addition of a step overwrites the gradient of the previous step; ``fresh`` is true until then. ``addmm``
-    adds a matrix product, and ``sum`` adds a sum over dims.
+    The first addition of a step overwrites the gradient of the previous step; ``fresh`` is true until then.
     """
 
     __slots__ = ("fresh", "view")
@@ -49,6 +48,7 @@ class Sink:
         self.fresh = True
 
     def add(self, gradient: Tensor) -> None:
+        """Add ``gradient`` to the accumulated gradient; the first addition of a step replaces it."""
         if self.fresh:
             self.view.copy_(gradient)
             self.fresh = False
@@ -56,6 +56,9 @@ class Sink:
             self.view.add_(gradient)
 
     def addmm(self, a: Tensor, b: Tensor) -> None:
+        """Add the matrix product of ``a`` and ``b`` to the accumulated gradient; the first addition of a step replaces
+        it.
+        """
         if self.fresh:
             torch.mm(a, b, out=self.view)
             self.fresh = False
@@ -63,6 +66,7 @@ class Sink:
             self.view.addmm_(a, b)
 
     def sum(self, x: Tensor, dims: list[int] | tuple[int, ...]) -> None:
+        """Add the sum of ``x`` over ``dims`` to the accumulated gradient; the first addition of a step replaces it."""
         if self.fresh:
             torch.sum(x, dims, out=self.view)
             self.fresh = False
@@ -70,9 +74,10 @@ class Sink:
             self.view.add_(torch.sum(x, dims))
 
     def grouped(self, rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> None:
-        """Add the gradient of the stacked matrices of experts.
+        """Add the gradient of the stacked weight matrices of experts, one matrix per expert.
 
-        With ``transposed``, the last two dims of it are swapped.
+        ``rows`` and ``grads``: inputs and output gradients of all experts, sorted by expert. ``ends``: the end of each
+        expert's rows. With ``transposed``, the last two dims of the result are swapped.
         """
         if rows.device.type == "cpu":
             total = self.view.transpose(1, 2) if transposed else self.view
@@ -89,7 +94,7 @@ class Sink:
 
 
 class WideSink(Sink):
-    """A sink in float32 for a parameter in a shorter type, which accumulates in float32."""
+    """Accumulates in float32 the gradient of a parameter whose own type is shorter."""
 
     __slots__ = ()
 
@@ -109,12 +114,16 @@ def _compute_grouped_gradient(rows: Tensor, grads: Tensor, ends: Tensor, transpo
 
 
 def sink_of(shard: Tensor, view: Tensor) -> Sink:
-    """Return a sink that accumulates the gradient of the parameter ``shard`` in the tensor ``view``."""
+    """Return an object that accumulates the gradient of the parameter ``shard`` in the tensor ``view``, which may have
+    a wider type.
+    """
     return Sink(view) if view.dtype == shard.dtype else WideSink(view)
 
 
 class RoomSink(Sink):
-    """A sink whose memory is allocated at the first addition, and released after the gradient was sent."""
+    """Accumulates the gradient of one parameter in memory that is allocated at the first addition and released after
+    sending.
+    """
 
     __slots__ = ("room",)
 
@@ -129,7 +138,9 @@ class RoomSink(Sink):
 
 
 class WideRoomSink(RoomSink):
-    """A :class:`RoomSink` in float32 for a parameter in a shorter type."""
+    """Accumulates in float32 the gradient of a parameter in a shorter type, in memory that exists only until it is
+    sent.
+    """
 
     __slots__ = ()
 
@@ -141,9 +152,11 @@ class WideRoomSink(RoomSink):
 class ScatteredBucket:
     """The gradients of one bucket (parameters that are reduced together) under ZeRO.
 
-    ``sinks`` accumulate the whole gradients in backward; ``pieces`` are this rank's pieces of the sums, which an
-    optimizer reads. ``keep``: the whole gradients keep their memory until the next step (ZeRO 1). Otherwise they are
-    released after each reduce-scatter, and the pieces have memory only from the first reduce-scatter of a step on.
+    ``sinks`` accumulate whole gradients in backward; ``pieces`` are this rank's pieces of the sums, which an optimizer
+    reads. ``keep``: the whole gradients keep their memory until the next step (ZeRO 1). Otherwise they are released
+    after each reduce-scatter, and the pieces have memory only from the first reduce-scatter of a step on.
+
+    ``number``: the bucket's index. ``group``: ranks that divide the parameters. ``rest``: ranks with the same pieces.
     ``grain`` and ``whole``: alignment of the pieces and of the buffer, in elements.
     """
 
@@ -177,6 +190,9 @@ class ScatteredBucket:
             self.give()
 
     def begin(self) -> None:
+        """Prepare for a new training step: additions start from zero, and reduce-scatters of a failed step are
+        dropped.
+        """
         self.fresh = True
         self._sent.clear()  # of a step that failed
         for sink in self.sinks.values():
@@ -185,7 +201,7 @@ class ScatteredBucket:
             self.flat.give()
 
     def restore(self) -> None:
-        """Allocate the pieces again after a failed step, filled with zeros."""
+        """Allocate this rank's gradient pieces, filled with zeros, if a failed step has released them."""
         if self.flat.given:
             self.flat.take()
             self.flat.buffer.zero_()
@@ -195,7 +211,7 @@ class ScatteredBucket:
             room.give()
 
     def start(self) -> None:
-        """Start to reduce-scatter what backward has added since the last time."""
+        """Start to reduce-scatter what backward has added to the gradients since the last time."""
         make = self.flat.buffer.new_empty if self.flat.is_dense else self.flat.buffer.new_zeros
         whole = make(self.group.size * self.flat.length)
         for i, (sink, room) in enumerate(zip(self.sinks.values(), self.rooms, strict=True)):
@@ -211,7 +227,7 @@ class ScatteredBucket:
         self._sent.append((whole, pending))
 
     def collect(self) -> None:
-        """Wait for the oldest reduce-scatter in progress, and add its result to this rank's pieces."""
+        """Wait for the oldest reduce-scatter in progress, and add its result to this rank's gradient pieces."""
         whole, pending = self._sent.popleft()
         arrived = pending.wait()
         if self.fresh:
@@ -224,14 +240,16 @@ class ScatteredBucket:
         give_back(whole)
 
     def settle(self) -> None:
-        """Set the pieces to zero if no reduce-scatter was collected in this step."""
+        """Set this rank's pieces to zero if no reduce-scatter has added to them in this step."""
         if self.fresh:
             self.flat.take()
             self.flat.buffer.zero_()
             self.fresh = False
 
     def reduce(self) -> Pending:
-        """Start to all-reduce the pieces over the ranks that hold the same pieces, and return the collective."""
+        """Start to all-reduce this rank's pieces over the ranks that hold the same pieces, and return the
+        collective.
+        """
         return self.rest.all_reduce(self.flat.buffer)
 
 
@@ -239,10 +257,10 @@ _ALIGNMENT = 64  # bytes: where vector loads and NCCL's chunks like to start
 
 
 class RankGradients:
-    """The gradients of a rank's parameters, by name.
+    """The gradients of a rank's parameters, by parameter name.
 
     Args:
-        shards: parameter -> the shard that this rank holds.
+        shards: parameter name -> the shard that this rank holds.
         copier: copies gradients to host memory, if the program offloads the optimizer.
 
     ``sinks`` accumulate gradients in backward. ``owned`` has what an optimizer reads after a step: the accumulated
@@ -302,6 +320,11 @@ class RankGradients:
         return ScatteredBucket(rank, number, group, rest, self.communicator.device, *_compute_grains(rank, bucket))
 
     def _make_levelwise_reduction(self, number: int) -> LevelwiseReduction:
+        """Return the object that runs the hierarchical reduction of the gradients of one bucket, with its process
+        groups.
+
+        ``number``: index of the bucket, a set of parameters that are reduced together.
+        """
         rank, bucket = self.rank, self.rank.stage.buckets[number]
         groups = [self.communicator.group(rank.group(*level)) for level in bucket.levels]
         rest = self.communicator.group(rank.group(*rest_axes(rank.program, bucket)))
@@ -310,24 +333,26 @@ class RankGradients:
 
     @property
     def residuals(self) -> dict[str, Tensor]:
-        """The rounding errors of compressed gradients that are added in the next step, by bucket and level of the
-        reduction.
+        """Return the rounding errors of compressed gradients that are added in the next step, as name of the transfer
+        -> flat tensor.
 
-        They have the loss scale of the last step.
+        The name is the index of the bucket (parameters that are reduced together); in a hierarchical reduction followed
+        by ``.0`` for the gradients that the rank sends, or ``.1`` for the sums. The values have the loss scale of the
+        last step.
         """
         found = {f"{n}.{k}": s for n, levels in self._levelled.items() for k, s in enumerate(levels.senders)}
         found |= {str(n): b.sender for n, b in self.scattered.items() if b.sender is not None}
         return {place: sender.residual for place, sender in found.items() if sender.residual.numel()}
 
     def rescale(self, factor: float) -> None:
-        """Multiply the rounding errors of compressed gradients by ``factor``, because the loss scale has changed; 0
-        removes them.
+        """Multiply the stored rounding errors of compressed gradients by ``factor``, because the loss scale has
+        changed; 0 removes them.
         """
         for residual in self.residuals.values():
             residual.mul_(factor)
 
     def begin(self) -> None:
-        """Begin a new step: the next addition to each gradient overwrites it."""
+        """Prepare for a new training step: the next addition to each gradient overwrites it."""
         self._scattering.clear()  # what is left is of one that failed
         self._gathering.clear()
         self._under_way.clear()
@@ -342,20 +367,21 @@ class RankGradients:
 
     @property
     def passing(self) -> Iterator[str]:
-        """The names of the parameters whose gradients have no memory from the start of a step until their first
+        """Return the names of the parameters whose gradients have no memory from the start of a step until their first
         reduce-scatter.
         """
         return (s for bucket in self.scattered.values() if not bucket.keep for s in bucket.pieces)
 
     def restore(self) -> None:
-        """After a failed step, allocate the gradients that an optimizer may read."""
+        """Allocate, after a failed step, the gradients that an optimizer may read, filled with zeros."""
         for bucket in self.scattered.values():
             bucket.restore()
 
     def scatter(self, bucket: int, level: bool = False) -> None:
-        """Start to reduce-scatter the gradients of a bucket (parameters that are reduced together).
+        """Start to reduce-scatter the gradients of the bucket (parameters that are reduced together) with index
+        ``bucket``.
 
-        The collective runs over the mesh axes of ZeRO or, with ``level``, over the next level of a hierarchical
+        The collective runs over the mesh axes of ZeRO or, with ``level``, over the next step of a hierarchical
         reduction.
         """
         if level:
@@ -375,17 +401,18 @@ class RankGradients:
         self.scattered[self._scattering.end_first()].collect()
 
     def _await_scatters(self, bucket: int) -> None:
-        """Wait for the reduce-scatters of a bucket (parameters that are reduced together), and for all that were
-        started earlier.
+        """Wait for the reduce-scatters of the gradients of one bucket, and for all that were started earlier.
+
+        ``bucket``: index of a set of parameters that are reduced together.
         """
         while bucket in self._scattering:
             self._collect_first_scatter()
 
     def reduce(self, bucket: int) -> None:
-        """Start to all-reduce the gradients of a bucket, or this rank's pieces of them.
+        """Start to all-reduce the gradients of the bucket (parameters that are reduced together) with index ``bucket``.
 
-        The collective runs over the mesh axes over which nothing was reduce-scattered. A bucket is a set of parameters
-        whose gradients are reduced together.
+        The collective runs over the ranks over which nothing was reduce-scattered; after a reduce-scatter, it sums this
+        rank's pieces.
         """
         self._settle_bucket(bucket)
         if bucket in self._levelled:
@@ -396,9 +423,11 @@ class RankGradients:
             self._under_way[bucket] = self._groups[bucket].all_reduce(self.buffers[bucket])
 
     def gather(self, bucket: int, last: bool) -> None:
-        """Start to all-gather the summed gradients of a bucket over the level of its reduction that was scattered last.
+        """Start to all-gather summed gradients over the ranks that scattered them last, as a step of a hierarchical
+        reduction.
 
-        ``last``: no other level of the hierarchical reduction remains to be gathered.
+        ``bucket``: index of a set of parameters that are reduced together. ``last``: no other step of the reduction
+        remains to be gathered.
         """
         while last and len(self._gathering) >= GATHERING:
             self._levelled[self._gathering.popleft()].finish()
@@ -407,9 +436,10 @@ class RankGradients:
             self._gathering.append(bucket)
 
     def _settle_bucket(self, bucket: int) -> None:
-        """Make the gradients of a bucket complete before they are reduced.
+        """Make the gradients of one bucket complete before they are reduced.
 
-        Wait for its reduce-scatters, or set those gradients to zero to which nothing was added.
+        ``bucket``: index of a set of parameters that are reduced together. Wait for its reduce-scatters or, without
+        ZeRO, set those gradients to zero to which nothing was added.
         """
         if bucket in self.scattered:
             self._await_scatters(bucket)
@@ -418,7 +448,10 @@ class RankGradients:
             self.sinks[state].settle()
 
     def _await_reduction(self, bucket: int) -> None:
-        """Wait until the reduction of a bucket (parameters that are reduced together) ends, if one is in progress."""
+        """Wait until the reductions of the gradients of one bucket end, if some are in progress.
+
+        ``bucket``: index of a set of parameters that are reduced together.
+        """
         if bucket in self.scattered:
             self._await_scatters(bucket)
         if bucket in self._under_way:
@@ -427,7 +460,9 @@ class RankGradients:
             self._levelled[bucket].finish()
 
     def sync(self, states: Sequence[str]) -> None:
-        """Sum the gradients of tied parameters ``states`` over the pipeline stages that share them."""
+        """Sum the gradients of the tied parameters ``states`` (names) over the pipeline stages that share them, and
+        wait for the sums.
+        """
         for number, bucket in self.scattered.items():
             if not bucket.pieces.keys().isdisjoint(states):
                 self._await_reduction(number)
@@ -442,7 +477,9 @@ class RankGradients:
                 work.wait()
 
     def finish(self) -> None:
-        """Wait until all reductions and copies to host memory have ended, so that every gradient is complete."""
+        """Wait until all reductions of gradients and their copies to host memory have ended, so that every gradient is
+        complete.
+        """
         while self._scattering:
             self._collect_first_scatter()
         for pending in self._under_way.values():
@@ -457,7 +494,9 @@ class RankGradients:
         self._leaving.clear()
 
     def offload(self, states: Sequence[str]) -> None:
-        """Start to copy the gradients of ``states`` to host memory, after their reductions have ended."""
+        """Start to copy the gradients of the parameters ``states`` (names) to host memory, after their reductions have
+        ended.
+        """
         read = set(states)
         for number, bucket in enumerate(self.rank.stage.buckets):
             if not read.isdisjoint(bucket.states):
@@ -469,9 +508,10 @@ class RankGradients:
 
 
 def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
-    """Group ``states`` (parameters or buffers) by the ranks on different stages that share them: ranks -> states.
+    """Return the parameters or buffers ``states`` grouped by the ranks on different pipeline stages that share them:
+    ranks -> names.
 
-    The ranks are those on the state's stages whose other mesh coordinates equal this rank's.
+    The ranks are those on the tensor's stages whose other mesh coordinates equal this rank's, in ascending order.
     """
     groups: dict[tuple[int, ...], list[str]] = {}
     for state in states:
@@ -481,20 +521,21 @@ def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tupl
 
 
 def _compute_grains(rank: RankProgram, bucket: Bucket) -> tuple[int, int]:
-    """Return the alignment, in elements, of each parameter in the gradient buffer of a bucket, and of the buffer's
-    length.
+    """Return two alignments, in elements: of each parameter in the flat gradient buffer of ``bucket``, and of the
+    buffer's length.
 
-    Compression scales chunks of gradients. A chunk must not contain parts of two parameters: ranks along ``tp`` may
-    hold the same shard of one and different shards of the other, and would round the first one differently.
+    ``bucket``: the parameters whose gradients are reduced together. Compression scales chunks of gradients. A chunk
+    must not contain parts of two parameters: ranks along ``tp`` may hold the same shard of one and different shards of
+    the other, and would round the first one differently.
     """
     chunk = CODECS[bucket.compression].chunk if bucket.compression else 1
     return chunk, chunk * count_gradient_shards(rank.program, bucket, len(bucket.levels))
 
 
 def _allocate_flat_buffer(shards: Sequence[Tensor], grain: int, whole: int) -> tuple[Tensor, list[Tensor]]:
-    """Return a zeroed buffer with room for ``shards``, and one view of it for each.
+    """Return a flat buffer of zeros for the gradients of ``shards``, and one view of it with the shape of each.
 
-    Each view starts at a multiple of ``grain`` elements, and the length is a multiple of ``whole`` elements.
+    Each view starts at a multiple of ``grain`` elements, and the buffer's length is a multiple of ``whole`` elements.
     """
     dtype = accumulated_in(shards[0].dtype)
     step = math.lcm(max(1, _ALIGNMENT // dtype.itemsize), grain)
@@ -508,9 +549,10 @@ def _allocate_flat_buffer(shards: Sequence[Tensor], grain: int, whole: int) -> t
 
 
 def _find_gaps(buffer: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parts of ``buffer`` between ``views`` and behind the last one, which are in order.
+    """Return the parts of the flat ``buffer`` between ``views`` and behind the last one, as views; empty parts are left
+    out.
 
-    Empty parts are left out.
+    ``views``: views of the buffer, in the order of their position.
     """
     starts = [view.storage_offset() for view in views]
     ends = [start + view.numel() for start, view in zip(starts, views, strict=True)]

@@ -21,7 +21,7 @@ from partitioner.runtime.state.sharded_parameters import FlatBuffer, GatherBuffe
 
 
 class Arrival:
-    """Copies in progress.
+    """Copies between device and host that are in progress.
 
     :meth:`wait` orders later GPU kernels after them; :meth:`finish` blocks the host until they end.
     """
@@ -39,8 +39,9 @@ class Arrival:
 
 
 class Copier:
-    """Starts copies between a device and host memory, one stream for each direction, ordered after the kernels queued
-    so far.
+    """Starts copies between ``device`` and host memory; on a GPU on one stream for each direction.
+
+    A copy starts after the kernels that were queued before it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,26 +58,25 @@ class Copier:
         return torch.empty(list(shape), dtype=dtype, pin_memory=self.pinned)
 
     def take(self, num_bytes: int) -> tuple[Tensor, Arrival]:
-        """Return a host buffer of ``num_bytes`` bytes, and the last copy out of it, which must end before it is
+        """Return a host buffer (uint8) of ``num_bytes`` bytes, and the last copy out of it, which must end before it is
         overwritten.
         """
         spare = self._spare.get(num_bytes)
         return spare.pop() if spare else (self.empty((num_bytes,), torch.uint8), Arrival())
 
     def give(self, memory: Tensor, read: Arrival) -> None:
-        """Keep a host buffer for reuse by :meth:`take`, because pinning memory is slow.
-
-        ``read``: the last copy out of it.
+        """Store the host buffer ``memory`` for later use, because pinning memory is slow. ``read``: the last copy out
+        of it.
         """
         self._spare.setdefault(memory.numel(), []).append((memory, read))
 
     def start(
         self, pairs: Iterable[tuple[Tensor, Tensor]], *, back: bool = False, after: Iterable[Arrival] = ()
     ) -> Arrival:
-        """Start to copy each ``(source, target)``, to host memory or, with ``back``, to the device; ``after`` other
-        copies.
+        """Start to copy each pair (source, target) to host memory or, with ``back``, to the device. Return the copies
+        in progress.
 
-        Sources may be dropped immediately.
+        They start once the copies ``after`` have ended. Sources may be dropped immediately.
         """
         if not self._streams:
             for source, target in pairs:
@@ -99,8 +99,8 @@ class Copier:
 
 @dataclass(frozen=True)
 class _View:
-    """The position of a saved tensor in host memory: index of the buffer, type, shape, strides and offset
-    in elements.
+    """Where a saved tensor is in host memory: index of the buffer (``memory``), type, shape, strides and offset in
+    elements.
     """
 
     memory: int
@@ -111,10 +111,10 @@ class _View:
 
 
 class OffloadedActivations:
-    """Activations that are moved to host memory. Tensors that share memory are moved together.
+    """Tensors saved for backward that are moved to host memory. Tensors that share memory are moved together.
 
-    Tensors whose memory address is in ``stay`` remain on the device. Device memory is released with the last reference
-    to it, so the caller must drop ``saved``.
+    ``saved``: the saved tensors, and other values, which stay. ``stay``: addresses of storages that remain on the
+    device. Device memory is released with the last reference to it, so the caller must drop ``saved``.
     """
 
     def __init__(self, saved: Sequence[Any], stay: Collection[int], copier: Copier) -> None:
@@ -149,17 +149,19 @@ class OffloadedActivations:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes in host memory."""
+        """Return the number of bytes in host memory."""
         return sum(memory.numel() for memory in self._host)
 
     def fetch(self) -> None:
-        """Start to copy the tensors back to the device."""
+        """Start to copy the offloaded tensors from host memory back to the device."""
         self._there = [torch.empty(m.numel(), dtype=torch.uint8, device=self._copier.device) for m in self._host]
         pairs = zip(self._host, self._there, strict=True)
         self._arrival = self._copier.start(pairs, back=True, after=(self._arrival,))
 
     def unpark(self) -> list[Any]:
-        """Return the saved tensors, after :meth:`fetch`. Kernels that are queued later may read them."""
+        """Return the saved tensors on the device, in their order, after :meth:`fetch`. Kernels that are queued later
+        may read them.
+        """
         assert self._there is not None, "FETCH first"
         self._arrival.wait()
         there, self._there = self._there, None
@@ -182,12 +184,13 @@ class HostParameters:
     """The parameters of a rank whose values are in host memory, where an optimizer updates them.
 
     Args:
-        masters: parameter -> its tensor in host memory.
-        shards: parameter -> this rank's shard on the device, or its piece under ZeRO.
+        masters: parameter name -> its tensor in host memory.
+        shards: parameter name -> this rank's shard on the device, or its piece under ZeRO.
+        sharded: the parameters that ZeRO divides. ``copier``: starts the copies.
 
-    If the program offloads parameters, the device has them only between the instructions FETCH and FREE, and ZeRO
-    pieces only from FETCH to the end of their all-gather. ``whole``: the device tensors that calls read, for the
-    parameters that are freed between calls; ``leaving`` has their names.
+    If the program offloads parameters, the device has them only from their fetch until they are freed, and ZeRO pieces
+    only until their all-gather ends. ``whole``: the device tensors that calls read, for the parameters that are freed
+    between calls; ``leaving`` has their names.
     """
 
     def __init__(
@@ -222,13 +225,15 @@ class HostParameters:
         self._stale = set(self._short)
 
     def begin(self) -> None:
-        """Begin a new step: an optimizer may have changed the parameters in host memory, so they must be converted
-        again.
+        """Prepare for a new training step: an optimizer may have changed the parameters in host memory, so they must be
+        converted again.
         """
         self._stale = set(self._short)
 
     def fetch(self, names: Sequence[str]) -> None:
-        """Start to copy the parameters ``names``, or this rank's pieces of them, to the device."""
+        """Start to copy the parameters ``names``, or this rank's ZeRO pieces of them, from host memory to the
+        device.
+        """
         for name in names:
             room = self._rooms.get(name) or self._flats.get(name)
             if room is not None:
@@ -243,7 +248,9 @@ class HostParameters:
         self._pending.update(dict.fromkeys(names, arrival))
 
     def wait(self, names: Iterable[str]) -> None:
-        """Order later kernels after the copies of the parameters ``names``, unless that was done already."""
+        """Order later kernels after the copies of the parameters ``names`` to the device, unless that was done
+        already.
+        """
         arrivals = {id(a): a for n in names if (a := self._pending.pop(n, None)) is not None}
         for arrival in arrivals.values():
             arrival.wait()
@@ -256,8 +263,9 @@ class HostParameters:
 
 
 class TransientParameters(NamedTuple):
-    """The parameters of a rank that are on its device only for part of a step: ZeRO-sharded ones and those in host
-    memory.
+    """The parameters of a rank that are on its device only for part of a step.
+
+    ``sharded``: those that ZeRO divides. ``hosted``: those whose values are in host memory.
     """
 
     sharded: ShardedParameters
@@ -265,5 +273,5 @@ class TransientParameters(NamedTuple):
 
     @property
     def leaving(self) -> set[str]:
-        """The names of the parameters whose device memory is released between calls."""
+        """Return the names of the parameters whose device memory is released between calls."""
         return {*self.sharded.leaving, *self.hosted.leaving}

@@ -40,7 +40,9 @@ _NARROW = frozenset({torch.float16, torch.bfloat16})  # added up in float32
 
 
 class LossSum:
-    """The loss of the current step. After :meth:`finish`, ``value`` is the loss of the global batch on every rank."""
+    """Sums the loss of the current training step. After :meth:`finish`, ``value`` is the loss of the global batch on
+    every rank.
+    """
 
     def __init__(self, rank: RankProgram, communicator: Communicator) -> None:
         program = rank.program
@@ -59,6 +61,7 @@ class LossSum:
         self.begin()
 
     def begin(self) -> None:
+        """Prepare for a new step: forget the loss and the transfers of the last one."""
         self.value: Tensor | None = None
         self._left = self.count
         self._pending: Pending | None = None
@@ -66,11 +69,10 @@ class LossSum:
         self._sends: list[TransferHandle] = []
 
     def start(self) -> None:
-        """Post the receive of the loss, on a stage that does not compute it.
+        """Post the receive of the loss, on a pipeline stage that does not compute it.
 
-        On a GPU this is done later, by :meth:`pass_on`.
-
-        There a receive is a kernel that blocks, and it would wait for earlier kernels of this rank.
+        On a GPU, :meth:`pass_on` does this later: there a receive is a kernel that blocks, and it would wait for
+        earlier kernels of this rank.
         """
         if self.source is not None and not self.late:
             self._post_receive()
@@ -81,7 +83,9 @@ class LossSum:
             self._receive = self.communicator.recv(self.value, self.source, CHANNEL)
 
     def add(self, value: Tensor) -> None:
-        """Add the loss of one microbatch. The last one starts the all-reduce over ``dp``."""
+        """Add ``value``, the loss of one microbatch. After the last microbatch, start to sum the loss over the ``dp``
+        ranks.
+        """
         value = value.to(self.dtype)
         self.value = value.clone() if self.value is None else self.value + value
         self._left -= 1
@@ -89,7 +93,9 @@ class LossSum:
             self._start_all_reduce()
 
     def pass_on(self) -> None:
-        """Wait for the complete loss, and start to send it to the neighbouring stages that receive it from this one."""
+        """Wait for the complete loss, and start to send it to the neighbouring pipeline stages that receive it from
+        this one.
+        """
         if self.value is None and self.late:
             self._post_receive()
         if self._pending is not None:
@@ -101,6 +107,7 @@ class LossSum:
             self._send_to_targets()
 
     def finish(self) -> None:
+        """Wait until this rank has the loss of the global batch and has sent it to its neighbours."""
         if self.at_end and self.source is None:
             self._start_all_reduce()
         self.pass_on()
@@ -119,10 +126,11 @@ class LossSum:
 
 
 def _passed_at(instructions: Sequence[Instruction], source: int | None) -> int | None:
-    """Return the index of the backward instruction after which a stage forwards the loss; ``None`` if there is none.
+    """Return the index of the backward instruction after which a rank passes the loss on to other stages; ``None`` if
+    there is none.
 
-    If the loss comes from the stage ``source``, that is the backward of the last gradient from there. If this stage
-    computes the loss (``None``), it is the first backward after all forwards.
+    If the loss comes from the pipeline stage ``source``, that is the backward of the last gradient from there. If this
+    rank computes the loss (``None``), it is the first backward after all forwards.
     """
     wanted = ("F", None) if source is None else ("RECV_B", source)
     last: Instruction | None = None
@@ -147,6 +155,9 @@ class StepLoss(Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        """Call the torch function ``func``. Raise :class:`BackwardError` if it is a backward of tensors that all have
+        no graph.
+        """
         if func in _BACKWARD_FUNCTIONS and args and not any(_has_graph(t) for t in pytree.tree_leaves(args[0])):
             raise BackwardError(
                 "backward is called on a loss that engine.step(batch) has returned, or on a number made of it, which "
@@ -184,11 +195,11 @@ Scale = float | Literal["auto", "dynamic"] | None
 
 
 class LossScale:
-    """The factor by which one rank's loss is multiplied; equal on all ranks.
+    """The factor by which one rank's loss is multiplied, so that float16 gradients do not underflow. It is equal on all
+    ranks.
 
-    ``overflowed``: whether the last step overflowed.
-
-    ``dynamic``: the factor is adapted after each step, up to ``limit``.
+    ``value``: the factor. ``dynamic``: whether it is adapted after each step, up to ``limit``. ``overflowed``: whether
+    a gradient of the last step was infinite or NaN on any rank.
     """
 
     def __init__(self, value: float, dynamic: bool, limit: float) -> None:
@@ -200,9 +211,11 @@ class LossScale:
         self.applied = self.value  # in the last step
 
     def unscale(self, gradients: Sequence[Tensor], everyone: RankGroup, device: torch.device) -> None:
-        """Divide ``gradients`` by the factor in place, and check with all ranks whether they are finite.
+        """Divide ``gradients`` by the loss scale in place, and set :attr:`overflowed` to whether those of any rank are
+        not finite.
 
-        ``everyone`` is the group of all ranks. The result is in :attr:`overflowed`.
+        All ranks call this. ``everyone``: the process group of all ranks. ``device``: where it communicates. A dynamic
+        loss scale is then adapted.
         """
         self.applied = self.value
         where = gradients[0].device if gradients else device  # host memory, where the optimizer runs there
@@ -216,8 +229,8 @@ class LossScale:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Context in which a step repeats the last one: it uses the same factor, and does not change the factor for
-        later steps.
+        """Use the loss scale of the last step inside the ``with`` block, so that the step can be repeated; then restore
+        the current one.
         """
         before = self.value, self.good_steps, self.overflowed
         self.value = self.applied
@@ -227,6 +240,7 @@ class LossScale:
             self.value, self.good_steps, self.overflowed = before
 
     def _adapt_scale(self) -> None:
+        """Halve the loss scale if the step overflowed; double it after 2000 steps in a row without overflow."""
         if self.overflowed:
             self.value, self.good_steps = self.value * BACKOFF, 0
             return
@@ -245,8 +259,8 @@ class LossScale:
 def scale_of(program: Program, asked: Scale) -> LossScale | None:
     """Return the loss scaling for a program; ``None`` if the loss is not scaled.
 
-    ``asked`` is the user's option: a fixed factor, ``"dynamic"``, ``None``, or ``"auto"``, which is dynamic if a
-    float16 parameter is trained. Raise :class:`LaunchError` for another value.
+    ``asked``: the user's option: a fixed factor, ``"dynamic"``, ``None``, or ``"auto"``, which is dynamic if a float16
+    parameter is trained. Raise :class:`LaunchError` for another value.
     """
     if program.objective != "train" or program.loss is None or asked is None:
         return None
@@ -265,11 +279,10 @@ _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 def clip_gradients_(rank: RankProgram, gradients: RankGradients, communicator: Communicator, max_norm: float) -> Tensor:
-    """Scale the gradients of all ranks in place so that their total norm is at most ``max_norm``.
+    """Scale the gradients of all ranks in place so that the 2-norm of all of them together is at most ``max_norm``.
 
-    Return the norm before.
-
-    Raise :class:`LaunchError` if ``max_norm`` is negative or not a number.
+    Return the norm before, which is equal on all ranks. Raise :class:`LaunchError` if ``max_norm`` is negative or not a
+    number.
     """
     if not isinstance(max_norm, Real | Tensor):
         raise LaunchError(f"the largest norm must be a number, got {type(max_norm).__name__}")
@@ -297,15 +310,18 @@ def total_norm(rank: RankProgram, gradients: RankGradients, communicator: Commun
 
 
 def _list_norm_axes(rank: RankProgram) -> tuple[str, ...]:
-    """Return the mesh axes over which ranks hold different gradients.
+    """Return the mesh axes over which the squared gradient norms of ranks are summed, because the ranks hold different
+    gradients.
 
-    Over ``dp`` and ``cp`` only the gradients of experts and ZeRO pieces differ.
+    Over ``dp`` and ``cp`` only the gradients of experts and of ZeRO pieces differ.
     """
     return AXES if rank.program.size("ep") > 1 or rank.program.zero else ("pp", "tp")
 
 
 def _is_counted_shard(rank: RankProgram, state: str) -> bool:
-    """Whether this rank adds its shard of ``state`` to the norm, so that replicas and tied states are counted once."""
+    """Return whether this rank adds its shard of the parameter ``state`` to the norm, so that replicas and tied
+    parameters count once.
+    """
     data = rank.program.states[state]
     first_stage = not data.stages or rank.stage_index == min(data.stages)
     if "dp" in _list_norm_axes(rank):

@@ -39,9 +39,11 @@ from partitioner.runtime.state.weights import FileWeights, Weights
 
 
 def by_model_names(name: str, state: StateData, whole: Tensor) -> dict[str, Tensor]:
-    """Return a whole parameter or buffer under all of the model's names for it: name -> tensor.
+    """Return the tensor ``whole`` of a parameter or buffer under all names that the model has for it, as name ->
+    tensor.
 
-    If the state stacks several parameters of the model, these are returned under their names.
+    ``name`` and ``state``: its name in the program and its description. If it stacks several parameters of the model,
+    these are returned under their names.
     """
     if state.parts:
         return dict(zip(state.parts, whole.unbind(0), strict=True))
@@ -49,21 +51,22 @@ def by_model_names(name: str, state: StateData, whole: Tensor) -> dict[str, Tens
 
 
 def model_names(name: str, state: StateData) -> tuple[str, ...]:
-    """Return the names in the model of a parameter or buffer: its own name and aliases, or those of parameters it
-    stacks.
+    """Return the names that the model has for a parameter or buffer: its own name and aliases, or those of the
+    parameters that it stacks.
     """
     return state.parts or (name, *state.aliases)
 
 
 def names_read(program: Program) -> set[str]:
-    """Return all names in the model of the parameters and buffers of ``program``."""
+    """Return all names that the model has for the parameters and buffers of ``program``."""
     return {known for name, state in program.states.items() for known in model_names(name, state)}
 
 
 class StackedWeights:
-    """Weights in which stacked tensors replace the parameters of the model that a program stacks to one.
+    """Weights in which one stacked tensor replaces several parameters of the model, as a program needs it.
 
-    ``stacks``: stacked parameter -> names of its parts. Reading a shard of a stack reads only the parts that it needs.
+    ``stacks``: name of the stacked tensor -> names of its parts, along dim 0. Reading a shard of it reads only the
+    parts that it needs.
     """
 
     def __init__(self, weights: Weights, stacks: dict[str, tuple[str, ...]]) -> None:
@@ -76,6 +79,9 @@ class StackedWeights:
         return [*(n for n in self.weights.names() if n not in self._parts), *self.stacks]
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Return the shape and type of the tensor ``name``; ``None`` if it does not exist, or if parts of a stack
+        differ.
+        """
         if name not in self.stacks:
             return self.weights.spec(name)
         specs = {self.weights.spec(part) for part in self.stacks[name]}
@@ -83,6 +89,7 @@ class StackedWeights:
         return None if specs or found is None else ((len(self.stacks[name]), *found[0]), found[1])
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
+        """Return the shard of the tensor ``name`` on rank ``index`` of ``num_ranks``, which ``layout`` describes."""
         if name not in self.stacks:
             return self.weights.read(name, layout, num_ranks, index)
         parts, inner = self.stacks[name], layout
@@ -98,9 +105,9 @@ class StackedWeights:
 
 
 def stack_weights(program: Program, weights: Weights, suffix: str = "") -> Weights:
-    """Return ``weights`` in which stacked tensors replace the parameters that ``program`` stacks to one.
+    """Return weights in which stacked tensors replace those parameters in ``weights`` that ``program`` stacks to one.
 
-    ``suffix`` is appended to every name.
+    ``suffix``: text that is appended to every name.
     """
     stacks = {
         name + suffix: tuple(part + suffix for part in state.parts)
@@ -111,14 +118,17 @@ def stack_weights(program: Program, weights: Weights, suffix: str = "") -> Weigh
 
 
 def take_piece(tensor: Tensor, ranks: int, index: int) -> Tensor:
-    """Return the ``index``-th of ``ranks`` ZeRO pieces of the flattened ``tensor``, as a view of shape ``[size]``."""
+    """Return piece ``index`` (from 0) of the flattened ``tensor``, which ZeRO cuts into ``ranks`` pieces, as a view of
+    shape ``[size]``.
+    """
     piece = FlatShard(tensor.numel(), ranks, index)
     return tensor.reshape(-1)[piece.start : piece.start + piece.size]
 
 
 def padded_piece(piece: Tensor, numel: int, ranks: int) -> Tensor:
-    """Return the ZeRO piece ``piece`` of a tensor, padded with zeros to the length of all pieces, ``ceil(numel /
-    ranks)``.
+    """Return ``piece`` padded with zeros to the common length of all pieces, ``ceil(numel / ranks)``.
+
+    ZeRO cuts a flattened tensor of ``numel`` elements into ``ranks`` pieces, of which this is one.
     """
     length = FlatShard(numel, ranks, 0).length
     result = piece.new_zeros(length)
@@ -127,8 +137,8 @@ def padded_piece(piece: Tensor, numel: int, ranks: int) -> Tensor:
 
 
 def join_pieces(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Concatenate all ZeRO pieces of a tensor, in order and with or without padding, and return the tensor of
-    ``shape``.
+    """Return the tensor of ``shape`` whose flattened elements are in ``pieces``, in order, the last ones perhaps with
+    padding.
     """
     import torch  # where tensors are: what only reads a program does without
 
@@ -155,6 +165,7 @@ def check_weights(program: Program, weights: Weights) -> None:
 
 
 def _find_differences(program: Program, weights: Weights) -> Iterator[str]:
+    """Yield, as lines of text, how ``weights`` differ from the parameters and buffers of ``program``."""
     owners: dict[Hashable, str] = {}  # of each tensor that takes a gradient: the state that it is
     for name, state in program.states.items():
         present = [n for n in (name, *state.aliases) if weights.spec(n) is not None]
@@ -189,12 +200,13 @@ def load_states(
     dtypes: Mapping[str, torch.dtype] | None = None,
     placed: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> dict[str, Tensor]:
-    """Load the parameters and buffers of ``rank`` to ``device``: name -> shard, or this rank's piece of it under ZeRO.
+    """Load the parameters and buffers of ``rank`` to ``device``, and return them by name: its shard, or under ZeRO its
+    piece of it.
 
     Args:
         weights: where the values are read; ``None``: small random values, equal on all ranks that hold the same shard.
         dtypes: name -> type, if it is not the program's.
-        placed: called with the name and tensor of each state, one at a time; returns the tensor to keep.
+        placed: called with the name and tensor of each, one at a time; returns the tensor to use.
 
     Raise :class:`WeightsError` before anything is read if ``weights`` are not the weights of the program.
     """
@@ -210,14 +222,15 @@ def load_states(
 
 
 def load_constants(rank: RankProgram, device: torch.device) -> dict[str, Tensor]:
-    """The shards of the constants of ``rank`` on ``device``."""
+    """Return the shards of the constants of ``rank`` on ``device``, by name."""
     states = rank.program.states
     return {n: _initialize_shard(rank, n, None, device, None) for n in rank.states if states[n].kind == "constant"}
 
 
 def own_piece(rank: RankProgram, name: str, shard: Tensor) -> Tensor:
-    """Return what ``rank`` keeps of its shard of the state ``name``: the shard itself or, under ZeRO, its
-    piece, flat.
+    """Return what ``rank`` stores of ``shard``, its shard of the parameter or buffer ``name``.
+
+    That is the shard itself or, if ZeRO divides it, this rank's piece of it, as a flat copy.
     """
     if not rank.program.states[name].zero_axes:
         return shard
@@ -226,9 +239,9 @@ def own_piece(rank: RankProgram, name: str, shard: Tensor) -> Tensor:
 
 
 def load_weights(rank: RankProgram, path: Path, shards: Mapping[str, Tensor]) -> None:
-    """Fill ``shards`` in place from safetensors files at ``path``.
+    """Fill ``shards`` (name -> this rank's shard or ZeRO piece) in place from the safetensors file or folder ``path``.
 
-    Raise :class:`WeightsError` if they are not the weights of the program.
+    Raise :class:`WeightsError` if the files do not have the weights of the program.
     """
     files = FileWeights(path).for_names(names_read(rank.program))
     check_weights(rank.program, files)
@@ -244,6 +257,10 @@ def load_weights(rank: RankProgram, path: Path, shards: Mapping[str, Tensor]) ->
 def _initialize_shard(
     rank: RankProgram, name: str, weights: Weights | None, device: torch.device, dtype: torch.dtype | None
 ) -> Tensor:
+    """Return this rank's shard of the parameter, buffer or constant ``name``, on ``device``.
+
+    Its values come from ``weights``, from the program, or are random. ``dtype``: its type; ``None``: the program's.
+    """
     program, state = rank.program, rank.program.states[name]
     shards = rank.shards(name)
     dtype = dtype or dtype_of(state.dtype)
@@ -263,19 +280,19 @@ def _initialize_shard(
 
 
 def read_shards(weights: Weights, name: str, shards: Sequence[Shard]) -> Tensor:
-    """Read a rank's shard of the tensor ``name``.
+    """Return a rank's shard of the tensor ``name`` in ``weights``.
 
-    Only what the first of the cuts ``shards`` leaves is read from the weights.
+    ``shards``: the cuts that give it, applied one after the other. Only what the first cut leaves is read.
     """
     first, *rest = shards or (Shard(REPLICATED, 1, 0),)
     return take_shards(weights.read(name, *first), rest)
 
 
 def _draw_random_values(name: str, state: StateData, shape: tuple[int, ...], part: int, dtype: torch.dtype) -> Tensor:
-    """Return random values of standard deviation 1/sqrt(fan-in) for a matrix, and ones for a vector.
+    """Return random values for one shard: standard deviation 1/sqrt(columns) for a matrix, ones for a vector.
 
-    With these, activations neither vanish nor explode. Buffers and integer parameters are zero. ``part``: number of the
-    shard, which is part of the random seed.
+    With these, activations neither vanish nor explode. Buffers and integer parameters are zero. ``shape``: that of the
+    shard. ``part``: number of the shard, which is part of the random seed.
     """
     if state.kind != "parameter" or not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)
@@ -286,7 +303,9 @@ def _draw_random_values(name: str, state: StateData, shape: tuple[int, ...], par
 
 
 def parameters_of(rank: RankProgram, shards: dict[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Return the rank's parameters as ``nn.Parameter``, by name, sharing memory with ``shards``."""
+    """Return the rank's parameters as ``nn.Parameter``, by name. They share memory with ``shards`` (name -> parameter
+    or buffer).
+    """
     states = rank.program.states
     return {
         name: nn.Parameter(
@@ -298,10 +317,12 @@ def parameters_of(rank: RankProgram, shards: dict[str, Tensor]) -> dict[str, nn.
 
 
 class MasterParameters:
-    """The parameters with which a rank computes, ``shards``, and the tensors that an optimizer updates, ``held``.
+    """The parameters with which a rank computes, ``shards``, and the tensors that an optimizer updates, ``held``, by
+    name.
 
     Both are the same tensors, except for parameters that have a copy in a wider type, in host memory or on disk.
-    ``hosted``: the copies in host memory, from which the program's FETCH instructions set the parameters.
+    ``hosted``: the copies in host memory, from which the program's instructions set the parameters. ``weights``: where
+    the values are read. ``disk``: where float32 copies are, if the program offloads to disk.
     """
 
     def __init__(
@@ -319,6 +340,9 @@ class MasterParameters:
         first = torch.device("cpu") if hosted else device
 
         def placed(name: str, tensor: Tensor) -> Tensor:
+            """Return a tensor with the values of ``tensor``, the parameter or buffer ``name``, on the device, in host
+            memory or on disk.
+            """
             if name not in hosted:
                 return tensor.to(device)
             if disk is None or name not in wide:
@@ -335,6 +359,10 @@ class MasterParameters:
         self.shards = {name: self._get_shard(name) for name in self.held}
 
     def _get_shard(self, name: str) -> Tensor:
+        """Return the tensor on the device with which the rank computes, for the parameter or buffer ``name``.
+
+        A parameter that is on the device only for part of a step gets a tensor of its shape without its memory.
+        """
         state = self._rank.program.states[name]
         if name in self._gone and not state.zero_axes:  # of its shape, without its memory
             nothing = torch.empty((), dtype=dtype_of(state.dtype), device=self._device)
@@ -342,13 +370,13 @@ class MasterParameters:
         return self._cast_to_compute_dtype(name) if name in self._names else self.held[name]
 
     def _cast_to_compute_dtype(self, name: str) -> Tensor:
-        """Return the parameter on the device, in the type in which the rank computes with it."""
+        """Return the parameter ``name`` on the device, in the type in which the rank computes with it."""
         dtype = dtype_of(self._rank.program.states[name].dtype)
         return self.held[name].to(self._device, dtype, copy=name in self.hosted)
 
     def take(self, pieces: Mapping[str, Tensor]) -> None:
-        """Use the tensors ``pieces`` as this rank's ZeRO pieces of parameters; they have equal values and are gathered
-        from.
+        """Use the tensors ``pieces`` (name -> tensor) as this rank's ZeRO pieces of parameters. They have the values of
+        the current pieces.
         """
         self.shards.update(pieces)
         self.held.update({name: piece for name, piece in pieces.items() if name not in self._names})
@@ -356,7 +384,7 @@ class MasterParameters:
     def refresh(self) -> None:
         """Copy the tensors that the optimizer updates to the parameters with which the rank computes.
 
-        Parameters whose copies are in host memory are left out, because FETCH instructions copy them.
+        Parameters whose copies are in host memory are left out, because the program's instructions copy them.
         """
         names = self._refreshed
         if names:
@@ -364,7 +392,9 @@ class MasterParameters:
                 torch._foreach_copy_([self.shards[n] for n in names], [self.held[n] for n in names])
 
     def current(self) -> Mapping[str, Tensor]:
-        """Return all shards with the values after the last optimizer step, in the types in which the rank computes."""
+        """Return all shards by name, with the values after the last optimizer step, in the types in which the rank
+        computes.
+        """
         self.refresh()
         with torch.no_grad():
             for name in self.hosted.keys() - self._gone:
@@ -374,7 +404,7 @@ class MasterParameters:
 
 
 class _FetchedParameters(Mapping[str, Tensor]):
-    """The shards by name.
+    """A mapping from name to this rank's shard, with the values after the last optimizer step.
 
     Parameters that are on the device only for part of a step are copied there when they are read.
     """
@@ -394,15 +424,16 @@ class _FetchedParameters(Mapping[str, Tensor]):
 
 
 def disk_bytes(rank: RankProgram) -> int:
-    """Return the bytes that a rank keeps on disk from the start: float32 copies of parameters, or its
-    pieces of them.
+    """Return the bytes on disk that the float32 copies of the parameters of ``rank``, or of its ZeRO pieces of them,
+    take.
     """
     return sum(state_sizes(rank.program, name).gradient_piece for name in master_types(rank))
 
 
 def master_types(rank: RankProgram) -> Mapping[str, torch.dtype]:
-    """Return the parameters of ``rank`` that have a wider copy, and its type: those trained in a type shorter than
-    float32.
+    """Return the parameters of ``rank`` that the optimizer updates in a wider copy, as name -> type of the copy.
+
+    These are the trained parameters in a type shorter than float32.
     """
     program = rank.program
     trained = [n for n in rank.states if program.objective == "train" and program.states[n].requires_grad]

@@ -23,7 +23,7 @@ class FlatBuffer:
     """A flat buffer with one rank's padded ZeRO pieces of several parameters, one after the other.
 
     ``piece(i)`` is a view of one piece without its padding. Pieces start at multiples of ``grain`` elements, and the
-    length of the buffer is a multiple of ``whole`` elements.
+    length of the buffer is a multiple of ``whole`` elements. ``take`` and ``give`` allocate and release its memory.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class FlatBuffer:
 
     @property
     def given(self) -> bool:
-        """Whether the memory of the buffer is released."""
+        """Return whether the memory of the buffer is released."""
         return self._storage.nbytes() != self._nbytes
 
     def take(self) -> None:
-        """Allocate the memory of the buffer again after :meth:`give`; its contents are undefined."""
+        """Allocate the memory of the buffer if it is released; its contents are then undefined."""
         if self.given:
             self._storage.resize_(self._nbytes)
 
@@ -55,17 +55,19 @@ class FlatBuffer:
         return self.buffer[self.starts[i] : self.starts[i] + self.pieces[i].size]
 
     def rows(self, whole: Tensor, i: int) -> Tensor:
-        """Return the pieces of parameter ``i`` in ``whole``, the concatenated buffers of all ranks, as a view ``[ranks,
-        length]``.
+        """Return the pieces of the ``i``-th parameter that all ranks hold, as a view ``[ranks, length]``.
+
+        ``whole``: the buffers of all ranks, concatenated.
         """
         start = self.starts[i]
         return whole.view(self.pieces[i].ranks, self.length)[:, start : start + self.pieces[i].length]
 
 
 class GatherBuffer:
-    """A parameter of ``shape``, in a buffer that has room for the padded ZeRO pieces of all ranks.
+    """A whole parameter of shape ``shape``, in a buffer that has room for the padded ZeRO pieces of all ranks.
 
-    ``take`` allocates the memory, and ``give`` releases it.
+    ``take`` allocates the memory, and ``give`` releases it. ``piece``: this rank's piece, which says into how many
+    pieces the parameter is cut.
     """
 
     def __init__(self, piece: FlatShard, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
@@ -78,7 +80,7 @@ class GatherBuffer:
 
     @property
     def rows(self) -> Tensor:
-        """The padded ZeRO pieces of all ranks, a view ``[ranks, length]``.
+        """Return the padded ZeRO pieces of all ranks as a view ``[ranks, length]``.
 
         Writes through this view do not increase the version counter of the parameter. An all-gather writes values that
         the optimizer's step has already set, which is not a change for autograd or for a checkpoint that is being
@@ -87,6 +89,9 @@ class GatherBuffer:
         return self.padded.data.view(self._rows)
 
     def take(self) -> None:
+        """Allocate the memory of the parameter if it is released, with zeros as padding; other contents are
+        undefined.
+        """
         if self._storage.nbytes() != self._nbytes:
             self._storage.resize_(self._nbytes)
             if self._padding.numel():  # padding is sent too, and must not depend on the memory's earlier contents
@@ -97,10 +102,11 @@ class GatherBuffer:
 
 
 class GatheredBucket:
-    """The ZeRO-sharded parameters of one bucket, which are all-gathered together, and their all-gather.
+    """The parameters of one bucket, which ZeRO divides and which are all-gathered together, and their all-gather.
 
-    ``keep``: whole parameters are never freed (ZeRO 1 and 2). ``hosted``: the rank's pieces are in host memory, and are
-    on the device only until the all-gather ends.
+    ``number``: index of the bucket. ``held``: parameter -> this rank's piece, which is copied. ``keep``: whole
+    parameters are never freed (ZeRO 1 and 2). ``hosted``: the rank's pieces are in host memory, and are on the device
+    only until the all-gather ends.
     """
 
     def __init__(
@@ -140,7 +146,7 @@ class GatheredBucket:
         self._pending = self.group.all_gather(self._concatenate_own_pieces(), 0)
 
     def _concatenate_own_pieces(self) -> Tensor:
-        """Return this rank's padded ZeRO pieces as one tensor, the operand of the all-gather."""
+        """Return this rank's padded ZeRO pieces of the parameters as one flat tensor, the operand of the all-gather."""
         if not self.keep:
             return self.flat.buffer
         return torch.cat([room.rows[self.group.index] for room in self.rooms])
@@ -167,13 +173,14 @@ class GatheredBucket:
 
 
 class ShardedParameters:
-    """All sharded parameters of a rank.
+    """All parameters of a rank that ZeRO divides.
 
     Args:
-        held: state -> this rank's shard or piece, from which the pieces are copied.
+        held: parameter -> this rank's piece, whose values are copied.
 
-    ``pieces``: state -> this rank's piece, which an optimizer updates. ``whole``: state -> the whole parameter, which
-    calls read. ``leaving``: names of the states whose whole parameter is freed between calls.
+    ``pieces``: parameter -> this rank's piece, which an optimizer updates. ``whole``: parameter -> the whole parameter,
+    which calls read. ``leaving``: names of the parameters that are freed between calls. ``buckets``: index ->
+    parameters that are gathered together.
     """
 
     def __init__(self, rank: RankProgram, held: Mapping[str, Tensor], communicator: Communicator) -> None:
@@ -188,8 +195,11 @@ class ShardedParameters:
         self.leaving = {s for b in self.buckets.values() if not b.keep for s in b.whole}
 
     def for_buckets(self, numbers: Mapping[int, int]) -> ShardedParameters:
-        """Parameters for a program with other numbers of buckets. ``numbers``: its number of a bucket -> the
-        number here."""
+        """Return the same parameters for another program, which numbers the buckets (parameters that are gathered
+        together) differently.
+
+        ``numbers``: index of a bucket in that program -> its index here.
+        """
         other = copy.copy(self)
         other.buckets = {own: self.buckets[number] for own, number in numbers.items() if number in self.buckets}
         return other

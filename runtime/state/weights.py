@@ -54,7 +54,9 @@ _EXTRA_STATE = "_extra_state"  # of a state dict: not a tensor, and no weight
 
 @runtime_checkable
 class Weights(Protocol):
-    """Named tensors of which parts can be read. ``origin`` names the source in error messages."""
+    """Interface of a source of named tensors of which parts can be read. ``origin`` names the source in error
+    messages.
+    """
 
     origin: str
 
@@ -64,19 +66,20 @@ class Weights(Protocol):
     def names(self) -> list[str]: ...
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
-        """Return the shard of the tensor ``name`` on rank ``index`` of ``num_ranks``.
+        """Return the shard of the tensor ``name`` on rank ``index`` of ``num_ranks``, which ``layout`` describes.
 
         The caller must not write to it.
         """
 
     def identity(self, name: str) -> Hashable:
-        """Return a value that is equal for two names of the same tensor (tied); ``None`` if this is unknown."""
+        """Return a value that is equal for two names of the same tensor (tied weights); ``None`` if this is unknown."""
 
 
 class TensorWeights:
-    """Weights in memory, from a dict of tensors.
+    """Weights in memory, from a dict of tensors by name. ``origin``: name of the source in error messages.
 
-    Tied names may share a tensor. Raise :class:`WeightsError` for other values.
+    Tied names may share a tensor. Raise :class:`WeightsError` for values that are not tensors, or are on the meta
+    device.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], origin: str) -> None:
@@ -108,8 +111,8 @@ class TensorWeights:
         return take_shard(self.tensors[name].detach(), layout, num_ranks, index)
 
     def for_names(self, wanted: Collection[str]) -> TensorWeights:
-        """Return these weights under the names ``wanted``, where these differ only in spelling, such as by a wrapper's
-        prefix.
+        """Return these weights under the names ``wanted``, where the names differ only in spelling, such as by a
+        wrapper's prefix.
         """
         renamed = match_state_names(self.tensors, wanted)
         return TensorWeights({renamed.get(n, n): t for n, t in self.tensors.items()}, self.origin) if renamed else self
@@ -120,9 +123,9 @@ class TensorWeights:
 
 
 class FileWeights:
-    """Weights in one safetensors file, or in the files of a folder with an index.
+    """Weights in one safetensors file, or in the files of a folder. Only the requested slices are read.
 
-    Only the requested slices are read.
+    ``index``: file name of the folder's index, which says which file has which tensor.
     """
 
     def __init__(self, path: Path, index: str = INDEX) -> None:
@@ -138,13 +141,18 @@ class FileWeights:
         return list(self._files)
 
     def for_names(self, wanted: Collection[str]) -> FileWeights:
-        """Rename these weights to the names ``wanted``, where these differ only in spelling, and return them."""
+        """Rename these weights in place to the names ``wanted``, where the names differ only in spelling, and return
+        them.
+        """
         for saved_as, name in match_state_names(self._files, wanted).items():
             self._files[name] = self._files.pop(saved_as)
             self._saved_as[name] = self._saved_as.pop(saved_as, saved_as)
         return self
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Return the shape and type of the tensor ``name``; ``None`` if there is no such tensor. Raise
+        :class:`WeightsError` for an unknown type.
+        """
         if name not in self._files:
             return None
         with self._lock:
@@ -160,6 +168,9 @@ class FileWeights:
         return shape, _TYPES[stored]
 
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
+        """Return the shard of the tensor ``name`` on rank ``index`` of ``num_ranks``, which ``layout`` describes. Only
+        this part is read.
+        """
         with self._lock:
             paired = self._is_paired(name)
             if not layout.is_shard or num_ranks == 1:
@@ -184,8 +195,8 @@ class FileWeights:
             self._open.clear()
 
     def _is_paired(self, name: str) -> bool:
-        """Whether a tensor is complex and stored with real and imaginary parts in its last dim (see
-        :func:`write_weights`).
+        """Return whether the tensor ``name`` is complex and stored as real numbers, with real and imaginary parts in
+        its last dim.
         """
         path, handle = self._files[name], self._open_file(name)
         if path not in self._paired:
@@ -214,12 +225,17 @@ class ModuleWeights(TensorWeights):
         self._module, _ = unwrap_model(module)
 
     def for_names(self, wanted: Collection[str]) -> ModuleWeights:
-        """Rename these weights to the names ``wanted``, where these differ only in spelling, and return them."""
+        """Rename these weights in place to the names ``wanted``, where the names differ only in spelling, and return
+        them.
+        """
         for name, meant in match_state_names(self.tensors, wanted).items():
             self.tensors[meant] = self.tensors.pop(name)
         return self
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Return the shape and type of the tensor, or of the attribute that is a number, ``name``; ``None`` if there is
+        none.
+        """
         if name not in self.tensors:
             number = number_of(self._module, name)
             if number is not None:
@@ -228,8 +244,8 @@ class ModuleWeights(TensorWeights):
 
 
 def number_of(module: nn.Module, name: str) -> Tensor | None:
-    """Return the attribute ``name`` (``layers.0.step``) of a module as a 0-d tensor; ``None`` if it is no
-    int or float.
+    """Return the attribute ``name`` of a module, such as ``layers.0.step``, as a 0-dimensional tensor; ``None`` if it
+    is no int or float.
     """
     path, _, attribute = name.rpartition(".")
     try:
@@ -242,10 +258,11 @@ def number_of(module: nn.Module, name: str) -> Tensor | None:
 
 
 def write_weights(tensors: Mapping[str, Tensor], path: Path) -> Path:
-    """Write tensors to a safetensors file, which :class:`FileWeights` reads, and return its path.
+    """Write ``tensors`` (name -> tensor) to the safetensors file ``path``, which :class:`FileWeights` reads, and return
+    the path.
 
-    Complex types that safetensors lacks are stored as real tensors with one more dim, which is what other readers see.
-    Raise :class:`WeightsError` for a type that cannot be stored.
+    Complex types that safetensors lacks are stored as real tensors with one more dim, which is what other software
+    sees. Raise :class:`WeightsError` for a type that cannot be stored.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _PAIRS:
@@ -270,11 +287,12 @@ Source = nn.Module | Mapping[str, Tensor] | str | Path | Weights
 
 
 def weights_of(source: Source, wanted: Collection[str] = ()) -> Weights:
-    """Return the weights in what the user passed: a module, a dict of tensors, a path, or :class:`Weights`.
+    """Return the weights in what the user passed: a module, a dict of tensors, a path of safetensors files, or
+    :class:`Weights`.
 
     ``wanted``: the names that a plan reads. Weights saved from a compiled or wrapped model, such as
-    ``_orig_mod.layers.0.weight``, are renamed to these. Raise :class:`WeightsError` for another source, or if there are
-    none.
+    ``_orig_mod.layers.0.weight``, are renamed to these. Raise :class:`WeightsError` for another source, or if a file
+    has no weights.
     """
     if isinstance(source, nn.Module):
         return ModuleWeights(source).for_names(wanted)
@@ -291,7 +309,7 @@ def weights_of(source: Source, wanted: Collection[str] = ()) -> Weights:
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters and buffers of a module under all of their names, also those that ``state_dict`` leaves
+    """Return all parameters and buffers of ``module`` under all of their names, also those that ``state_dict`` leaves
     out.
 
     Wrappers, such as the one of ``torch.compile``, are removed first.
@@ -304,12 +322,16 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def is_weights(path: Path) -> bool:
-    """Whether ``path`` is a file, or a folder with safetensors files."""
+    """Return whether ``path`` is a file, or a folder with safetensors files."""
     return path.is_file() or (path / INDEX).exists() or any(path.glob("*.safetensors"))
 
 
 def _find_tensor_files(path: Path, index: str) -> dict[str, Path]:
-    """Return the file that has each tensor: name -> path. ``index``: file name of the folder's index."""
+    """Return the file that has each tensor, as name -> path. ``path``: a file or folder. ``index``: file name of the
+    folder's index.
+
+    Raise :class:`WeightsError` if there are no safetensors files.
+    """
     if path.is_dir():
         if (path / index).exists():
             return {name: path / file for name, file in json.loads((path / index).read_text())["weight_map"].items()}

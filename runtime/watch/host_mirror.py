@@ -30,7 +30,7 @@ _EVERY_S = 1.0
 
 
 class KeyValueStore(Protocol):
-    """The methods of ``torch.distributed.Store`` that are used here."""
+    """The methods of ``torch.distributed.Store`` that are used to copy files between hosts."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -40,7 +40,7 @@ class KeyValueStore(Protocol):
 
 
 class Mirror:
-    """Copies the status files in ``folder`` of one host to all other hosts, and theirs to ``folder``.
+    """Copies the status files of ranks in ``folder`` of one host to all other hosts, and theirs to ``folder``.
 
     Args:
         store: a store client that nothing else uses, because a client that waits for a key is blocked.
@@ -62,7 +62,8 @@ class Mirror:
         self._thread: threading.Thread | None = None
 
     def exchange(self, within_s: float = _EVERY_S) -> None:
-        """Send the files of this host's ranks and receive those of the others; wait for at most ``within_s`` seconds.
+        """Send the status files of this host's ranks, and receive those of the others; wait for at most ``within_s``
+        seconds.
 
         The first call starts a thread that repeats the exchange every second.
         """
@@ -75,13 +76,16 @@ class Mirror:
             self._done.wait_for(lambda: self._ended >= next_one, within_s)
 
     def close(self) -> None:
-        """Stop the exchange."""
+        """Stop exchanging status files with other hosts."""
         self._closed = True
         self._wanted.set()
         if self._thread is not None:
             self._thread.join(_EVERY_S)
 
     def _run_exchange_loop(self) -> None:
+        """Exchange status files every second, or at once if it is requested, until the mirror is closed. This runs in a
+        thread.
+        """
         while not self._closed:
             with self._done:
                 self._begun += 1
@@ -93,6 +97,9 @@ class Mirror:
             self._wanted.clear()
 
     def _exchange_files(self) -> None:
+        """Write this host's status files to the store, and those of other hosts from the store to the folder. Errors
+        are ignored.
+        """
         with contextlib.suppress(RuntimeError, OSError):  # the store's host may be the one that has died
             own = {name: base64.b64encode(content).decode() for name, content in self._read_own_files().items()}
             self.store.set(_format_host_key(self.host), json.dumps(own))
@@ -101,6 +108,7 @@ class Mirror:
                     self._write_received_files(json.loads(self.store.get(_format_host_key(other))))
 
     def _read_own_files(self) -> dict[str, bytes]:
+        """Return file name -> contents of the status files that this host's ranks have written."""
         names = [f"rank-{rank}.{kind}" for rank in self.ranks for kind in _KINDS]
         found = {}
         for name in [*names, _CAUSE]:
@@ -109,6 +117,7 @@ class Mirror:
         return found
 
     def _write_received_files(self, files: dict[str, str]) -> None:
+        """Write the status files of another host to the folder. ``files``: file name -> contents in base64."""
         for name in sorted(files, key=lambda n: n.endswith(".times")):  # last: it says that a rank is there
             if name == _CAUSE and (self.folder / name).exists():
                 continue
@@ -123,8 +132,8 @@ _ADDRESS = re.compile(r"\[([0-9a-fA-F:.]+)\]:(\d+)")
 
 
 def own_addresses() -> list[str]:
-    """Return the local ends of this process's TCP connections, such as ``127.0.0.1:4000``; empty if they
-    are unknown.
+    """Return the local ends of this process's TCP connections, such as ``127.0.0.1:4000``, sorted; empty if they are
+    unknown.
     """
     found = []
     with contextlib.suppress(OSError):
@@ -139,9 +148,10 @@ def own_addresses() -> list[str]:
 
 
 def ranks_named(error: str, addresses: Mapping[int, Sequence[str]], own: Sequence[str] = ()) -> tuple[int, ...]:
-    """Return the ranks one of whose ``addresses`` occurs in the text ``error``.
+    """Return the ranks one of whose ``addresses`` (rank -> texts such as ``10.0.0.1:4000``) occurs in the text
+    ``error``.
 
-    If none does, return all ranks on the hosts in the text, except those on the host of the addresses ``own``:
+    If none does, return all ranks on the hosts in the text, except those on the host of this rank's addresses ``own``:
     connections that were opened later are not in ``addresses``.
     """
     found = [(host, int(port)) for host, port in _ADDRESS.findall(error)]

@@ -25,13 +25,14 @@ HOST_SETTLE_S = SILENT_S + 2.0  # seconds until a lost host is known to be silen
 def cause_of(
     states: Sequence[RankState], patience_s: float, now: float, died: int | None = None, world_size: int = 0
 ) -> Failure | None:
-    """Return the failure because of which the run cannot continue; ``None`` if it can continue.
+    """Return the failure because of which training cannot continue; ``None`` if it can continue.
 
     Args:
-        patience_s: if no rank makes progress for so many seconds, the run counts as stalled.
-        now: current time on the clock of :attr:`RankState.failed_at`.
+        states: the known state of each rank.
+        patience_s: if no rank makes progress for so many seconds, the ranks count as stalled.
+        now: current time of day in seconds.
         died: the rank whose process was seen to end first, if known.
-        world_size: the number of ranks of the run.
+        world_size: the number of ranks.
     """
     told = sorted((s for s in states if s.failure is not None), key=lambda s: s.failed_at)
     primary = [s.failure for s in told if s.failure is not None and not s.failure.secondary]
@@ -58,9 +59,10 @@ def cause_of(
 
 
 def failure_at(state: RankState, kind: str, error: str) -> Failure:
-    """Return a description of a failure at the current position of a rank.
+    """Return a description of the failure of a rank at its current position, which is its graph node if known, or its
+    instruction.
 
-    The position is its graph node if known, or else the calls of its instruction.
+    ``kind``: kind of failure, such as "ProcessDied". ``error``: its text.
     """
     place, spot = state.place, state.spot
     source = f"from {spot.source}" if spot is not None and spot.source else ""
@@ -82,7 +84,7 @@ def failure_at(state: RankState, kind: str, error: str) -> Failure:
 
 
 def waits_for(states: Sequence[RankState]) -> dict[int, set[int]]:
-    """Return, for each rank, the ranks for which it waits.
+    """Return, for each rank, the ranks for which it waits. ``states``: the known state of each rank.
 
     A rank does not wait for ranks that have entered the same collective and send heartbeats. A rank without heartbeats
     counts as waiting for no rank, because its last report may be outdated.
@@ -105,11 +107,16 @@ def waits_for(states: Sequence[RankState]) -> dict[int, set[int]]:
 
 
 def _is_report_outdated(state: RankState) -> bool:
-    """Whether a rank's last report may be outdated, because its process is stopped, dead or sends no heartbeats."""
+    """Return whether the last report of a rank may be outdated, because its process is stopped, dead or sends no
+    heartbeats.
+    """
     return state.stopped or not state.alive or state.silent_s > SILENT_S
 
 
 def _blame_stalled_rank(states: Sequence[RankState], patience_s: float) -> Failure:
+    """Return the failure of the rank that keeps the others waiting, if no rank makes progress. ``states``: the running
+    ranks.
+    """
     edges = waits_for(states)
     free = [s for s in states if not edges[s.rank]] or list(states)  # in a cycle, any rank may be the cause
     waited_for = _count_waiting_ranks(edges)
@@ -126,7 +133,10 @@ def _blame_stalled_rank(states: Sequence[RankState], patience_s: float) -> Failu
 
 
 def _count_waiting_ranks(edges: Mapping[int, set[int]]) -> Counter[int]:
-    """Return, for each rank, the number of ranks that wait for it, directly or indirectly."""
+    """Return, for each rank, the number of ranks that wait for it, directly or indirectly.
+
+    ``edges``: rank -> the ranks for which it waits.
+    """
     found: Counter[int] = Counter()
     for start in edges:
         seen, todo = {start}, [start]
@@ -140,19 +150,25 @@ def _count_waiting_ranks(edges: Mapping[int, set[int]]) -> Counter[int]:
 
 
 def _most_blamed(dead: Sequence[RankState], states: Sequence[RankState]) -> RankState:
-    """Return the rank of ``dead`` that most other ranks have lost; among equals, the one idle for the longest time."""
+    """Return the rank of ``dead`` to which most other ranks have lost their connection; among equals, the one idle for
+    the longest time.
+    """
     blamed = Counter(rank for s in states for rank in s.lost)
     return max(dead, key=lambda s: (blamed[s.rank], s.idle_s))
 
 
 def _find_lost_ranks(told: Sequence[RankState], states: Sequence[RankState]) -> list[RankState]:
-    """Return the states of the ranks to which some rank of ``told`` has lost its connection."""
+    """Return the states of the ranks to which some rank of ``told``, ranks that reported a failure, has lost its
+    connection.
+    """
     lost = {rank for s in told for rank in s.lost}
     return [s for s in states if s.rank in lost]
 
 
 def _host_lost(state: RankState, told: Sequence[RankState]) -> Failure:
-    """Return the failure of a lost rank on another host that sends no heartbeats any more."""
+    """Return the failure of a lost rank on another host that sends no heartbeats any more. ``told``: ranks that
+    reported a failure.
+    """
     losers = [s for s in told if state.rank in s.lost]
     who = "; ".join(f"rank {s.rank} lost it at {s.doing}" for s in losers[:4])
     text = f"its host has given no sign of life for {state.silent_s:.1f} s (it has ended, or its network); {who}"
@@ -162,7 +178,7 @@ def _host_lost(state: RankState, told: Sequence[RankState]) -> Failure:
 def _blame_left_rank(told: Sequence[RankState], states: Sequence[RankState]) -> Failure | None:
     """Return the failure of a rank that others have lost because its script ended early or was interrupted.
 
-    Return ``None`` if there is no such rank.
+    ``told``: ranks that reported a failure. Return ``None`` if there is no such rank.
     """
     gone = [s for s in states if s.moment.phase == "gone" and s.failure is None]
     for state in gone:
@@ -175,9 +191,10 @@ def _blame_left_rank(told: Sequence[RankState], states: Sequence[RankState]) -> 
 
 
 def _blame_lost_rank(told: Sequence[RankState]) -> Failure:
-    """Return the failure if connections broke but no process is known to have ended.
+    """Return the failure to report if connections broke but no process is known to have ended.
 
-    It names the rank that most others have lost or, if several are equal, the rank that reported first.
+    ``told``: ranks that reported a failure, the earliest first. It names the rank that most others have lost or, if
+    several are equal, the rank that reported first.
     """
     blamed = Counter(rank for s in told for rank in set(s.lost))
     order = {s.rank: place for place, s in enumerate(told)}

@@ -27,13 +27,14 @@ class RankState:
     """The known state of a rank at one time.
 
     Args:
-        index: index of its current instruction, which ``spot`` describes.
+        stage: index of its pipeline stage. ``moment``: phase, step and current action.
+        index: index of its current instruction, which ``spot`` describes; ``None`` outside of the program.
         idle_s: seconds since its last progress.
         silent_s: seconds since its last heartbeat.
         here: whether it runs on this host.
         alive: whether its process runs; true if it is on another host. ``stopped``: whether a signal has stopped it.
         place: the position that it has reported, if it is still current.
-        failed_at: time of its ``failure``, in seconds of the time of day.
+        failure: the failure that it has reported. ``failed_at``: its time, in seconds of the time of day.
         lost: the ranks to which it lost the connection when it failed.
         stage_index: index of the instruction in the list of its stage, if ranks skip parts of the list.
     """
@@ -56,15 +57,16 @@ class RankState:
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """The progress of a rank, comparable between ranks of a stage: step, whether the step has ended, and position
-        in it.
+        """Return the progress of a rank: step, whether the step has ended (0 or 1), and position in the step.
+
+        The result is comparable between ranks of a pipeline stage.
         """
         inside = self.moment.phase == "step"
         return self.moment.step, int(not inside), self.moment.action if self.stage_index is None else self.stage_index
 
     @property
     def doing(self) -> str:
-        """The current activity of the rank, such as ``step 3, instruction 7: 1F0``."""
+        """Return what the rank does now, as text, such as ``step 3, instruction 7: 1F0``."""
         if self.moment.phase != "step":
             return f"{self.moment.phase} (after step {self.moment.step + 1})"
         return f"step {self.moment.step + 1}, {instruction_words(self.index, self.spot)}"
@@ -75,7 +77,7 @@ def instruction_words(index: int | None, spot: InstructionSpot | None) -> str:
 
 
 class Board:
-    """The folder of status files. Each rank writes its own files; any process may read all of them."""
+    """The folder of the ranks' status files. Each rank writes its own files; any process may read all of them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -89,14 +91,16 @@ class Board:
         self._post_file(rank, "failure", content)
 
     def post_addresses(self, rank: int, addresses: list[str]) -> None:
-        """Write the local addresses of this rank's connections."""
+        """Write the local network addresses of the connections of ``rank``, such as ``127.0.0.1:4000``, to its status
+        file.
+        """
         self._post_file(rank, "addresses", {"own": addresses})
 
     def _post_file(self, rank: int, kind: str, content: dict[str, Any]) -> None:
         write_text(self.folder / f"rank-{rank}.{kind}", json.dumps(content), durable=False)
 
     def tell(self, cause: Failure) -> bool:
-        """Write the cause of the run's end, unless another rank has done so.
+        """Write the cause why training has ended, unless another rank has done so.
 
         Return whether this rank must report it to the user.
         """
@@ -110,7 +114,7 @@ class Board:
         return True
 
     def told(self) -> Failure | None:
-        """Return the cause that a rank has written; ``None`` if there is none."""
+        """Return the cause why training has ended, which some rank has written; ``None`` if there is none."""
         with contextlib.suppress(OSError, ValueError):
             return Failure.from_data(json.loads((self.folder / "cause").read_text()))
         return None
@@ -136,6 +140,9 @@ class Board:
         return self._recordings
 
     def _read_rank_state(self, rank: int) -> RankState:
+        """Return the state of ``rank`` according to its status files. Raise ``FileNotFoundError`` if it has removed
+        them.
+        """
         recording = self._recordings[rank]
         about, moment = recording.about, recording.moment()
         here = about.host == socket.gethostname()
@@ -166,14 +173,18 @@ class Board:
         )
 
     def _find_lost_ranks(self, rank: int, failed: dict[str, Any]) -> tuple[int, ...]:
-        """Return the ranks that a failed rank has lost: those whose address the error names, or all for which it
-        waited.
+        """Return the ranks to which the failed rank ``rank`` has lost its connection.
+
+        ``failed``: its report. They are the ranks whose address the error text has, or else all for which it waited.
         """
         ends = {r: (self._read_file(r, "addresses") or {"own": []})["own"] for r in self._recordings}
         own = ends.pop(rank)
         return ranks_named(failed["failure"]["error"], ends, own) or tuple(failed["waits"])
 
     def _read_file(self, rank: int, kind: str) -> dict[str, Any] | None:
+        """Return the contents of the status file ``kind``, such as "failure", of ``rank``; ``None`` if it does not
+        exist.
+        """
         with contextlib.suppress(OSError, ValueError):
             content: dict[str, Any] = json.loads((self.folder / f"rank-{rank}.{kind}").read_text())
             return content
@@ -187,8 +198,8 @@ def _stage_index(about: RecorderHeader, index: int | None) -> int | None:
 
 
 def _read_process_state(pid: int) -> tuple[bool, bool]:
-    """Return whether a process of this host runs, and whether a signal has stopped it; (true, false) if that is
-    unknown.
+    """Return whether the process ``pid`` of this host runs, and whether a signal has stopped it; (true, false) if that
+    is unknown.
     """
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -34,11 +34,11 @@ _SURE = 0.96  # fraction of pairs (step of the slow rank, step of a peer) in whi
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank that is slower than expected.
+    """A rank whose computation takes longer than expected.
 
-    ``seconds``: its computation time per step. ``expected``: the time per step according to its peers, or to its own
-    past. ``index``, ``spot``: the instruction with the largest excess. ``against``: a text that says what it is
-    compared with.
+    ``seconds``: its computation time per step. ``expected``: the time per step according to ranks with the same work,
+    or to its own past. ``index``, ``spot``: the instruction with the largest excess. ``against``: text that says what
+    it is compared with.
     """
 
     rank: int
@@ -59,9 +59,10 @@ class SlowRank:
 
 
 class SlowRanks:
-    """Reads the recorded last step of every rank, and reports slow ranks.
+    """Reads the recorded last step of every rank, and finds ranks that have become slow.
 
-    ``factor``: a rank is slow if its computation time exceeds ``factor`` times the expected time.
+    ``board``: the folder of the records. ``factor``: a rank is slow if its computation time exceeds ``factor`` times
+    the expected time.
     """
 
     def __init__(self, board: Board, factor: float = 1.5) -> None:
@@ -72,9 +73,8 @@ class SlowRanks:
         self._told: set[int] = set()
 
     def look(self) -> list[SlowRank]:
-        """Return the ranks that have become slow since the last call.
-
-        A rank is reported again only after it has recovered.
+        """Return the ranks that have become slow since the last call. A rank is returned again only after it has
+        recovered.
         """
         self.board.states()
         recordings = self.board.recordings()
@@ -100,9 +100,10 @@ def slow_ranks(
     """Return the ranks that are slow now, the slowest (relative to its expected time) first.
 
     Args:
-        samples: rank -> for each step, instruction index -> seconds of computation.
+        samples: rank -> for each recorded step, instruction index -> seconds of computation.
+        about: rank -> description of the rank and its instructions.
         factor: a rank is slow if its computation time exceeds ``factor`` times the expected time.
-        spreads: number of median deviations that the excess must exceed; 0: also skip the test of pairs of steps.
+        spreads: number of median deviations that the excess must exceed; 0: also skip the comparison of single steps.
     """
     if any(len(samples.get(rank, ())) < _WINDOW for rank in about):
         return []
@@ -129,9 +130,12 @@ def slow_ranks(
 def _own_past(
     rank: int, samples: Mapping[int, Sequence[Mapping[int, float]]], now: Mapping[int, Mapping[int, float]]
 ) -> dict[int, float] | None:
-    """Return the expected seconds per instruction of ``rank``: its own past, scaled by the change of the other ranks.
+    """Return the expected seconds of ``rank`` by instruction index: its own past, scaled by the change of the other
+    ranks.
 
-    The change is the median of their ratios of present to past. Return ``None`` if some rank has too few earlier steps.
+    The change is the median of their ratios of present to past. ``samples``: rank -> for each step, instruction index
+    -> seconds. ``now``: rank -> instruction index -> present seconds. Return ``None`` if some rank has too few earlier
+    steps.
     """
     before = {r: list(samples[r])[:-_WINDOW] for r in now}
     if any(len(steps) < _BEFORE for steps in before.values()):
@@ -145,9 +149,10 @@ def _own_past(
 def _is_surely_slower(
     rank: int, peers: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]], past: float
 ) -> bool:
-    """Whether nearly all recent steps of ``rank`` take longer than nearly all recent steps of most ``peers``.
+    """Return whether nearly all recent steps of ``rank`` take longer than nearly all recent steps of most ``peers``.
 
-    Without peers, compare with its own earlier steps, scaled so that their median is ``past`` seconds.
+    ``samples``: rank -> for each step, instruction index -> seconds. Without peers, compare with its own earlier steps,
+    scaled so that their median is ``past`` seconds.
     """
     totals = {r: [sum(step.values()) for step in samples[r]] for r in (rank, *peers)}
     now = totals[rank][-_WINDOW:]
@@ -171,6 +176,8 @@ def _compute_longer_fraction(some: Sequence[float], others: Sequence[float]) -> 
 def _measure_spread(ranks: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]]) -> float:
     """Return the largest median absolute deviation, over ``ranks``, of the computation time of their recent steps, in
     seconds.
+
+    ``samples``: rank -> for each step, instruction index -> seconds.
     """
     spreads = []
     for rank in ranks:
@@ -181,7 +188,9 @@ def _measure_spread(ranks: Sequence[int], samples: Mapping[int, Sequence[Mapping
 
 
 def _compute_typical_step(steps: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """Return, for each instruction index, the median of its seconds over ``steps``."""
+    """Return, for each instruction index, the median of its seconds over ``steps``, each of which is instruction index
+    -> seconds.
+    """
     return {index: median(step.get(index, 0.0) for step in steps) for index in steps[0]}
 
 
@@ -189,10 +198,10 @@ _LOOK_S = 0.05
 
 
 class Monitor:
-    """Monitors the ranks that write their states to ``folder``.
+    """Reads the states that ranks write to ``folder``, and finds out why training does not continue.
 
-    ``patience_s``: if no rank makes progress for so many seconds, the run counts as stalled. It must exceed the longest
-    instruction and the longest pause between steps, checkpoints included.
+    ``patience_s``: if no rank makes progress for so many seconds, the ranks count as stalled. It must exceed the
+    longest instruction and the longest pause between steps, checkpoints included.
     """
 
     def __init__(self, folder: str | Path, patience_s: float = 300.0) -> None:
@@ -204,7 +213,7 @@ class Monitor:
         return self.board.states()
 
     def check(self, died: int | None = None) -> Failure | None:
-        """Return the failure because of which the run cannot continue; ``None`` if it can, or has not started yet.
+        """Return the failure because of which training cannot continue; ``None`` if it can, or has not started yet.
 
         The failure names rank, instruction and graph node. ``died``: the rank whose process was seen to end first, if
         known.
@@ -218,10 +227,11 @@ class Monitor:
         return cause_of(states, self.patience_s, time.time(), died, self.board.world_size)
 
     def settle(self, seconds: float, died: int | None = None) -> Failure | None:
-        """Wait up to ``seconds`` until :meth:`check` finds the cause of a run that is known to have failed, and return
-        it.
+        """Wait up to ``seconds`` until :meth:`check` finds the cause of a failure that is known to have happened, and
+        return it.
 
-        Return ``None`` if no cause is found in this time.
+        ``died``: the rank whose process was seen to end first, if known. Return ``None`` if no cause is found in this
+        time.
         """
         deadline = time.monotonic() + seconds
         while (found := self.check(died)) is None and time.monotonic() < deadline:

@@ -58,11 +58,11 @@ class Watch:
     Args:
         folder: the folder to which all ranks write their states, in memory if possible. By default each host has one,
             and they are copied between hosts once a second through the store of the process group.
-        patience_s: if no rank makes progress for so many seconds, the run counts as stalled.
+        patience_s: if no rank makes progress for so many seconds, the ranks count as stalled.
         beat_s: seconds between heartbeats.
-        slow_factor: a rank whose computation in a step takes more than this factor times its peers' is reported by the
-            first rank on the standard error and in :attr:`slow`; ``None``: never.
-        leave: end the process if the run has failed; otherwise only write the cause to ``folder``, and let the
+        slow_factor: a rank whose computation in a step takes more than this factor times that of ranks with the same
+            work is reported by the first rank on the standard error and in :attr:`slow`; ``None``: never.
+        leave: end the process if a rank has failed; otherwise only write the cause to ``folder``, and let the
             exception propagate.
 
     Entering the block raises :class:`LaunchError` inside another watch of the same engine, or of the same folder.
@@ -98,6 +98,10 @@ class Watch:
         self._thread = threading.Thread(target=self._run_watch_loop, name="watch", daemon=True)
 
     def __enter__(self) -> Self:
+        """Start to watch the rank, and return the watch. All ranks call this.
+
+        Raise :class:`LaunchError` if the engine is watched already, or if another watch writes the same status files.
+        """
         self._check_alone()
         _open.add(self._key)
         try:
@@ -107,8 +111,8 @@ class Watch:
             raise
 
     def _check_alone(self) -> None:
-        """Raise :class:`LaunchError` if this engine is watched already, or if another watch writes to the
-        same files.
+        """Raise :class:`LaunchError` if this engine is watched already, or if another watch writes the same status
+        files.
         """
         self._key = self.folder.absolute(), self.rank
         if self.executor.recorder is not None or self._key in _open:
@@ -120,6 +124,7 @@ class Watch:
             )
 
     def _begin_watching(self) -> Self:
+        """Create this rank's status files, and start the thread that sends heartbeats. All ranks call this."""
         if self.leave:
             if self._mirror is not None or self._is_first():
                 shutil.rmtree(self.folder, ignore_errors=True)  # files of an earlier run
@@ -137,6 +142,7 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Stop watching. After an exception, report the failure and, if so chosen, end the process."""
         self._end.set()
         _open.discard(self._key)
         if isinstance(error, Exception):
@@ -154,7 +160,7 @@ class Watch:
         self.executor.recorder = None
 
     def _remove_own_files(self) -> None:
-        """Remove this rank's files from the default folder; the last rank removes the folder."""
+        """Remove this rank's status files from the default folder; the last rank removes the folder."""
         for path in self.folder.glob(f"rank-{self.rank}.*"):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -162,7 +168,7 @@ class Watch:
             self.folder.parent.rmdir()
 
     def failed(self, error: Exception) -> Failure:
-        """Write the failure of this rank, caused by ``error``, to the folder of status files, and return it."""
+        """Write the failure of this rank to the folder of status files, and return it. ``error``: the exception."""
         origin = error.__cause__ if isinstance(error, InstructionError) and error.__cause__ else error
         place = place_of(walk_traceback_frames(origin.__traceback__), self.executor)
         moment = self._recording.moment()
@@ -184,8 +190,8 @@ class Watch:
         return failure
 
     def _run_watch_loop(self) -> None:
-        """Run the watch thread: send heartbeats, write the rank's position while it makes no progress, and look for
-        stalls.
+        """Send heartbeats, write the rank's position while it makes no progress, and look for stalls. This runs in a
+        thread.
         """
         looked = 0.0
         slow_looked = 0.0
@@ -214,7 +220,9 @@ class Watch:
                 self._check_for_cause()
 
     def _spread_cause(self) -> None:
-        """Send the cause of the run's failure to other hosts, before its consequences reach them."""
+        """Send the status files, which have the cause of the failure, to other hosts, before its consequences reach
+        them.
+        """
         if self._mirror is not None:
             self._mirror.exchange()
         elif self._several:
@@ -230,6 +238,7 @@ class Watch:
                 print(found, file=sys.stderr, flush=True)
 
     def _check_for_cause(self) -> None:
+        """End this process if a rank has failed or the ranks have stalled, after the cause is reported."""
         cause = self.monitor.check()
         if cause is None or self._end.is_set():
             return
@@ -237,7 +246,10 @@ class Watch:
             self._report_and_exit(cause, None)
 
     def _report_and_exit(self, failure: Failure, error: BaseException | None) -> None:
-        """Print the cause of the run's failure unless another rank has done so, and exit the process with status 1."""
+        """Print the cause why training has failed, unless another rank has done so, and exit the process with status 1.
+
+        ``failure``: this rank's failure. ``error``: its exception, or ``None``.
+        """
         with self._leaving:
             settle_s = HOST_SETTLE_S + _MIRROR_S if self._several else _SETTLE_S
             cause = failure if not failure.secondary else self.monitor.settle(settle_s) or failure
@@ -257,7 +269,7 @@ class Watch:
 
 
 def _end_stalled(state: RankState, host: str, board: Board) -> None:
-    """Kill the process of a stalled rank if it runs on this host.
+    """Kill the process of the stalled rank ``state`` if it runs on this host. ``host``: name of this rank's host.
 
     A stopped process does not react to its launcher, which would wait half a minute for it.
     """
@@ -268,10 +280,10 @@ def _end_stalled(state: RankState, host: str, board: Board) -> None:
 
 
 def default_folder() -> Path:
-    """Return the folder for the status files of this run and attempt.
+    """Return the folder for the status files of the ranks that torchrun has started, one for each of its restarts.
 
-    It is inside the folder that ``PARTITION_WATCH`` names if that is set, and otherwise a temporary folder on each
-    host.
+    It is inside the folder that the environment variable ``PARTITION_WATCH`` names if that is set, and otherwise a
+    temporary folder on each host.
     """
     env = os.environ
     attempt = f"{_ATTEMPT}{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -284,9 +296,9 @@ def default_folder() -> Path:
 
 
 def newest_attempt(folder: Path) -> Path:
-    """Return the folder of the last attempt inside ``folder``, which ``PARTITION_WATCH`` named.
+    """Return the subfolder of ``folder`` with the status files of torchrun's last restart.
 
-    Return ``folder`` itself if ranks wrote into it directly, or if it has no attempts.
+    Return ``folder`` itself if ranks wrote into it directly, or if it has no such subfolders.
     """
     attempts = [path for path in folder.glob(f"{_ATTEMPT}*") if path.name.removeprefix(_ATTEMPT).isdecimal()]
     if any(folder.glob("rank-*")) or not attempts:
@@ -297,7 +309,7 @@ def newest_attempt(folder: Path) -> Path:
 def num_mirrored() -> int:
     """Return the number of hosts between which status files are copied.
 
-    These are all hosts of torchrun, or 1 if ``PARTITION_WATCH`` names a shared folder.
+    These are all hosts of torchrun, or 1 if the environment variable ``PARTITION_WATCH`` names a shared folder.
     """
     return 1 if FOLDER in os.environ else int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
@@ -308,8 +320,9 @@ _watches = itertools.count()  # the same on all ranks: they enter each watch tog
 
 
 def _mirror_of(engine: Engine, folder: Path) -> Mirror | None:
-    """Return the object that copies this host's status files, on the rank with ``LOCAL_RANK`` 0; ``None`` on other
-    ranks.
+    """Return the object that copies this host's status files in ``folder`` to other hosts.
+
+    Only the rank with ``LOCAL_RANK`` 0 has one; return ``None`` on other ranks.
     """
     env, number = os.environ, next(_watches)
     if env.get("LOCAL_RANK") != "0":

@@ -178,7 +178,10 @@ class StorageTracker:
 
     def reads(self, node: fx.Node) -> None:
         """Raise :class:`UnsupportedError` if ``node`` requires a gradient and was written to without autograd's
-        knowledge."""
+        knowledge.
+
+        Call it for each node that an operator or the output reads.
+        """
         writer = self._hidden.get(self._memory.get(node, node))
         if writer is not None and self.needs_grad(node):
             raise UnsupportedError(

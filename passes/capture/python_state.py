@@ -393,8 +393,7 @@ def _generator_state(generator: Any) -> Any:
 
 
 def _set_generator_state(generator: Any, state: Any) -> None:
-    """Set the state of a random generator of Python or NumPy to ``state``, which was read from a generator of its type.
-    """
+    """Set the state of a random generator of Python or NumPy to ``state``, which was read from a generator of its type."""
     if generator is random or isinstance(generator, random.Random):
         generator.setstate(state)
     elif generator is np.random or isinstance(generator, np.random.RandomState):

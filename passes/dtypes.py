@@ -47,7 +47,7 @@ def get_dtype_itemsize(name: str) -> int:
 
 
 def is_floating(name: str) -> bool:
-    """Whether the tensor type ``name``, such as ``bfloat16``, is a floating-point type.
+    """Return whether the tensor type ``name``, such as ``bfloat16``, is a floating-point type.
 
     Raise ``GraphFormatError`` if there is no such type.
     """

@@ -219,7 +219,7 @@ def _lacks_memory(error: Exception) -> bool:
 
 
 def _is_of_progress(error: Exception) -> bool:
-    """Whether ``error`` was raised by the user's progress callback during the search."""
+    """Return whether ``error`` was raised by the user's progress callback during the search."""
     ours = [f for f in traceback.extract_tb(error.__traceback__) if is_ours(f.filename)]
     return bool(ours) and (_format_project_path(ours[-1].filename), ours[-1].name) == _REPORTS_PROGRESS
 
@@ -232,13 +232,13 @@ def _format_project_path(file: str) -> str:
 
 # --- whose a source file is -------------------------------------------------------------------------------------------
 def is_ours(file: str) -> bool:
-    """Whether the source file ``file`` belongs to the packages of this project."""
+    """Return whether the source file ``file`` belongs to the packages of this project."""
     return file.startswith(_OURS)
 
 
 @lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
-    """Whether the source file ``file`` belongs to the user.
+    """Return whether the source file ``file`` belongs to the user.
 
     It does if it does not belong to Python, to this project or to a library that this project calls.
     """

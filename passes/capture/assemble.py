@@ -132,7 +132,9 @@ def assemble_program_graph(
 
 
 def _number_kind(value: int | float | None) -> Literal["int", "float"] | None:
-    """Return ``"int"`` or ``"float"``, the type of an input that is a Python number; ``None`` if ``value`` is ``None``."""
+    """Return ``"int"`` or ``"float"``, the type of an input that is a Python number; ``None`` if ``value`` is
+    ``None``.
+    """
     if value is None:
         return None
     return "float" if isinstance(value, float) else "int"
@@ -179,7 +181,9 @@ def _on_meta(argument: Any) -> Any:
 
 
 def _build_tensor_spec(node: fx.Node) -> TensorSpec:
-    """Return the shape and dtype of the result of ``node``. Raise :class:`UnsupportedError` if the shape is not fixed."""
+    """Return the shape and dtype of the result of ``node``. Raise :class:`UnsupportedError` if the shape is not
+    fixed.
+    """
     value = node.meta["val"]
     _check_static(node, value)
     return TensorSpec(tuple(value.shape), value.dtype)

@@ -338,7 +338,9 @@ class _HeldStates:
             yield _Write(before, data.now(value), f"sets the {kind} {name!r}")
 
     def _format_tensor_name(self, module: nn.Module, key: str) -> str:
-        """Return the full name of the attribute ``key`` of ``module``, such as ``layers.0.running_mean``, for messages."""
+        """Return the full name of the attribute ``key`` of ``module``, such as ``layers.0.running_mean``, for
+        messages.
+        """
         path = next((path for path, part in self.model.named_modules() if part is module), type(module).__name__)
         return f"{path}.{key}" if path else key
 
@@ -395,7 +397,9 @@ class _DataAccess(TorchFunctionMode):
         return self.values[id(value)][1]
 
     def output(self, output: Any) -> Any:
-        """Return forward's output with each tensor to whose ``.data`` forward assigned replaced by the assigned tensor."""
+        """Return forward's output with each tensor to whose ``.data`` forward assigned replaced by the assigned
+        tensor.
+        """
         return pytree.tree_map(functools.partial(self.now, alone=False), output) if self.values else output
 
     def writes(self) -> Iterator[_Write]:
@@ -464,7 +468,9 @@ def _find_graph_nodes(some: Iterable[fx.Node | None]) -> Iterable[fx.Node]:
 
 
 def _can_share_elements(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors in the same memory may have elements in common, because their address ranges overlap."""
+    """Return whether two tensors in the same memory may have elements in common, because their address ranges
+    overlap.
+    """
     (start, end), (first, last) = (
         (t.storage_offset(), t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
         for t in (one, other)
@@ -508,7 +514,9 @@ def _find_tensor_memory(tensor: Tensor) -> fx.Node | None:
 
 
 def _format_tensor_spec(value: Tensor | None) -> str:
-    """Return dtype and shape of a tensor as text, such as ``float32 of shape (4, 8)``; ``None`` as text for no tensor."""
+    """Return dtype and shape of a tensor as text, such as ``float32 of shape (4, 8)``; ``None`` as text for no
+    tensor.
+    """
     if value is None:
         return "None"
     return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"

@@ -65,7 +65,9 @@ class StateChange:
 
     @property
     def is_number(self) -> bool:
-        """Whether the change is that of a module's attribute that is a Python number before and after forward."""
+        """Return whether the change is that of a module's attribute that is a Python number before and after
+        forward.
+        """
         return self.module is not None and self.before is not None and self.after is not None
 
 
@@ -393,7 +395,9 @@ def _generator_state(generator: Any) -> Any:
 
 
 def _set_generator_state(generator: Any, state: Any) -> None:
-    """Set the state of a random generator of Python or NumPy to ``state``, which was read from a generator of its type."""
+    """Set the state of a random generator of Python or NumPy to ``state``, which was read from a generator of
+    its type.
+    """
     if generator is random or isinstance(generator, random.Random):
         generator.setstate(state)
     elif generator is np.random or isinstance(generator, np.random.RandomState):

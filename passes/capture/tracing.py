@@ -557,7 +557,9 @@ class _Settling:
         )
 
     def _refuse_decision(self, guard: Guard) -> None:
-        """Raise :class:`UnsupportedError`, because a branch of forward depends on a Python number that forward changes."""
+        """Raise :class:`UnsupportedError`, because a branch of forward depends on a Python number that forward
+        changes.
+        """
         where = f" ({guard.where})" if guard.where else ""
         raise UnsupportedError(
             f"the forward decides what it computes by {guard}{where}, a Python number that it changes itself: a plan "

@@ -192,7 +192,9 @@ def unwrap_model(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise :class:`UnsupportedError` if the model is sharded already, or :class:`CaptureError` if it is TorchScript."""
+    """Raise :class:`UnsupportedError` if the model is sharded already, or :class:`CaptureError` if it is
+    TorchScript.
+    """
     for path, module in model.named_modules():
         kind = next((said for of, said in _SHARDED.items() if _is_instance_of(module, of)), None)
         if kind is None and any(_is_instance_of(p, _DTENSOR) for p in module.parameters(recurse=False)):
@@ -235,7 +237,9 @@ def _format_module_names(paths: Sequence[str]) -> str:
 
 
 def _own_name(model: nn.Module, path: str) -> str:
-    """Return the module path ``path`` in ``model`` without the parts that wrapper modules added, such as ``_orig_mod``."""
+    """Return the module path ``path`` in ``model`` without the parts that wrapper modules added, such as
+    ``_orig_mod``.
+    """
     names, module = [], model
     for part in filter(None, path.split(".")):
         if _find_wrapped_module(module) is None:
@@ -269,7 +273,9 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _holds_compiled(module: nn.Module) -> bool:
-    """Whether an attribute of the module, such as a ``forward`` set on the instance, was made by ``torch.compile``."""
+    """Return whether an attribute of the module, such as a ``forward`` set on the instance, was made by
+    ``torch.compile``.
+    """
     return any(_find_uncompiled_function(value) is not None for value in vars(module).values())
 
 

@@ -193,7 +193,7 @@ def _find_mask_choice(node: Any) -> tuple[RoutingChoice | None, bool]:
 
 
 def is_opposite(node: Any) -> bool:
-    """Whether ``node``, apart from reshapes, is the result of a ``logical_not``."""
+    """Return whether ``node``, apart from reshapes, is the result of a ``logical_not``."""
     while isinstance(node, fx.Node) and node.target in RESHAPES:
         node = node.args[0]
     return isinstance(node, fx.Node) and node.target is aten.logical_not.default

@@ -142,7 +142,7 @@ class _Merging:
         return self.build(aten.where.self, chosen, made.node, *self.loop.others)
 
     def _is_apart(self) -> bool:
-        """Whether the loop reads parameters of the experts, and nothing outside reads these or the experts'
+        """Return whether the loop reads parameters of the experts, and nothing outside reads these or the experts'
         intermediate values.
         """
         read = self.inner | {n for nodes in self.packing.packed for n in nodes}
@@ -438,7 +438,7 @@ def _taken_apart(rows: ExpertRows, made: fx.Node) -> tuple[int, ...]:
 
 
 def _is_like(made: fx.Node, node: fx.Node) -> bool:
-    """Whether the results of ``made`` have the shapes and dtypes of those of ``node``, so that it can replace
+    """Return whether the results of ``made`` have the shapes and dtypes of those of ``node``, so that it can replace
     ``node``.
     """
     forms = [

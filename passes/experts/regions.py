@@ -184,8 +184,8 @@ class _RegionFinder:
         return {u for t in self.tables for u in t.users if u not in self.tables and u.op == "call_function"}
 
     def _is_chosen(self, products: Iterable[fx.Node]) -> bool:
-        """Whether an operator such as ``topk`` over as many scores as there are experts decides which of their results
-        count.
+        """Return whether an operator such as ``topk`` over as many scores as there are experts decides which of their
+        results count.
 
         Such an operator must be an ancestor of the products, or of a value that is computed from them.
         """
@@ -194,8 +194,8 @@ class _RegionFinder:
         return any(n.target in CHOICES and get_meta_shape(n.args[0])[-1:] == (self.num_experts,) for n in around)  # type: ignore[arg-type]
 
     def _is_table(self, node: Any, dim: int) -> bool:
-        """Whether ``node`` is computed only from parameters and buffers, and can be sharded along ``dim`` by sharding
-        these.
+        """Return whether ``node`` is computed only from parameters and buffers, and can be sharded along ``dim`` by
+        sharding these.
         """
         return isinstance(node, fx.Node) and _trace_to_states(node, dim, self.states) is not None
 

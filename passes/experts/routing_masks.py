@@ -133,7 +133,7 @@ def skip_operators(node: Any, targets: tuple[Any, ...]) -> Any:
 
 
 def is_count(node: Any) -> bool:
-    """Whether every element of ``node`` is known to be at least zero, so that a sum is zero only if all elements
+    """Return whether every element of ``node`` is known to be at least zero, so that a sum is zero only if all elements
     are.
     """
     if node.meta["val"].dtype == torch.bool or node.target is aten.one_hot.default:
@@ -158,8 +158,8 @@ def numbers_of(node: fx.Node) -> fx.Node:
 
 
 def is_distinct(of: fx.Node, dim: int) -> bool:
-    """Whether the numbers of ``of`` along ``dim`` are distinct, because they are indices of ``topk``, ``sort`` or
-    ``argsort``.
+    """Return whether the numbers of ``of`` along ``dim`` are distinct, because they are indices of ``topk``, ``sort``
+    or ``argsort``.
     """
     node: Any = skip_integer_casts(of)
     while node.target in RESHAPES and dim % _get_node_rank(of) == _get_node_rank(of) - 1 and _keeps_last(node):
@@ -287,7 +287,7 @@ def _swap_two_dims(rank: int, a: int, b: int) -> list[int]:
 
 
 def _can_represent(node: Any, number: int) -> bool:
-    """Whether ``node`` has an integer or boolean type that can represent ``number``."""
+    """Return whether ``node`` has an integer or boolean type that can represent ``number``."""
     dtype = node.meta["val"].dtype
     if dtype == torch.bool or not (dtype.is_floating_point or dtype.is_complex):
         low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

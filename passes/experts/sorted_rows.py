@@ -141,7 +141,7 @@ class _Unsorter:
             self._record_unsorted_value(node, _UnsortedValue(build(node.target, twin.node, index), (twin.dims[index],)))
 
     def _is_inverse_order(self, node: fx.Node) -> bool:
-        """Whether ``node`` is the inverse permutation of the sort.
+        """Return whether ``node`` is the inverse permutation of the sort.
 
         This is an ``arange`` written to the positions of the sort order, or an ``argsort`` of the order.
         """
@@ -192,8 +192,8 @@ class _Unsorter:
         return _UnsortedValue(self.twins[rows].node, (None,))
 
     def _finds_keys(self, node: fx.Node) -> bool:
-        """Whether ``node`` computes the expert of each sorted row from the positions where the rows of each expert
-        end.
+        """Return whether ``node`` computes the expert of each sorted row from the positions where the rows of each
+        expert end.
         """
         if node.target is not aten.searchsorted.Tensor or not get_node_argument(node, "right"):
             return False
@@ -226,14 +226,14 @@ class _Unsorter:
         return _UnsortedValue(made) if made.meta["val"].dtype == node.meta["val"].dtype else None
 
     def _are_ends(self, node: fx.Node, num_experts: int) -> bool:
-        """Whether ``node`` has the position where the rows of each expert end: the cumulative sum of the experts' row
-        counts.
+        """Return whether ``node`` has the position where the rows of each expert end: the cumulative sum of the
+        experts' row counts.
         """
         total = _skip_casts(node)
         return total.target is aten.cumsum.default and self._are_sizes(total.args[0], num_experts)
 
     def _are_sizes(self, node: Any, num_experts: int) -> bool:
-        """Whether ``node`` has the number of rows of each expert, in the order in which the rows are sorted."""
+        """Return whether ``node`` has the number of rows of each expert, in the order in which the rows are sorted."""
         counts = _skip_casts(node)
         if not self.ascending:
             return False
@@ -372,7 +372,7 @@ def _skip_casts(node: fx.Node) -> fx.Node:
 
 
 def _is_same_value(a: Any, b: Any) -> bool:
-    """Whether two arguments are one value, even if two nodes compute it by the same operators."""
+    """Return whether two arguments are one value, even if two nodes compute it by the same operators."""
     if isinstance(a, fx.Node) and isinstance(b, fx.Node):
         computed = a.op == b.op == "call_function" and a.target == b.target and a.kwargs == b.kwargs
         return a is b or (computed and _is_same_value(a.args, b.args))
@@ -382,7 +382,7 @@ def _is_same_value(a: Any, b: Any) -> bool:
 
 
 def _is_full_arange(node: Any, num: int) -> bool:
-    """Whether ``node`` is ``arange(num)``."""
+    """Return whether ``node`` is ``arange(num)``."""
     if not isinstance(node, fx.Node) or "aten.arange" not in str(node.target):
         return False
     return (

@@ -121,7 +121,7 @@ def stack_experts(captured: Captured) -> Captured:
 
 
 def is_sum(node: fx.Node) -> bool:
-    """Whether ``node`` adds two nodes that have the shape of the result."""
+    """Return whether ``node`` adds two nodes that have the shape of the result."""
     nodes = [a for a in node.args if isinstance(a, fx.Node)]
     return (
         node.target is aten.add.Tensor
@@ -132,7 +132,9 @@ def is_sum(node: fx.Node) -> bool:
 
 
 def is_inner(node: fx.Node) -> bool:
-    """Whether the only reader of ``node`` is a sum of two values, so that ``node`` is an addend of a longer sum."""
+    """Return whether the only reader of ``node`` is a sum of two values, so that ``node`` is an addend of a
+    longer sum.
+    """
     return len(node.users) == 1 and is_sum(next(iter(node.users)))
 
 
@@ -209,7 +211,7 @@ class _Stacking:
         return None
 
     def _is_chosen(self, addends: Sequence[fx.Node]) -> bool:
-        """Whether the addends depend on a ``topk`` or similar over as many scores as there are addends.
+        """Return whether the addends depend on a ``topk`` or similar over as many scores as there are addends.
 
         This shows that a router chooses among the experts whose outputs are added.
         """
@@ -259,7 +261,7 @@ class _Stacking:
         return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
     def _is_apart(self) -> bool:
-        """Whether nothing outside of the sum reads the experts' parameters or intermediate values."""
+        """Return whether nothing outside of the sum reads the experts' parameters or intermediate values."""
         inner = self.visited | {n for nodes in self.packed for n in nodes}
         return bool(self.packed) and all(u in self.visited or u in self.sums for n in inner for u in n.users)
 
@@ -410,7 +412,7 @@ def _find_picked_matrices(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _in_range(node: Any, size: int) -> bool:
-    """Whether the indices in ``node`` are known to be less than ``size``.
+    """Return whether the indices in ``node`` are known to be less than ``size``.
 
     This is known if they are positions that ``topk`` or a similar operator chose among at most ``size`` scores.
     """

@@ -75,7 +75,7 @@ class TracedBranches:
         return self.num_listings
 
     def has_rows(self, number: int, listing: int) -> bool:
-        """Whether the trace treats expert ``number`` as having rows.
+        """Return whether the trace treats expert ``number`` as having rows.
 
         Records that a branch depended on ``listing``, the number of a place in the trace where the expert's rows were
         listed.
@@ -123,7 +123,9 @@ class TracedBranches:
 
 @contextmanager
 def guards_traced(guards: TracedBranches) -> Iterator[None]:
-    """Context in which branches on whether an expert has rows can be traced, as if it had; ``guards`` records them."""
+    """Return a context in which branches on whether an expert has rows can be traced, as if it had; ``guards`` records
+    them.
+    """
     plain: Callable[[SymBool], bool] = SymBool.__bool__
 
     def decided(self: SymBool) -> bool:
@@ -315,7 +317,7 @@ def _find_mask_choice(node: Any) -> tuple[fx.Node, int] | None:
 
 
 def _is_chosen(node: fx.Node, of: fx.Node) -> bool:
-    """Whether ``node`` is the node ``of`` or a marker of it."""
+    """Return whether ``node`` is the node ``of`` or a marker of it."""
     return skip_operators(node, (HIT,)) is of
 
 

@@ -60,8 +60,8 @@ class TracedLoops:
 
     @property
     def found(self) -> bool:
-        """Whether the trace has a loop or branch over experts with rows, so that the graph must be proven equal to the
-        model.
+        """Return whether the trace has a loop or branch over experts with rows, so that the graph must be proven equal
+        to the model.
         """
         return self.seen > 0 or (self.guards is not None and self.guards.seen > 0)
 
@@ -103,7 +103,7 @@ class TracedLoops:
 
 @contextmanager
 def hits_traced(hits: TracedLoops) -> Iterator[None]:
-    """Context in which loops over the experts that have rows can be traced; ``hits`` records them."""
+    """Return a context in which loops over the experts that have rows can be traced; ``hits`` records them."""
     plain: Callable[[Tensor], Iterator[Tensor]] = Tensor.__iter__
 
     def turns(self: Tensor) -> Iterator[Any]:
@@ -176,7 +176,9 @@ class _LoopIndexMode(TorchFunctionMode):
 
 
 def _is_turns(mask: Any) -> bool:
-    """Whether ``mask`` is the mask of one expert, in an iteration of a loop over experts that is being traced."""
+    """Return whether ``mask`` is the mask of one expert, in an iteration of a loop over experts that is being
+    traced.
+    """
     node = node_of(mask)
     node = None if node is None else skip_operators(node, (*ALIKE, *SHAPED))
     return node is not None and node.target is aten.select.int and node.args[0].target is HITS
@@ -220,8 +222,8 @@ def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | Non
 
 
 def is_turn(node: fx.Node, parity: int) -> bool:
-    """Whether ``node`` is the mask of the rows that chose an expert with an even (``parity`` 0) or odd (1) number in a
-    traced loop over experts.
+    """Return whether ``node`` is the mask of the rows that chose an expert with an even (``parity`` 0) or odd (1)
+    number in a traced loop over experts.
     """
     args: Any = node.args
     if node.target is not aten.select.int or args[0].target is not HITS:

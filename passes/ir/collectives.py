@@ -95,7 +95,9 @@ def _make_attention_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[T
 
 
 def _attended_back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty gradients of queries, keys and values ``[b, h, s, d]``, for shape inference of attention's backward."""
+    """Return empty gradients of queries, keys and values ``[b, h, s, d]``, for shape inference of attention's
+    backward.
+    """
     return _by_position(q, q.shape[-1]), _by_position(k, k.shape[-1]), _by_position(v, v.shape[-1])
 
 
@@ -273,5 +275,7 @@ def collective_name(target: Any) -> str | None:
 
 
 def is_over(node: fx.Node, axes: Collection[str]) -> bool:
-    """Return whether ``node`` is a collective operator of this project over one of the mesh ``axes``, such as ``tp``."""
+    """Return whether ``node`` is a collective operator of this project over one of the mesh ``axes``, such as
+    ``tp``.
+    """
     return collective_name(node.target) is not None and any(isinstance(a, str) and a in axes for a in node.args)

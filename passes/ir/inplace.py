@@ -150,7 +150,7 @@ def functional_kin(target: Any) -> Any:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the result of ``node`` may share memory with an argument."""
+    """Return whether the result of ``node`` may share memory with an argument."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         return node.op == "call_function"
     if any(r.alias_info is not None for r in node.target._schema.returns):
@@ -163,7 +163,7 @@ _MAKING = {aten.linear.default, aten.matmul.default, aten.softmax.int, aten.log_
 
 
 def _is_fresh(node: fx.Node) -> bool:
-    """Whether no other tensor shares the memory of the result of ``node``."""
+    """Return whether no other tensor shares the memory of the result of ``node``."""
     if node.target is _ITEM and isinstance(node.args[0], fx.Node):
         node = node.args[0]
         return isinstance(node.target, torch._ops.OpOverload) and not is_view(node)

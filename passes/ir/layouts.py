@@ -77,7 +77,7 @@ class Layout:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds the whole value (``R`` or ``R'``)."""
+        """Return whether every rank holds the whole value (``R`` or ``R'``)."""
         return self.kind in ("R", "R'")
 
 
@@ -131,7 +131,9 @@ def piece_order(layout: Layout, num_ranks: int) -> list[list[int]]:
 
 
 def local_shape(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
-    """Return the shape of one rank's part of a tensor with the global ``shape``, distributed over ``num_ranks`` ranks."""
+    """Return the shape of one rank's part of a tensor with the global ``shape``, distributed over ``num_ranks``
+    ranks.
+    """
     if not layout.is_shard:
         return shape
     return tuple(s // num_ranks if d == layout.dim else s for d, s in enumerate(shape))

@@ -61,7 +61,7 @@ class Guard:
 
     @property
     def reads_state(self) -> bool:
-        """Whether the condition reads a number that forward itself changes."""
+        """Return whether the condition reads a number that forward itself changes."""
         return _reads_state(self.expression)
 
     def __str__(self) -> str:

@@ -189,7 +189,9 @@ def cast_graph_dtype(graph: fx.Graph, dtype: torch.dtype) -> None:
 
 
 def _takes_default(node: fx.Node) -> bool:
-    """Return whether an operator without operands creates a tensor of torch's default dtype, because no dtype is given."""
+    """Return whether an operator without operands creates a tensor of torch's default dtype, because no dtype
+    is given.
+    """
     value = node.meta.get("val")
     if node.all_input_nodes or not isinstance(value, Tensor) or not value.dtype.is_floating_point:
         return False

@@ -68,7 +68,7 @@ def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> None:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether ``partition::band_attention`` can replace this attention.
+    """Return whether ``partition::band_attention`` can replace this attention.
 
     The operands must have four dims (batch, heads, positions, width) and equal batch sizes, and equal numbers of heads
     unless ``enable_gqa`` is set. The result must not be an output of the model.
@@ -201,7 +201,7 @@ def _holds_everywhere(strict: bool, over_keys: Tensor, over_queries: Tensor) -> 
 
 
 def _holds_below(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
-    """Whether every query sees all keys up to its own position.
+    """Return whether every query sees all keys up to its own position.
 
     Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or ``<`` if ``strict``.
     """
@@ -209,7 +209,7 @@ def _holds_below(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
 
 
 def _fails_above(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
-    """Whether no query sees a key after its own position.
+    """Return whether no query sees a key after its own position.
 
     Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or ``<`` if ``strict``.
     """

@@ -148,7 +148,7 @@ class RecurrentLayers(NamedTuple):
 
     @property
     def drops(self) -> bool:
-        """Whether dropout is applied between layers."""
+        """Return whether dropout is applied between layers."""
         return bool(self.p) and self.train and self.layers > 1
 
     @property

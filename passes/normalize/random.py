@@ -210,8 +210,8 @@ def refuse_draws(graph: fx.Graph) -> None:
 
 
 def _is_random_draw(node: fx.Node) -> bool:
-    """Whether ``node`` draws random numbers: its operator is tagged as random or takes a generator, and is not switched
-    off.
+    """Return whether ``node`` draws random numbers: its operator is tagged as random or takes a generator, and is not
+    switched off.
 
     Both are checked because torch does not tag all random operators. A random operator is switched off by an argument
     such as ``train=False`` or ``dropout_p=0``.

@@ -60,7 +60,7 @@ def _unflatten_product(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _is_flat_product(value: Any, sizes: list[int]) -> bool:
-    """Whether ``value`` is a matrix product ``[rows, n]`` that a reshape splits into ``sizes`` ``[..., n]``.
+    """Return whether ``value`` is a matrix product ``[rows, n]`` that a reshape splits into ``sizes`` ``[..., n]``.
 
     The reshape must be the only reader of ``value``.
     """
@@ -138,7 +138,7 @@ def _broadcast_dim_parts(x: fx.Node, sizes: list[int], parts: list[list[int]]) -
 
 
 def _can_split(x: fx.Node, parts: list[list[int]]) -> bool:
-    """Whether the dims of ``x`` can be split into ``parts`` at no cost beyond a view.
+    """Return whether the dims of ``x`` can be split into ``parts`` at no cost beyond a view.
 
     This is true if ``x`` comes from a ``reshape``, from a ``repeat`` whose number of copies is the first part of each
     repeated dim, or if no dim is split.

@@ -46,7 +46,7 @@ class Band(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Whether a query sees all keys up to its own position and none after it."""
+        """Return whether a query sees all keys up to its own position and none after it."""
         return self.before is None and self.after == 0
 
 

@@ -188,7 +188,7 @@ def product_of(node: fx.Node, states: Collection[str]) -> Product | None:
 
 
 def _is_state(node: fx.Node, states: Collection[str]) -> bool:
-    """Whether ``node`` is a placeholder named in ``states`` (parameters and buffers), or a view of one."""
+    """Return whether ``node`` is a placeholder named in ``states`` (parameters and buffers), or a view of one."""
     while isinstance(node.target, torch._ops.OpOverload) and len(node.all_input_nodes) == 1:
         if all(result.alias_info is None for result in node.target._schema.returns):
             return False
@@ -197,7 +197,7 @@ def _is_state(node: fx.Node, states: Collection[str]) -> bool:
 
 
 def can_multiply_in_fp8(product: Product) -> bool:
-    """Whether the 8-bit kernels support the types and sizes of ``product``.
+    """Return whether the 8-bit kernels support the types and sizes of ``product``.
 
     All operands must have one 16-bit type, and all sizes must be multiples of ``ALIGNED``.
     """

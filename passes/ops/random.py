@@ -142,7 +142,8 @@ class _Sequence:
 
 
 def _all_done(left: Tensor) -> bool:
-    """Whether no element of ``left`` is true, so that further rounds can be skipped; always ``False`` on accelerators.
+    """Return whether no element of ``left`` is true, so that further rounds can be skipped; always ``False`` on
+    accelerators.
 
     Skipping changes no result. Reading the answer would make an accelerator synchronise with the host.
     """

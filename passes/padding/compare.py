@@ -44,7 +44,7 @@ def pair_nodes(main: Captured, other: Captured) -> dict[fx.Node, fx.Node] | None
 
 
 def has_own_number(node: fx.Node, other: fx.Node) -> bool:
-    """Whether an operator reads a number that follows from the size, such as the factor of a mean."""
+    """Return whether an operator reads a number that follows from the size, such as the factor of a mean."""
     name, end = operator_name(node), None
     if name.startswith("partition::") and name not in ("partition::cross_entropy",) and _is_random(name):
         return False
@@ -76,7 +76,7 @@ def shapes_of(node: fx.Node) -> tuple[tuple[int, ...], ...]:
 
 
 def is_prefix(whole: Tensor, part: Tensor) -> bool:
-    """Whether a constant for one size is the first part, along its dims, of the constant for another size."""
+    """Return whether a constant for one size is the first part, along its dims, of the constant for another size."""
     if whole.dim() != part.dim():
         return False
     common = tuple(slice(min(a, b)) for a, b in zip(whole.shape, part.shape, strict=True))

@@ -27,7 +27,7 @@ _ONE = frozenset(("bitwise_or", "logical_or", "__or__"))
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether each element of the result follows from one element of each operand."""
+    """Return whether each element of the result follows from one element of each operand."""
     return operator_name(node) in POINTWISE and not isinstance(node.meta["val"], tuple | list)
 
 

@@ -66,7 +66,7 @@ def _describe_plain(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedVal
 
 
 def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], sizes: Sizes) -> bool:
-    """Whether the parts of a value multiply to its shape at both sizes."""
+    """Return whether the parts of a value multiply to its shape at both sizes."""
     for parts, own, theirs in zip(value.dims, shape, other, strict=True):
         at = [1, 1]
         for part in parts:
@@ -142,7 +142,9 @@ def _map_factors(
 
 
 def _has_no_later_keys(value: PaddedValue, rule: OpFactors, operand: int, factor: str) -> bool:
-    """Whether an operand is zero wherever a key, along ``factor``, is behind the query, which stays in the result."""
+    """Return whether an operand is zero wherever a key, along ``factor``, is behind the query, which stays in the
+    result.
+    """
     if value.causal is None or value.causal[2] != 0:
         return False
     (query, key), dims = value.causal[:2], rule.operands[operand]
@@ -271,8 +273,9 @@ def _with_coordinates(
 
 
 def _compare_distance(name: str, sign: float, number: Any) -> float | None:
-    """Whether a comparison with ``number`` holds (1) or fails (0) for every distance of a key behind the query, which
-    is at least 1, or at most -1 for a ``sign`` of -1; ``None`` where it depends on the distance."""
+    """Return whether a comparison with ``number`` holds (1) or fails (0) for every distance of a key behind the query,
+    which is at least 1, or at most -1 for a ``sign`` of -1; ``None`` where it depends on the distance.
+    """
     if not isinstance(number, int | float):
         return None
     if sign < 0:  # as of the distance with its sign turned
@@ -301,7 +304,7 @@ def _combine_causal(
 
 
 def _is_short(node: fx.Node) -> bool:
-    """Whether a cast gives a type that does not hold every coordinate exactly."""
+    """Return whether a cast gives a type that does not hold every coordinate exactly."""
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype in (torch.bool, torch.uint8, torch.int8, torch.float16, torch.bfloat16)
 
@@ -511,7 +514,7 @@ def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> bool:
-    """Whether the dims of a mask grow as those of the scores do."""
+    """Return whether the dims of a mask grow as those of the scores do."""
     scores = (*query.dims[:-1], key.dims[-2])
     for own, of in zip(reversed(mask.dims), reversed(scores), strict=False):
         grown = [tuple(p.kind for p in parts if p.grows) for parts in (own, of)]
@@ -532,7 +535,7 @@ def _find_batch_dims(*operands: PaddedValue) -> list[Parts] | None:
 
 
 def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
-    """Whether a mask hides padded keys from every real query."""
+    """Return whether a mask hides padded keys from every real query."""
     rank, chooses = len(mask.dims), operands_of(node)[-1].meta["val"].dtype == torch.bool
     part = mask.growing_part(rank - 1)
     if part is None or mask.fault:

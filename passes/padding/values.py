@@ -55,7 +55,7 @@ class PaddedValue:
 
     @property
     def grows(self) -> bool:
-        """Whether any dim grows with the batch."""
+        """Return whether any dim grows with the batch."""
         return any(part.grows for parts in self.dims for part in parts)
 
     def growing_part(self, dim: int) -> Part | None:

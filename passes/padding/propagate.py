@@ -40,7 +40,11 @@ Rule = Callable[[fx.Node, Sequence[PaddedValue]], "PaddedValue | None"]
 def propagate_padding(
     node: fx.Node, operands: Sequence[PaddedValue], other_shapes: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Values:
-    """The results of an operator. ``other_shapes``: their shapes in the graph of the other size."""
+    """Return what is known of each result of an operator if the batch is padded along one axis.
+
+    ``operands``: what is known of each operand. ``other_shapes``: the shapes of the results in the model's graph for
+    another batch size. ``sizes``: the batch sizes of the two graphs.
+    """
     shapes = shapes_of(node)
     if not any(o.grows or o.fault for o in operands) and list(shapes) == list(other_shapes):
         return (_describe_plain(node, operands),) if len(shapes) == 1 else tuple(plain_value(s) for s in shapes)
@@ -57,16 +61,23 @@ def propagate_padding(
 
 
 def _explain(node: fx.Node, what: str) -> str:
+    """Return a message such as ``sum at layers.0 (model.py:12) adds up padded numbers``: operator, location and
+    ``what``.
+    """
     return f"{operator_name(node)} at {format_node_location(node)} {what}"
 
 
 def _describe_plain(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
+    """Return what is known of the result of an operator that does not depend on the batch size."""
     value = plain_value(shapes_of(node)[0])
     return replace(value, uniform=_find_uniform(node, operands))
 
 
 def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], sizes: Sizes) -> bool:
-    """Return whether the parts of a value multiply to its shape at both sizes."""
+    """Return whether the sizes of the parts of each dim multiply to its size, at both batch sizes.
+
+    ``shape``, ``other``: the shape of the value in the graphs for the batch sizes ``sizes``.
+    """
     for parts, own, theirs in zip(value.dims, shape, other, strict=True):
         at = [1, 1]
         for part in parts:
@@ -78,7 +89,10 @@ def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], s
 
 
 def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | None:
-    """The number that all elements of a result have; ``None`` if they may differ."""
+    """Return the number that all elements of an operator's result have; ``None`` if they may differ.
+
+    ``operands``: what is known of each operand.
+    """
     name = operator_name(node)
     if name in ("full", "new_full", "full_like"):
         number = get_node_argument(node, "fill_value")
@@ -103,6 +117,12 @@ def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | Non
 def _by_factors(
     node: fx.Node, operands: Sequence[PaddedValue], others: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Values:
+    """Return what is known of each result of an operator, derived from its factor rule (which dims of operands and
+    results are one loop).
+
+    A result gets a fault if the operator mixes padded elements with others. ``operands``: what is known of each
+    operand. ``others``: the shapes of the results in the graph for another batch size. ``sizes``: the two batch sizes.
+    """
     shapes, fault = shapes_of(node), next((o.fault for o in operands if o.fault), "")
     rule = factors_of(node)
     if rule is None:
@@ -128,7 +148,11 @@ def _by_factors(
 def _map_factors(
     value: PaddedValue, dims: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> dict[str, Parts] | None:
-    """The parts of each factor that an operand has; ``None`` where they do not fit."""
+    """Return the parts of an operand's dims by factor (a loop of the operator, such as ``b``); ``None`` if they do not
+    fit.
+
+    ``dims``: the factors of each dim of the operand. ``sizes``: the size of each factor.
+    """
     found: dict[str, Parts] = {}
     for parts, factors in zip(value.dims, dims, strict=True):
         if not any(p.grows for p in parts):
@@ -142,8 +166,11 @@ def _map_factors(
 
 
 def _has_no_later_keys(value: PaddedValue, rule: OpFactors, operand: int, factor: str) -> bool:
-    """Return whether an operand is zero wherever a key, along ``factor``, is behind the query, which stays in the
-    result.
+    """Return whether an operand is zero wherever its key index, along ``factor``, exceeds its query index, which the
+    result has.
+
+    Padded keys then add nothing to the result for a query of the batch. ``operand``: the operand's index, from 0.
+    ``rule``: which dims of operands and results are one loop (a factor).
     """
     if value.causal is None or value.causal[2] != 0:
         return False
@@ -156,7 +183,12 @@ def _has_no_later_keys(value: PaddedValue, rule: OpFactors, operand: int, factor
 def _check_entrywise(
     node: fx.Node, rule: OpFactors, held: Sequence[Mapping[str, Parts]], operands: Sequence[PaddedValue]
 ) -> str:
-    """Why an operator does not work element by element along what is padded; empty if it does, or adds up zeros."""
+    """Return why an operator mixes padded elements with others; empty if it works element by element, or adds up padded
+    zeros.
+
+    ``rule``: which dims of operands and results are one loop (a factor). ``held``: for each operand, the parts of its
+    dims by factor. ``operands``: what is known of each operand.
+    """
     made = {f for dims in rule.results for factors in dims for f in factors}
     coupled = {*rule.whole, *rule.lower} | ({rule.spans.factor} if rule.spans is not None else set())
     for factor in {f for of in held for f, parts in of.items() if any(p.grows for p in parts)}:
@@ -179,6 +211,12 @@ def _build_result(
     other: Sequence[int],
     sizes: Sizes,
 ) -> PaddedValue:
+    """Return what is known of the result ``index`` (from 0) of an operator, by its factor rule.
+
+    ``rule``: which dims of operands and results are one loop (a factor). ``held``: for each operand, the parts of its
+    dims by factor. ``operands``: what is known of each operand. ``other``: the shape of the result in the graph for
+    another batch size. ``sizes``: the two batch sizes.
+    """
     known: dict[str, Parts] = {}
     for of in held:
         known |= {f: parts for f, parts in of.items() if f not in known or any(p.grows for p in parts)}
@@ -212,8 +250,11 @@ def _build_result(
 
 
 def _find_first_places(node: fx.Node, size: int, other: int, sizes: Sizes) -> Part:
-    """The part of a dim without growing parts: it grows if it is the first places of a longer dim, as many as the batch
-    has."""
+    """Return the part that makes up a dim of a result without growing parts.
+
+    It grows only if ``node`` slices the first elements of a longer dim, as many as the batch has. ``size``, ``other``:
+    the dim's sizes at the two batch sizes ``sizes``.
+    """
     created = find_created_part(size, other, sizes)
     first = operator_name(node) == "slice" and not get_node_argument(node, "start")
     return created if first and created is not None else Part(size)
@@ -222,7 +263,12 @@ def _find_first_places(node: fx.Node, size: int, other: int, sizes: Sizes) -> Pa
 def _find_fill(
     node: fx.Node, factor: str, index: int, held: Sequence[Mapping[str, Parts]], operands: Sequence[PaddedValue]
 ) -> float | None:
-    """The number in the padded places along part ``index`` of ``factor``, which grows."""
+    """Return the number in the padded elements of a result along the part ``index`` of ``factor``; ``None`` if it is
+    not known.
+
+    A factor is a loop of the operator, which may consist of several parts (outermost first). ``held``: for each
+    operand, the parts of its dims by factor. ``operands``: what is known of each operand.
+    """
     name = operator_name(node)
     numbers = [
         of[factor][index].fill if index < len(of.get(factor, ())) else value.uniform
@@ -238,7 +284,11 @@ def _find_fill(
 def _with_coordinates(
     node: fx.Node, value: PaddedValue, rule: OpFactors, operands: Sequence[PaddedValue]
 ) -> PaddedValue:
-    """``value`` with what is known of its elements by their coordinates."""
+    """Return ``value``, the description of an operator's result, with what is known of its elements from their indices.
+
+    ``rule``: which dims of operands and results are one loop. ``operands``: what is known of each operand. An example
+    is that ``arange`` makes indices, and that a comparison of two index tensors makes a causal mask.
+    """
     name = operator_name(node)
     if name == "arange" and get_node_argument(node, "step", 1) == 1 and isinstance(start := _start_of(node), int):
         return replace(value, lowest=float(start), counts=0 if start == 0 else None)
@@ -273,8 +323,11 @@ def _with_coordinates(
 
 
 def _compare_distance(name: str, sign: float, number: Any) -> float | None:
-    """Return whether a comparison with ``number`` holds (1) or fails (0) for every distance of a key behind the query,
-    which is at least 1, or at most -1 for a ``sign`` of -1; ``None`` where it depends on the distance.
+    """Return 1 or 0 if a comparison holds or fails for every distance between a key and a query before it; ``None`` if
+    it depends on the distance.
+
+    ``name``: the comparison, such as ``lt``. ``sign``: 1 for distances of at least 1 (key minus query), -1 for at most
+    -1. ``number``: the number with which distances are compared.
     """
     if not isinstance(number, int | float):
         return None
@@ -291,7 +344,11 @@ ORDERS: dict[str, Callable[[int, int], bool]] = {"le": op.le, "lt": op.lt, "ge":
 def _combine_causal(
     node: fx.Node, operands: Sequence[PaddedValue], homes: Sequence[Mapping[int, int]]
 ) -> Causal | None:
-    """What a pointwise operator has wherever the key is behind the query."""
+    """Return (dim of queries, dim of keys, number) for a pointwise operator's result: it has the number wherever the
+    key index exceeds the query index.
+
+    Return ``None`` if this number is not known. ``homes``: for each operand, its dims -> dims of the result.
+    """
     moved = [_move_pair(o.causal, home) for o, home in zip(operands, homes, strict=True)]
     for pair in moved:
         if pair is not None:
@@ -304,7 +361,7 @@ def _combine_causal(
 
 
 def _is_short(node: fx.Node) -> bool:
-    """Return whether a cast gives a type that does not hold every coordinate exactly."""
+    """Return whether a cast gives a dtype that cannot represent every index exactly."""
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype in (torch.bool, torch.uint8, torch.int8, torch.float16, torch.bfloat16)
 
@@ -314,7 +371,10 @@ def _start_of(node: fx.Node) -> Any:
 
 
 def _map_dims(rule: OpFactors, operand: int) -> dict[int, int]:
-    """Dim of an operand -> the dim of the result that is the same loop."""
+    """Return a map from dims of an operand to the dims of the first result that are the same loop of the operator.
+
+    ``operand``: the operand's index, from 0. ``rule``: which dims of operands and results are one loop.
+    """
     homes = {factors: d for d, factors in enumerate(rule.results[0]) if factors}
     return {d: homes[factors] for d, factors in enumerate(rule.operands[operand]) if factors in homes}
 
@@ -324,6 +384,11 @@ def _moved(dim: int | None, to: Mapping[int, int]) -> int | None:
 
 
 def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
+    """Return (dim, dim, number) of an operand with its dims as dims of the result; ``None`` if one of them is not in
+    the result.
+
+    ``to``: dim of the operand -> dim of the result.
+    """
     if pair is None or pair[0] not in to or pair[1] not in to:
         return None
     return to[pair[0]], to[pair[1]], pair[2]
@@ -333,6 +398,11 @@ def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
 
 
 def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    """Return what is known of the result of ``slice``; ``None`` if the factor rule of the operator describes it.
+
+    A fault is added if the slice picks elements whose place depends on the padding. ``operands``: what is known of each
+    operand.
+    """
     (x,) = operands[:1]
     dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part = x.growing_part(dim)
@@ -350,6 +420,11 @@ def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue
 
 
 def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    """Return what is known of the result of ``constant_pad_nd``, whose operand may grow with the batch.
+
+    A fault is added if other numbers than the padding's own are written behind padded elements. ``operands``: what is
+    known of the operand.
+    """
     (x,) = operands
     amounts, value = get_node_argument(node, "pad"), x
     number = get_node_argument(node, "value", 0)
@@ -377,6 +452,10 @@ def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
 
 
 def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    """Return what is known of the result of ``cat``; ``None`` if no operand is padded along its dim.
+
+    A fault is added unless only the last operand is padded there. ``operands``: what is known of each operand.
+    """
     dim = as_dim(get_node_argument(node, "dim", 0), len(operands[0].dims))
     if not any(p.grows for o in operands for p in o.dims[dim]):
         return None
@@ -390,6 +469,10 @@ def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue 
 
 
 def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    """Return what is known of the result of ``select``; ``None`` if the dim is not padded.
+
+    A fault is added unless the first element is selected. ``operands``: what is known of the operand.
+    """
     (x,) = operands[:1]
     dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
@@ -400,6 +483,11 @@ def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    """Return what is known of the result of ``slice_scatter``; ``None`` if its dim is not padded.
+
+    A fault is added unless the written slice ends with the dim. ``operands``: what is known of the target and the
+    source.
+    """
     x, source = operands
     dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part, given = x.growing_part(dim), source.growing_part(dim)
@@ -415,6 +503,10 @@ def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    """Return what is known of the result of ``select_scatter``; ``None`` if its dim is not padded.
+
+    A fault is added unless the first element is written. ``operands``: what is known of the target and the source.
+    """
     x, source = operands
     dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
@@ -424,7 +516,11 @@ def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Running sums and differences to the place before: real places depend on places before them."""
+    """Return what is known of the result of ``cumsum`` or ``diff``; ``None`` if its dim is not padded.
+
+    Padded elements come last, so the results before them do not depend on them. ``operands``: what is known of each
+    operand.
+    """
     x = operands[0]
     dim = as_dim(get_node_argument(node, "dim", -1), len(x.dims))
     if not any(p.grows for p in x.dims[dim]):
@@ -436,6 +532,11 @@ def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
 
 
 def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    """Return what is known of the result of ``gather``. A fault is added if it may read padded elements for others.
+
+    It reads none if the source is not padded along the operator's dim, or if each element reads itself. ``operands``:
+    what is known of the source and the index.
+    """
     x, index = operands
     dim, rank = as_dim(get_node_argument(node, "dim"), len(x.dims)), len(x.dims)
     fault, itself = x.fault or index.fault, False
@@ -460,7 +561,10 @@ def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """``where`` with one and the same condition everywhere is one of its branches."""
+    """Return what is known of a branch of ``where`` if its condition is the same everywhere; ``None`` if it is not.
+
+    ``operands``: what is known of each operand.
+    """
     if len(node.args) < 3 or operands[0].uniform is None or operands[0].fault:
         return None
     branch = node.args[1 if operands[0].uniform else 2]
@@ -470,7 +574,11 @@ def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Softmax along a dim whose padded places have no weight."""
+    """Return what is known of the result of ``softmax``; ``None`` if its dim is not padded.
+
+    A fault is added unless padded elements have no weight, because their scores are very low or a causal mask hides
+    them. ``operands``: what is known of the scores.
+    """
     (x,) = operands[:1]
     (dim,) = as_dims(get_node_argument(node, "dim"), len(x.dims))
     part = x.growing_part(dim)
@@ -486,7 +594,11 @@ def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
-    """Attention: padded keys are masked, by number or by their position behind every real query."""
+    """Return what is known of the result of an attention. A fault is added unless padded keys are masked.
+
+    They are masked by their number in the mask, or by a causal mask, because they are behind every query of the batch.
+    ``operands``: what is known of queries, keys, values and masks.
+    """
     query, key, value, *masks = operands
     rank = len(query.dims)
     fault = next((o.fault for o in operands if o.fault), "")
@@ -514,7 +626,10 @@ def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> bool:
-    """Return whether the dims of a mask grow as those of the scores do."""
+    """Return whether the dims of an attention mask grow with the batch exactly where those of the scores do.
+
+    ``mask``, ``query``, ``key``: what is known of them.
+    """
     scores = (*query.dims[:-1], key.dims[-2])
     for own, of in zip(reversed(mask.dims), reversed(scores), strict=False):
         grown = [tuple(p.kind for p in parts if p.grows) for parts in (own, of)]
@@ -524,7 +639,11 @@ def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> boo
 
 
 def _find_batch_dims(*operands: PaddedValue) -> list[Parts] | None:
-    """The dims in front of positions and features, in which queries, keys and values have to agree."""
+    """Return the parts of the dims before positions and features, if they grow alike in queries, keys and values;
+    ``None`` if not.
+
+    ``operands``: what is known of queries, keys and values.
+    """
     dims: list[Parts] = []
     for d, parts in enumerate(operands[0].dims[:-2]):
         kinds = {tuple(p.kind for p in o.dims[d] if p.grows) for o in operands}
@@ -535,7 +654,11 @@ def _find_batch_dims(*operands: PaddedValue) -> list[Parts] | None:
 
 
 def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
-    """Return whether a mask hides padded keys from every real query."""
+    """Return whether an attention mask hides padded keys from every query of the batch.
+
+    ``node``: the attention operator. ``mask``: what is known of the mask. ``ordered``: queries and keys grow alike, so
+    that a causal mask also hides padded keys.
+    """
     rank, chooses = len(mask.dims), operands_of(node)[-1].meta["val"].dtype == torch.bool
     part = mask.growing_part(rank - 1)
     if part is None or mask.fault:
@@ -547,7 +670,11 @@ def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
 
 
 def _reduce_truth(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """``any`` of padded places that are false, ``all`` of padded places that are true."""
+    """Return what is known of the result of ``any`` or ``all``; ``None`` if its dims are not padded.
+
+    A fault is added unless padded elements are false for ``any``, or true for ``all``. ``operands``: what is known of
+    the operand.
+    """
     (x,) = operands
     neutral = 0.0 if operator_name(node) == "any" else 1.0
     dims = as_dims(get_node_argument(node, "dim"), len(x.dims))

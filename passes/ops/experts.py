@@ -292,8 +292,8 @@ def find_grouped_product(target: Any) -> GroupedProduct | None:
 
 
 def by_expert(target: torch._ops.OpOverload, rows: int = 0, weight: int = 1, expert: int = 2) -> None:
-    """Declare that an operator works on each row with the weight of the row's expert, so that experts may be distributed
-    over ranks.
+    """Declare that an operator works on each row with the weight of the row's expert, so that experts can be
+    distributed over ranks.
 
     How the operator may be sharded otherwise is declared by :func:`partitioner.passes.rules.rule`.
 

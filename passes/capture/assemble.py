@@ -66,10 +66,10 @@ def assemble_program_graph(
         program: a program whose graph is flat and functional.
         canonical: maps every name of a state (parameter, buffer or constant) to the name that is used for it.
         with_loss: whether the last result of the program is the loss.
-        empty_turns: in loops over the experts that have rows, replace the masks of even (0) or odd (1) iterations by
-            empty ones; ``None`` leaves all masks unchanged.
-        decided: lists of expert rows on which a branch of forward depended, each by its number in the trace. Their
-            masks are replaced by empty ones too, if ``empty_turns`` is given.
+        empty_turns: replace the masks of the rows of even (0) or odd (1) experts in traced loops over the experts of a
+            mixture by empty masks; ``None`` leaves all masks unchanged.
+        decided: lists of an expert's rows on which a branch of forward depended, each by its number in the trace.
+            ``empty_turns`` applies to the masks of these experts, too.
         numbers: inputs that are Python numbers and that the graph reads as tensors: path -> value.
     """
     graph = fx.Graph()
@@ -143,10 +143,11 @@ def _number_kind(value: int | float | None) -> Literal["int", "float"] | None:
 def _copy_selected_rows(
     selected: SelectedRows, node: fx.Node, env: Mapping[fx.Node, Any], classes: dict[str, str]
 ) -> Any:
-    """Copy an operator that reads rows that a mask selects to the new graph, at a fixed size, and return the copy.
+    """Copy ``node``, an operator on rows that a mask selects, to the new graph at a fixed size, and return the copy.
 
-    Raise :class:`UnsupportedError` if it has no form of fixed size. ``env``: maps nodes of the program to nodes of the
-    new graph. ``classes``: receives the class names of the node's modules, by module path.
+    Raise :class:`UnsupportedError` if it has no form of fixed size. ``selected``: makes such copies. ``env``: maps
+    nodes of the program to nodes of the new graph. ``classes``: receives the class names of the node's modules, by
+    module path.
     """
     try:
         return selected.copy_node(node, env, _find_model_location(node, classes))

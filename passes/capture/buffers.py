@@ -130,6 +130,9 @@ def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
 
     @functools.wraps(forward)
     def writing(*args: Any, **kwargs: Any) -> Any:
+        """Call the model's forward and return its output; then copy the values that it assigned into the model's own
+        tensors.
+        """
         held = _HeldStates.by(model)  # the tensors of this trace
         with _export_unaware(), _DataAccess(held, (args, kwargs), double) as data:
             output = data.output(forward(*args, **kwargs))
@@ -160,6 +163,9 @@ def aliases_traced(model: nn.Module) -> Iterator[None]:
 
     @functools.wraps(forward)
     def following(*args: Any, **kwargs: Any) -> Any:
+        """Call the model's forward while all other places that hold a parameter or buffer hold the traced tensor;
+        return its output.
+        """
         before = [alias.holder[alias.key] for alias in aliases]
         try:
             for alias in aliases:
@@ -364,6 +370,9 @@ class _DataAccess(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Call a torch function with the tensors that replace those to whose ``.data`` forward assigned, and record
+        accesses.
+        """
         kwargs = kwargs or {}
         if self._plain:
             self.read |= {id(a) for a in pytree.tree_leaves((args, kwargs))} & self._plain
@@ -514,7 +523,7 @@ def _find_tensor_memory(tensor: Tensor) -> fx.Node | None:
 
 
 def _format_tensor_spec(value: Tensor | None) -> str:
-    """Return dtype and shape of a tensor as text, such as ``float32 of shape (4, 8)``; ``None`` as text for no
+    """Return dtype and shape of a tensor as text, such as ``float32 of shape (4, 8)``; the text ``None`` for no
     tensor.
     """
     if value is None:
@@ -551,7 +560,8 @@ _PLACE = ("path", "source", "stack")
 
 
 def settle_updates(captured: Captured) -> dict[str, fx.Node]:
-    """Add an operator for each parameter or buffer that forward changes, and return these nodes by its name.
+    """Add an operator for each parameter or buffer that forward changes, and return the new nodes by the name of the
+    parameter or buffer.
 
     The node's result becomes the tensor's value at the end of a step. The graph is changed in place: it outputs these
     nodes after its other results. Raises :class:`UnsupportedError` if forward changes a parameter that is trained.

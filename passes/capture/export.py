@@ -304,6 +304,9 @@ def _numbers_lifted(twin: ParameterlessCopy) -> Iterator[None]:
 
     @functools.wraps(forward)
     def lifted(*args: Any, **kwargs: Any) -> Any:
+        """Call forward with lifted numbers in place of Python numbers, write the counters to their buffers, and return
+        the output.
+        """
         twin.scope.start()
         holders = [(vars(twin.module.get_submodule(c.path)), c) for c in twin.counters]
         for held, counter in holders:
@@ -323,8 +326,8 @@ def _write_counter(buffer: Tensor, value: Any, counter: Counter, scope: LiftScop
     """Write ``value``, a Python number that forward left in an attribute, to the 0-dimensional ``buffer`` that stands
     for it.
 
-    ``counter``: describes the attribute. Raises ``NotLiftable`` by ``scope`` if the value is no number, or a fraction
-    in place of a whole number.
+    ``counter``: describes the attribute. Raises the exception that ``scope`` makes if the value is no number, or a
+    fraction in place of a whole number.
     """
     with torch.no_grad():
         if is_lifted(value):

@@ -387,7 +387,8 @@ def _find_trainable_placeholders(program: ExportedProgram) -> set[str]:
 class _RegionInliner:
     """Copies a graph and its sub-graphs into one graph, and tracks which values require a gradient.
 
-    A sub-graph is a region in which gradients or autocast are switched.
+    A sub-graph is a region in which gradients or autocast are switched. ``trainable``: the names of the placeholders
+    that require a gradient.
     """
 
     def __init__(self, trainable: set[str]) -> None:
@@ -402,8 +403,8 @@ class _RegionInliner:
     def inline_program(self, program: ExportedProgram) -> fx.Graph:
         """Copy the whole program into one graph and return the graph.
 
-        Raise :class:`UnsupportedError` if a result or an operator reads a tensor that was written to behind its
-        gradient.
+        Raise :class:`UnsupportedError` if a result or an operator reads a tensor that was written to without autograd's
+        knowledge.
         """
         env: dict[fx.Node, Any] = {}
         for node in program.graph.nodes:

@@ -449,6 +449,9 @@ def find_draw(run: Callable[[], Any]) -> str:
     generators = (random.Random, np.random.RandomState, np.random.Generator)
 
     def watch(frame: types.FrameType, event: str, argument: Any) -> None:
+        """Record the user's line if a profiling event is a call of a random generator's method. Only the first one is
+        recorded.
+        """
         if found:
             return
         owner = getattr(argument, "__self__", None) if event == "c_call" else frame.f_locals.get("self")

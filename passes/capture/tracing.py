@@ -185,6 +185,9 @@ class Tracer:
         numbers, uses = plain_numbers(arguments), dict[str, str]()
 
         def runs(chosen: dict[str, int | float]) -> bool:
+            """Return whether forward accepts the numbers ``chosen`` (path -> value) as tensors; record the use that
+            prevents a single one.
+            """
             tried = self.renew(twin, numbers=chosen)
             result = try_forward(tried, *lift_leaves(arguments, tried))
             if len(chosen) == 1:
@@ -213,10 +216,17 @@ class Tracer:
         def made(
             twin: ParameterlessCopy, program: ExportedProgram, finish: Callable[[Captured], Captured]
         ) -> tuple[Captured, ParameterlessCopy]:
+            """Return the captured graph of an exported program, with variants for even and odd experts, and ``twin``.
+
+            ``finish``: a last rewrite of the graph.
+            """
             hits = twin.hits
             hits.check()
 
             def captured(parity: int | None) -> Captured:
+                """Return the captured graph, with empty masks for even (``parity`` 0) or odd (1) experts; ``None``
+                leaves all masks unchanged.
+                """
                 decided = hits.guards.decided if hits.guards is not None else ()
                 with_loss, numbers = self.loss is not None, twin.numbers
                 found = assemble_program_graph(
@@ -286,6 +296,9 @@ class Tracer:
 
         @functools.wraps(forward)
         def with_loss(*args: Any, **kwargs: Any) -> Any:
+            """Call forward, and return its output, or (output, loss) if there is a loss; record the attributes of all
+            modules.
+            """
             output = forward(*args, **kwargs)
             output = output if loss is None else (output, loss(output))
             left.clear()
@@ -413,7 +426,8 @@ class _Settling:
         """Yield a note if forward read the time without effect on what it computes; nothing if it did not read the
         time.
 
-        Raise :class:`UnsupportedError` if a trace at another time computes something else.
+        Raise :class:`UnsupportedError` if a trace at another time computes something else. ``clock``: records where
+        forward read the time.
         """
         if not clock.asked_at:
             return

@@ -406,6 +406,7 @@ def take_hooks_into_forward(model: nn.Module) -> None:
     own: Callable[..., Any] = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        """Call the model's forward and its forward hooks, as calling the module would, and return the last output."""
         for number, hook in before.items():
             found = hook(model, args, kwargs) if number in named else hook(model, args)
             if found is not None and number in named:

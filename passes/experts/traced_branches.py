@@ -130,6 +130,9 @@ def guards_traced(guards: TracedBranches) -> Iterator[None]:
     plain: Callable[[SymBool], bool] = SymBool.__bool__
 
     def decided(self: SymBool) -> bool:
+        """Return the truth of a symbolic condition, after its outcome was fixed if it only tests whether an expert has
+        rows.
+        """
         try:
             return plain(self)
         except GuardOnDataDependentSymNode:
@@ -154,6 +157,9 @@ class _BranchMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Call a torch function. The rows of an expert's mask are listed through a marker, and a test for rows has a
+        fixed outcome.
+        """
         kwargs = kwargs or {}
         if get_proxy_mode() is None:
             return func(*args, **kwargs)

@@ -159,6 +159,7 @@ class _LoopIndexMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Call a torch function. An index by a loop's index tensor becomes one by the number of its expert."""
         if func is Tensor.__getitem__ and self.hits.turns:
             of, index = args
             turn, number = self._find_expert_number(of), self._find_expert_number(index)

@@ -139,8 +139,10 @@ def insert_operator_node(
     """Insert an operator at the graph's current insertion point, compute its meta tensor and return the new node.
 
     Args:
-        target: the operator. ``args`` and ``kwargs`` are its arguments, with nodes in place of tensors.
-        like: a node from which the metadata ``path``, ``source`` and ``grad`` are copied.
+        target: the operator.
+        args: its positional arguments, with nodes in place of tensors.
+        kwargs: its keyword arguments; ``None`` for none.
+        like: a node from which the metadata ``path``, ``source`` and ``grad`` are copied; ``None`` for none.
     """
     node = graph.call_function(target, args, dict(kwargs or {}))
     if like is not None:

@@ -278,7 +278,7 @@ class LiftedNumber:
     def _compare_with_value(self, name: str, other: Any) -> Any:
         """Compare this number with ``other``: return a tensor for a tensor, or the recorded outcome for a number.
 
-        ``name``: the comparison, such as ``lt``.
+        ``name``: the comparison, such as ``lt``. The outcome is that of the planned number.
         """
         if isinstance(other, Tensor):
             return getattr(torch, name)(_match_number_dtype(self, [other]), other)
@@ -369,12 +369,16 @@ _UFUNCS = {
 
 
 def _make_binary_method(name: str, swapped: bool) -> Callable[[Any, Any], Any]:
-    """Return the method for a binary operator of lifted numbers, such as ``__add__``, or ``__radd__`` if ``swapped``.
+    """Return a method such as ``__add__``, or ``__radd__`` if ``swapped``, for lifted numbers (Python numbers that are
+    traced as tensors).
 
     ``name``: the operator, such as ``add``.
     """
 
     def method(self: Any, other: Any) -> Any:
+        """Return a tensor for a tensor operand, a lifted number for a number, and ``NotImplemented`` for
+        anything else.
+        """
         if isinstance(other, Tensor):
             mine = _match_number_dtype(self, [other])
             function = OPERATORS[name].on_tensors
@@ -393,8 +397,9 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
 
 
 def is_lifted(value: Any) -> bool:
-    """Return whether ``value`` is a :class:`LiftedNumber`. ``isinstance`` cannot tell, because such a number reports
-    the class ``int`` or ``float``.
+    """Return whether ``value`` is a :class:`LiftedNumber`, a Python number that is traced as a tensor.
+
+    ``isinstance`` cannot tell, because such a number reports the class ``int`` or ``float``.
     """
     return type(value) is LiftedNumber
 
@@ -404,6 +409,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _value_of(value: Any) -> Number:
+    """Return the planned Python number that a lifted number (one that is traced as a tensor) stands for; any other
+    number unchanged.
+    """
     return value.value if is_lifted(value) else value  # type: ignore[no-any-return]
 
 
@@ -412,8 +420,8 @@ def _expression_of(value: Any) -> Expression:
 
 
 def apply_number_operator(name: str, *operands: Any) -> Any:
-    """Apply an operator such as ``add`` or ``sqrt`` to Python numbers, at least one of them lifted. Return a lifted
-    number.
+    """Apply an operator such as ``add`` or ``sqrt`` to Python numbers, at least one of them lifted (traced as a
+    tensor). Return a lifted number.
 
     ``name``: a key of ``OPERATORS``. Raises :class:`NotLiftable` if the result cannot be represented by a tensor.
     """
@@ -437,7 +445,9 @@ def apply_number_operator(name: str, *operands: Any) -> Any:
 
 
 def _tensor_of(value: Any, real: bool) -> Tensor:
-    """Return a lifted or Python number as a 0-dimensional tensor: float64 if ``real``, else int64."""
+    """Return a Python number, lifted (traced as a tensor) or not, as a 0-dimensional tensor: float64 if ``real``, else
+    int64.
+    """
     dtype = torch.float64 if real else torch.int64
     if is_lifted(value):
         tensor: Tensor = value.tensor
@@ -450,7 +460,9 @@ _OF_ONE_TYPE = frozenset({torch.lerp, Tensor.lerp, Tensor.lerp_})  # operands th
 
 
 def _match_number_dtype(number: LiftedNumber, others: Sequence[Tensor], of_one_type: bool = False) -> Tensor:
-    """Return the tensor of ``number``, cast so that torch promotes dtypes as for a Python number.
+    """Return the tensor of a lifted number, cast so that torch promotes dtypes as for a Python number.
+
+    A lifted number is a Python number that is traced as a tensor.
 
     Args:
         others: the tensor operands with which the number is combined.
@@ -479,7 +491,8 @@ def _promote_tensor_dtypes(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def _replace_lifted_numbers(func: Any, args: Any, tree: Any = None) -> Any:
-    """Return ``tree`` (default: ``args``) with lifted numbers replaced by their 0-dimensional tensors.
+    """Return ``tree`` (default: ``args``) with lifted numbers (Python numbers that are traced) replaced by their
+    0-dimensional tensors.
 
     The tensors are cast so that ``func``, a torch function with the arguments ``args``, promotes dtypes as for Python
     numbers.
@@ -496,11 +509,14 @@ def _replace_lifted_numbers(func: Any, args: Any, tree: Any = None) -> Any:
 class _Constructors(TorchFunctionMode):
     """A function mode in which torch functions that accept only Python numbers, such as ``torch.full``, accept lifted
     ones.
+
+    A lifted number is a Python number that is traced as a tensor.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        """Call a torch function, in a form that accepts lifted numbers if one is among its arguments."""
         kwargs = dict(kwargs or {})
         if func in _MAKERS and any(map(is_lifted, (*args, *kwargs.values()))):
             return _MAKERS[func](*args, **kwargs)
@@ -508,8 +524,9 @@ class _Constructors(TorchFunctionMode):
 
 
 def _make_scalar(number: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    """Return the 0-dimensional tensor of the lifted number ``number`` in ``dtype``, or in the dtype that torch gives a
-    Python number.
+    """Return the 0-dimensional tensor of a lifted number (a Python number that is traced as a tensor).
+
+    ``dtype``: its dtype; ``None`` for the dtype that torch gives a Python number.
     """
     kind = torch.get_default_dtype() if isinstance(number.value, float) else torch.int64
     made: Tensor = number.tensor.to(dtype or kind)
@@ -533,7 +550,9 @@ def _make_new_tensor(like: Tensor, data: Any, *, dtype: torch.dtype | None = Non
 
 
 def _add_scaled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a form of ``function`` (``add`` or ``sub``) whose factor ``alpha`` can be a lifted number."""
+    """Return a form of ``function`` (``add`` or ``sub``) whose factor ``alpha`` can be a lifted number (a Python number
+    that is traced as a tensor).
+    """
 
     def scaled(x: Tensor, other: Any, *, alpha: Any = 1, **kwargs: Any) -> Any:
         return function(x, other * alpha, **kwargs)
@@ -578,12 +597,13 @@ def numbers_followed() -> Iterator[None]:
 
 
 def _wrap_math_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a form of a function of ``math`` that accepts lifted numbers.
+    """Return a form of a function of ``math`` that accepts lifted numbers (Python numbers that are traced as tensors).
 
     ``name``: the operator that it applies to them. ``original``: the function, which it calls if no argument is lifted.
     """
 
     def call(*args: Any) -> Any:
+        """Apply the operator to lifted numbers if one is among the arguments, else call the original function."""
         if not any(type(a) is LiftedNumber for a in args):
             return original(*args)
         if name == "log" and len(args) == 2:
@@ -596,12 +616,14 @@ def _wrap_math_function(name: str, original: Callable[..., Any]) -> Callable[...
 
 
 def _followed_extreme(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a form of Python's ``min`` or ``max`` that accepts lifted numbers.
+    """Return a form of Python's ``min`` or ``max`` that accepts lifted numbers (Python numbers that are traced as
+    tensors).
 
     ``name``: ``min`` or ``max``. ``original``: the function itself, which is called if no value is lifted.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Return the smallest or largest value, as a lifted number if one is among the values."""
         values = args
         if len(args) == 1 and isinstance(args[0], tuple | list):
             values = tuple(args[0])

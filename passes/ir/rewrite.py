@@ -72,7 +72,9 @@ class Builder:
 
     @property
     def where(self) -> str:
-        """Return the module path and source line of the operator that is being replaced, for messages."""
+        """Return the module path and source line of the operator that is being replaced, such as ``layers.0
+        (model.py:12)``, for messages.
+        """
         return format_node_location(self.node)
 
 

@@ -37,6 +37,9 @@ def add_product(product: Any) -> Rule:
     """
 
     def rule(build: Builder, c: fx.Node, a: fx.Node, b: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> Any:
+        """Append ``beta * c + alpha * product(a, b)`` as single operators and return the last; ``KEEP`` if torch rounds
+        the factors.
+        """
         whole_numbers = not get_node_tensor(c).dtype.is_floating_point and not get_node_tensor(c).dtype.is_complex
         if whole_numbers and not (isinstance(beta, int) and isinstance(alpha, int)):
             return KEEP  # torch rounds the factors to integers

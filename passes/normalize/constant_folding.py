@@ -266,7 +266,9 @@ def _make_structural_rule(operation: Callable[..., Tensor]) -> Callable[..., Val
 
 
 def _map_value_parts(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
-    """Return ``value`` with ``move`` applied to each of its tensors that has dims."""
+    """Return a constant value with ``move`` applied to its tensor, or to both sides of each comparison of which it
+    consists.
+    """
     if isinstance(value, Tensor):
         return move(value)
     if isinstance(value, ConditionalValue):

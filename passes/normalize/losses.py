@@ -273,6 +273,7 @@ def make_loss_rule(target: Any, position: int) -> Rule:
     """
 
     def rule(build: Builder, *args: Any, **kwargs: Any) -> fx.Node:
+        """Append the unreduced loss and its reduction, and return the node of the result."""
         given = list(args)
         reduction = kwargs.pop("reduction", MEAN)
         if len(given) > position:

@@ -89,7 +89,7 @@ def rewrite_gamma(build: Builder, concentration: fx.Node, generator: Any = None)
     """Rewrite ``_standard_gamma`` as a sample that depends on each element's index; return ``KEEP`` (it stays) if a
     generator is given.
 
-    The gradient by the concentration is torch's, by implicit differentiation.
+    The gradient with respect to the concentration is torch's, by implicit differentiation.
     """
     if generator is not None:
         return KEEP
@@ -104,7 +104,7 @@ def rewrite_dirichlet(build: Builder, concentration: fx.Node, generator: Any = N
     """Rewrite ``_sample_dirichlet`` as a sample that depends on each element's index; return ``KEEP`` (it stays) if a
     generator is given.
 
-    The gradient by the concentration is torch's, by implicit differentiation.
+    The gradient with respect to the concentration is torch's, by implicit differentiation.
     """
     if generator is not None:
         return KEEP
@@ -275,6 +275,9 @@ def make_alpha_dropout_rule(of_channels: bool) -> Rule:
     """
 
     def rule(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
+        """Append alpha dropout of ``x`` with probability ``p`` and return its node; ``x`` itself without training or
+        with ``p`` of 0.
+        """
         if not train or p == 0:
             return x
         if p == 1:

@@ -353,6 +353,9 @@ def written_piece(target: Any) -> Rule:
     """
 
     def rule(build: Builder, x: fx.Node, source: fx.Node, dim: int = 0, *place: Any, **named: Any) -> Any:
+        """Append the write of ``source`` to a slice of a complex ``x`` and return its node; ``KEEP`` (it stays) for a
+        real ``x``.
+        """
         if not get_node_tensor(x).dtype.is_complex:
             return KEEP
         parts = [build(aten.view_as_real.default, value) for value in (x, source)]

@@ -273,12 +273,15 @@ def _few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
 
 
 def gamma_grad(concentration: Tensor, sample: Tensor) -> Tensor:
-    """Return the derivative of a gamma sample by its concentration, by torch's implicit differentiation."""
+    """Return the derivative of a gamma sample with respect to its concentration, by torch's implicit
+    differentiation.
+    """
     return torch._standard_gamma_grad(concentration, sample)
 
 
 def dirichlet_grad(sample: Tensor, concentration: Tensor, total: Tensor) -> Tensor:
-    """Return the derivative of a Dirichlet sample by its concentration, by torch's implicit differentiation.
+    """Return the derivative of a Dirichlet sample with respect to its concentration, by torch's implicit
+    differentiation.
 
     ``total``: the sum of the concentrations of each distribution.
     """
@@ -669,6 +672,7 @@ class _Generators(TorchFunctionMode):
         self.line_now = line_now
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a torch function. Raise :class:`UnsupportedError` if one of its arguments is a random generator."""
         kwargs = kwargs or {}
         if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
             name = getattr(func, "__name__", str(func))

@@ -75,8 +75,8 @@ class _Axis:
 def _follow_graph(
     main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _Axis
 ) -> dict[fx.Node, Values]:
-    """Return for each node of ``main``'s graph what is known of its results if the inputs are padded, in order of the
-    results.
+    """Return for each node of ``main``'s graph what is known of its results if the inputs are padded; one entry for
+    each result.
 
     ``other``: the model's graph for another batch size. ``pairs``: node of ``main`` -> node of ``other`` that does the
     same. ``axis``: the padding of the inputs.
@@ -96,10 +96,10 @@ def _follow_graph(
 
 
 def _follow_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Values], sizes: Sizes) -> Values:
-    """Return what is known of the results of an operator if the inputs are padded, in order.
+    """Return what is known of the results of an operator if the inputs are padded; one entry for each result.
 
-    ``partner``: the same operator in the graph for the other batch size. ``values``: what is known of earlier nodes.
-    ``sizes``: the two batch sizes.
+    ``partner``: the same operator in the graph for the other batch size. ``values``: what is known of the results of
+    earlier nodes. ``sizes``: the two batch sizes.
     """
     if operator_name(node) == "getitem":
         source, index = node.args
@@ -117,7 +117,9 @@ def _follow_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Value
 
 
 def _describe_input(node: fx.Node, path: str, axis: _Axis) -> PaddedValue:
-    """Return what is known of the elements of the input ``path``, padded as ``axis`` says."""
+    """Return what is known of the elements of the input with the path ``path``, if the inputs are padded as ``axis``
+    says.
+    """
     value = plain_value(shapes_of(node)[0])
     if path not in axis.dims:
         return value
@@ -125,11 +127,11 @@ def _describe_input(node: fx.Node, path: str, axis: _Axis) -> PaddedValue:
 
 
 def _describe_state(main: Captured, other: Captured, name: str, axis: _Axis) -> PaddedValue:
-    """Return what is known of the parameter, buffer or constant ``name``. Its value has a fault if it depends on the
-    batch size.
+    """Return what is known of the parameter, buffer or constant ``name`` if the inputs are padded as ``axis`` says.
 
-    A constant that is the first part of a larger one, such as a table by position, has no fault. ``main``, ``other``:
-    the model's graphs for the two batch sizes of ``axis``.
+    It gets a fault (a reason why padding may change results) if its value depends on the batch size. A constant that is
+    the first part of a larger one, such as a table by position, has no fault. ``main``, ``other``: the model's graphs
+    for two batch sizes.
     """
     shape, theirs = main.states[name].spec.shape, other.states[name].spec.shape
     if shape == theirs:
@@ -145,7 +147,8 @@ def _describe_state(main: Captured, other: Captured, name: str, axis: _Axis) -> 
 def _kept_values(main: Captured, values: Mapping[fx.Node, Values]) -> Iterator[PaddedValue]:
     """Yield what is known of the values that padding must not change: the loss, new values of buffers, and outputs.
 
-    ``values``: what is known of each node's results. A loss that grows with the batch is yielded again, with a fault.
+    ``values``: what is known of each node's results. A loss that grows with the batch is yielded again, with a fault (a
+    reason why padding may change it).
     """
     by_name = {node.name: found[0] for node, found in values.items()}
     names = [main.loss, *main.updates.values(), *(o.value for o in main.outputs)]

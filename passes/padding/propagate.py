@@ -68,7 +68,7 @@ def _explain(node: fx.Node, what: str) -> str:
 
 
 def _describe_plain(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
-    """Return what is known of the result of an operator that does not depend on the batch size."""
+    """Describe the result of an operator whose operands and result do not depend on the batch size."""
     value = plain_value(shapes_of(node)[0])
     return replace(value, uniform=_find_uniform(node, operands))
 
@@ -89,10 +89,7 @@ def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], s
 
 
 def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | None:
-    """Return the number that all elements of an operator's result have; ``None`` if they may differ.
-
-    ``operands``: what is known of each operand.
-    """
+    """Return the number that all elements of an operator's result have; ``None`` if they may differ."""
     name = operator_name(node)
     if name in ("full", "new_full", "full_like"):
         number = get_node_argument(node, "fill_value")
@@ -117,11 +114,11 @@ def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | Non
 def _by_factors(
     node: fx.Node, operands: Sequence[PaddedValue], others: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Values:
-    """Return what is known of each result of an operator, derived from its factor rule (which dims of operands and
-    results are one loop).
+    """Describe each result of an operator by its factor rule, which says which dims of operands and results are one
+    loop.
 
-    A result gets a fault if the operator mixes padded elements with others. ``operands``: what is known of each
-    operand. ``others``: the shapes of the results in the graph for another batch size. ``sizes``: the two batch sizes.
+    A result gets a fault (a reason why padding may change other elements) if the operator mixes padded elements with
+    others. ``others``: the shapes of the results in the graph for another batch size. ``sizes``: the two batch sizes.
     """
     shapes, fault = shapes_of(node), next((o.fault for o in operands if o.fault), "")
     rule = factors_of(node)
@@ -169,8 +166,8 @@ def _has_no_later_keys(value: PaddedValue, rule: OpFactors, operand: int, factor
     """Return whether an operand is zero wherever its key index, along ``factor``, exceeds its query index, which the
     result has.
 
-    Padded keys then add nothing to the result for a query of the batch. ``operand``: the operand's index, from 0.
-    ``rule``: which dims of operands and results are one loop (a factor).
+    Padded keys then add nothing for a query of the batch. ``operand``: the operand's index, from 0. ``rule``: which
+    dims of operands and results are one loop (a factor).
     """
     if value.causal is None or value.causal[2] != 0:
         return False
@@ -186,8 +183,8 @@ def _check_entrywise(
     """Return why an operator mixes padded elements with others; empty if it works element by element, or adds up padded
     zeros.
 
-    ``rule``: which dims of operands and results are one loop (a factor). ``held``: for each operand, the parts of its
-    dims by factor. ``operands``: what is known of each operand.
+    ``rule``: which dims of operands and results are one loop (a factor). ``held``: each operand's parts of dims by
+    factor.
     """
     made = {f for dims in rule.results for factors in dims for f in factors}
     coupled = {*rule.whole, *rule.lower} | ({rule.spans.factor} if rule.spans is not None else set())
@@ -211,11 +208,11 @@ def _build_result(
     other: Sequence[int],
     sizes: Sizes,
 ) -> PaddedValue:
-    """Return what is known of the result ``index`` (from 0) of an operator, by its factor rule.
+    """Describe the result ``index`` (from 0) of an operator by its factor rule (which dims of operands and results are
+    one loop).
 
-    ``rule``: which dims of operands and results are one loop (a factor). ``held``: for each operand, the parts of its
-    dims by factor. ``operands``: what is known of each operand. ``other``: the shape of the result in the graph for
-    another batch size. ``sizes``: the two batch sizes.
+    ``held``: for each operand, the parts of its dims by factor (loop). ``operands``: the described operands. ``other``:
+    the shape of the result in the graph for another batch size. ``sizes``: the two batch sizes.
     """
     known: dict[str, Parts] = {}
     for of in held:
@@ -250,10 +247,11 @@ def _build_result(
 
 
 def _find_first_places(node: fx.Node, size: int, other: int, sizes: Sizes) -> Part:
-    """Return the part that makes up a dim of a result without growing parts.
+    """Return the part that makes up a dim of a result without growing parts. It grows if it has the first elements of a
+    longer dim.
 
-    It grows only if ``node`` slices the first elements of a longer dim, as many as the batch has. ``size``, ``other``:
-    the dim's sizes at the two batch sizes ``sizes``.
+    ``size``, ``other``: the dim's sizes at the batch sizes ``sizes``, which a growing part follows. ``node``: a
+    ``slice``, if it grows.
     """
     created = find_created_part(size, other, sizes)
     first = operator_name(node) == "slice" and not get_node_argument(node, "start")
@@ -263,11 +261,11 @@ def _find_first_places(node: fx.Node, size: int, other: int, sizes: Sizes) -> Pa
 def _find_fill(
     node: fx.Node, factor: str, index: int, held: Sequence[Mapping[str, Parts]], operands: Sequence[PaddedValue]
 ) -> float | None:
-    """Return the number in the padded elements of a result along the part ``index`` of ``factor``; ``None`` if it is
-    not known.
+    """Return the number in the padded elements of a result along part ``index`` (from 0) of ``factor``; ``None`` if not
+    known.
 
-    A factor is a loop of the operator, which may consist of several parts (outermost first). ``held``: for each
-    operand, the parts of its dims by factor. ``operands``: what is known of each operand.
+    A factor is a loop of the operator, and has one or more parts. ``held``: each operand's parts of dims by factor.
+    ``operands``: the described operands.
     """
     name = operator_name(node)
     numbers = [
@@ -286,8 +284,8 @@ def _with_coordinates(
 ) -> PaddedValue:
     """Return ``value``, the description of an operator's result, with what is known of its elements from their indices.
 
-    ``rule``: which dims of operands and results are one loop. ``operands``: what is known of each operand. An example
-    is that ``arange`` makes indices, and that a comparison of two index tensors makes a causal mask.
+    For example, ``arange`` makes indices, and a comparison of two index tensors makes a causal mask. ``rule``: which
+    dims of operands and results are one loop.
     """
     name = operator_name(node)
     if name == "arange" and get_node_argument(node, "step", 1) == 1 and isinstance(start := _start_of(node), int):
@@ -323,8 +321,8 @@ def _with_coordinates(
 
 
 def _compare_distance(name: str, sign: float, number: Any) -> float | None:
-    """Return 1 or 0 if a comparison holds or fails for every distance between a key and a query before it; ``None`` if
-    it depends on the distance.
+    """Return 1 or 0 if a comparison holds or fails for every distance of a key to a query before it; ``None`` if it
+    depends.
 
     ``name``: the comparison, such as ``lt``. ``sign``: 1 for distances of at least 1 (key minus query), -1 for at most
     -1. ``number``: the number with which distances are compared.
@@ -344,10 +342,10 @@ ORDERS: dict[str, Callable[[int, int], bool]] = {"le": op.le, "lt": op.lt, "ge":
 def _combine_causal(
     node: fx.Node, operands: Sequence[PaddedValue], homes: Sequence[Mapping[int, int]]
 ) -> Causal | None:
-    """Return (dim of queries, dim of keys, number) for a pointwise operator's result: it has the number wherever the
-    key index exceeds the query index.
+    """Return (dim of queries, dim of keys, number): a pointwise operator's result has the number where the key index is
+    larger.
 
-    Return ``None`` if this number is not known. ``homes``: for each operand, its dims -> dims of the result.
+    ``None`` if this number is not known. ``homes``: for each operand, its dims -> dims of the result.
     """
     moved = [_move_pair(o.causal, home) for o, home in zip(operands, homes, strict=True)]
     for pair in moved:
@@ -371,7 +369,7 @@ def _start_of(node: fx.Node) -> Any:
 
 
 def _map_dims(rule: OpFactors, operand: int) -> dict[int, int]:
-    """Return a map from dims of an operand to the dims of the first result that are the same loop of the operator.
+    """Return dim of an operand -> dim of the first result, for the dims that are the same loop of the operator.
 
     ``operand``: the operand's index, from 0. ``rule``: which dims of operands and results are one loop.
     """
@@ -384,8 +382,7 @@ def _moved(dim: int | None, to: Mapping[int, int]) -> int | None:
 
 
 def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
-    """Return (dim, dim, number) of an operand with its dims as dims of the result; ``None`` if one of them is not in
-    the result.
+    """Return (dim, dim, number) of an operand with the dims of the result; ``None`` if the result lacks one of them.
 
     ``to``: dim of the operand -> dim of the result.
     """
@@ -398,10 +395,10 @@ def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
 
 
 def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of ``slice``; ``None`` if the factor rule of the operator describes it.
+    """Describe the result of ``slice`` if the batch is padded; ``None`` if no part of its dim grows with the batch.
 
-    A fault is added if the slice picks elements whose place depends on the padding. ``operands``: what is known of each
-    operand.
+    It has a fault (a reason why padding may change other elements) if it takes elements whose place depends on the
+    padding.
     """
     (x,) = operands[:1]
     dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
@@ -420,10 +417,9 @@ def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue
 
 
 def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of ``constant_pad_nd``, whose operand may grow with the batch.
+    """Describe the result of ``constant_pad_nd`` if the batch is padded.
 
-    A fault is added if other numbers than the padding's own are written behind padded elements. ``operands``: what is
-    known of the operand.
+    It has a fault (a reason why padding may change other elements) if it writes other numbers behind padded elements.
     """
     (x,) = operands
     amounts, value = get_node_argument(node, "pad"), x
@@ -452,9 +448,9 @@ def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
 
 
 def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of ``cat``; ``None`` if no operand is padded along its dim.
+    """Describe the result of ``cat`` if the batch is padded; ``None`` if no operand is padded along its dim.
 
-    A fault is added unless only the last operand is padded there. ``operands``: what is known of each operand.
+    It has a fault (a reason why padding may change other elements) unless only the last operand is padded there.
     """
     dim = as_dim(get_node_argument(node, "dim", 0), len(operands[0].dims))
     if not any(p.grows for o in operands for p in o.dims[dim]):
@@ -469,9 +465,9 @@ def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue 
 
 
 def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of ``select``; ``None`` if the dim is not padded.
+    """Describe the result of ``select`` if the batch is padded; ``None`` if its dim is not padded.
 
-    A fault is added unless the first element is selected. ``operands``: what is known of the operand.
+    It has a fault (a reason why padding may change other elements) unless the first element is selected.
     """
     (x,) = operands[:1]
     dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
@@ -483,10 +479,9 @@ def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of ``slice_scatter``; ``None`` if its dim is not padded.
+    """Describe the result of ``slice_scatter`` if the batch is padded; ``None`` if its dim is not padded.
 
-    A fault is added unless the written slice ends with the dim. ``operands``: what is known of the target and the
-    source.
+    It has a fault (a reason why padding may change other elements) unless the written slice ends with the dim.
     """
     x, source = operands
     dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
@@ -503,9 +498,9 @@ def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of ``select_scatter``; ``None`` if its dim is not padded.
+    """Describe the result of ``select_scatter`` if the batch is padded; ``None`` if its dim is not padded.
 
-    A fault is added unless the first element is written. ``operands``: what is known of the target and the source.
+    It has a fault (a reason why padding may change other elements) unless the first element is written.
     """
     x, source = operands
     dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
@@ -516,10 +511,9 @@ def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of ``cumsum`` or ``diff``; ``None`` if its dim is not padded.
+    """Describe the result of ``cumsum`` or ``diff`` if the batch is padded; ``None`` if its dim is not padded.
 
-    Padded elements come last, so the results before them do not depend on them. ``operands``: what is known of each
-    operand.
+    Padded elements come last, so the results before them do not depend on them.
     """
     x = operands[0]
     dim = as_dim(get_node_argument(node, "dim", -1), len(x.dims))
@@ -532,10 +526,10 @@ def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
 
 
 def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of ``gather``. A fault is added if it may read padded elements for others.
+    """Describe the result of ``gather`` if the batch is padded.
 
-    It reads none if the source is not padded along the operator's dim, or if each element reads itself. ``operands``:
-    what is known of the source and the index.
+    It has a fault (a reason why padding may change other elements) unless the source is not padded along its dim, or
+    each element reads itself.
     """
     x, index = operands
     dim, rank = as_dim(get_node_argument(node, "dim"), len(x.dims)), len(x.dims)
@@ -561,10 +555,7 @@ def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of a branch of ``where`` if its condition is the same everywhere; ``None`` if it is not.
-
-    ``operands``: what is known of each operand.
-    """
+    """Describe a branch of ``where`` whose condition has one value everywhere; ``None`` if the condition may differ."""
     if len(node.args) < 3 or operands[0].uniform is None or operands[0].fault:
         return None
     branch = node.args[1 if operands[0].uniform else 2]
@@ -574,10 +565,10 @@ def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of ``softmax``; ``None`` if its dim is not padded.
+    """Describe the result of ``softmax`` if the batch is padded; ``None`` if its dim is not padded.
 
-    A fault is added unless padded elements have no weight, because their scores are very low or a causal mask hides
-    them. ``operands``: what is known of the scores.
+    It has a fault (a reason why padding may change other elements) unless padded elements have very low scores or are
+    hidden by a causal mask.
     """
     (x,) = operands[:1]
     (dim,) = as_dims(get_node_argument(node, "dim"), len(x.dims))
@@ -594,10 +585,10 @@ def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
-    """Return what is known of the result of an attention. A fault is added unless padded keys are masked.
+    """Describe the result of an attention if the batch is padded.
 
-    They are masked by their number in the mask, or by a causal mask, because they are behind every query of the batch.
-    ``operands``: what is known of queries, keys, values and masks.
+    It has a fault (a reason why padding may change other elements) unless padded keys are masked: by their number in
+    the mask, or by a causal mask, because they are behind every query of the batch.
     """
     query, key, value, *masks = operands
     rank = len(query.dims)
@@ -626,10 +617,7 @@ def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> bool:
-    """Return whether the dims of an attention mask grow with the batch exactly where those of the scores do.
-
-    ``mask``, ``query``, ``key``: what is known of them.
-    """
+    """Return whether the dims of an attention mask grow with the batch exactly where those of the scores do."""
     scores = (*query.dims[:-1], key.dims[-2])
     for own, of in zip(reversed(mask.dims), reversed(scores), strict=False):
         grown = [tuple(p.kind for p in parts if p.grows) for parts in (own, of)]
@@ -639,10 +627,8 @@ def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> boo
 
 
 def _find_batch_dims(*operands: PaddedValue) -> list[Parts] | None:
-    """Return the parts of the dims before positions and features, if they grow alike in queries, keys and values;
-    ``None`` if not.
-
-    ``operands``: what is known of queries, keys and values.
+    """Return the parts of the dims before positions and features; ``None`` if they grow differently in queries, keys
+    and values.
     """
     dims: list[Parts] = []
     for d, parts in enumerate(operands[0].dims[:-2]):
@@ -654,10 +640,9 @@ def _find_batch_dims(*operands: PaddedValue) -> list[Parts] | None:
 
 
 def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
-    """Return whether an attention mask hides padded keys from every query of the batch.
+    """Return whether the mask of the attention ``node`` hides padded keys from every query of the batch.
 
-    ``node``: the attention operator. ``mask``: what is known of the mask. ``ordered``: queries and keys grow alike, so
-    that a causal mask also hides padded keys.
+    ``ordered``: queries and keys grow alike, so that a causal mask also hides padded keys.
     """
     rank, chooses = len(mask.dims), operands_of(node)[-1].meta["val"].dtype == torch.bool
     part = mask.growing_part(rank - 1)
@@ -670,10 +655,10 @@ def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
 
 
 def _reduce_truth(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of ``any`` or ``all``; ``None`` if its dims are not padded.
+    """Describe the result of ``any`` or ``all`` if the batch is padded; ``None`` if its dims are not padded.
 
-    A fault is added unless padded elements are false for ``any``, or true for ``all``. ``operands``: what is known of
-    the operand.
+    It has a fault (a reason why padding may change other elements) unless padded elements are false (``any``) or true
+    (``all``).
     """
     (x,) = operands
     neutral = 0.0 if operator_name(node) == "any" else 1.0

@@ -188,7 +188,8 @@ def aliases_traced(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StateAlias:
-    """A place outside of the modules' tables that also holds a parameter or buffer, such as an entry of a list.
+    """A place outside of the modules' tables of parameters and buffers that also holds one of these tensors, such as an
+    entry of a list.
 
     ``holder``: the list or dict (or an object's ``__dict__``). ``key``: the index or key in it. ``states``: the
     module's own table of parameters or buffers. ``name``: the key of the same tensor in that table.
@@ -200,7 +201,7 @@ class StateAlias:
     name: str
 
     def follow(self) -> None:
-        """Store the parameter or buffer that the module has now in the other place that holds it."""
+        """Replace the tensor in ``holder`` by the parameter or buffer that the module's own table has now."""
         self.holder[self.key] = self.states[self.name]
 
 
@@ -671,7 +672,8 @@ def initial_values(model: nn.Module | ExportedProgram, folded: FoldedModel) -> d
 def _read_written_numbers(value: Tensor) -> Any | None:
     """Return a buffer's value as one number if all elements are equal, otherwise as nested lists.
 
-    Return ``None`` if the buffer is large or has no values that can be read (a fake, sparse or quantized tensor).
+    Return ``None`` if the buffer is too large or has no plain values (a fake, meta, complex, sparse or quantized
+    tensor).
     """
     known = not (value.is_meta or isinstance(value, FakeTensor) or value.is_complex() or value.is_quantized)
     if not known or value.layout != torch.strided or not 0 < value.numel() <= _LOOKED_AT:

@@ -117,10 +117,11 @@ def _cast_and_expand(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node
 
 
 def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> AffinePart:
-    """Return how the result of ``node`` depends on the graph's inputs. Raise :class:`NotAffine` if it is not linear in
-    them.
+    """Return how the result of ``node`` depends on the graph's inputs: whether it does, and whether it is zero if they
+    are.
 
-    ``found``: this property for the earlier nodes.
+    Raise :class:`NotAffine` if it is not linear in them. ``found``: how the results of the earlier nodes depend on
+    them.
     """
     if node.target is operator.getitem:
         return found[node.args[0]]  # type: ignore[index]

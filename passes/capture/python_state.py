@@ -324,7 +324,8 @@ def _has_attributes(value: Any) -> bool:
 def _has_code_of_users(module: str) -> bool:
     """Return whether the Python module with the name ``module`` is the user's.
 
-    It is if it is a notebook, a script, or a file that belongs to neither Python, torch, NumPy nor this project.
+    It is if it is a notebook, a script, or a file that belongs to neither Python, this project nor a library that this
+    project calls.
     """
     if module.split(".")[0] in ("torch", "builtins", "numpy", "functools", "collections", "typing", "pytest", "abc"):
         return False

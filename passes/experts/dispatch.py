@@ -184,7 +184,7 @@ class _Spreader:
         return self.sent[key]
 
     def _route_rows(self, region: ExpertRegion, like: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-        """Return (order of the rows by rank, counts of rows per rank, expert of each received row) for the experts of
+        """Return the nodes (order of the rows by expert, counts of rows per rank, expert of each received row) for
         ``region``.
 
         The operator that computes them is appended once for each node of expert numbers. ``like``: a node whose

@@ -28,8 +28,8 @@ _WIDTH = 104
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(Field, PrivateAttr))
 class DocumentedModel(ModelMetaclass):
-    """The metaclass of pydantic models whose docstring ends with a list of their fields, so that ``help()`` shows
-    them.
+    """The metaclass of pydantic models whose docstring ends with a list of their fields and descriptions, so that
+    ``help()`` shows them.
     """
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> Any:
@@ -52,6 +52,11 @@ def strip_fields(docstring: str) -> str:
 
 
 def _describe_field(cls: type[BaseModel], name: str, field: FieldInfo) -> str:
+    """Return the lines of a docstring that describe one field: its name, type and default, then its description,
+    indented.
+
+    ``name``: the field's name in the model class ``cls``. ``field``: what pydantic knows of it.
+    """
     kinds = (inspect.get_annotations(base) for base in cls.__mro__)
     kind = next(found[name] for found in kinds if name in found)
     line = f"    {name}: {kind if isinstance(kind, str) else inspect.formatannotation(kind)}"
@@ -63,7 +68,10 @@ def _describe_field(cls: type[BaseModel], name: str, field: FieldInfo) -> str:
 
 
 def _build_signature(fields: dict[str, FieldInfo]) -> inspect.Signature:
-    """Return a signature with one keyword argument for each field, with its default and without a type."""
+    """Return a signature with one keyword argument for each field, with its default and without a type.
+
+    ``fields``: pydantic's description of each field, by the field's name. An alias replaces the name.
+    """
     empty = inspect.Parameter.empty
     return inspect.Signature(
         [

@@ -34,7 +34,7 @@ OTHERS = {
 
 
 def get_dtype_itemsize(name: str) -> int:
-    """Return the bytes of one element of the tensor type ``name``, such as ``bfloat16``.
+    """Return the number of bytes of one element of the tensor type ``name``, such as ``bfloat16``.
 
     Raise ``GraphFormatError`` if there is no such type.
     """
@@ -47,7 +47,7 @@ def get_dtype_itemsize(name: str) -> int:
 
 
 def is_floating(name: str) -> bool:
-    """Whether the tensor type ``name``, such as ``bfloat16``, is a floating-point type.
+    """Return whether the tensor type ``name``, such as ``bfloat16``, is a floating-point type.
 
     Raise ``GraphFormatError`` if there is no such type.
     """
@@ -59,9 +59,8 @@ def is_floating(name: str) -> bool:
 
 
 def sum_type(name: str) -> str:
-    """Return the name of the type in which elements of the type ``name`` are summed.
+    """Return the name of the type in which elements of the type ``name``, such as ``bfloat16``, are summed.
 
-    It is ``float32`` for floating-point types of less than 4 bytes, and ``name`` otherwise. For torch types,
-    :func:`partitioner.passes.ir.gradient_flow.accumulated_in` applies the same rule.
+    It is ``float32`` for floating-point types of less than 4 bytes, and ``name`` itself otherwise.
     """
     return "float32" if is_floating(name) and get_dtype_itemsize(name) < 4 else name

@@ -54,7 +54,7 @@ class ResourceError(PartitionError, OSError):
 class InternalError(PartitionError):
     """Raised for a bug of the partitioner. The unexpected exception is the ``__cause__``.
 
-    ``phase``: the step that was running, such as ``sharding a block``. It is empty if the step is not known.
+    ``phase``: the step that was under way, such as ``sharding a block``. It is empty if the step is not known.
     """
 
     def __init__(self, message: str, *, phase: str = "") -> None:

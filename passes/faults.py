@@ -63,12 +63,12 @@ _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 @contextmanager
 def typed_errors(entry: str, passing: Callable[[Exception], bool] = lambda error: False) -> Iterator[None]:
-    """Convert unexpected exceptions that are raised in the ``with`` block (or decorated function) into a
-    :class:`PartitionError`.
+    """Return a context manager that converts unexpected exceptions into a :class:`PartitionError`. It also works as a
+    decorator.
 
-    ``entry``: the name of the public function, for the message. ``passing``: whether an exception is raised unchanged.
-    An exception from the user's progress callback is also raised unchanged, because it is a way to stop the search. So
-    is Python's :class:`TypeError` for a call without a required argument, or with an unknown one.
+    ``entry``: the name of the public function, for the message. ``passing``: returns whether an exception is raised
+    unchanged. An exception from the user's progress callback is also raised unchanged, because it is a way to stop the
+    search. So is Python's :class:`TypeError` for a call without a required argument, or with an unknown one.
     """
     try:
         yield
@@ -81,7 +81,9 @@ def typed_errors(entry: str, passing: Callable[[Exception], bool] = lambda error
 
 
 def _is_of_call(error: Exception) -> bool:
-    """Whether the arguments of a decorated function do not match its signature, so that no line of it has run."""
+    """Return whether ``error`` was raised because the arguments of a decorated function do not match its signature, so
+    that no line of the function was executed.
+    """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return isinstance(error, TypeError) and frames[-1].f_code.co_filename == contextlib.__file__
 
@@ -121,9 +123,11 @@ def build_typed_error(error: Exception, entry: str) -> PartitionError:
 
 
 def phase_of(frames: list[tuple[FrameType, int]]) -> str:
-    """Return the name of the innermost phase (step of planning or execution) among the traceback's ``frames``.
+    """Return the name of the innermost phase among the frames of a traceback; an empty string if no frame belongs to
+    one.
 
-    ``frames``: (frame, line number), outermost first. An empty string means that no frame belongs to a known phase.
+    A phase is a step of planning or execution, such as ``sharding a block``. ``frames``: (frame, line number),
+    outermost first.
     """
     for frame, _ in reversed(frames):
         file = frame.f_code.co_filename
@@ -135,7 +139,10 @@ def phase_of(frames: list[tuple[FrameType, int]]) -> str:
 
 
 def operator_of(error: BaseException) -> Any:
-    """Return the graph node that was being processed when ``error`` was raised, or ``None`` if there was none."""
+    """Return the FX node whose operator was being processed when ``error`` was raised; ``None`` if there was none.
+
+    The local variable ``node`` of the innermost frame that has one is taken, also from the causes of ``error``.
+    """
     fx = sys.modules.get("torch.fx")
     seen: set[int] = set()
     while fx is not None and error is not None and id(error) not in seen:
@@ -149,9 +156,10 @@ def operator_of(error: BaseException) -> Any:
 
 
 def _operator_text(error: Exception) -> str:
-    """Return a phrase for messages such as `` at the operator mul (aten.mul.Tensor) of model.py:12 in layers.0``.
+    """Return a phrase for messages, such as `` at the operator mul (aten.mul.Tensor) of model.py:12 in layers.0``.
 
-    It is empty if no operator was being processed.
+    It names the operator of the graph that was being processed when ``error`` was raised. It is empty if there was
+    none.
     """
     node = operator_of(error)
     if node is None:
@@ -162,8 +170,8 @@ def _operator_text(error: Exception) -> str:
 
 
 def _format_error_location(error: Exception) -> str:
-    """Return the innermost line of this project in the traceback, such as ``passes/shard/shard_block.py:112
-    (operator)``.
+    """Return the innermost line of this project in the traceback of ``error``, such as
+    ``passes/shard/shard_block.py:112 (operator)``, with the name of the function in parentheses.
     """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_ours(f.filename)]
     if not frames:
@@ -172,6 +180,10 @@ def _format_error_location(error: Exception) -> str:
 
 
 def _choose_phase_advice(phase: str) -> str:
+    """Return a sentence for the message of an internal error that says what the user can try.
+
+    ``phase``: the step that failed, such as ``capturing the model``; empty if it is not known.
+    """
     if phase in _BEFORE_GRAPHS:
         return "Try to pass an ExportedProgram (torch.export.export) instead of the module."
     if phase:
@@ -188,6 +200,7 @@ def format_versions() -> str:
 
 
 def _find_package_version(name: str) -> str:
+    """Return the version of an installed package, or ``from source`` if it is not installed as a package."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -199,13 +212,14 @@ def _first_line(error: BaseException) -> str:
 
 
 def _lacks_memory(error: Exception) -> bool:
+    """Return whether ``error`` says that memory could not be allocated."""
     if isinstance(error, RuntimeError):
         return any(words in str(error) for words in _NO_MEMORY)
     return isinstance(error, MemoryError)
 
 
 def _is_of_progress(error: Exception) -> bool:
-    """Whether ``error`` was raised by the user's progress callback during the search."""
+    """Return whether ``error`` was raised by the user's progress callback during the search."""
     ours = [f for f in traceback.extract_tb(error.__traceback__) if is_ours(f.filename)]
     return bool(ours) and (_format_project_path(ours[-1].filename), ours[-1].name) == _REPORTS_PROGRESS
 
@@ -218,13 +232,13 @@ def _format_project_path(file: str) -> str:
 
 # --- whose a source file is -------------------------------------------------------------------------------------------
 def is_ours(file: str) -> bool:
-    """Whether the source file ``file`` belongs to the packages of this project."""
+    """Return whether the source file ``file`` belongs to the packages of this project."""
     return file.startswith(_OURS)
 
 
 @lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
-    """Whether the source file ``file`` belongs to the user.
+    """Return whether the source file ``file`` belongs to the user.
 
     It does if it does not belong to Python, to this project or to a library that this project calls.
     """
@@ -244,7 +258,9 @@ def _find_library_folders() -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def shorten_file_path(file: str) -> str:
-    """Return ``file`` relative to ``site-packages`` or to the working directory; unchanged if it is in neither."""
+    """Return the path ``file`` relative to ``site-packages`` or to the working directory; unchanged if it is in
+    neither.
+    """
     if "site-packages/" in file:
         return file.rsplit("site-packages/", 1)[1]
     path = Path(file)
@@ -253,7 +269,7 @@ def shorten_file_path(file: str) -> str:
 
 @lru_cache(maxsize=65536)
 def source_of(stack_trace: str | None) -> str:
-    """Return ``file:line`` of the innermost frame in ``stack_trace`` that belongs to the user's code; ``""`` if none
+    """Return ``file:line`` of the innermost frame of a traceback's text that belongs to the user's code; ``""`` if none
     does.
     """
     frames = [f for f in FRAME.findall(stack_trace or "") if is_users(f[0])]

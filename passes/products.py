@@ -21,7 +21,8 @@ _PRODUCTS = (
 
 
 def is_product_name(name: str) -> bool:
-    """Whether ``name``, an operator name without its namespace, is that of a matrix product, convolution or
-    attention.
+    """Return whether ``name`` is the name of a matrix product, a convolution or an attention.
+
+    ``name``: an operator name without its namespace, such as ``addmm``.
     """
     return any(product in name for product in _PRODUCTS)

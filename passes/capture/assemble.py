@@ -59,15 +59,18 @@ def assemble_program_graph(
     decided: Collection[int] = (),
     numbers: Mapping[str, int | float] | None = None,
 ) -> Captured:
-    """Return the exported program as a captured model with one graph.
+    """Return an exported program as a :class:`Captured`: one FX graph and the names of its states, inputs, outputs and
+    loss.
 
     Args:
+        program: a program whose graph is flat and functional.
         canonical: maps every name of a state (parameter, buffer or constant) to the name that is used for it.
         with_loss: whether the last result of the program is the loss.
-        empty_turns: in loops over the experts that have rows, replace the masks of even (0) or odd (1) iterations by
-            empty ones; ``None`` leaves all masks unchanged.
-        decided: numbers of the lists of expert rows on which a branch of forward depended.
-        numbers: inputs that are Python numbers and that the graph reads as tensors, by path.
+        empty_turns: replace the masks of the rows of even (0) or odd (1) experts in traced loops over the experts of a
+            mixture by empty masks; ``None`` leaves all masks unchanged.
+        decided: lists of an expert's rows on which a branch of forward depended, each by its number in the trace.
+            ``empty_turns`` applies to the masks of these experts, too.
+        numbers: inputs that are Python numbers and that the graph reads as tensors: path -> value.
     """
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}
@@ -129,6 +132,9 @@ def assemble_program_graph(
 
 
 def _number_kind(value: int | float | None) -> Literal["int", "float"] | None:
+    """Return ``"int"`` or ``"float"``, the type of an input that is a Python number; ``None`` if ``value`` is
+    ``None``.
+    """
     if value is None:
         return None
     return "float" if isinstance(value, float) else "int"
@@ -137,6 +143,12 @@ def _number_kind(value: int | float | None) -> Literal["int", "float"] | None:
 def _copy_selected_rows(
     selected: SelectedRows, node: fx.Node, env: Mapping[fx.Node, Any], classes: dict[str, str]
 ) -> Any:
+    """Copy ``node``, an operator on rows that a mask selects, to the new graph at a fixed size, and return the copy.
+
+    Raise :class:`UnsupportedError` if it has no form of fixed size. ``selected``: makes such copies. ``env``: maps
+    nodes of the program to nodes of the new graph. ``classes``: receives the class names of the node's modules, by
+    module path.
+    """
     try:
         return selected.copy_node(node, env, _find_model_location(node, classes))
     except Unselectable as error:
@@ -157,6 +169,9 @@ def _copy_selected_rows(
 
 
 def _make_placeholder(graph: fx.Graph, node: fx.Node, spec: TensorSpec) -> fx.Node:
+    """Append a placeholder to ``graph`` with the name of ``node`` and a meta tensor of the shape and dtype ``spec``;
+    return it.
+    """
     made = graph.create_node("placeholder", node.name, name=node.name)
     made.meta["val"] = spec.meta()
     return made
@@ -167,12 +182,18 @@ def _on_meta(argument: Any) -> Any:
 
 
 def _build_tensor_spec(node: fx.Node) -> TensorSpec:
+    """Return the shape and dtype of the result of ``node``. Raise :class:`UnsupportedError` if the shape is not
+    fixed.
+    """
     value = node.meta["val"]
     _check_static(node, value)
     return TensorSpec(tuple(value.shape), value.dtype)
 
 
 def _check_static(node: fx.Node, value: Any) -> None:
+    """Raise :class:`UnsupportedError` if ``value``, the result of ``node``, is a tensor whose shape depends on values
+    of tensors.
+    """
     if isinstance(value, Tensor) and not all(isinstance(s, int) for s in value.shape):
         raise UnsupportedError(
             f"{node.target} ({_format_node_location(node)}) has a shape that depends on tensors' numbers: "
@@ -181,20 +202,28 @@ def _check_static(node: fx.Node, value: Any) -> None:
 
 
 def _format_node_location(node: fx.Node) -> str:
+    """Return the path of the module that runs ``node`` and its source line, such as ``layers.0, model.py:12``, for
+    messages.
+    """
     stack = node.meta.get("nn_module_stack") or {"": ("the model", "")}
     return f"{next(reversed(stack.values()))[0] or 'the model'}, {source_of(node.meta.get('stack_trace'))}"
 
 
 def _clean_meta(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
+    """Return the metadata of a copy of ``node``: its result as meta tensors (``val``), its module, source line and
+    module calls.
+
+    ``classes``: receives the class names of the modules, by module path.
+    """
     value = pytree.tree_map(lambda v: _meta_value(node, v), node.meta.get("val"))
     return {"val": value, **_find_model_location(node, classes)}
 
 
 def _find_model_location(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
-    """Return the metadata ``path``, ``source`` and ``stack`` of a node: its module, source line and enclosing module
-    calls.
+    """Return a node's metadata ``path`` (its module), ``source`` (``file:line``) and ``stack`` (the enclosing module
+    calls, outermost first; ``layers.0@1`` is the second call of ``layers.0``).
 
-    The class names of these modules are added to ``classes`` by module path.
+    ``classes``: receives the class names of these modules, by module path.
     """
     stack = node.meta.get("nn_module_stack") or {}
     calls = []
@@ -210,6 +239,9 @@ def _find_model_location(node: fx.Node, classes: dict[str, str]) -> dict[str, An
 
 
 def _meta_value(node: fx.Node, value: Any) -> Any:
+    """Return ``value``, a result of ``node``, as a meta tensor with the same shape, strides and dtype; other values
+    unchanged.
+    """
     if not isinstance(value, Tensor):
         return value
     _check_static(node, value)
@@ -217,6 +249,10 @@ def _meta_value(node: fx.Node, value: Any) -> Any:
 
 
 def _collect_model_states(program: ExportedProgram, canonical: Mapping[str, str]) -> dict[str, ModelState]:
+    """Return the parameters, buffers and constant tensors of an exported program, by canonical name.
+
+    ``canonical``: maps every name of a state to the name that is used for it; tied weights have several names.
+    """
     names: dict[str, list[str]] = {}
     for alias, name in canonical.items():
         names.setdefault(name, []).append(alias)
@@ -236,7 +272,7 @@ def _collect_model_states(program: ExportedProgram, canonical: Mapping[str, str]
 
 
 def _collect_read_constants(program: ExportedProgram, read: set[str]) -> dict[str, Tensor]:
-    """Return the values of the constant tensors in ``read``, by name.
+    """Return the values of those constant tensors of ``program`` whose names are in ``read``, by name, on the CPU.
 
     Raises :class:`UnsupportedError` for a constant without values.
     """
@@ -255,8 +291,8 @@ def _collect_read_constants(program: ExportedProgram, read: set[str]) -> dict[st
 
 
 def _input_paths(program: ExportedProgram) -> Iterator[str]:
-    """Yield the paths of all leaves of the arguments, in order: ``0`` for a positional argument, ``input_ids`` for a
-    keyword.
+    """Yield the path of each leaf of the arguments of forward, in order: ``0`` for the first positional argument,
+    ``input_ids`` for a keyword.
     """
     spec = program.call_spec.in_spec
     assert spec is not None
@@ -270,13 +306,14 @@ def _collect_model_outputs(
 ) -> tuple[list[ModelOutput], str | None, str | None, dict[str, str]]:
     """Return the model's outputs, loss, output structure and state updates.
 
-    These are: the leaves of the result; the name of the loss node (or ``None``); the result's pytree as text (or
-    ``None``); and for each changed buffer or parameter the name of the node with its new value.
+    These are: the leaves of the result; the name of the loss node (``None`` if there is no loss); the result's pytree
+    as text (``None`` if it cannot be written as text); and for each buffer or parameter that forward changes, by name,
+    the name of the node with its new value.
 
     Args:
         env: maps nodes of the program to nodes of the new graph.
         with_loss: whether the last result of the program is the loss.
-        canonical: maps every name of a state to the name that is used for it.
+        canonical: maps every name of a parameter or buffer to the name that is used for it.
     """
     results: Any = next(n for n in program.graph.nodes if n.op == "output").args[0]
     leaves = []
@@ -320,11 +357,13 @@ _CHANGED: dict[OutputKind | None, str] = {
 
 
 def _is_scalar(node: fx.Node) -> bool:
+    """Return whether the result of ``node`` is a floating-point tensor without dims."""
     value = node.meta["val"]
     return isinstance(value, Tensor) and value.dim() == 0 and value.dtype.is_floating_point
 
 
 def _format_output_value(value: Any) -> str:
+    """Return a text on an output: shape and dtype of a node's tensor, or the ``repr`` of any other value."""
     if isinstance(value, fx.Node):
         tensor = value.meta["val"]
         return f"a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype}"

@@ -56,9 +56,9 @@ _STATISTICS, _FROM_BATCH = (3, 4), 5  # the places of their operands, and of wha
 
 
 def spell_out(graph: fx.Graph) -> bool:
-    """Decompose instance norms that change running statistics in ``graph``, in place.
+    """Decompose instance norms that update running statistics in ``graph``, in place, into batch norms.
 
-    Returns whether any operator of the graph changes running statistics.
+    Return whether the graph has any norm (batch or instance norm) that updates running statistics.
     """
     found = [n for n in graph.nodes if n.target in _NORMS and n.args[_FROM_BATCH] and _list_changed_statistics(n)]
     for node in found:
@@ -68,13 +68,15 @@ def spell_out(graph: fx.Graph) -> bool:
 
 
 def _list_changed_statistics(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes of the running mean and variance that a norm updates; those it does not have are left out."""
     return [a for a in (node.args[place] for place in _STATISTICS) if isinstance(a, fx.Node)]
 
 
 def _as_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
     """Replace an instance norm by a batch norm with one channel for each channel of each sample, as torch defines it.
 
-    The running statistics are updated for each sample, and the results are averaged over the samples.
+    The graph is changed in place. Each sample updates its own copy of the running statistics; the mean over the samples
+    is written back to them.
     """
     x, weight, bias, *statistics, _, momentum, eps, cudnn = node.args
     assert isinstance(x, fx.Node), node
@@ -111,10 +113,11 @@ _MOST_OBJECTS = 100_000  # that are searched for tensors
 
 @contextmanager
 def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
-    """Context in which assignments of forward to buffers, frozen parameters and ``.data`` can be traced.
+    """Return a context in which assignments of forward to buffers, frozen parameters and ``.data`` can be traced.
 
-    Raises :class:`UnsupportedError` for changes that a plan cannot keep: other shapes or dtypes, states that are added
-    or removed, and states that share memory afterwards.
+    Inside it, the forward of ``model`` copies the assigned values into the model's own tensors at its end. It raises
+    :class:`UnsupportedError` for changes that a plan cannot keep: other shapes or dtypes, parameters or buffers that
+    are added or removed, and those that share memory afterwards.
 
     Args:
         double: all floating-point tensors are float64 in the trace, so their dtypes need not match.
@@ -127,6 +130,9 @@ def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
 
     @functools.wraps(forward)
     def writing(*args: Any, **kwargs: Any) -> Any:
+        """Call the model's forward and return its output; then copy the values that it assigned into the model's own
+        tensors.
+        """
         held = _HeldStates.by(model)  # the tensors of this trace
         with _export_unaware(), _DataAccess(held, (args, kwargs), double) as data:
             output = data.output(forward(*args, **kwargs))
@@ -146,8 +152,8 @@ def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
 
 @contextmanager
 def aliases_traced(model: nn.Module) -> Iterator[None]:
-    """Context in which forward reads and writes the traced parameters and buffers also through plain objects that hold
-    them.
+    """Return a context in which forward reads and writes the traced parameters and buffers also through plain objects
+    that hold them.
 
     torch.export replaces the tensors of modules only. A list, a dict or another object that holds a parameter or
     buffer, such as a generation cache, would keep the old tensor.
@@ -157,6 +163,9 @@ def aliases_traced(model: nn.Module) -> Iterator[None]:
 
     @functools.wraps(forward)
     def following(*args: Any, **kwargs: Any) -> Any:
+        """Call the model's forward while all other places that hold a parameter or buffer hold the traced tensor;
+        return its output.
+        """
         before = [alias.holder[alias.key] for alias in aliases]
         try:
             for alias in aliases:
@@ -179,7 +188,8 @@ def aliases_traced(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StateAlias:
-    """A place outside of the modules' tables that also holds a parameter or buffer, such as an entry of a list.
+    """A place outside of the modules' tables of parameters and buffers that also holds one of these tensors, such as an
+    entry of a list.
 
     ``holder``: the list or dict (or an object's ``__dict__``). ``key``: the index or key in it. ``states``: the
     module's own table of parameters or buffers. ``name``: the key of the same tensor in that table.
@@ -191,13 +201,14 @@ class StateAlias:
     name: str
 
     def follow(self) -> None:
-        """Store the parameter or buffer that the module has now in the other place that holds it."""
+        """Replace the tensor in ``holder`` by the parameter or buffer that the module's own table has now."""
         self.holder[self.key] = self.states[self.name]
 
 
 def aliases_of(model: nn.Module) -> list[StateAlias]:
-    """Return the places in attributes of the model that hold a parameter or buffer outside of the modules' own
-    tables.
+    """Return the places that hold a parameter or buffer of the model outside of the modules' own tables.
+
+    Lists, dicts and objects that can be reached from attributes of the modules are searched, up to a maximum number.
     """
     found = []
     owners = {
@@ -228,9 +239,10 @@ def aliases_of(model: nn.Module) -> list[StateAlias]:
 
 @contextmanager
 def _export_unaware() -> Iterator[None]:
-    """Context in which torch.export does not observe assignments to buffers of the outermost module.
+    """Return a context in which torch.export does not observe assignments to buffers of the outermost module.
 
-    It would copy them one after the other, although one may be the value of another.
+    It would copy the assigned values one after the other, although one buffer's old value may be another one's new
+    value.
     """
     hooks = nn_module._global_buffer_registration_hooks
     others = {
@@ -256,9 +268,9 @@ class _Write:
 class _HeldStates:
     """The model's parameters and buffers at the start of forward, to find out what forward assigns to.
 
-    ``states``: the tensors, by (module, name of the module's table, key in the table). ``names``: the full name of each
-    tensor, by the tensor's ``id``. ``plain``: tensors that are ordinary attributes of a module, by (module, attribute
-    name).
+    ``states``: the tensors, by (module, name of the module's table, key in the table); the tables are ``_parameters``
+    and ``_buffers``. ``names``: the full name of each tensor, by the tensor's ``id``. ``plain``: tensors that are
+    ordinary attributes of a module, by (module, attribute name).
     """
 
     model: nn.Module
@@ -268,6 +280,7 @@ class _HeldStates:
 
     @classmethod
     def by(cls, model: nn.Module) -> _HeldStates:
+        """Return a record of the parameters, buffers and plain tensor attributes that ``model`` has now."""
         held = cls(model)
         for path, module in model.named_modules():
             for table in _TABLES:
@@ -281,10 +294,10 @@ class _HeldStates:
         return held
 
     def set_anew(self, data: _DataAccess) -> Iterator[_Write]:
-        """Yield a write for each buffer or parameter to which forward assigned a new tensor, and put the old tensor
-        back.
+        """Put back the old tensor of each buffer or parameter to which forward assigned a new one, and yield a write of
+        the new value.
 
-        The writes are to be done at the end of forward. Raises :class:`UnsupportedError` for assignments that a plan
+        The caller does the writes at the end of forward. Raises :class:`UnsupportedError` for assignments that a plan
         cannot keep, such as another shape or a parameter that is trained.
 
         Args:
@@ -332,6 +345,9 @@ class _HeldStates:
             yield _Write(before, data.now(value), f"sets the {kind} {name!r}")
 
     def _format_tensor_name(self, module: nn.Module, key: str) -> str:
+        """Return the full name of the attribute ``key`` of ``module``, such as ``layers.0.running_mean``, for
+        messages.
+        """
         path = next((path for path, part in self.model.named_modules() if part is module), type(module).__name__)
         return f"{path}.{key}" if path else key
 
@@ -339,9 +355,9 @@ class _HeldStates:
 class _DataAccess(TorchFunctionMode):
     """Function mode that replaces reads and writes of ``x.data`` during a trace.
 
-    ``values``: each tensor to whose ``.data`` forward assigned, with the tensor that replaces it, by ``id``. ``read``:
-    the ids of tensors that forward read and that are neither parameters nor buffers of a module but ordinary
-    attributes.
+    ``values``: for each tensor to whose ``.data`` forward assigned, by its ``id``: (that tensor, the tensor that
+    replaces it). ``read``: the ids of plain tensor attributes of modules (neither parameters nor buffers) that forward
+    read.
     """
 
     def __init__(self, held: _HeldStates, inputs: Any, double: bool) -> None:
@@ -355,6 +371,9 @@ class _DataAccess(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Call a torch function with the tensors that replace those to whose ``.data`` forward assigned, and record
+        accesses.
+        """
         kwargs = kwargs or {}
         if self._plain:
             self.read |= {id(a) for a in pytree.tree_leaves((args, kwargs))} & self._plain
@@ -369,10 +388,12 @@ class _DataAccess(TorchFunctionMode):
         return args[0].detach() if func == _DATA_GET else func(*args, **kwargs)
 
     def now(self, value: Any, *, alone: bool = True) -> Any:
-        """Return the tensor that replaces ``value`` after an assignment to ``value.data``; ``value`` if there was none.
+        """Return the tensor that replaces ``value`` after an assignment to ``value.data``; ``value`` itself if there
+        was none.
 
         Args:
-            alone: whether no gradient of the value is needed; if false, a tensor that requires a gradient is refused.
+            alone: whether no gradient of the value is needed. If false, a tensor that requires a gradient and was
+                replaced raises :class:`UnsupportedError`.
         """
         if not isinstance(value, Tensor) or id(value) not in self.values:
             return value
@@ -386,16 +407,21 @@ class _DataAccess(TorchFunctionMode):
         return self.values[id(value)][1]
 
     def output(self, output: Any) -> Any:
-        """Return forward's output with tensors replaced according to the assignments to ``.data``."""
+        """Return forward's output with each tensor to whose ``.data`` forward assigned replaced by the assigned
+        tensor.
+        """
         return pytree.tree_map(functools.partial(self.now, alone=False), output) if self.values else output
 
     def writes(self) -> Iterator[_Write]:
-        """Yield a write for each parameter, buffer or input to whose ``.data`` forward assigned a tensor."""
+        """Yield a write of the assigned value for each parameter, buffer or input to whose ``.data`` forward assigned a
+        tensor.
+        """
         for tensor, value in self.values.values():
             if id(tensor) in self.held.names or id(tensor) in self.inputs:
                 yield _Write(tensor, value, f"sets .data of {self._format_tensor_name(tensor)}")
 
     def _format_tensor_name(self, tensor: Tensor) -> str:
+        """Return the quoted name of a parameter or buffer for messages; ``a tensor`` for any other tensor."""
         name = self.held.names.get(id(tensor))
         return "a tensor" if name is None else repr(name)
 
@@ -403,7 +429,8 @@ class _DataAccess(TorchFunctionMode):
 def _write_all(writes: Iterable[_Write], held: _HeldStates, double: bool) -> None:
     """Copy values that forward assigned into the model's own tensors, at the end of forward.
 
-    Raises :class:`UnsupportedError` if shapes or dtypes differ, or if states share memory afterwards.
+    Raises :class:`UnsupportedError` if shapes or dtypes differ, or if parameters or buffers would share memory
+    afterwards.
 
     Args:
         double: whether floating-point dtypes may differ, because all of them are float64 in the trace.
@@ -423,10 +450,11 @@ def _write_all(writes: Iterable[_Write], held: _HeldStates, double: bool) -> Non
 
 
 def _check_apart(writes: Mapping[int, _Write], held: _HeldStates) -> None:
-    """Raise :class:`UnsupportedError` if parameters or buffers share memory after forward and one is changed in place.
+    """Raise :class:`UnsupportedError` if parameters or buffers share memory after forward and one is trained or changed
+    in place.
 
     Args:
-        writes: the values that forward assigned, by identity of the tensor.
+        writes: the values that forward assigned, by the ``id`` of the tensor that receives the value.
         held: the model's tensors at the start of forward.
     """
     before = {id(t): t for t in held.states.values() if t is not None}
@@ -450,7 +478,9 @@ def _find_graph_nodes(some: Iterable[fx.Node | None]) -> Iterable[fx.Node]:
 
 
 def _can_share_elements(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors in the same memory may have elements in common, because their address ranges overlap."""
+    """Return whether two tensors in the same memory may have elements in common, because their address ranges
+    overlap.
+    """
     (start, end), (first, last) = (
         (t.storage_offset(), t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
         for t in (one, other)
@@ -459,12 +489,16 @@ def _can_share_elements(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_given(tensor: Tensor) -> bool:
-    """Whether a tensor's memory is that of a state or an input of the graph."""
+    """Return whether a traced tensor's memory is that of a parameter, a buffer or an input of the graph."""
     memory = _find_tensor_memory(tensor)
     return memory is not None and memory.op == "placeholder"
 
 
 def _check_alike(what: str, tensor: Tensor, value: Tensor, double: bool) -> None:
+    """Raise :class:`UnsupportedError` unless ``value``, which forward assigns to ``tensor``, has its shape and dtype.
+
+    ``what``: what forward does, for the message. ``double``: two floating-point dtypes may differ.
+    """
     both_float = double and tensor.dtype.is_floating_point and value.dtype.is_floating_point
     if tensor.shape == value.shape and (tensor.dtype == value.dtype or both_float):
         return
@@ -477,30 +511,40 @@ def _check_alike(what: str, tensor: Tensor, value: Tensor, double: bool) -> None
 
 
 def _node_of(tensor: Tensor) -> fx.Node | None:
-    """Return the node of the trace that computes a tensor; ``None`` if the tensor is not traced."""
+    """Return the graph node that computes ``tensor`` in the present trace; ``None`` if the tensor is not traced."""
     mode = get_proxy_mode()
     slot = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
     return slot.proxy.node if slot is not None else None
 
 
 def _find_tensor_memory(tensor: Tensor) -> fx.Node | None:
+    """Return the first graph node of the memory in which a traced tensor lies; ``None`` if the tensor is not traced."""
     node = _node_of(tensor)
     return memory_of(node) if node is not None else None
 
 
 def _format_tensor_spec(value: Tensor | None) -> str:
+    """Return dtype and shape of a tensor as text, such as ``float32 of shape (4, 8)``; the text ``None`` for no
+    tensor.
+    """
     if value is None:
         return "None"
     return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
 
 
 def _has_cumulative_average(module: _BatchNorm) -> bool:
-    """Whether a batch norm averages over all batches so far (``momentum=None``), so that it reads its batch counter."""
+    """Return whether a batch norm averages over all batches so far (``momentum=None``), so that its result depends on
+    its batch counter.
+    """
     plain = type(module).forward is _BatchNorm.forward
     return plain and module.momentum is None and module.training and module.num_batches_tracked is not None
 
 
 def _averaging_forward(self: _BatchNorm, input: Tensor) -> Tensor:
+    """Compute a batch norm with a cumulative average, and update its running statistics and its batch counter.
+
+    Torch's own forward reads the counter as a Python number, which cannot be traced; this one reads it as a tensor.
+    """
     self._check_input_dim(input)
     assert self.running_mean is not None
     assert self.running_var is not None
@@ -517,10 +561,11 @@ _PLACE = ("path", "source", "stack")
 
 
 def settle_updates(captured: Captured) -> dict[str, fx.Node]:
-    """Add an operator for each state that forward changes, and return these nodes by state name.
+    """Add an operator for each parameter or buffer that forward changes, and return the new nodes by the name of the
+    parameter or buffer.
 
-    The graph is changed in place: it outputs these nodes after its other results. Raises :class:`UnsupportedError` if
-    forward changes a parameter that is trained.
+    The node's result becomes the tensor's value at the end of a step. The graph is changed in place: it outputs these
+    nodes after its other results. Raises :class:`UnsupportedError` if forward changes a parameter that is trained.
     """
     if not captured.updates:
         return {}
@@ -540,14 +585,16 @@ def settle_updates(captured: Captured) -> dict[str, fx.Node]:
 
 
 def with_frozen_as_buffers(states: Mapping[str, ModelState], changed: Collection[str]) -> dict[str, ModelState]:
-    """Return ``states`` with the kind ``buffer`` for parameters in ``changed``, the states that forward changes.
+    """Return ``states`` (by name) with the kind ``buffer`` for those parameters whose names are in ``changed``.
 
-    No optimizer updates such a parameter, and each rank stores the value that forward computes, as for a buffer.
+    ``changed``: names of the parameters and buffers that forward changes. No optimizer updates such a parameter, and
+    each rank stores the value that forward computes, as for a buffer.
     """
     return {n: replace(s, kind="buffer") if n in changed and s.kind == "parameter" else s for n, s in states.items()}
 
 
 def _check_frozen(captured: Captured) -> None:
+    """Raise :class:`UnsupportedError` if forward changes a parameter that requires a gradient."""
     for name in captured.updates:
         state = captured.states[name]
         if state.kind == "parameter" and state.requires_grad:
@@ -559,6 +606,11 @@ def _check_frozen(captured: Captured) -> None:
 
 
 def _settle_written_value(graph: fx.Graph, value: fx.Node, state: ModelState) -> fx.Node:
+    """Append operators that make ``value`` the new value of the parameter or buffer ``state``, and return the last of
+    them.
+
+    Its result has the dtype of the state, no gradient, and memory of its own.
+    """
     place = {k: value.meta[k] for k in _PLACE if k in value.meta}
     place = place or {"path": state.name.rpartition(".")[0], "source": "", "stack": ()}
 
@@ -575,14 +627,14 @@ def _settle_written_value(graph: fx.Graph, value: fx.Node, state: ModelState) ->
 
 
 def _may_be_held(node: fx.Node) -> bool:
-    """Whether a node's value may share its memory with a parameter, a buffer or an input of the graph."""
+    """Return whether a node's value may share its memory with a parameter, a buffer or an input of the graph."""
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node.op == "placeholder"
 
 
 def leading_to(graph: fx.Graph, ends: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the nodes ``ends`` and all operators whose results are used only to compute them."""
+    """Return the nodes ``ends`` of ``graph`` and all operators whose results are used only to compute them."""
     found = set(ends)
     if not found:
         return found
@@ -618,6 +670,11 @@ def initial_values(model: nn.Module | ExportedProgram, folded: FoldedModel) -> d
 
 
 def _read_written_numbers(value: Tensor) -> Any | None:
+    """Return a buffer's value as one number if all elements are equal, otherwise as nested lists.
+
+    Return ``None`` if the buffer is too large or has no plain values (a fake, meta, complex, sparse or quantized
+    tensor).
+    """
     known = not (value.is_meta or isinstance(value, FakeTensor) or value.is_complex() or value.is_quantized)
     if not known or value.layout != torch.strided or not 0 < value.numel() <= _LOOKED_AT:
         return None

@@ -91,10 +91,11 @@ def capture(
             or model has itself.
         loss: computes the scalar loss from the model's output. With ``None``, the output is the loss or has the loss in
             its field ``loss``.
-        global_batch: number of samples of the global batch, to which the batch dim of ``inputs`` is enlarged.
+        global_batch: number of samples of the global batch, to which the batch dim of ``inputs`` is enlarged; ``None``
+            keeps the size of ``inputs``.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; parameters, buffers and inputs are cast to it as by
             ``model.to``. ``fp64`` also turns casts to other floating-point types inside the model into casts to
-            float64.
+            float64. ``None`` casts nothing.
         objective: ``train`` captures the loss and what gradients need; any other value captures only the forward.
         device: ``cpu`` or ``cuda``, the type of device that the model will run on. It decides which ``torch.autocast``
             regions of forward take effect.
@@ -149,8 +150,8 @@ def capture(
 
 
 def given_samples(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[int, dict[str, int | None]]:
-    """Return the number of samples in ``inputs``, and the batch dim of each input tensor by path (``None`` if it has
-    none).
+    """Return the number of samples in ``inputs``, and for each input tensor, by path, the index of its batch dim
+    (``None`` if it has none).
 
     Raises :class:`InputsError` if no input has a batch dim.
     """
@@ -163,7 +164,8 @@ def given_samples(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[i
 def _with_caches_settled(
     model: nn.Module, twin: ParameterlessCopy, arguments: Bound, dtype: torch.dtype | None
 ) -> tuple[ParameterlessCopy, tuple[str, ...]]:
-    """Decide whether the model is traced with its generation (key/value) caches. Return the twin to trace and notes.
+    """Decide whether the model is traced with its generation (key/value) caches. Return the twin to trace and notes for
+    the user.
 
     The twin is a copy of the model with fake parameters. It makes caches only if the result of forward depends on them.
 
@@ -183,7 +185,8 @@ def _with_caches_settled(
 
 
 def _list_decision_notes(captured: Captured, asked: set[str]) -> tuple[str, ...]:
-    """Return a note that names the buffers whose values decided what forward computes; empty if there are none.
+    """Return a note that names the buffers whose values decided what forward computes; an empty tuple if there are
+    none.
 
     Raises :class:`UnsupportedError` if forward also changes such a buffer.
 
@@ -222,18 +225,25 @@ def _canonical_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def _build_tensor_key(tensor: Tensor) -> Any:
+    """Return a key that is equal for two tensors if they are the same memory, seen with the same dtype, shape and
+    strides.
+
+    For a tensor without values or elements, the key is its ``id``.
+    """
     if _without_numbers(tensor) or tensor.numel() == 0:
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _without_numbers(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` has no values: it is fake or on the meta device."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return the values of small non-persistent buffers by name, cast to ``dtype``; no checkpoint contains these
-    buffers.
+    """Return the values of small non-persistent buffers by name, on the CPU; no checkpoint contains these buffers.
+
+    ``dtype``: the dtype to which floating-point values are cast; ``None`` keeps their dtypes.
     """
     saved = set(model.state_dict(keep_vars=True))
     return {
@@ -249,8 +259,9 @@ def _fit_program(
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
     """Return an exported program with fixed shapes for these inputs, and an empty tuple of notes.
 
-    A program with fixed shapes is returned unchanged; one with dynamic shapes is exported again on the inputs. Raises
-    :class:`InputsError` if the inputs do not fit the program.
+    A program with fixed shapes is returned unchanged; one with dynamic shapes is exported again on the inputs, with a
+    batch dim of ``global_batch`` samples (``None``: of the size in ``inputs``). Raises :class:`InputsError` if the
+    inputs do not fit the program.
     """
     if inputs is None and global_batch is None and _is_static(program):
         return program, ()
@@ -275,14 +286,16 @@ def _fit_program(
 
 
 def _is_static(program: ExportedProgram) -> bool:
+    """Return whether the shapes of all inputs, parameters and buffers of an exported program are fixed."""
     values = [n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder"]
     return all(isinstance(s, int) for v in values if isinstance(v, Tensor) for s in v.shape)
 
 
 def _cast_inputs_and_states(captured: Captured, dtype: torch.dtype, kinds: tuple[str, ...]) -> Captured:
-    """Return ``captured`` with its floating-point inputs, and its states of the given ``kinds``, in ``dtype``.
+    """Return ``captured`` with its floating-point inputs and states in ``dtype``. The operators of the graph are not
+    changed.
 
-    The operators of the graph are not changed.
+    ``kinds``: the kinds of states that are cast, of ``parameter``, ``buffer`` and ``constant``.
     """
 
     def recast(spec: TensorSpec) -> TensorSpec:

@@ -80,17 +80,17 @@ class Counter:
 
 @dataclass(frozen=True)
 class ParameterlessCopy:
-    """The twin of a model: a copy whose parameters and buffers are fake tensors of the mode ``mode``, with options of a
-    trace.
+    """A copy of a model for tracing, also called the twin, whose parameters and buffers are fake tensors; with options
+    of a trace.
 
-    ``caches``: configurations in which generation caches were on; they are switched off unless ``kept`` is true.
-    ``casts``: device type (``cpu`` or ``cuda``) whose ``torch.autocast`` regions take effect; ``None`` if none do.
-    ``module``: the copy. ``held``: the original model's buffers with values, by name. ``asked``: names of the buffers
-    whose values decided what forward does. ``hits``: loops over the experts that have rows, found in the trace.
-    ``numbers``: values of inputs that are Python numbers, by path. Forward gets a tensor-like lifted number for each,
-    and ``scope`` records how forward used them. ``counters``: Python numbers that forward changes, held as buffers.
-    ``attributes``: values by (module path, attribute name) that are set before forward runs. ``warm_up``: called on
-    each new twin before it is traced, to run forward once.
+    ``mode``: the mode of the fake tensors. ``caches``: configurations in which generation caches were on; they are
+    switched off unless ``kept`` is true. ``casts``: device type (``cpu`` or ``cuda``) whose ``torch.autocast`` regions
+    take effect; ``None`` if none do. ``module``: the copy. ``held``: the original model's buffers with values, by name.
+    ``asked``: names of the buffers whose values decided what forward does. ``hits``: loops over the experts that have
+    rows, found in the trace. ``numbers``: values of inputs that are Python numbers, by path. Forward gets a tensor-like
+    lifted number for each, and ``scope`` records how forward used them. ``counters``: Python numbers that forward
+    changes, held as buffers. ``attributes``: values by (module path, attribute name) that are set before forward runs.
+    ``warm_up``: called on each new twin before it is traced, to run forward once.
     """
 
     module: nn.Module
@@ -119,14 +119,15 @@ def make_twin(
     casts: str | None = None,
     keep_caches: bool = False,
 ) -> ParameterlessCopy:
-    """Return a copy of ``model`` with fake parameters and buffers.
+    """Return a copy of ``model`` for tracing, whose parameters and buffers are fake tensors (shapes and dtypes without
+    values).
 
     Raises :class:`CaptureError` if the model cannot be copied.
 
     Args:
         dtype: dtype of the copy's floating-point tensors; ``None`` keeps their dtypes.
         mode: fake tensor mode of the copy; ``None`` creates one.
-        casts: device type whose ``torch.autocast`` regions take effect; ``None`` if none do.
+        casts: device type (``cpu`` or ``cuda``) whose ``torch.autocast`` regions take effect; ``None`` if none do.
         keep_caches: leave generation caches on where the model's configurations have them on.
     """
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
@@ -160,9 +161,7 @@ def make_twin(
 
 
 def cast_floating_dtype(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
-    """Return ``to`` for a floating-point ``dtype`` if ``to`` is not ``None``, otherwise ``dtype``, as ``module.to(to)``
-    casts.
-    """
+    """Return ``to`` if ``dtype`` is a floating-point type and ``to`` is not ``None``; otherwise return ``dtype``."""
     return to if to is not None and dtype.is_floating_point else dtype
 
 
@@ -175,6 +174,8 @@ def export_parameterless_copy(
     the model's source line and torch.export's reason if it cannot be traced.
 
     Args:
+        args: positional arguments of forward.
+        kwargs: keyword arguments of forward.
         train: trace the ``backward`` of user-defined ``torch.autograd.Function`` classes too.
         diagnose: explain failures as above; if false, the original exception is raised.
     """
@@ -224,7 +225,7 @@ def export_parameterless_copy(
 
 @contextlib.contextmanager
 def _silence_torch() -> Iterator[None]:
-    """Context without torch's warnings and logs, fused encoder kernels, and argument checks of distributions.
+    """Return a context without torch's warnings and logs, fused encoder kernels, and argument checks of distributions.
 
     The fused kernels would hide the encoder's operators from the trace, and the checks would read values.
     """
@@ -245,8 +246,8 @@ def _silence_torch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _inference_traced() -> Iterator[None]:
-    """Context in which ``torch.inference_mode`` only switches gradients off, like ``torch.no_grad``, so that it can be
-    traced.
+    """Return a context in which ``torch.inference_mode`` only switches gradients off, like ``torch.no_grad``, so that
+    it can be traced.
     """
 
     def enter(self: Any) -> None:
@@ -265,7 +266,8 @@ def _inference_traced() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_containers(model: nn.Module, bare: bool) -> Iterator[None]:
-    """Context in which forward returns its results in containers that pytree knows, such as dicts for dataclasses.
+    """Return a context in which the model's forward returns its results in containers that pytree knows, such as dicts
+    for dataclasses.
 
     Args:
         bare: replace results that are neither tensors nor plain values, such as cache objects, by ``None``.
@@ -283,7 +285,8 @@ def _in_containers(model: nn.Module, bare: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _numbers_lifted(twin: ParameterlessCopy) -> Iterator[None]:
-    """Context in which the forward of a twin computes with :class:`LiftedNumber` objects in place of Python numbers.
+    """Return a context in which the forward of a twin computes with :class:`LiftedNumber` objects in place of Python
+    numbers.
 
     A twin is a copy of the model with fake tensors; a lifted number computes with a 0-dimensional tensor of the graph.
     This holds for the inputs in ``twin.numbers`` and the attributes in ``twin.counters``. At the end, the value of each
@@ -301,6 +304,9 @@ def _numbers_lifted(twin: ParameterlessCopy) -> Iterator[None]:
 
     @functools.wraps(forward)
     def lifted(*args: Any, **kwargs: Any) -> Any:
+        """Call forward with lifted numbers in place of Python numbers, write the counters to their buffers, and return
+        the output.
+        """
         twin.scope.start()
         holders = [(vars(twin.module.get_submodule(c.path)), c) for c in twin.counters]
         for held, counter in holders:
@@ -317,6 +323,12 @@ def _numbers_lifted(twin: ParameterlessCopy) -> Iterator[None]:
 
 
 def _write_counter(buffer: Tensor, value: Any, counter: Counter, scope: LiftScope) -> None:
+    """Write ``value``, a Python number that forward left in an attribute, to the 0-dimensional ``buffer`` that stands
+    for it.
+
+    ``counter``: describes the attribute. Raises the exception that ``scope`` makes if the value is no number, or a
+    fraction in place of a whole number.
+    """
     with torch.no_grad():
         if is_lifted(value):
             buffer.copy_(value.tensor)
@@ -334,9 +346,10 @@ def _is_plain(leaf: Any) -> bool:
 
 @contextlib.contextmanager
 def _lines_noted() -> Iterator[None]:
-    """Context in which each traced operator records only the source line of the user's function that called it.
+    """Return a context in which each traced operator records only the source line of the user's function that called
+    it.
 
-    torch.export would record the line of a ``forward`` and collect the text of every stack frame.
+    Without it, torch.export records the line of a ``forward`` and collects the text of every stack frame.
     """
     known = hasattr(TracerBase, "_filter_traceback_frames") and hasattr(fx_proxy, "CapturedTraceback")
     if not known:  # another torch
@@ -348,10 +361,17 @@ def _lines_noted() -> Iterator[None]:
 
 
 class _UserLine(tuple[str, ...]):
-    """Replacement of fx's traceback: only the innermost stack frame of the user's code inside a forward."""
+    """Replacement of fx's traceback class: a tuple with the innermost stack frame of the user's code inside a forward,
+    as text.
+
+    It is empty if no user code or no forward is on the stack.
+    """
 
     @classmethod
     def extract(cls) -> _UserLine:
+        """Return the innermost frame of the user's code on the present stack, if it was called by a forward; otherwise
+        an empty tuple.
+        """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not is_users(frame.f_code.co_filename):
             frame = frame.f_back
@@ -375,9 +395,9 @@ _ENTRIES = ("forward", "with_loss")  # functions that a trace enters a model by;
 def try_forward(
     twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any], *, constants: bool = False
 ) -> Any:
-    """Run the forward of a twin (a copy of the model with fake tensors) without a trace.
+    """Call the forward of a twin (a copy of the model with fake tensors) on ``args`` and ``kwargs`` without a trace.
 
-    Returns the output, or the exception that forward raises.
+    Return the output, or the exception that forward raises.
 
     Args:
         constants: give values to tensors that depend on neither inputs nor weights.
@@ -395,9 +415,10 @@ def _trace_conversions(twin: ParameterlessCopy) -> contextlib.AbstractContextMan
 
 
 def _forward_failure(twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
-    """Return the exception that forward raises on these inputs without a trace.
+    """Return the exception that a model's forward raises on these arguments without a trace.
 
-    Returns ``None`` if there is none, or if it is raised only because fake tensors have no values.
+    Return ``None`` if it raises none, or only because fake tensors have no values. ``twin``: a copy of the model with
+    fake tensors.
     """
     failure = try_forward(twin, args, kwargs)
     torchs = type(failure).__module__.partition(".")[0] == "torch" or isinstance(failure, RecursionError)
@@ -406,6 +427,9 @@ def _forward_failure(twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dic
 
 
 def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return an error message on ``error``, which the model's forward raised on these arguments: line, reason and input
+    shapes.
+    """
     return (
         f"{type(model).__name__}.forward fails on these inputs{place_of(error)}: "
         f"{type(error).__name__}: {_read_first_line(error)}\n"
@@ -447,9 +471,10 @@ _ADVICE = {
 
 
 def _explain_trace_failure(model: nn.Module, error: Exception, drawn: list[str]) -> str:
-    """Return an error message on why the model cannot be traced, with advice.
+    """Return an error message on why the model cannot be traced, with its source line and advice.
 
     Args:
+        error: the exception that torch.export raised.
         drawn: names of the random operators whose result forward tried to read as a number last.
     """
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
@@ -473,10 +498,10 @@ def _read_first_line(error: Exception) -> str:
 def place_of(error: Exception, *, but: str = "") -> str:
     """Return `` at file:line (code)`` of the innermost frame of an exception's traceback that is in the user's code.
 
-    Returns an empty text if there is none.
+    Return an empty text if there is none.
 
     Args:
-        but: name of a file whose frames are skipped.
+        but: path of a file whose frames are skipped.
     """
     frames = traceback.extract_tb(error.__traceback__)
     user = [f for f in frames if is_users(f.filename) and f.filename != but]
@@ -487,19 +512,23 @@ def place_of(error: Exception, *, but: str = "") -> str:
 
 
 def _line_now() -> str:
-    """Return `` (file:line)`` of the user's code that is running now; empty if there is none on the stack."""
+    """Return `` (file:line)`` of the innermost line of the user's code on the present stack; empty if there is none."""
     frames = [f for f in traceback.extract_stack() if is_users(f.filename)]
     return f" ({shorten_file_path(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
 
 
 def line_of(frame: FrameType) -> str:
-    """Return `` at file:line (code)`` of a stack frame."""
+    """Return `` at file:line (code)`` for the line that a stack frame executes; ``(code)`` is left out if it cannot be
+    read.
+    """
     code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     return f" at {shorten_file_path(frame.f_code.co_filename)}:{frame.f_lineno}" + (f" ({code})" if code else "")
 
 
 def in_containers(tree: Any) -> Any:
-    """Return ``tree`` with dicts in place of dataclasses, namespaces and mappings that pytree does not know."""
+    """Return ``tree``, an output of forward, with dicts in place of dataclasses, namespaces and mappings that pytree
+    does not know.
+    """
     if isinstance(tree, Mapping):
         fields: Any = tree
     elif isinstance(tree, SimpleNamespace):
@@ -514,13 +543,17 @@ def in_containers(tree: Any) -> Any:
 
 
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
-    """Return the leaves of a pytree, each with its path as text, such as ``logits``, ``0`` or ``past.0.key``."""
+    """Return (path, leaf) for each leaf of a pytree, in order. A path is a text such as ``logits``, ``0`` or
+    ``past.0.key``.
+    """
     leaves, _ = pytree.tree_flatten_with_path(tree)
     return [(".".join(str(_get_path_key(k)) for k in path), leaf) for path, leaf in leaves]
 
 
 def map_leaves(change: Callable[[str, Any], Any], tree: Any) -> Any:
-    """Return ``tree`` with each leaf replaced by ``change(path, leaf)``; paths are those of :func:`leaf_paths`."""
+    """Return the pytree ``tree`` with each leaf replaced by ``change(path, leaf)``. A path is a text such as
+    ``past.0.key``.
+    """
     leaves, spec = pytree.tree_flatten(tree)
     paths = [path for path, _ in leaf_paths(tree)]
     return pytree.tree_unflatten([change(p, leaf) for p, leaf in zip(paths, leaves, strict=True)], spec)

@@ -65,7 +65,10 @@ _NOTHING: dict[Any, Callable[..., bool]] = {
 
 
 def does_nothing(node: fx.Node) -> bool:
-    """Whether an operator returns its first operand itself, because there is nothing to do for these arguments."""
+    """Return whether an operator returns its first operand itself, because there is nothing to do for these arguments.
+
+    An example is ``contiguous`` of a contiguous tensor.
+    """
     condition = _NOTHING.get(node.target)
     if condition is None:
         return False
@@ -85,7 +88,7 @@ _KEEPS_NOTHING = frozenset(
 
 
 class StorageTracker:
-    """Tracks which nodes of a graph share memory, which carry gradients, and which are written to.
+    """Tracks which nodes of a graph share memory, which require a gradient, and which are written to.
 
     Call :meth:`follows` for each node that is appended to the graph, in order. The keys of all tables are nodes.
     """
@@ -100,8 +103,8 @@ class StorageTracker:
         self._spoilt: list[tuple[fx.Node, fx.Node]] = []  # what writes to such memory, and that operator
 
     def needs_grad(self, node: fx.Node) -> bool:
-        """Whether ``node`` requires a gradient at this point of the graph. A write to one of its views can have caused
-        this.
+        """Return whether ``node`` requires a gradient at this point of the graph. A write to one of its views can have
+        caused this.
         """
         return self._history.get(node, node) in self._grad.get(self._memory.get(node, node), ())
 
@@ -117,7 +120,7 @@ class StorageTracker:
         self.follows(detached)
 
     def follows(self, made: fx.Node) -> None:
-        """Update the tables for ``made``, a node that was appended to the graph.
+        """Update the record of shared memory, gradients and writes for ``made``, a node that was appended to the graph.
 
         Raises :class:`UnsupportedError` if it reads a tensor that was written to without autograd's knowledge.
         """
@@ -150,7 +153,7 @@ class StorageTracker:
         """Record an error if ``made`` writes, by ``.data`` or ``detach()``, to values that an earlier operator's
         gradient needs.
 
-        :meth:`finish` raises the error.
+        The error is raised when the whole graph has been read.
 
         Args:
             written: the operand whose memory ``made`` writes to.
@@ -175,7 +178,10 @@ class StorageTracker:
 
     def reads(self, node: fx.Node) -> None:
         """Raise :class:`UnsupportedError` if ``node`` requires a gradient and was written to without autograd's
-        knowledge."""
+        knowledge.
+
+        Call it for each node that an operator or the output reads.
+        """
         writer = self._hidden.get(self._memory.get(node, node))
         if writer is not None and self.needs_grad(node):
             raise UnsupportedError(
@@ -193,8 +199,9 @@ def _format_operator_line(node: fx.Node) -> str:
 
 
 def _is_alias(made: fx.Node, source: fx.Node) -> bool:
-    """Whether the result of ``made`` shares memory with ``source``, its first argument, according to the operator's
-    schema."""
+    """Return whether the result of ``made`` shares memory with ``source``, its first argument, according to the
+    operator's schema.
+    """
     schema = getattr(made.target, "_schema", None)
     if schema is None or not schema.returns or schema.returns[0].alias_info is None:
         return False
@@ -217,9 +224,11 @@ def _written_nodes(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_in_place(target: Any) -> bool:
-    """Whether an operator's name ends in ``_``, so that its result is its first operand and takes part in gradients.
+    """Return whether an operator's name ends in ``_``, so that its result is its first operand and takes part in
+    gradients.
 
-    Running statistics that a norm updates are written too, but take no part in gradients.
+    ``target``: the target of a graph node. Running statistics that a norm updates are written too, but take no part in
+    gradients.
     """
     return isinstance(target, torch._ops.OpOverload) and target._schema.name.endswith("_")
 
@@ -236,7 +245,8 @@ _PURE: dict[Any, Any] = {aten.detach_.default: aten.detach.default}
 
 
 def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = None) -> ExportedProgram:
-    """Return the program as one flat functional graph. The given program is not changed.
+    """Return the program as one flat graph of operators that write to none of their operands. The given program is not
+    changed.
 
     Raises :class:`UnsupportedError` for a region or an operator that cannot be converted exactly.
 
@@ -315,7 +325,8 @@ def _check_followed(program: ExportedProgram, own: Mapping[int, str]) -> None:
 
 
 def _untie_buffers(program: ExportedProgram) -> None:
-    """Merge the placeholders of one buffer with several names into one placeholder, in place.
+    """Merge the placeholders of each buffer that has several names into one placeholder. ``program`` is changed in
+    place.
 
     Later steps treat each placeholder as a separate tensor.
     """
@@ -347,7 +358,7 @@ def _allocate_tensor_like(tensor: Tensor) -> Tensor:
 def _held_twice(program: ExportedProgram) -> dict[fx.Node, fx.Node]:
     """Return a map from placeholders of constants to placeholders of the parameter or buffer that is the same tensor.
 
-    Such constants occur if a plain object also holds the tensor.
+    Such constants occur if a plain object, such as a list, also holds the parameter or buffer.
     """
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     held: dict[str, Any] = {**program.constants, **program.state_dict}
@@ -376,7 +387,8 @@ def _find_trainable_placeholders(program: ExportedProgram) -> set[str]:
 class _RegionInliner:
     """Copies a graph and its sub-graphs into one graph, and tracks which values require a gradient.
 
-    A sub-graph is a region in which gradients or autocast are switched.
+    A sub-graph is a region in which gradients or autocast are switched. ``trainable``: the names of the placeholders
+    that require a gradient.
     """
 
     def __init__(self, trainable: set[str]) -> None:
@@ -389,6 +401,11 @@ class _RegionInliner:
         self.transforms: fx.Node | None = None  # the first of torch.vmap and its kin: gone once traced anew
 
     def inline_program(self, program: ExportedProgram) -> fx.Graph:
+        """Copy the whole program into one graph and return the graph.
+
+        Raise :class:`UnsupportedError` if a result or an operator reads a tensor that was written to without autograd's
+        knowledge.
+        """
         env: dict[fx.Node, Any] = {}
         for node in program.graph.nodes:
             if node.op == "placeholder":
@@ -420,6 +437,13 @@ class _RegionInliner:
         raise AssertionError("a graph ends in an output node")
 
     def inline_operator(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> Any:
+        """Copy one operator into the new graph, and return the node or value that replaces it; ``None`` for an
+        assertion.
+
+        Args:
+            env: maps original nodes to their copies.
+            grad: whether gradients are on where the operator is.
+        """
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return self.inline_region(node, env, grad)
         if node.target is operator.getitem and not isinstance(env[node.args[0]], fx.Node):  # type: ignore[index]
@@ -484,6 +508,14 @@ class _RegionInliner:
         return made
 
     def copy_node(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> fx.Node:
+        """Copy ``node`` to the end of the new graph and return the copy. Where gradients are off, its operands are
+        detached.
+
+        Args:
+            env: maps original nodes to their copies.
+            grad: whether gradients are on where the operator is.
+        """
+
         def operand(n: fx.Node) -> Any:
             value = env[n]
             return self.without_grad(value, node) if not grad and self.memory.needs_grad(value) else value
@@ -494,6 +526,11 @@ class _RegionInliner:
         return made
 
     def without_grad(self, value: fx.Node, reader: fx.Node) -> fx.Node:
+        """Return a ``detach`` of ``value``, a node that requires a gradient; ``value`` itself if it is no
+        floating-point tensor.
+
+        Each value is detached once. ``reader``: the original node that reads it, from which metadata is copied.
+        """
         if not _is_floating_node(value):
             return value
         if value not in self.detached:
@@ -504,8 +541,10 @@ class _RegionInliner:
 
 
 def _line_of(node: fx.Node, args: list[Any]) -> str:
-    """Return `` (file:line)`` of a region's node, or of the first operator inside that has a line; empty if none
-    has.
+    """Return `` (file:line)`` of the operator ``node``, or of the first operator in its sub-graphs that has a line;
+    empty if none has.
+
+    ``args``: the arguments of the node, among which the sub-graphs are.
     """
     inner = [n for a in args if isinstance(a, fx.GraphModule) for n in a.graph.nodes]
     lines = [source_of(n.meta.get("stack_trace")) for n in (node, *inner)]
@@ -513,10 +552,10 @@ def _line_of(node: fx.Node, args: list[Any]) -> str:
 
 
 def _own_function(args: list[Any]) -> Callable[..., Any] | None:
-    """Return the function behind a call that torch.export did not trace into, if it calls a
+    """Return the function behind a call that torch.export did not trace into, if it applies a
     ``torch.autograd.Function``.
 
-    Returns ``None`` for any other function.
+    Return ``None`` for any other function.
 
     Args:
         args: the arguments of the call's node.
@@ -526,7 +565,9 @@ def _own_function(args: list[Any]) -> Callable[..., Any] | None:
 
 
 def _returns_itself(node: fx.Node) -> bool:
-    """Whether a ``to`` operator changes neither dtype, device nor layout, so that it returns its operand itself."""
+    """Return whether ``node`` is a ``to`` operator that changes neither dtype, device nor layout, so that it returns
+    its operand itself.
+    """
     if node.target not in _TO or not isinstance(node.args[0], fx.Node):
         return False
     given = dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False)) | node.kwargs

@@ -40,10 +40,10 @@ def bind_inputs(
     dtype: torch.dtype | None,
     with_labels: bool,
 ) -> Bound:
-    """Return the arguments for the forward of the twin, with fake tensors whose batch dim has ``global_batch``
-    elements.
+    """Return (positional arguments, keyword arguments) for the forward of a copy of the model, with fake tensors.
 
-    Raises :class:`InputsError` if there are no inputs or forward does not accept them.
+    The batch dim of each tensor has ``global_batch`` elements. Raises :class:`InputsError` if there are no inputs or
+    forward does not accept them.
 
     Args:
         twin: copy of the model with fake parameters.
@@ -62,7 +62,11 @@ def bind_inputs(
 
 
 def plain_numbers(arguments: Bound) -> dict[str, int | float]:
-    """Return the Python ints and floats among the arguments by their path; booleans are left out."""
+    """Return the Python ints and floats among the arguments, by their path (such as ``0`` or ``options.scale``),
+    without booleans.
+
+    ``arguments``: (positional arguments, keyword arguments).
+    """
     leaves = [(path, leaf) for part in arguments for path, leaf in leaf_paths(part)]
     return {path: leaf for path, leaf in leaves if type(leaf) in (int, float)}
 
@@ -71,8 +75,10 @@ def lift_leaves(arguments: Bound, twin: ParameterlessCopy) -> Bound:
     """Return the arguments with a 0-dimensional fake tensor in place of each Python number whose path is in
     ``twin.numbers``.
 
+    The tensor is float64 for a float, int64 for an int.
+
     Args:
-        arguments: positional and keyword arguments.
+        arguments: (positional arguments, keyword arguments).
         twin: copy of the model with fake tensors.
     """
 
@@ -86,8 +92,9 @@ def lift_leaves(arguments: Bound, twin: ParameterlessCopy) -> Bound:
 
 
 def arguments_of(model: nn.Module) -> tuple[Argument, ...]:
-    """Return the named parameters of the model's ``forward``, in order, with their defaults, without ``*args`` and
-    ``**kwargs``.
+    """Return a description of each named parameter of the model's ``forward``, in order, with its default.
+
+    ``*args`` and ``**kwargs`` are left out.
     """
     found = []
     for name, parameter in inspect.signature(model.forward).parameters.items():
@@ -120,7 +127,9 @@ def split_inputs(model: nn.Module | ExportedProgram, inputs: Any) -> Bound:
 
 
 def _read_example_inputs(program: ExportedProgram) -> Bound:
-    """Return the arguments that a program was exported with. Raises :class:`InputsError` if it has none."""
+    """Return the (positional, keyword) arguments that a program was exported with. Raise :class:`InputsError` if it has
+    none.
+    """
     if program.example_inputs is None:
         raise InputsError("the ExportedProgram carries no example inputs: pass inputs=")
     args, kwargs = program.example_inputs
@@ -149,7 +158,7 @@ def _dummy_inputs(model: nn.Module) -> dict[str, Any]:
 
 
 def check_signature(name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise :class:`InputsError` if ``forward`` does not accept these arguments.
+    """Raise :class:`InputsError` if ``forward`` does not accept the arguments ``args`` and ``kwargs``.
 
     Args:
         name: class name of the model, for the message.
@@ -166,10 +175,11 @@ def check_signature(name: str, forward: Callable[..., Any], args: tuple[Any, ...
 
 
 def without_numbers(tree: Any, twin: ParameterlessCopy, global_batch: int | None, dtype: torch.dtype | None) -> Any:
-    """Return ``tree`` with each tensor replaced by a fake tensor, which has a shape but no values.
+    """Return ``tree``, arguments of forward, with each tensor replaced by a fake tensor, which has a shape but no
+    values.
 
-    The batch dim of each is enlarged to ``global_batch``, and floating-point tensors are cast to ``dtype``. ``tree``:
-    arguments of forward. ``global_batch``, ``dtype``: ``None`` leaves sizes or dtypes unchanged.
+    The batch dim of each is enlarged to ``global_batch``, and floating-point tensors are cast to ``dtype``. For both,
+    ``None`` changes nothing. ``twin``: the copy of the model whose fake tensor mode is used.
     """
     leaves, spec = pytree.tree_flatten(tree)
     sample = sample_batch(leaves)
@@ -195,9 +205,11 @@ def sample_batch(leaves: list[Any]) -> int | None:
 
 
 def sample_dims_of(arguments: Bound) -> tuple[int | None, dict[str, int | None]]:
-    """Return the number of samples in the batch, and each tensor's batch dim by path (``None`` if it has none).
+    """Return the number of samples in the batch, and for each tensor, by path, the index of its batch dim (``None`` if
+    it has none).
 
-    The batch dim is the first dim with that many elements, which :func:`enlarge_batch_shape` enlarges.
+    The number is the size of the first dim of the first tensor (``None`` if no tensor has a dim). A tensor's batch dim
+    is its first dim with that many elements. ``arguments``: (positional arguments, keyword arguments).
     """
     leaves = [(path, leaf) for part in arguments for path, leaf in leaf_paths(part) if isinstance(leaf, Tensor)]
     sample = sample_batch([leaf for _, leaf in leaves])
@@ -207,7 +219,8 @@ def sample_dims_of(arguments: Bound) -> tuple[int | None, dict[str, int | None]]
 def enlarge_batch_shape(tensor: Tensor, sample: int | None, global_batch: int | None) -> tuple[int, ...]:
     """Return the shape of ``tensor`` with its first dim of size ``sample`` enlarged to ``global_batch``.
 
-    The shape is unchanged if ``global_batch`` is ``None`` or no dim has that size.
+    ``sample``: number of samples in the inputs. The shape is unchanged if ``global_batch`` is ``None`` or no dim has
+    that size.
     """
     shape = list(tensor.shape)
     if global_batch is not None and sample in shape:
@@ -218,7 +231,8 @@ def enlarge_batch_shape(tensor: Tensor, sample: int | None, global_batch: int | 
 def _add_labels(twin: ParameterlessCopy, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return ``kwargs`` with fake ``labels`` if the model then returns a loss, otherwise ``kwargs`` unchanged.
 
-    One label for each token is tried first, then one for each sample.
+    One label for each token is tried first, then one for each sample. ``kwargs``: keyword arguments of forward.
+    ``twin``: a copy of the model with fake parameters.
     """
     if "labels" not in inspect.signature(twin.module.forward).parameters or "labels" in kwargs:
         return kwargs

@@ -51,9 +51,9 @@ Attributes = dict[tuple[str, str], tuple[Any, Any]]  # (module, name) -> how it 
 class StateChange:
     """A change of Python state (anything except tensors) by forward, such as an attribute or a global variable.
 
-    ``what`` describes the state for messages. ``module`` and ``name`` are set for an attribute of a module. ``before``
-    and ``after`` are the values if they are Python numbers. ``generator`` is whether it is the state of a random
-    generator.
+    ``what`` describes the state for messages. ``module`` (a module path) and ``name`` are set for an attribute of a
+    module. ``before`` and ``after`` are the values if they are Python numbers, else ``None``. ``generator``: it is the
+    state of a random generator.
     """
 
     what: str
@@ -65,17 +65,20 @@ class StateChange:
 
     @property
     def is_number(self) -> bool:
-        """Whether the change is that of a module's attribute that is a Python number before and after forward."""
+        """Return whether the change is that of a module's attribute that is a Python number before and after
+        forward.
+        """
         return self.module is not None and self.before is not None and self.after is not None
 
 
 @dataclass
 class _Variable:
-    """A Python variable that forward can change and that the traced copy of the model shares with the caller.
+    """A Python variable, such as a global, that forward can change and that the traced copy of the model shares with
+    the caller.
 
-    An example is a global. ``what`` describes it for messages. ``read`` and ``write`` get and set its present value,
-    ``value`` is the value before forward. ``content`` is a copy of the elements if the value is a container. ``told``
-    is a key of the value before forward; a later value with another key has changed.
+    ``what`` describes it for messages. ``read`` and ``write`` get and set its present value, ``value`` is the value
+    before forward. ``content`` is a copy of the elements if the value is a container, else ``None``. ``told`` is a key
+    of the value before forward; a later value with another key has changed.
     """
 
     what: str
@@ -86,6 +89,7 @@ class _Variable:
     told: Any
 
     def restore(self) -> None:
+        """Set the variable, and the elements of its container, back to what they were before forward."""
         if self.read() is not self.value:
             self.write(self.value)
         if self.content is not None and not _holds_same(self.value, self.content):
@@ -97,7 +101,7 @@ class _Variable:
 
 
 def _holds_same(one: Any, other: Any) -> bool:
-    """Whether two containers of one type hold the same objects (by identity) in the same order."""
+    """Return whether two containers of one type hold the same objects (by identity) in the same order."""
     if isinstance(one, dict):
         one, other = [*one.keys(), *one.values()], [*other.keys(), *other.values()]
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
@@ -121,7 +125,7 @@ class PythonState:
         """Record the attributes of ``module``, a copy of the model, and the variables that its code and ``functions``
         can change.
 
-        Returns the snapshot, with which later values can be compared.
+        Return the snapshot, with which later values can be compared.
         """
         generators: dict[int, tuple[str, Any, Any]] = {}
         for name, generator in (("Python's random", random), ("NumPy's random", np.random)):
@@ -136,7 +140,8 @@ class PythonState:
         """Return the differences between the snapshot and the present state, as one object for each variable.
 
         Args:
-            after: attributes of the traced copy of the model after its forward had run.
+            after: attributes of the traced copy of the model after its forward, by (module path, attribute name), each
+                as (comparison key, value).
         """
         found = list[StateChange]()
         for (path, name), (told, value) in after.items():
@@ -164,8 +169,8 @@ class PythonState:
     def draw_first(self, module: nn.Module, below: bool) -> None:
         """Seed all random generators of Python and NumPy, including attributes of ``module``, for extreme first draws.
 
-        The first uniform draw of each is near 0 if ``below`` is true, otherwise near 1. This shows whether draws have
-        an effect.
+        The first uniform draw of each is near 0 if ``below`` is true, otherwise near 1. Traces after either seed show
+        whether draws have an effect.
         """
         own = [value for part in module.modules() for value in vars(part).values()]
         for generator in (*(g for _, g, _ in self.generators), *(v for v in own if _generator_state(v) is not None)):
@@ -174,7 +179,11 @@ class PythonState:
 
 # --- what can be changed ----------------------------------------------------------------------------------------------
 def attributes_of(module: nn.Module) -> Attributes:
-    """Return the attributes of a module and its submodules by (path, name), each as a comparison key and its value."""
+    """Return the attributes of a module and its submodules, by (module path, attribute name), each as (comparison key,
+    value).
+
+    Attributes that every module has are left out, except ``training``. Equal keys mean that a value has not changed.
+    """
     known: dict[int, Any] = {}
     return {
         (path, name): (_build_value_key(value, known), value)
@@ -226,6 +235,11 @@ def _iterate_reachable_variables(module: nn.Module, functions: tuple[Any, ...]) 
 
 
 def _make_settable_variable(what: str, holder: Any, name: str, write: Callable[[Any], None]) -> _Variable:
+    """Return a record of the entry or attribute ``name`` of ``holder``, with its present value.
+
+    ``what``: a description for messages. ``write``: sets the variable to a value.
+    """
+
     def read() -> Any:
         return holder[name] if isinstance(holder, Mapping) else getattr(holder, name)
 
@@ -234,18 +248,23 @@ def _make_settable_variable(what: str, holder: Any, name: str, write: Callable[[
 
 
 def _make_fixed_variable(what: str, value: Any) -> _Variable:
+    """Return a record of an object, such as a default value, that can be changed in place but not replaced."""
     return _Variable(
         what, lambda: value, lambda _: None, value, _copy_mutable_value(value), _build_value_key(value, {})
     )
 
 
 def _copy_mutable_value(value: Any) -> Any:
+    """Return a shallow copy of a list, set, dict or deque; ``None`` for a large one and for any other value."""
     mutable = isinstance(value, list | set | dict | collections.deque) and len(value) <= _MOST_ELEMENTS
     return type(value)(value) if mutable and type(value) in (list, set, dict, collections.deque) else None
 
 
 def _functions_in(codes: list[Any]) -> Iterator[types.FunctionType]:
-    """Yield the Python functions of the user's code among ``codes``, and those that they wrap or close over."""
+    """Yield the Python functions of the user's code among ``codes``, and those that they wrap or close over, each once.
+
+    ``codes``: functions, methods, partials and callable objects; anything else is ignored.
+    """
     left, seen = list(codes), set[int]()
     while left:
         code = left.pop()
@@ -283,8 +302,9 @@ def _cell_has_data(cell: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether a variable of Python may be state that forward changes; classes, functions, modules and tensors are
-    not.
+    """Return whether the value of a Python variable may be state that forward changes.
+
+    Classes, functions, modules and tensors are not.
     """
     if isinstance(value, type | types.ModuleType | nn.Module | Tensor | enum.Enum) or _is_function(value):
         return False
@@ -293,7 +313,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _has_attributes(value: Any) -> bool:
-    """Whether ``value`` is an object with attributes that may be state: of a user's class, a dataclass or a
+    """Return whether ``value`` is an object with attributes that may be state: of a user's class, a dataclass or a
     namespace.
     """
     plain_object = isinstance(value, types.SimpleNamespace) or dataclasses.is_dataclass(value)
@@ -302,8 +322,10 @@ def _has_attributes(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _has_code_of_users(module: str) -> bool:
-    """Whether a Python module is the user's: a notebook, a script, or a file that belongs neither to torch nor to
-    Python.
+    """Return whether the Python module with the name ``module`` is the user's.
+
+    It is if it is a notebook, a script, or a file that belongs to neither Python, this project nor a library that this
+    project calls.
     """
     if module.split(".")[0] in ("torch", "builtins", "numpy", "functools", "collections", "typing", "pytest", "abc"):
         return False
@@ -312,11 +334,10 @@ def _has_code_of_users(module: str) -> bool:
 
 
 def _build_value_key(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
-    """Return a key of ``value`` that differs after a change of the value; unknown objects are represented by their
-    type.
+    """Return a key of ``value`` that differs after a change of the value; an unknown object is represented by its type.
 
     Args:
-        known: keys of objects that were visited already, by identity.
+        known: keys of objects that were visited already, by ``id``.
         depth: number of containers and objects around ``value``; nothing is read beyond a limit.
     """
     kind = type(value)
@@ -375,6 +396,9 @@ def _generator_state(generator: Any) -> Any:
 
 
 def _set_generator_state(generator: Any, state: Any) -> None:
+    """Set the state of a random generator of Python or NumPy to ``state``, which was read from a generator of
+    its type.
+    """
     if generator is random or isinstance(generator, random.Random):
         generator.setstate(state)
     elif generator is np.random or isinstance(generator, np.random.RandomState):
@@ -388,12 +412,16 @@ def _same_state(one: Any, other: Any) -> bool:
 
 
 def _arrays_to_lists(state: Any) -> Any:
+    """Return ``state``, the state of a random generator, with lists in place of NumPy arrays."""
     if isinstance(state, Mapping):
         return {k: _arrays_to_lists(v) for k, v in state.items()}
     return state.tolist() if isinstance(state, np.ndarray) else state
 
 
 def _seed_generator(generator: Any, below: bool) -> None:
+    """Seed a random generator of Python or NumPy so that its first uniform draw is near 0 if ``below``, otherwise near
+    1.
+    """
     low, high = _FIRST_DRAWS
     for seed in range(_SEEDS):
         if generator is random or isinstance(generator, random.Random):
@@ -414,14 +442,17 @@ def _seed_generator(generator: Any, below: bool) -> None:
 
 
 def find_draw(run: Callable[[], Any]) -> str:
-    """Run ``run`` and return `` at file:line (code)`` of its first draw from a random generator of Python or NumPy.
+    """Call ``run`` and return `` at file:line (code)`` of its first draw from a random generator of Python or NumPy.
 
-    Returns an empty text if no draw from the user's code is seen. Exceptions of ``run`` are ignored.
+    Return an empty text if no draw from the user's code is seen. Exceptions of ``run`` are ignored.
     """
     found: list[str] = []
     generators = (random.Random, np.random.RandomState, np.random.Generator)
 
     def watch(frame: types.FrameType, event: str, argument: Any) -> None:
+        """Record the user's line if a profiling event is a call of a random generator's method. Only the first one is
+        recorded.
+        """
         if found:
             return
         owner = getattr(argument, "__self__", None) if event == "c_call" else frame.f_locals.get("self")
@@ -447,7 +478,8 @@ def find_draw(run: Callable[[], Any]) -> str:
 class Clock:
     """Observes whether traced code reads the clock, and shifts the time that it reads by ``shift_s`` seconds.
 
-    ``asked_at`` is the first line of the user's code that reads the clock; empty if none did.
+    ``asked_at``: the first line of the user's code that reads the clock, as `` at file:line (code)``; empty if none
+    did.
     """
 
     shift_s: int = 0
@@ -456,8 +488,10 @@ class Clock:
 
     @contextlib.contextmanager
     def watched(self, module: nn.Module) -> Iterator[None]:
-        """Context in which the functions of ``time`` return the shifted time to the user's code and record that they
-        were called.
+        """Return a context in which the functions of ``time`` return the shifted time to the user's code and record
+        where they were called.
+
+        ``module``: the model; functions of ``time`` that the files of its classes import by name are replaced too.
         """
         originals = {name: getattr(time, name) for name in _CLOCKS}
         by_function = {id(f): name for name, f in originals.items()}
@@ -473,6 +507,10 @@ class Clock:
             yield
 
     def _wrap_clock_function(self, name: str, function: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a function that returns the shifted time to the user's code, and the true time to any other code.
+
+        ``function``: the function of ``time`` with the name ``name`` that it replaces.
+        """
         shift = self.shift_s * (10**9 if name.endswith("_ns") else 1)
 
         def now() -> Any:
@@ -486,7 +524,7 @@ class Clock:
 
 # --- whether a change has an effect -----------------------------------------------------------------------------------
 def same_computation(one: Captured, other: Captured) -> bool:
-    """Whether two captures of a model compute the same results from the same states and inputs.
+    """Return whether two captures of a model compute the same results from the same parameters, buffers and inputs.
 
     Values that depend on constants alone are compared by value, because one capture may contain a precomputed table
     that the other one computes.
@@ -495,6 +533,11 @@ def same_computation(one: Captured, other: Captured) -> bool:
 
 
 def _build_capture_key(captured: Captured) -> Any:
+    """Return a key of a captured graph that is equal for graphs with the same operators, outputs, state updates and
+    loss.
+
+    Values that depend on constants alone are represented by a hash of their elements.
+    """
     fixed = _constant_values(captured)
     places: dict[fx.Node, str] = {}
     rows: list[tuple[str, str, str, str]] = []
@@ -514,7 +557,7 @@ def _build_capture_key(captured: Captured) -> Any:
 
 
 def _constant_values(captured: Captured) -> dict[fx.Node, Any]:
-    """Return the values of nodes that depend on constants alone, without very large ones."""
+    """Return the values of graph nodes that depend on constants alone, by node. Very large ones are left out."""
     values: dict[fx.Node, Any] = {}
     for node in captured.graph.nodes:
         if node.op == "placeholder":
@@ -531,7 +574,9 @@ def _constant_values(captured: Captured) -> dict[fx.Node, Any]:
 
 
 def _is_repeatable(node: fx.Node) -> bool:
-    """Whether a node is a deterministic operator of torch with a small result."""
+    """Return whether a node is a deterministic operator of torch whose result is small enough to be computed and
+    compared.
+    """
     tags, given = getattr(node.target, "tags", ()), node.meta.get("val")
     small = not isinstance(given, Tensor) or given.numel() <= _MOST_NUMBERS
     of_torch = getattr(node.target, "namespace", "aten") == "aten"
@@ -543,6 +588,9 @@ def _on_cpu(argument: Any) -> Any:
 
 
 def _digest_constant_value(value: Any) -> str:
+    """Return a text that is equal for equal values; a tensor is represented by its shape, its dtype and a hash of its
+    bytes.
+    """
     if isinstance(value, tuple | list):
         return repr([_digest_constant_value(v) for v in value])
     if not isinstance(value, Tensor):

@@ -55,9 +55,9 @@ from partitioner.passes.trace.layer_reuse import Repeats
 class Trace:
     """Result of one trace of ``twin``, a copy of the model with fake tensors.
 
-    ``captured``: the model's graph. ``left``: the attributes of the twin's modules after its forward had run, by
-    (module path, attribute name). ``arguments``: the inputs of forward. ``uses``: for each input that is a Python
-    number and fixed in the plan, by path, what forward uses it for.
+    ``captured``: the model's graph. ``left``: the attributes of the twin's modules after forward, by (module path,
+    attribute name), each as (comparison key, value). ``arguments``: (positional, keyword) arguments of forward.
+    ``uses``: for each input that is a Python number and fixed in the plan, by path, what forward uses it for, as text.
     """
 
     captured: Captured
@@ -69,12 +69,12 @@ class Trace:
 
 @dataclass(frozen=True)
 class Tracer:
-    """Settings that all traces of one capture share.
+    """Settings that all traces of ``model`` share.
 
     ``dtype``: the dtype to which floating-point tensors are cast; ``None`` keeps their dtypes. ``loss``: computes the
     loss from the model's output; ``None`` if there is none. ``train``: whether gradients are traced. ``canonical`` maps
     each name of a parameter or buffer to the name that is used for it. ``functions`` has code outside of modules that a
-    trace runs, such as hooks.
+    trace calls, such as hooks.
     """
 
     model: nn.Module
@@ -85,11 +85,11 @@ class Tracer:
     functions: tuple[Any, ...] = ()
 
     def state_of(self, module: nn.Module) -> PythonState:
-        """Return a snapshot of the Python state (attributes, globals, random generators) before the forward of
-        ``module``.
+        """Return a snapshot of the Python state (attributes, globals, random generators) that the forward of ``module``
+        can change.
 
         Args:
-            module: a copy of the model.
+            module: a copy of the model, whose forward has not yet been called.
         """
         return PythonState.of(module, self.model.forward, self.loss, *self.functions)
 
@@ -100,6 +100,8 @@ class Tracer:
         cannot become a buffer of the plan.
 
         Args:
+            twin: the copy of the model with fake tensors that is traced.
+            arguments: (positional arguments, keyword arguments) of forward.
             lift_numbers: read Python numbers of the inputs as tensors if forward allows it.
             before: the Python state from which forward starts.
         """
@@ -123,6 +125,7 @@ class Tracer:
         the loop over all experts is exact.
 
         Args:
+            arguments: (positional arguments, keyword arguments) of forward.
             uses: for each fixed number of the inputs, by path, what forward uses it for.
         """
         left: Attributes = {}
@@ -136,11 +139,11 @@ class Tracer:
         return Trace(captured.with_(turns=tuple(pairs), signature=signature), traced, left, arguments, uses)
 
     def renew(self, twin: ParameterlessCopy, **changes: Any) -> ParameterlessCopy:
-        """Return a new twin (a copy of the model with fake tensors) in the state before forward runs.
+        """Return a new copy of the model with fake tensors, like ``twin``, in the state before forward is called.
 
         Args:
-            changes: new values of fields of the twin; ``flipped`` has conditions on lifted numbers whose outcome is
-                inverted.
+            changes: new values of fields of the twin. The extra key ``flipped`` has conditions on lifted numbers
+                (Python numbers that are traced as tensors) whose outcome is inverted.
         """
         scope = LiftScope(twin.scope.find_line, changes.pop("flipped", ()))
         hits = changes.pop("hits", None) or TracedLoops()
@@ -159,6 +162,11 @@ class Tracer:
     # -- numbers of the inputs
 
     def _trace_with_numbers(self, twin: ParameterlessCopy, arguments: Bound, lift_numbers: bool) -> Trace:
+        """Trace ``twin`` with Python numbers of the inputs as tensors where forward accepts that, else with fixed
+        numbers.
+
+        ``lift_numbers``: whether to try tensors at all. ``arguments``: (positional, keyword) arguments of forward.
+        """
         numbers, uses = self._choose_numbers(twin, arguments) if lift_numbers else ({}, {})
         if numbers:
             lifted = self.renew(twin, numbers=numbers)
@@ -172,11 +180,14 @@ class Tracer:
     ) -> tuple[dict[str, int | float], dict[str, str]]:
         """Choose the Python numbers of the inputs that forward accepts as tensors.
 
-        Returns these numbers by path, and for each other number what forward uses it for.
+        Return these numbers by path, and for each other number, by path, a text on what forward uses it for.
         """
         numbers, uses = plain_numbers(arguments), dict[str, str]()
 
         def runs(chosen: dict[str, int | float]) -> bool:
+            """Return whether forward accepts the numbers ``chosen`` (path -> value) as tensors; record the use that
+            prevents a single one.
+            """
             tried = self.renew(twin, numbers=chosen)
             result = try_forward(tried, *lift_leaves(arguments, tried))
             if len(chosen) == 1:
@@ -192,11 +203,11 @@ class Tracer:
     def _trace_module(
         self, twin: ParameterlessCopy, arguments: Bound, left: Attributes
     ) -> tuple[Captured, ParameterlessCopy]:
-        """Trace a twin (a copy of the model with fake tensors) once.
+        """Trace a twin (a copy of the model with fake tensors) once. Return the captured graph and the twin that was
+        traced in the end.
 
-        Returns the captured graph, and the twin that was traced in the end. Of equal layers only one is traced; if that
-        fails, the twin is traced in full. ``left`` receives the attributes after forward, because torch.export resets
-        them.
+        Of equal layers only one is traced; if that fails, a new twin is traced in full. ``left`` receives the
+        attributes after forward, by (module path, attribute name), because torch.export resets them.
         """
         args, kwargs = arguments
         canonical = {**self.canonical, **{c.buffer: c.full_name for c in twin.counters}}
@@ -205,10 +216,17 @@ class Tracer:
         def made(
             twin: ParameterlessCopy, program: ExportedProgram, finish: Callable[[Captured], Captured]
         ) -> tuple[Captured, ParameterlessCopy]:
+            """Return the captured graph of an exported program, with variants for even and odd experts, and ``twin``.
+
+            ``finish``: a last rewrite of the graph.
+            """
             hits = twin.hits
             hits.check()
 
             def captured(parity: int | None) -> Captured:
+                """Return the captured graph, with empty masks for even (``parity`` 0) or odd (1) experts; ``None``
+                leaves all masks unchanged.
+                """
                 decided = hits.guards.decided if hits.guards is not None else ()
                 with_loss, numbers = self.loss is not None, twin.numbers
                 found = assemble_program_graph(
@@ -262,21 +280,25 @@ class Tracer:
 
         Args:
             hits: an empty record of loops over experts for the new trace.
-            left: receives the attributes of the twin's modules after forward.
+            left: receives the attributes of the twin's modules after forward, by (module path, attribute name).
         """
         made = replace(self.renew(twin, hits=hits), scope=twin.scope)
         self.prepare(made, left)
         return made
 
     def prepare(self, twin: ParameterlessCopy, left: Attributes) -> None:
-        """Replace the forward of ``twin`` by one that returns (output, loss) if there is a loss.
+        """Replace the forward of ``twin`` by one that returns (output, loss) if there is a loss, else the output.
 
-        The new forward also stores the attributes of the twin's modules in ``left`` at its end.
+        At its end, the new forward also stores the attributes of the twin's modules in ``left``, by (module path,
+        attribute name).
         """
         loss, forward = self.loss, twin.module.forward
 
         @functools.wraps(forward)
         def with_loss(*args: Any, **kwargs: Any) -> Any:
+            """Call forward, and return its output, or (output, loss) if there is a loss; record the attributes of all
+            modules.
+            """
             output = forward(*args, **kwargs)
             output = output if loss is None else (output, loss(output))
             left.clear()
@@ -295,8 +317,13 @@ def make_hookless_twin(
 ) -> ParameterlessCopy:
     """Return a twin of the model, a copy with fake tensors, without the hooks that only observe.
 
-    Forward hooks of the outermost module become part of its forward. The arguments are those of
-    :func:`partitioner.passes.capture.export.make_twin`.
+    Forward hooks of the outermost module become part of its forward.
+
+    Args:
+        dtype: dtype of the copy's floating-point tensors; ``None`` keeps their dtypes.
+        mode: fake tensor mode of the copy; ``None`` creates one.
+        casts: device type (``cpu`` or ``cuda``) whose ``torch.autocast`` regions take effect; ``None`` if none do.
+        keep_caches: leave generation caches on where the model's configurations have them on.
     """
     twin = make_twin(model, dtype, mode, casts, keep_caches)
     drop_looking_hooks(twin.module)
@@ -305,10 +332,11 @@ def make_hookless_twin(
 
 
 def notes_on_fixed(signature: CallSignature, uses: Mapping[str, str]) -> Iterator[str]:
-    """Yield a note for the user that lists the inputs whose values are fixed in the plan. Yields nothing if there are
+    """Yield one note for the user that lists the inputs whose values are fixed in the plan, or nothing if there are
     none.
 
     Args:
+        signature: how forward is called; it has the fixed values.
         uses: for each fixed number of the inputs, by path, what forward uses it for.
     """
     given = {path: value for path, value in signature.fixed.items() if value is not None}
@@ -321,7 +349,7 @@ def notes_on_fixed(signature: CallSignature, uses: Mapping[str, str]) -> Iterato
 
 
 def _with_counters(captured: Captured, counters: Sequence[Counter]) -> Captured:
-    """Return ``captured`` with the states of counters, Python numbers that forward changes, under the numbers' own
+    """Return ``captured`` with the states of ``counters`` (Python numbers that forward changes) under the numbers' own
     names.
 
     Their initial values are added as constants.
@@ -344,8 +372,8 @@ class _Settling:
     """Decides what happens to Python state (attributes, globals, random generators) that forward changed during a
     trace.
 
-    ``before``: the state before forward. ``first``: the trace that changed it. A change without effect is ignored with
-    a note, a number can become a buffer, and anything else is refused.
+    ``before``: the state before forward. ``first``: the trace that changed it. ``tracer``: makes further traces. A
+    change without effect is ignored with a note, a number can become a buffer, and anything else is refused.
     """
 
     tracer: Tracer
@@ -353,6 +381,11 @@ class _Settling:
     first: Trace
 
     def settle(self, changes: Sequence[StateChange], clock: Clock) -> Trace:
+        """Check what forward changed, and return the trace to use, with notes for the user added to its graph.
+
+        Raise :class:`UnsupportedError` for a change that has an effect and cannot be a buffer. ``changes``: what the
+        first trace changed. ``clock``: whether it read the time.
+        """
         notes = [*self._check_draws([c for c in changes if c.generator]), *self._check_clock(clock)]
         changes = [c for c in changes if not c.generator]
         trace = self.first
@@ -364,6 +397,12 @@ class _Settling:
     # -- draws and the clock
 
     def _check_draws(self, changes: Sequence[StateChange]) -> Iterator[str]:
+        """Yield a note for each random generator of Python or NumPy that forward drew from without effect on what it
+        computes.
+
+        Raise :class:`UnsupportedError` if traces with other draws compute something else. ``changes``: the generators
+        that forward advanced.
+        """
         for below in (True, False) if changes else ():
             self.before.restore()
             twin = self.tracer.renew(self.first.twin)
@@ -384,6 +423,12 @@ class _Settling:
             yield f"forward draws from {change.what}: other draws changed nothing that was traced; the plan draws none"
 
     def _check_clock(self, clock: Clock) -> Iterator[str]:
+        """Yield a note if forward read the time without effect on what it computes; nothing if it did not read the
+        time.
+
+        Raise :class:`UnsupportedError` if a trace at another time computes something else. ``clock``: records where
+        forward read the time.
+        """
         if not clock.asked_at:
             return
         later = Clock(shift_s=86_399)
@@ -399,6 +444,10 @@ class _Settling:
     # -- attributes, globals, closures
 
     def _settle_changes(self, changes: Sequence[StateChange]) -> tuple[Trace, list[str]]:
+        """Decide on changed attributes, globals and closure variables; return the trace to use and notes for the user.
+
+        Raise :class:`UnsupportedError` if a change has an effect on the next call of forward and cannot be a buffer.
+        """
         second, changed_again = self._trace_after(self.first)
         same = second is not None and same_computation(self.first.captured, second.captured)
         if same and not changed_again:  # from now on the state stays as it is, and so does what is computed
@@ -418,8 +467,8 @@ class _Settling:
         If no result depends on these numbers, the first trace is returned instead.
 
         Args:
-            counted: that trace.
-            others: the other changes, which must have no effect.
+            counted: the trace with buffers in place of the numbers.
+            others: the other changes of Python state, which must have no effect.
         """
         for guard in (g for g in counted.captured.signature.guards if g.reads_state):
             flipped = self._count_flipped(counted, guard.expression)
@@ -447,7 +496,7 @@ class _Settling:
     def _trace_with_counters(self, numbers: Sequence[StateChange]) -> Trace | None:
         """Trace forward with a buffer in place of each changed Python number in ``numbers``, and return the result.
 
-        Returns ``None`` if there are no numbers, or if forward uses them in a way that a tensor cannot represent.
+        Return ``None`` if there are no numbers, or if forward uses them in a way that a tensor cannot represent.
         """
         counters = tuple(
             Counter(c.module or "", c.name, f"counter_{k}", c.before)
@@ -468,9 +517,10 @@ class _Settling:
         return self._trace_if_possible(self.tracer.renew(counted.twin, flipped=(expression,)), counted.arguments)
 
     def _trace_after(self, trace: Trace) -> tuple[Trace | None, list[StateChange]]:
-        """Trace a second call of forward, from the Python state that the first call ``trace`` left.
+        """Trace a second call of forward, from the Python state that the first call left.
 
-        Returns that trace (``None`` if it fails), and the state that the second call changes.
+        Return that trace (``None`` if it fails), and the changes of state, except random generators, that the second
+        call makes. ``trace``: the trace of the first call.
         """
         try:
             twin = self.tracer.renew(trace.twin, warm_up=functools.partial(self._run_once, trace.arguments))
@@ -485,10 +535,10 @@ class _Settling:
         return second, [c for c in changed if not c.generator]
 
     def _run_once(self, arguments: Bound, twin: ParameterlessCopy) -> None:
-        """Run the forward of ``twin`` (a copy of the model with fake tensors) from the state before the first call.
+        """Call the forward of ``twin`` (a copy of the model with fake tensors) from the state before the first call.
 
         Tensors that forward stores have values if these depend on neither inputs nor weights. Raises :class:`_NotRun`
-        if forward fails.
+        if forward fails. ``arguments``: (positional, keyword) arguments of forward.
         """
         self.before.restore()
         own = vars(twin.module).get("forward")
@@ -501,6 +551,7 @@ class _Settling:
             raise _NotRun from result
 
     def _trace_if_possible(self, twin: ParameterlessCopy, arguments: Bound) -> Trace | None:
+        """Trace ``twin`` and return the result; ``None`` if it cannot be traced."""
         try:
             return self.tracer.trace(twin, arguments, self.first.uses)
         except (PartitionError, NotLiftable, _NotRun):
@@ -509,6 +560,9 @@ class _Settling:
     # -- what is said
 
     def _refuse_state_changes(self, changes: Sequence[StateChange]) -> None:
+        """Raise :class:`UnsupportedError`, because ``changes`` of Python state have an effect on the next call of
+        forward.
+        """
         raise UnsupportedError(
             f"the forward changes {_format_changed_names(changes)}, and what it computes at its next call "
             f"depends on it: a plan "
@@ -517,6 +571,9 @@ class _Settling:
         )
 
     def _refuse_decision(self, guard: Guard) -> None:
+        """Raise :class:`UnsupportedError`, because a branch of forward depends on a Python number that forward
+        changes.
+        """
         where = f" ({guard.where})" if guard.where else ""
         raise UnsupportedError(
             f"the forward decides what it computes by {guard}{where}, a Python number that it changes itself: a plan "
@@ -526,6 +583,7 @@ class _Settling:
 
 
 def _note_unused(changes: Sequence[StateChange]) -> str:
+    """Return a note for the user that the changed Python state has no effect on what forward computes."""
     return (
         f"forward changes {_format_changed_names(changes)}, which had no effect on what it computes at its "
         f"next call: the plan does "
@@ -539,7 +597,7 @@ def _format_changed_names(changes: Sequence[StateChange]) -> str:
 
 
 def _is_used(captured: Captured, name: str) -> bool:
-    """Whether an output, the loss or another state is computed from the state ``name``."""
+    """Return whether an output, the loss or another parameter or buffer is computed from the state ``name``."""
     nodes = {n.name: n for n in captured.graph.nodes}
     placeholder = next((nodes[p] for p, state in captured.placeholders.items() if state == name and p in nodes), None)
     if placeholder is None:
@@ -554,17 +612,17 @@ def _is_used(captured: Captured, name: str) -> bool:
 
 
 def _is_alike(before: PythonState, after: Attributes, key: tuple[str, str]) -> bool:
-    """Whether an attribute has the same value after forward as before.
+    """Return whether an attribute has the same value after forward as before.
 
     Args:
-        after: the attributes after forward.
+        after: the attributes after forward, by (module path, attribute name), each as (comparison key, value).
         key: (module path, attribute name).
     """
     return key in before.attributes and before.attributes[key][0] == after[key][0]
 
 
 def _own_tensors(model: nn.Module) -> dict[int, str]:
-    """Return the names of the model's tensors that have values, by data address."""
+    """Return the names of the model's parameters and buffers that have values, by the address of their data."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     known = [(n, t) for n, t in named if not (t.is_meta or isinstance(t, FakeTensor))]
     return {t.data_ptr(): name for name, t in known if t.numel()}
@@ -585,17 +643,19 @@ def _copy_container(value: Any) -> Any:
 def _restore_shared_layers(
     states: Mapping[int, Sequence[ModelState | None]], canonical: Mapping[str, str], captured: Captured
 ) -> Captured:
-    """Put copies of the operators of equal layers into ``captured``, in place of the single operators of their calls.
+    """Return ``captured`` with copies of the operators of equal layers in place of the single operators that stand for
+    their calls.
 
     ``states``: for each module whose parameters were removed during the trace, by number, its states in order; ``None``
-    for a state that the trace saw. ``canonical``: maps each name of a state to the name that is used for it, in the
-    order of the model.
+    for a state that the trace saw. ``canonical``: maps each name of a state (parameter or buffer) to the name that is
+    used for it, in the order of the model.
     """
     return in_order(expand_layer_operators(captured, states), canonical.values())
 
 
 def _states_of(away: ParkedParameters, canonical: Mapping[str, str]) -> dict[int, list[ModelState | None]]:
-    """Return the states (as :class:`ModelState`) of each module whose parameters were removed during the trace.
+    """Return the states (parameters, as :class:`ModelState`) of each module whose parameters were removed during the
+    trace.
 
     The keys are numbers of the modules. Each list has the module's states in order, with ``None`` for states that the
     trace saw. ``away``: the removed parameters. ``canonical``: maps each name of a state to the name that is used for

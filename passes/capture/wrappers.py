@@ -36,8 +36,8 @@ _SHOWN_LEAVES = 8  # leaves that a message lists
 def check_model(model: nn.Module) -> None:
     """Raise :class:`InputsError` or :class:`UnsupportedError` if a module cannot be traced.
 
-    This is the case without ``forward``, with packed quantized weights, uninitialised lazy parameters, or tensors that
-    are no plain arrays.
+    This is so if it has no ``forward``, packed quantized weights, uninitialised lazy parameters, or tensors that are no
+    plain arrays (such as sparse ones).
     """
     if not callable(getattr(model, "forward", None)):
         raise InputsError(
@@ -61,7 +61,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_tensor(tensor: Tensor, what: str, error: type[PartitionError], *, numbers: bool = False) -> None:
-    """Raise ``error`` unless ``tensor`` is a plain array.
+    """Raise ``error`` unless ``tensor`` is a plain array: neither sparse, quantized, nested nor distributed.
 
     Args:
         what: name of the tensor for the message.
@@ -73,6 +73,10 @@ def check_tensor(tensor: Tensor, what: str, error: type[PartitionError], *, numb
 
 
 def _kind_of(tensor: Tensor, numbers: bool) -> tuple[str, str]:
+    """Return (what the tensor is, what to do) for messages if it is not a plain array; two empty texts if it is one.
+
+    ``numbers``: also refuse tensors without values.
+    """
     if tensor.is_nested:
         return "a nested tensor", "pad it (torch.nested.to_padded_tensor) and mask what is padded"
     if hasattr(tensor, "full_tensor"):
@@ -91,7 +95,10 @@ def _kind_of(tensor: Tensor, numbers: bool) -> tuple[str, str]:
 
 
 def check_inputs(leaves: Sequence[tuple[str, Any]]) -> None:
-    """Raise :class:`InputsError` if a leaf of the arguments, given with its path, has a type that cannot be traced."""
+    """Raise :class:`InputsError` if an argument of forward has a type that cannot be traced.
+
+    ``leaves``: (path, leaf) of the arguments, such as ``("options.0", tensor)``.
+    """
     for path, leaf in leaves:
         if isinstance(leaf, Tensor):
             check_tensor(leaf, f"input {path!r}", InputsError)
@@ -103,6 +110,7 @@ def check_inputs(leaves: Sequence[tuple[str, Any]]) -> None:
 
 
 def _instead_of(leaf: Any) -> str:
+    """Return advice for messages on what to pass in place of ``leaf``, an input of a type that cannot be traced."""
     if hasattr(leaf, "__array__"):
         return "make a tensor of it (torch.from_numpy, torch.tensor)"
     if isinstance(leaf, Set):
@@ -113,7 +121,10 @@ def _instead_of(leaf: Any) -> str:
 
 
 def leaves_text(leaves: Sequence[tuple[str, Any]]) -> str:
-    """Return a text such as ``x: (4, 8), scale: float`` on the leaves of arguments; long lists are shortened."""
+    """Return a text such as ``x: (4, 8), scale: float`` with the shape or type of each leaf; a long list is shortened.
+
+    ``leaves``: (path, leaf) of the arguments of forward.
+    """
     shown = [
         f"{path}: {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}" for path, x in leaves[:_SHOWN_LEAVES]
     ]
@@ -157,7 +168,8 @@ _SHOWN = 3  # places that a note lists
 
 
 def unwrap_model(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return the model without wrapper modules, and a note for the user on each kind of wrapper that was removed.
+    """Return the model without wrapper modules, such as ``DataParallel``, and a note for the user on each kind of
+    wrapper removed.
 
     The returned model has the same tensors. A model without wrappers is returned itself. Raises
     :class:`UnsupportedError` if a wrapper has hooks, which would be lost.
@@ -180,7 +192,7 @@ def unwrap_model(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise :class:`UnsupportedError` if the model is sharded already, and :class:`CaptureError` if it is
+    """Raise :class:`UnsupportedError` if the model is sharded already, or :class:`CaptureError` if it is
     TorchScript.
     """
     for path, module in model.named_modules():
@@ -201,6 +213,10 @@ def refuse_sharded(model: nn.Module) -> None:
 
 
 def _iterate_wrapper_notes(wrappers: Sequence[tuple[str, nn.Module]], compiled: Sequence[str]) -> Iterator[str]:
+    """Yield a note for the user on each kind of wrapper that was removed.
+
+    ``wrappers``: (module path, wrapper module). ``compiled``: the paths of modules that ``torch.compile`` wrapped.
+    """
     if compiled:
         yield COMPILED_NOTE.format(where=_format_module_names(compiled))
     for of, note in (
@@ -214,14 +230,16 @@ def _iterate_wrapper_notes(wrappers: Sequence[tuple[str, nn.Module]], compiled: 
 
 
 def _format_module_names(paths: Sequence[str]) -> str:
-    """Return the names of modules as text, with ``the whole model`` for the empty name; long lists are shortened."""
+    """Return module paths as text, with ``the whole model`` for the empty path; a long list is shortened."""
     names = list(dict.fromkeys(path or "the whole model" for path in paths))
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
 
 def _own_name(model: nn.Module, path: str) -> str:
-    """Return the path of a module without the parts that the wrappers around it added."""
+    """Return the module path ``path`` in ``model`` without the parts that wrapper modules added, such as
+    ``_orig_mod``.
+    """
     names, module = [], model
     for part in filter(None, path.split(".")):
         if _find_wrapped_module(module) is None:
@@ -237,7 +255,7 @@ def _find_wrapped_module(module: nn.Module) -> nn.Module | None:
 
 
 def _is_instance_of(value: Any, of: _Class) -> bool:
-    """Whether ``value`` is an instance of a class that is given by module and name. False if the module is not
+    """Return whether ``value`` is an instance of a class that is given by name; false if the class's module is not
     imported.
 
     Args:
@@ -248,13 +266,16 @@ def _is_instance_of(value: Any, of: _Class) -> bool:
 
 
 def _is_compiled(module: nn.Module) -> bool:
+    """Return whether ``torch.compile`` was applied to ``module``, its class's forward or one of its attributes."""
     own = getattr(module, "_compiled_call_impl", None) is not None  # by module.compile()
     decorated = getattr(type(module).forward, "_torchdynamo_orig_callable", None) is not None
     return _is_instance_of(module, _COMPILED) or own or decorated or _holds_compiled(module)
 
 
 def _holds_compiled(module: nn.Module) -> bool:
-    """Whether an attribute of the module, such as a ``forward`` set on the instance, was made by ``torch.compile``."""
+    """Return whether an attribute of the module, such as a ``forward`` set on the instance, was made by
+    ``torch.compile``.
+    """
     return any(_find_uncompiled_function(value) is not None for value in vars(module).values())
 
 
@@ -264,6 +285,10 @@ def _find_uncompiled_function(value: Any) -> Any:
 
 
 def _refuse_hooked(path: str, wrapper: nn.Module) -> None:
+    """Raise :class:`UnsupportedError` if a wrapper module has hooks, which would be lost if the wrapper is removed.
+
+    ``path``: module path of the wrapper; empty for the whole model.
+    """
     where = f"the {type(wrapper).__name__} around {repr(path) if path else 'the model'}"
     if any(getattr(wrapper, name, None) for name in _HOOKS):
         raise UnsupportedError(
@@ -278,7 +303,9 @@ def _refuse_hooked(path: str, wrapper: nn.Module) -> None:
 
 # --- copies -----------------------------------------------------------------------------------------------------------
 def shared_tensors(model: nn.Module) -> dict[int, Any]:
-    """Return a memo for ``copy.deepcopy`` with which the copy of a model shares all tensors with it."""
+    """Return a memo for ``copy.deepcopy`` (``id`` of a tensor -> tensor) with which a copy of the model shares all its
+    tensors.
+    """
     held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
     return {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *held)}
 
@@ -286,8 +313,8 @@ def shared_tensors(model: nn.Module) -> dict[int, Any]:
 def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of ``model`` in which functions that refer to its modules, such as hooks, refer to the copies.
 
-    ``copy.deepcopy`` does not copy functions, so that a ``forward`` wrapped around another one would run the original
-    layers.
+    ``copy.deepcopy`` does not copy functions, so that a ``forward`` wrapped around another one would still call the
+    original layers.
 
     Args:
         memo: the memo of ``copy.deepcopy``: maps the ``id`` of an original object to its copy.
@@ -307,7 +334,11 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _rebind_to_copies(value: Any, memo: dict[int, Any]) -> Any:
-    """Return ``value`` with modules replaced by their copies in ``memo``; ``value`` itself if it refers to none."""
+    """Return ``value``, such as a hook, with the modules that it refers to replaced by their copies.
+
+    ``memo``: maps the ``id`` of an original module to its copy. ``value`` itself is returned if it refers to no copied
+    module.
+    """
     if isinstance(value, nn.Module):
         return memo.get(id(value), value)
     if isinstance(value, MethodType):
@@ -327,6 +358,11 @@ def _rebind_to_copies(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _rebound_function(function: FunctionType, memo: dict[int, Any]) -> Any:
+    """Return a copy of ``function`` whose closure and defaults refer to copies of modules; itself if it refers to none.
+
+    The function that ``torch.compile`` wraps replaces its wrapper. ``memo``: maps the ``id`` of an original object to
+    its copy.
+    """
     if id(function) in memo:  # it calls itself, too
         return memo[id(function)]
     memo[id(function)] = function
@@ -359,9 +395,9 @@ def _read_cell_content(cell: CellType) -> Any:
 
 # --- hooks of the outermost module ------------------------------------------------------------------------------------
 def take_hooks_into_forward(model: nn.Module) -> None:
-    """Replace ``model.forward`` by a function that also runs the model's forward hooks, and clear the hook tables.
+    """Replace ``model.forward`` by a function that also calls the model's forward hooks, and clear the hook tables.
 
-    The trace then records the output that the hooks return.
+    A trace then records the output that the hooks return.
     """
     before, behind = dict(model._forward_pre_hooks), dict(model._forward_hooks)
     if not before and not behind:
@@ -370,6 +406,7 @@ def take_hooks_into_forward(model: nn.Module) -> None:
     own: Callable[..., Any] = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        """Call the model's forward and its forward hooks, as calling the module would, and return the last output."""
         for number, hook in before.items():
             found = hook(model, args, kwargs) if number in named else hook(model, args)
             if found is not None and number in named:
@@ -397,8 +434,8 @@ def plain_name(name: str) -> str:
 def match_state_names(present: Iterable[str], wanted: Collection[str]) -> dict[str, str]:
     """Match names of a state dict to the names of a model if they differ only in parts that wrapper modules add.
 
-    Returns the wanted name for each name in ``present`` that is not in ``wanted`` itself and has a match. A common
-    prefix ``module.`` of all names is ignored.
+    Return the wanted name for each name in ``present`` that is not in ``wanted`` itself and has a match. A prefix
+    ``module.`` that all names have is ignored.
     """
     held = set(present)
     prefix = _ROOT_PREFIX if held and all(plain_name(name).startswith(_ROOT_PREFIX) for name in held) else ""

@@ -44,13 +44,13 @@ def spread_experts(
     apart: Collection[str] = (),
 ) -> tuple[Block, dict[str, Layout]]:
     """Return ``block`` with its experts distributed over the ranks of a mesh axis, and the layouts of the experts'
-    parameters.
+    parameters by name.
 
-    The layouts are by parameter name. Raises :class:`UnsupportedError` if the number of experts is not divisible by
-    ``size``, an operator between the experts' products fixes the number of rows, or the experts are sharded over an
-    axis in ``apart``.
+    Raises :class:`UnsupportedError` if the number of experts is not divisible by ``size``, an operator between the
+    experts' products fixes the number of rows, or the experts are sharded over an axis in ``apart``.
 
     Args:
+        regions: the parts of the block that compute by expert.
         axis: the mesh axis, which has ``size`` ranks.
         merged: a mesh axis whose ranks are a subset of those of ``axis``. Gradients of the experts are not summed over
             it, because its ranks have different experts.
@@ -68,11 +68,13 @@ def spread_experts(
 
 
 class _Spreader:
-    """Builds a block's graph in which each rank of a mesh axis has some of the experts.
+    """Builds the graph of a block in which each rank of a mesh axis has some of the experts.
 
-    ``axis``, ``size``: the mesh axis and its number of ranks. ``tables``: nodes that are computed only from the
-    experts' parameters, with the dim that indexes experts. ``env`` maps nodes outside of the expert regions (the parts
-    that compute by expert) to their copies, ``inside`` maps nodes within them.
+    ``axis``, ``size``: the mesh axis and its number of ranks. ``merged``, ``apart``: mesh axes whose ranks have
+    different experts. ``tables``: nodes that are computed only from the experts' parameters, each with the dim that
+    indexes experts. ``env`` maps nodes outside of the expert regions (the parts that compute by expert) to their
+    copies, ``inside`` maps nodes within them. ``routes``: for each node of expert numbers, the three results of the
+    operator that computes where rows go.
     """
 
     def __init__(self, axis: str, size: int, merged: str | None, apart: Collection[str]) -> None:
@@ -86,6 +88,9 @@ class _Spreader:
         self.sent: dict[tuple[int, fx.Node], fx.Node] = {}
 
     def add_region(self, region: ExpertRegion) -> None:
+        """Record a part of the block that computes by expert. Raise :class:`UnsupportedError` if its experts cannot be
+        divided evenly.
+        """
         if region.num_experts % self.size:
             where = region.products[0].meta.get("path") or region.products[0].name
             raise UnsupportedError(
@@ -96,6 +101,9 @@ class _Spreader:
         self.region_of |= dict.fromkeys(region.nodes, region)
 
     def copy_node(self, node: fx.Node) -> None:
+        """Copy ``node`` to the new graph. A parameter of experts is sharded, and rows are sent to the ranks of their
+        experts and back.
+        """
         if node in self.tables:
             self._shard_table_node(node, self.tables[node])
         elif node in self.region_of:
@@ -110,7 +118,7 @@ class _Spreader:
         Raises :class:`UnsupportedError` if the operator cannot be sharded by expert.
 
         Args:
-            dim: the dim of the node's value that indexes experts.
+            dim: the dim of the node's result that indexes experts.
         """
         if node.op == "placeholder":
             local = self.graph.create_node("placeholder", node.name, name=node.name)
@@ -138,6 +146,11 @@ class _Spreader:
         self.env[node] = local
 
     def _copy_region_node(self, node: fx.Node, region: ExpertRegion) -> None:
+        """Copy an operator that computes by expert to the new graph. If it is read outside of ``region``, its rows are
+        sent back.
+
+        Raise :class:`UnsupportedError` if it cannot work on another number of rows.
+        """
         self._check_apart(node)
         operands = [self._find_region_operand(o, region) for o in operands_of(node)]
         args, kwargs = with_operands(node, operands)
@@ -153,7 +166,8 @@ class _Spreader:
             self.env[node] = self._return_from_experts(made, node, region)
 
     def _find_region_operand(self, node: fx.Node, region: ExpertRegion) -> fx.Node:
-        """Return the node that the new graph reads in place of ``node``, an operand in a part that computes by expert.
+        """Return the node that the new graph reads in place of ``node``, an operand in a part that computes by expert
+        (``region``).
 
         If ``node`` comes from outside of this part, the result is its rows that were sent to this rank, otherwise its
         copy.
@@ -170,6 +184,12 @@ class _Spreader:
         return self.sent[key]
 
     def _route_rows(self, region: ExpertRegion, like: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """Return the nodes (order of the rows by expert, counts of rows per rank, expert of each received row) for
+        ``region``.
+
+        The operator that computes them is appended once for each node of expert numbers. ``like``: a node whose
+        metadata is copied.
+        """
         assert region.keys is not None
         if region.keys not in self.routes:
             keys = self.env[region.keys]
@@ -182,23 +202,36 @@ class _Spreader:
         return insert_operator_node(self.graph, operator.getitem, (source, index), like=source)
 
     def _send_to_experts(self, local: fx.Node, node: fx.Node, region: ExpertRegion) -> fx.Node:
+        """Append the collective that sends the rows of ``local`` to the ranks of their experts, and return its node.
+
+        ``node``: the original node, whose metadata is copied. ``region``: the part of the block that reads the rows.
+        """
         if region.keys is None:
             return self._append_collective("all_to_all", node, local, 0, 1)
         return self._append_collective("dispatch", node, local, *self._route_rows(region, region.keys))
 
     def _return_from_experts(self, local: fx.Node, node: fx.Node, region: ExpertRegion) -> fx.Node:
+        """Append the collective that sends the rows of ``local`` back to the ranks that they came from, and return its
+        node.
+
+        ``node``: the original node, whose metadata is copied. ``region``: the part of the block that computed the rows.
+        """
         if region.keys is None:
             return self._append_collective("all_to_all", node, local, 1, 0)
         return self._append_collective("combine", node, local, *self._route_rows(region, region.keys))
 
     def _append_collective(self, name: str, like: fx.Node, *args: Any) -> fx.Node:
+        """Append the collective operator ``name`` over the experts' mesh axis and return its node.
+
+        ``like``: a node whose metadata is copied. ``args``: the operator's arguments before the axis and its size.
+        """
         made = insert_operator_node(self.graph, getattr(ops, name).default, (*args, self.axis, self.size), like=like)
         if name == "route":
             made.meta["grad"] = False
         return made
 
     def _check_apart(self, node: fx.Node) -> None:
-        """Raise :class:`UnsupportedError` if ``node`` communicates over an axis whose ranks will have different
+        """Raise :class:`UnsupportedError` if ``node`` communicates over a mesh axis whose ranks will have different
         experts.
         """
         if is_over(node, self.apart):
@@ -215,7 +248,8 @@ class _Spreader:
         """Raise :class:`UnsupportedError` if the arguments of an operator fix the number of rows, which differs between
         ranks.
 
-        To find out, the operator is run on meta tensors with more rows.
+        To find out, the operator is executed on meta tensors with more rows. ``args``, ``kwargs``: its arguments in the
+        new graph. ``region``: the part of the block that contains it.
         """
         rows = {self.inside[n] for n in region.nodes if n in self.inside} | set(self.sent.values())
         rows.add(self._route_rows(region, node)[2])
@@ -248,7 +282,7 @@ def _local_sizes(node: fx.Node, region: ExpertRegion, size: int) -> list[int]:
 
     Args:
         region: the part of the block that contains ``node``.
-        size: number of ranks over which the experts are spread.
+        size: number of ranks over which the experts are distributed.
     """
     value: Tensor = node.meta["val"]
     sizes, (place,) = list(value.shape), region.nodes[node]

@@ -45,9 +45,9 @@ class Loop:
     row.
 
     ``parts[i]`` is the output of expert ``first + i``. Its rows are those where the tensor ``of``, with the chosen
-    expert numbers, equals ``first + i``. Dim ``j`` of the masks is dim ``dims[j]`` of ``of``. ``others``: further
-    operands of the chain. ``adds``: whether the chain is a sum. ``where``: the shape of the masks by which the chain
-    selects; empty for a sum.
+    expert numbers, equals ``first + i``. Dim ``j`` of the experts' masks is dim ``dims[j]`` of ``of``. ``others``:
+    further operands of the chain. ``adds``: whether the chain is a sum. ``where``: the shape of the masks by which the
+    chain selects; empty for a sum.
     """
 
     parts: tuple[fx.Node, ...]
@@ -61,8 +61,7 @@ class Loop:
 
 
 def loops_at(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
-    """Yield the loops over experts whose last addition or ``where`` is the node ``head``. Yields nothing for other
-    nodes.
+    """Yield the loops over experts whose last addition or ``where`` is the node ``head``; nothing for other nodes.
 
     Args:
         numbers: assigns equal numbers to nodes that compute the same value.
@@ -74,8 +73,8 @@ def loops_at(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
 
 
 def _find_sum_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
-    """Yield the loops over experts whose outputs the sum ``head`` adds up: an output is zero in all rows but its
-    expert's.
+    """Yield the loops over experts whose outputs the sum ``head`` adds up. An output is zero in all rows but its
+    expert's own.
 
     Args:
         numbers: assigns equal numbers to nodes that compute the same value.
@@ -86,7 +85,7 @@ def _find_sum_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
 
 
 def _own_rows(addend: fx.Node) -> RoutingChoice | None:
-    """Return the mask of an expert's rows outside of which ``addend`` is zero; ``None`` if there is no such mask."""
+    """Return which expert's rows ``addend`` is computed for, if it is zero in all other rows; ``None`` if it is not."""
     node: Any = addend
     while isinstance(node, fx.Node) and node.target in LINEAR and len(node.users) == 1:
         node = node.args[0]
@@ -125,8 +124,8 @@ def _find_choice_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
 
 
 def _find_condition_shape(node: fx.Node) -> tuple[int, ...]:
-    """Return the shape of a ``where``'s condition before expansion, with leading dims of size 1 up to the rank of the
-    result.
+    """Return the shape of the condition of the ``where`` node before expansion, with leading dims of size 1 up to the
+    rank of the result.
     """
     condition: Any = node.args[0]
     while condition.target is aten.expand.default:
@@ -174,10 +173,10 @@ def _group_into_loops(
 
 
 def _find_mask_choice(node: Any) -> tuple[RoutingChoice | None, bool]:
-    """Return the tensor and the number that the mask ``node`` compares, through reshapes, and whether the mask is
-    negated.
+    """Return which tensor and number the mask ``node`` compares (``None`` if it is no such mask), and whether the mask
+    is negated.
 
-    The first result is ``None`` if ``node`` is no such mask.
+    Reshapes of the mask are skipped.
     """
     negated = False
     while isinstance(node, fx.Node):
@@ -193,7 +192,7 @@ def _find_mask_choice(node: Any) -> tuple[RoutingChoice | None, bool]:
 
 
 def is_opposite(node: Any) -> bool:
-    """Whether ``node``, apart from reshapes, is the result of a ``logical_not``."""
+    """Return whether ``node``, apart from reshapes, is the result of a ``logical_not``."""
     while isinstance(node, fx.Node) and node.target in RESHAPES:
         node = node.args[0]
     return isinstance(node, fx.Node) and node.target is aten.logical_not.default
@@ -219,9 +218,9 @@ class ExpertColumns:
 
     def picked(self, nodes: tuple[fx.Node, ...]) -> ExpertColumn | None:
         """Return one value with all experts as last dim, for ``nodes`` that are slices of one tensor, one for each
-        expert.
+        expert in order.
 
-        The slices must be in the order of the experts. Returns ``None`` for other nodes.
+        Return ``None`` for other nodes.
         """
         first, wanted = nodes[0], range(self.loop.first, self.loop.first + len(nodes))
         if any(n.target is not aten.select.int or n.args[1] != first.args[1] for n in nodes):
@@ -238,8 +237,8 @@ class ExpertColumns:
         return ExpertColumn(whole)
 
     def of_choice(self) -> ExpertColumn:
-        """Return the boolean value, with the experts of the loop as last dim, that is true for the expert that was
-        chosen.
+        """Return a boolean value with the experts of the loop as last dim, which is true for the expert that a row
+        chose.
         """
         numbers = self.loop.of
         every = self.build(aten.arange.default, len(self.loop.parts), dtype=get_node_tensor(numbers).dtype, device=META)
@@ -251,11 +250,13 @@ class ExpertColumns:
     def made(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertColumn:
         """Apply the operator of ``node``, which each expert of a loop has, to values with the experts as last dim.
 
-        Returns the result with the experts as last dim. Raises :class:`Different` if the operator cannot work in this
+        Return the result with the experts as last dim. Raises :class:`Different` if the operator cannot work in this
         way.
 
         Args:
+            node: the operator of the loop's first expert.
             args: values of all experts as :class:`ExpertColumn`, and arguments that all experts share.
+            kwargs: the operator's keyword arguments.
         """
         assert isinstance(node.target, torch._ops.OpOverload)
         value, rest, many = args[0], list(args[1:]), len(self.loop.parts)
@@ -283,7 +284,7 @@ class ExpertColumns:
 
         Args:
             keys: the expert of each row.
-            dim: the dim of the rows.
+            dim: the index of the dim of the rows.
         """
         sizes = list_node_sizes(column.node)
         if any(size != 1 for d, size in enumerate(sizes[:-1]) if d != dim):
@@ -293,6 +294,7 @@ class ExpertColumns:
         return self.build(aten.reshape.default, own, list(sizes[:-1]))
 
     def _append_expert_dim(self, argument: Any) -> Any:
+        """Return an argument of an operator in a form that broadcasts with values that have the experts as last dim."""
         if isinstance(argument, ExpertColumn):
             return argument.node
         if isinstance(argument, fx.Node) and get_node_tensor(argument).dim():
@@ -304,8 +306,8 @@ class ExpertColumns:
 class ExpertMask:
     """The masks of all experts in a loop: each is true in the expert's own rows, or in all other rows if ``negated``.
 
-    ``dim`` is the dim of the rows; ``None`` if the rows are not in one dim yet. ``plain``: whether the mask has the
-    dims of the tensor with the chosen expert numbers.
+    ``dim``: the index of the dim of the rows; ``None`` if the rows are not in one dim yet. ``plain``: whether the mask
+    has the dims of the tensor with the chosen expert numbers.
     """
 
     dim: int | None
@@ -327,8 +329,8 @@ class ExpertRows:
 
 @dataclass(frozen=True)
 class MultiResultRows:
-    """The results of an operator in which each row is computed by its own expert. ``dims[k]`` is the row dim of result
-    ``k``.
+    """The results of an operator in which each row is computed by its own expert. ``dims[k]``: the index of the row dim
+    of result ``k``.
     """
 
     node: fx.Node
@@ -337,7 +339,7 @@ class MultiResultRows:
 
 @dataclass(frozen=True)
 class ExpertSum:
-    """The sum of all experts' parts, of which at most one is non-zero in each row."""
+    """The sum (``node``) of the outputs of all experts in a loop, of which at most one is non-zero in each row."""
 
     node: fx.Node
 
@@ -347,7 +349,7 @@ class PlacedRows:
     """A value in which each row is computed by its own expert, after a reshape that split the row dim into several
     dims.
 
-    ``where`` is the shape of the value with the size 1 in every dim except those of the rows.
+    ``where``: the shape of the value, with the size 1 in every dim except those of the rows.
     """
 
     node: fx.Node
@@ -381,7 +383,10 @@ Merged = (
 
 
 class LoopWeights:
-    """Reads the parameters of all experts in a loop, and appends the operators that this needs to the graph."""
+    """Reads the parameters of all experts in a loop, and appends the operators that this needs to the graph.
+
+    ``read``: whether any parameter was read.
+    """
 
     def __init__(self, packing: Packing, build: Builder, loop: Loop) -> None:
         self.packing, self.build, self.loop = packing, build, loop
@@ -390,7 +395,7 @@ class LoopWeights:
     def sliced(self, nodes: tuple[fx.Node, ...]) -> PackedParameter | None:
         """Return ``nodes`` as one packed parameter if they are slices of one parameter, one for each expert in order.
 
-        Returns ``None`` for other nodes.
+        Return ``None`` for other nodes.
         """
         source: Any = nodes[0].args[0] if nodes[0].target is aten.select.int else None
         captured, first = self.packing.captured, self.loop.first
@@ -403,15 +408,16 @@ class LoopWeights:
         return PackedParameter(self.build(aten.slice.Tensor, source, 0, first, first + len(nodes)))
 
     def of_all(self, stack: ExpertParameter | PackedParameter) -> fx.Node:
-        """Return one node with the parameters of all experts, with the experts as dim 0."""
+        """Return one node with the parameters ``stack`` of all experts, with the experts as dim 0."""
         self.read = True
         return stack.node if isinstance(stack, PackedParameter) else self.packing.pack_parameters(stack.nodes)
 
     def turned(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedParameter:
-        """Apply the transpose, permutation or cast of ``node`` to the parameters of all experts at once. Return the
+        """Apply the transpose, permutation or cast of ``node`` to the parameters of all experts at once, and return the
         result.
 
-        Raises :class:`Different` for another operator.
+        Raises :class:`Different` for another operator. ``args``, ``kwargs``: the operator's arguments; the first is the
+        parameters of all experts.
         """
         whole, rank, rest = self.of_all(args[0]), len(list_node_sizes(node)), list(args[1:])
         if node.target is aten.t.default and rank == len(rest) + 2:
@@ -433,7 +439,7 @@ class LoopWeights:
 
         Args:
             stack: the parameters of all experts.
-            rows: the merged rows that ``node`` also reads.
+            rows: the other operand of ``node``, in which each row is computed by its own expert.
             expert: returns the node with the expert of each row.
         """
         assert isinstance(node.target, torch._ops.OpOverload)

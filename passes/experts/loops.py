@@ -64,7 +64,7 @@ def route_loops(captured: Captured) -> Captured:
     """Return ``captured`` with its loops over experts rewritten to matrix products of each row with its own expert's
     matrix.
 
-    The graph is changed in place. Returns ``captured`` itself if there is no loop that fits.
+    The graph is changed in place. ``captured`` itself is returned if there is no loop that fits.
     """
     graph = captured.graph
     if not any(n.target is aten.masked_fill.Scalar for n in graph.nodes):  # by which rows are left out
@@ -87,8 +87,8 @@ def route_loops(captured: Captured) -> Captured:
 class _Merging:
     """Merges the corresponding nodes of all experts in one loop into operators that compute all experts at once.
 
-    ``head``: the last operator of the loop. ``known``: the merged value for each tuple of corresponding nodes. A value
-    that all experts share stays a plain node.
+    ``head``: the last operator of the loop. ``known``: the merged value for each tuple of corresponding nodes, one of
+    each expert. A value that all experts share stays a plain node.
     """
 
     def __init__(self, captured: Captured, head: fx.Node, loop: Loop, numbers: Numbers) -> None:
@@ -107,7 +107,7 @@ class _Merging:
     def merge_loop(self) -> bool:
         """Rewrite the loop so that one operator computes the rows of all experts, and return ``True``.
 
-        Returns ``False``, with an unchanged graph, if the loop does not fit the pattern.
+        Return ``False``, with an unchanged graph, if the loop does not fit the pattern.
         """
         graph = self.build.graph
         with graph.inserting_before(self.head):
@@ -124,6 +124,12 @@ class _Merging:
         return apart
 
     def _build_loop_total(self, made: Any) -> fx.Node:
+        """Append the operators that combine the experts' outputs, merged into one value ``made``, with the rest of the
+        sum or chain.
+
+        Return the node that replaces the last operator of the loop. Raises :class:`Different` if the merged value has
+        another form than the loop needs.
+        """
         if self.loop.adds:
             if not isinstance(made, ExpertSum) and not (isinstance(made, ExpertRows) and made.zeroed):
                 raise Different
@@ -142,7 +148,7 @@ class _Merging:
         return self.build(aten.where.self, chosen, made.node, *self.loop.others)
 
     def _is_apart(self) -> bool:
-        """Whether the loop reads parameters of the experts, and nothing outside reads these or the experts'
+        """Return whether the loop reads parameters of the experts, and nothing outside reads these or the experts'
         intermediate values.
         """
         read = self.inner | {n for nodes in self.packing.packed for n in nodes}
@@ -160,6 +166,11 @@ class _Merging:
         return self.known[nodes]
 
     def _merge_nodes(self, nodes: tuple[fx.Node, ...]) -> Any:
+        """Return one value that replaces ``nodes``, which compute corresponding but different values of all experts in
+        the loop.
+
+        Raises :class:`Different` if the nodes do not correspond or cannot be merged.
+        """
         first = nodes[0]
         if first.op == "placeholder":
             self.packing.check_parameters(nodes)
@@ -198,11 +209,10 @@ class _Merging:
         return made
 
     def _merge_arguments(self, nodes: tuple[fx.Node, ...]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the positional arguments that replace those of ``nodes``, the corresponding nodes of all experts in a
-        loop.
+        """Return the (positional, keyword) arguments that replace those of ``nodes``, the corresponding nodes of all
+        experts in a loop.
 
-        The second result are the keyword arguments, which must be equal. Raises :class:`Different` if the nodes do not
-        correspond.
+        The keyword arguments of all nodes must be equal. Raises :class:`Different` if the nodes do not correspond.
         """
         first = nodes[0]
         if any(len(n.args) != len(first.args) or n.kwargs != first.kwargs for n in nodes):
@@ -214,6 +224,10 @@ class _Merging:
         )
 
     def _merge_one_argument(self, given: Sequence[Any]) -> Any:
+        """Return one argument that replaces the corresponding arguments ``given`` of all experts.
+
+        Raises :class:`Different` if they do not correspond.
+        """
         if all(isinstance(g, fx.Node) for g in given):
             return self.merge_nodes(tuple(given))
         if isinstance(given[0], list | tuple) and all(type(g) is type(given[0]) for g in given):
@@ -230,9 +244,8 @@ class _Merging:
     # -- masks ------------------------------------------------------------------------------------------------------
 
     def _merge_choices(self, nodes: tuple[fx.Node, ...]) -> ExpertMask | None:
-        """Return one object for the masks of all experts, if ``nodes`` are the masks of the loop's experts in order.
-
-        Returns ``None`` for other nodes.
+        """Return one object for the masks of all experts, if ``nodes`` are the masks of the loop's experts in order;
+        else ``None``.
         """
         loop, of = self.loop, self.numbers(self.loop.of)
         for number, node in enumerate(nodes, loop.first):
@@ -244,9 +257,10 @@ class _Merging:
         )
 
     def _transform_mask(self, node: fx.Node, mask: ExpertMask) -> ExpertMask:
-        """Return the object for the masks of all experts after the negation or reshape that ``node`` applies to each.
+        """Return the object for the masks of all experts after the negation or reshape that ``node`` applies to each
+        mask.
 
-        Raises :class:`Different` for another operator.
+        Raises :class:`Different` for another operator. ``mask``: the object for the masks before.
         """
         if node.target is aten.logical_not.default:
             return ExpertMask(mask.dim, not mask.negated)
@@ -261,9 +275,10 @@ class _Merging:
         return ExpertMask(along[0], mask.negated)
 
     def _fill_other_rows(self, node: fx.Node, value: Any, mask: ExpertMask) -> ExpertRows:
-        """Merge a ``masked_fill`` that keeps each expert's own rows and sets all other rows to a number.
+        """Merge a ``masked_fill`` (``node``) that keeps each expert's own rows and sets all other rows to a number.
 
-        Returns the merged rows, each computed by its own expert. Raises :class:`Different` if the operands do not fit.
+        Return the merged rows, each computed by its own expert. Raises :class:`Different` if the operands do not fit.
+        ``value``, ``mask``: the operator's merged operands.
         """
         held = value.node if isinstance(value, ExpertRows | ExpertColumn) else value
         if not mask.negated or mask.dim is None or not isinstance(held, fx.Node):
@@ -291,7 +306,7 @@ class _Merging:
         return self.build(aten.logical_and.default, above, below)
 
     def _chosen_numbers(self) -> fx.Node:
-        """Return the index of each row's expert within the loop, of shape ``[rows]``.
+        """Return a node with the index, from 0, of each row's expert within the loop, of shape ``[rows]``.
 
         It is out of range for a row that chose none of the loop's experts.
         """
@@ -305,8 +320,8 @@ class _Merging:
         return self.build(aten.sub.Tensor, numbers, loop.first) if loop.first else numbers
 
     def _find_row_experts(self) -> fx.Node:
-        """Return the expert index of each row, of shape ``[rows]``; an arbitrary valid index for a row without an
-        expert.
+        """Return a node with the expert index of each row, of shape ``[rows]``; an arbitrary valid index for a row
+        without an expert.
         """
         if self.keys is None:
             keys = self._chosen_numbers()
@@ -316,6 +331,11 @@ class _Merging:
     # -- rows -------------------------------------------------------------------------------------------------------
 
     def _merge_products(self, node: fx.Node, args: Sequence[Any]) -> ExpertRows:
+        """Append one product of each row with its own expert's matrix, in place of the product ``node`` of each expert,
+        and return it.
+
+        ``args``: the merged operands. Raises :class:`Different` if they do not fit.
+        """
         x, weight = args[0], self.weights.of_all(args[1])
         if not isinstance(x, ExpertRows) or len(args) != 2 or len(list_node_sizes(weight)) != 3:
             raise Different
@@ -330,9 +350,10 @@ class _Merging:
         return ExpertRows(made, x.dim, x.zeroed)
 
     def _apply_to_sum(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertSum:
-        """Apply an operator to the sum of all experts' parts, and return the result.
+        """Apply the operator of ``node`` to the sum of all experts' outputs, and return the result.
 
-        Raises :class:`Different` if the operator is not linear.
+        Raises :class:`Different` if the operator is not linear. ``args``, ``kwargs``: its arguments, one of which is
+        the sum.
         """
         given = [
             i for i, a in enumerate(args) if isinstance(a, ExpertRows | ExpertSum | ExpertParameter | PackedParameter)
@@ -346,9 +367,11 @@ class _Merging:
     def _merge_row_operator(
         self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> ExpertRows | MultiResultRows | ExpertSum | PlacedRows:
-        """Apply an operator that works on each row by itself to rows that are each computed by their own expert.
+        """Apply an operator that works on each row by itself to rows that are each computed by their own expert, and
+        return the result.
 
-        Returns the merged result. Raises :class:`Different` if the operator combines rows or its operands do not fit.
+        Raises :class:`Different` if the operator combines rows or its operands do not fit. ``node``: the operator of
+        the first expert. ``args``, ``kwargs``: its merged arguments.
         """
         rows = [a for a in args if isinstance(a, ExpertRows)]
         if not rows:
@@ -379,12 +402,11 @@ class _Merging:
         raise Different
 
     def _row_dims(self, made: fx.Node, rows: Mapping[fx.Node, int]) -> tuple[int, ...] | None:
-        """Return the dim of the rows in each result of ``made``.
-
-        Returns ``None`` unless each row of a result depends only on the same row of the operands.
+        """Return the index of the row dim in each result of ``made``; ``None`` unless each row of a result depends only
+        on the same row of the operands.
 
         Args:
-            rows: the dim of the rows of each operand that has rows.
+            rows: for each operand that has rows, the index of its row dim.
         """
         try:
             rule = factors_of(made)
@@ -406,7 +428,7 @@ class _Merging:
         return tuple(spots[0] for spots in dims) if alone else None
 
     def _merge_getitem(self, nodes: tuple[fx.Node, ...]) -> ExpertRows:
-        """Return one result of an operator with several results whose rows are each computed by their own expert.
+        """Return one result of an operator with several results, in which each row is computed by its own expert.
 
         Args:
             nodes: the corresponding ``getitem`` nodes of all experts.
@@ -438,7 +460,7 @@ def _taken_apart(rows: ExpertRows, made: fx.Node) -> tuple[int, ...]:
 
 
 def _is_like(made: fx.Node, node: fx.Node) -> bool:
-    """Whether the results of ``made`` have the shapes and dtypes of those of ``node``, so that it can replace
+    """Return whether the results of ``made`` have the shapes and dtypes of those of ``node``, so that it can replace
     ``node``.
     """
     forms = [

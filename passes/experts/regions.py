@@ -40,8 +40,8 @@ _LOOKUPS: dict[Any, tuple[int, int]] = {
 class RowExpertDims:
     """The dims of a value that index its rows and its experts.
 
-    ``rows``: the index of the dim of rows. ``experts``: the index of the dim of experts. ``experts`` is ``None`` if
-    each row has one expert, so that no dim indexes experts.
+    ``rows``: the index of the dim of rows. ``experts``: the index of the dim of experts; ``None`` if each row has one
+    expert, so that no dim indexes experts.
     """
 
     rows: int
@@ -54,10 +54,10 @@ class ExpertRegion:
     (dense).
 
     ``keys``: the node with the expert number of each row; ``None`` in the dense form. ``num_experts``: the number of
-    experts. ``tables``: nodes that are computed only from the experts' parameters, with the dim that indexes experts.
-    ``nodes``: operators that work row by row, in order, with the dims of their results. ``entries``: values from
-    outside whose rows they read. ``exits``: those of ``nodes`` that are read outside. ``products``: the matrix products
-    among ``nodes``.
+    experts. ``tables``: nodes that are computed only from the experts' parameters, each with the dim that indexes
+    experts. ``nodes``: operators that work row by row, in order, with the row and expert dims of their results.
+    ``entries``: values from outside whose rows they read, with these dims. ``exits``: those of ``nodes`` that are read
+    outside. ``products``: the matrix products among ``nodes``.
     """
 
     keys: fx.Node | None
@@ -70,14 +70,15 @@ class ExpertRegion:
 
     @property
     def states(self) -> dict[str, int]:
-        """Return the experts' parameters and buffers, by name of their placeholder, each with the dim that indexes
-        experts.
+        """Return the experts' parameters and buffers by the name of their placeholder, each with the index of the dim
+        that indexes experts.
         """
         return {n.name: dim for n, dim in self.tables.items() if n.op == "placeholder"}
 
 
 def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion]:
-    """Return the parts of ``block`` that compute by expert (expert regions), in order.
+    """Return the parts of ``block`` that compute by expert (expert regions). A block is the graph of a piece of the
+    model.
 
     A region consists of matrix products in which each row has one expert (or all experts compute all rows), and
     operators on single rows around them. Operators that do not fit are left out.
@@ -109,10 +110,10 @@ def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion
 class _RegionFinder:
     """Finds one expert region, the part of a block that computes by expert, starting from its matrix products.
 
-    ``tables`` maps nodes that are computed only from the experts' parameters to the dim that indexes experts. ``keys``:
-    the node with the expert number of each row; ``None`` if all experts compute every row. ``places`` has the operators
-    of the region, with the dims of their results that index rows and experts. ``entries`` has the values from outside
-    that they read, with the same dims.
+    ``products``: these matrix products. ``tables`` maps nodes that are computed only from the experts' parameters to
+    the dim that indexes experts. ``keys``: the node with the expert number of each row; ``None`` if all experts compute
+    every row. ``places`` has the operators of the region, with the dims of their results that index rows and experts.
+    ``entries`` has the values from outside that they read, with the same dims.
     """
 
     def __init__(
@@ -129,6 +130,9 @@ class _RegionFinder:
         self.num_experts = 0
 
     def find_region(self) -> ExpertRegion | None:
+        """Return the expert region around the matrix products; ``None`` if they do not form one that can be distributed
+        by expert.
+        """
         seeds = self._find_seed_nodes()
         if not seeds:
             return None
@@ -159,7 +163,7 @@ class _RegionFinder:
     def _find_seed_nodes(self) -> set[fx.Node]:
         """Return the nodes that combine rows with a parameter of the experts, such as products and look-ups.
 
-        Returns an empty set if there are no products or the numbers of experts differ.
+        Return an empty set if there are no products or the numbers of experts differ.
         """
         if self.keys is None:
             tables = {n: n.args[1] for n in self.products if self._is_table(n.args[1], 0)}
@@ -184,8 +188,8 @@ class _RegionFinder:
         return {u for t in self.tables for u in t.users if u not in self.tables and u.op == "call_function"}
 
     def _is_chosen(self, products: Iterable[fx.Node]) -> bool:
-        """Whether an operator such as ``topk`` over as many scores as there are experts decides which of their results
-        count.
+        """Return whether a router's choice, such as ``topk`` over as many scores as there are experts, decides which
+        results of ``products`` count.
 
         Such an operator must be an ancestor of the products, or of a value that is computed from them.
         """
@@ -194,8 +198,8 @@ class _RegionFinder:
         return any(n.target in CHOICES and get_meta_shape(n.args[0])[-1:] == (self.num_experts,) for n in around)  # type: ignore[arg-type]
 
     def _is_table(self, node: Any, dim: int) -> bool:
-        """Whether ``node`` is computed only from parameters and buffers, and can be sharded along ``dim`` by sharding
-        these.
+        """Return whether ``node`` is computed only from parameters and buffers, and can be sharded along ``dim`` by
+        sharding these.
         """
         return isinstance(node, fx.Node) and _trace_to_states(node, dim, self.states) is not None
 
@@ -205,9 +209,10 @@ class _RegionFinder:
         self.tables |= found
 
     def _add_region_node(self, node: fx.Node, seed: bool) -> bool:
-        """Add an operator to the region: record the dims of its results, and its operands from outside of the region.
+        """Add an operator to the region: record the row and expert dims of its results, and its operands from outside
+        of the region.
 
-        Returns ``False`` if the operator does not work row by row and was not added.
+        Return ``False`` if the operator does not work row by row and was not added.
 
         Args:
             seed: whether the operator combines rows with a parameter of the experts.
@@ -249,9 +254,10 @@ class _RegionFinder:
         return True
 
     def _find_row_factors(self, node: fx.Node, rule: OpFactors) -> tuple[str | None, str | None]:
-        """Return the names of the loop dimensions that index rows and experts in the rule of an operator.
+        """Return the names of the loop dimensions that index rows and experts in an operator; ``None`` for a name that
+        does not exist.
 
-        A rule names the loop dimensions of an operator as in an einsum. A name is ``None`` if the operator does not
+        ``rule`` names the loop dimensions of the operator, as in an einsum. Both are ``None`` if the operator does not
         work on each row by itself.
         """
         rows: set[str] = set()
@@ -300,7 +306,7 @@ def _index_of(node: fx.Node, at: int) -> Any:
     """Return the index node of a look-up along dim 0; ``None`` if the look-up is along another dim.
 
     Args:
-        at: position of the index among the operator's arguments.
+        at: position of the index among the operator's arguments, from 0.
     """
     if node.target == aten.index.Tensor:
         indices: Any = node.args[1]
@@ -311,10 +317,10 @@ def _index_of(node: fx.Node, at: int) -> Any:
 
 
 def _trace_to_states(node: fx.Node, dim: int, states: set[str]) -> dict[fx.Node, int] | None:
-    """Return the dim along which each ancestor of ``node`` is sharded if ``node`` is sharded along ``dim``.
+    """Return the dim along which ``node`` and each of its ancestors is sharded if ``node`` is sharded along ``dim``, by
+    node.
 
-    The result maps nodes to dims and includes ``node``. ``None`` if ``node`` is not computed only from states, or has
-    no such sharding.
+    Return ``None`` if ``node`` is not computed only from parameters, buffers and constants, or has no such sharding.
 
     Args:
         states: names of the placeholders that are parameters, buffers or constants.
@@ -343,6 +349,9 @@ def _trace_to_states(node: fx.Node, dim: int, states: set[str]) -> dict[fx.Node,
 
 
 def _find_factor_rule(node: fx.Node) -> OpFactors | None:
+    """Return the rule that names the loop dimensions of an operator, as in an einsum; ``None`` if the operator has
+    none.
+    """
     try:
         return factors_of(node)
     except PartitionError:
@@ -352,7 +361,7 @@ def _find_factor_rule(node: fx.Node) -> OpFactors | None:
 def _find_row_dims(rows: str | None, experts: str | None, dims: tuple[tuple[str, ...], ...]) -> RowExpertDims | None:
     """Return the dims of a value that hold the loop dimensions ``rows`` and ``experts`` of an operator.
 
-    Returns ``None`` unless each of the two is alone in exactly one dim.
+    Return ``None`` unless each of the two is alone in exactly one dim. ``experts`` may be ``None``.
 
     Args:
         dims: names of the loop dimensions in each dim of the value.
@@ -371,6 +380,7 @@ def _count_result_bytes(node: fx.Node) -> int:
 
 
 def _collect_descendants(block: Block, nodes: set[fx.Node]) -> set[fx.Node]:
+    """Return the operators of ``block`` that depend on one of ``nodes``."""
     found: set[fx.Node] = set()
     for node in block.graph.nodes:
         if node.op == "call_function" and any(o in found or o in nodes for o in node.all_input_nodes):
@@ -379,6 +389,7 @@ def _collect_descendants(block: Block, nodes: set[fx.Node]) -> set[fx.Node]:
 
 
 def _collect_ancestors(block: Block, nodes: set[fx.Node]) -> set[fx.Node]:
+    """Return the operators of ``block`` on which one of ``nodes`` depends."""
     found: set[fx.Node] = set()
     for node in reversed(block.graph.nodes):
         if node.op == "call_function" and any(u in found or u in nodes for u in node.users):

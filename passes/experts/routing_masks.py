@@ -43,7 +43,7 @@ _PLACES = (aten.argsort.default, aten.argsort.stable)
 
 @dataclass(frozen=True)
 class RoutingChoice:
-    """Describes a mask of the rows that chose one expert: it is true where the integer tensor ``of`` equals ``number``.
+    """A mask of the rows that chose one expert: it is true where the integer tensor ``of`` equals ``number``.
 
     Dim ``j`` of the mask is dim ``dims[j]`` of ``of``.
     """
@@ -55,8 +55,8 @@ class RoutingChoice:
 
 @dataclass(frozen=True)
 class _Classes:
-    """Describes a stack of masks along ``dim``, one for each number 0, 1, ..: mask ``n`` is true where ``of`` equals
-    ``n``.
+    """A stack of masks along ``dim``, one for each number 0, 1, ..: mask ``n`` is true where the integer tensor ``of``
+    equals ``n``.
 
     ``dims[j]`` is the dim of ``of`` to which the ``j``-th other dim of the stack corresponds.
     """
@@ -67,9 +67,8 @@ class _Classes:
 
 
 def choice_of(node: Any) -> RoutingChoice | None:
-    """Return the tensor and the number that the mask ``node`` compares, such as ``chosen == 3``.
-
-    Returns ``None`` if ``node`` is no mask that tests for one number.
+    """Return which tensor and number the mask ``node`` compares, such as ``chosen == 3``; ``None`` if it does not test
+    for one number.
     """
     node = skip_inverse_squeezes(node)
     if not isinstance(node, fx.Node) or node.op != "call_function":
@@ -87,9 +86,10 @@ def choice_of(node: Any) -> RoutingChoice | None:
 
 
 def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
-    """Return (``of``, ``number``) if the mask ``node`` is true where ``number`` occurs along the last dim of ``of``.
+    """Return (``of``, ``number``) if the mask ``node`` is true where ``number`` occurs along the last dim of the tensor
+    ``of``.
 
-    All numbers along that dim must be distinct, like the k choices of a token. Returns ``None`` for any other node.
+    All numbers along that dim must be distinct, like the k choices of a token. Return ``None`` for any other node.
     """
     while isinstance(node, fx.Node) and (_is_nonzero(node) or node.target in (*CASTS, *RESHAPES)):
         node = node.args[0]
@@ -113,8 +113,8 @@ def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
 
 
 def skip_inverse_squeezes(node: Any) -> Any:
-    """Follow ``node`` back through pairs of ``unsqueeze`` and ``squeeze`` that cancel, and return the node before
-    them.
+    """Follow ``node`` back through pairs of ``unsqueeze`` and ``squeeze`` that cancel, and return the node
+    before them.
     """
     while isinstance(node, fx.Node) and node.target is aten.squeeze.dim and _is_widened(node.args[0], node.args[1]):
         node = node.args[0].args[0]  # type: ignore[union-attr]
@@ -126,14 +126,16 @@ def _is_widened(node: Any, dim: Any) -> bool:
 
 
 def skip_operators(node: Any, targets: tuple[Any, ...]) -> Any:
-    """Follow first operands from ``node`` while the operator is in ``targets``. Return the node at which this ends."""
+    """Follow first operands from ``node`` while the operator is in ``targets``, and return the node at which
+    this ends.
+    """
     while node.target in targets:
         node = node.args[0]
     return node
 
 
 def is_count(node: Any) -> bool:
-    """Whether every element of ``node`` is known to be at least zero, so that a sum is zero only if all elements
+    """Return whether every element of ``node`` is known to be at least zero, so that a sum is zero only if all elements
     are.
     """
     if node.meta["val"].dtype == torch.bool or node.target is aten.one_hot.default:
@@ -158,8 +160,8 @@ def numbers_of(node: fx.Node) -> fx.Node:
 
 
 def is_distinct(of: fx.Node, dim: int) -> bool:
-    """Whether the numbers of ``of`` along ``dim`` are distinct, because they are indices of ``topk``, ``sort`` or
-    ``argsort``.
+    """Return whether the numbers of ``of`` along ``dim`` are distinct, because they are indices of ``topk``, ``sort``
+    or ``argsort``.
     """
     node: Any = skip_integer_casts(of)
     while node.target in RESHAPES and dim % _get_node_rank(of) == _get_node_rank(of) - 1 and _keeps_last(node):
@@ -174,9 +176,10 @@ def is_distinct(of: fx.Node, dim: int) -> bool:
 
 
 def num_choices(of: fx.Node) -> int | None:
-    """Return the size of the dim that the indices ``of`` choose from.
+    """Return the number of elements among which the indices ``of`` choose: the size of the dim of a ``topk``, ``sort``
+    or ``max``.
 
-    Returns ``None`` if they are no result of ``topk``, ``sort``, ``max`` or similar.
+    Return ``None`` if they are no result of such an operator.
     """
     node: Any = skip_integer_casts(of)
     while node.target in (*RESHAPES, aten.permute.default):
@@ -190,6 +193,9 @@ def num_choices(of: fx.Node) -> int | None:
 
 
 def _find_sliced_choice(whole: fx.Node, dim: int, index: int) -> RoutingChoice | None:
+    """Return which tensor and number the slice ``index`` of ``whole`` along ``dim`` compares; ``None`` if ``whole`` is
+    no stack of masks along ``dim``.
+    """
     classes = classes_of(whole)
     if classes is None or dim % _get_node_rank(whole) != classes.dim or not isinstance(index, int) or index < 0:
         return None
@@ -197,6 +203,9 @@ def _find_sliced_choice(whole: fx.Node, dim: int, index: int) -> RoutingChoice |
 
 
 def classes_of(node: Any) -> _Classes | None:
+    """Return which tensor the stack of masks ``node``, such as ``one_hot(chosen)``, compares with 0, 1, ..; ``None`` if
+    it is no such stack.
+    """
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     args: Any = node.args
@@ -238,7 +247,9 @@ def _find_widened_operand(node: Any) -> fx.Node | None:
 
 
 def _find_arange_size(node: Any) -> int | None:
-    """Return the ``n`` for which ``node`` is ``arange(n)``, up to leading dims of size 1; ``None`` if it is none."""
+    """Return the ``n`` for which ``node`` is ``arange(n)``, up to leading dims of size 1; ``None`` if it is something
+    else.
+    """
     node = skip_integer_casts(node) if isinstance(node, fx.Node) else node
     while isinstance(node, fx.Node) and node.target in (
         aten.reshape.default,
@@ -260,8 +271,8 @@ def _is_nonzero(node: fx.Node) -> bool:
 
 
 def skip_integer_casts(node: fx.Node) -> fx.Node:
-    """Follow ``node`` back through casts and markers whose results are int32 or int64, and return the node before
-    them.
+    """Follow ``node`` back through casts and markers whose results are int32 or int64, and return the node
+    before them.
     """
     while node.target in CASTS and node.meta["val"].dtype in _WIDE:
         node = node.args[0]  # type: ignore[assignment]
@@ -269,7 +280,7 @@ def skip_integer_casts(node: fx.Node) -> fx.Node:
 
 
 def dims_over(node: Any) -> list[int]:
-    """Return the dims that ``node`` (a sum, or ``any``) reduces, as non-negative numbers."""
+    """Return the dims that ``node`` (a sum, or ``any``) reduces, as non-negative indices."""
     dims: Any = node.args[1]
     rank = _get_node_rank(node.args[0])
     return [d % rank for d in (dims if isinstance(dims, list | tuple) else [dims])]
@@ -287,7 +298,7 @@ def _swap_two_dims(rank: int, a: int, b: int) -> list[int]:
 
 
 def _can_represent(node: Any, number: int) -> bool:
-    """Whether ``node`` has an integer or boolean type that can represent ``number``."""
+    """Return whether ``node`` has an integer or boolean type that can represent ``number``."""
     dtype = node.meta["val"].dtype
     if dtype == torch.bool or not (dtype.is_floating_point or dtype.is_complex):
         low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

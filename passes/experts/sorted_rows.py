@@ -44,8 +44,8 @@ _LOOKUPS = (aten.index.Tensor, aten.index_select.default)
 def remove_row_sorts(graph: fx.Graph) -> None:
     """Rewrite ``graph`` in place so that rows keep their order where the model sorts them, such as by expert.
 
-    A sort is removed as far as the results do not depend on the order. Requires and keeps meta tensors
-    (``node.meta["val"]``) on every node.
+    A sort is removed as far as the results do not depend on the order. Every node must have a meta tensor in
+    ``node.meta["val"]``, and has one afterwards.
     """
     for node in list(graph.nodes):
         if node.target in (*_SORTS, *_ARGSORTS) and len(list_node_sizes(operands_of(node)[0])) == 1:
@@ -57,8 +57,8 @@ def remove_row_sorts(graph: fx.Graph) -> None:
 class _UnsortedValue:
     """The value that an operator behind a sort of rows would have if the rows were not sorted.
 
-    ``node``: a new node with this value. ``dims``: for each result of the original operator, the dim along which it is
-    sorted; ``None`` if it does not depend on the order.
+    ``node``: a new node with this value. ``dims``: for each result of the original operator, the index of the dim along
+    which it is sorted; ``None`` if it does not depend on the order.
     """
 
     node: fx.Node
@@ -84,6 +84,7 @@ class _Unsorter:
         self.inverse: set[fx.Node] = set()
 
     def unsort_rows(self) -> None:
+        """Rewrite all operators that depend on the sort, in order, as far as they can work on unsorted rows."""
         nodes = list(self.graph.nodes)
         with self.graph.inserting_before(self.sort):
             build = Builder(self.graph, self.sort)
@@ -103,6 +104,9 @@ class _Unsorter:
         self.twins[node] = _UnsortedValue(self.place)
 
     def _visit_node(self, node: fx.Node, build: Builder) -> None:
+        """Rewrite one operator behind the sort, if it can work on unsorted rows, and record its value on these.
+        ``build`` appends operators.
+        """
         source: Any = node.args[0]
         if source is self.sort and self.sort.target in _SORTS:
             if node.args[1] == 0:
@@ -125,6 +129,9 @@ class _Unsorter:
                 self._record_unsorted_value(node, twin)
 
     def _record_unsorted_value(self, node: fx.Node, twin: _UnsortedValue) -> None:
+        """Record ``twin``, the value of ``node`` on unsorted rows. If it does not depend on the order, it replaces
+        ``node``.
+        """
         if any(dim is not None for dim in twin.dims):
             self.twins[node] = twin
         elif twin.node.op == "call_function":  # in its place, so that an output keeps its name
@@ -133,7 +140,9 @@ class _Unsorter:
             node.replace_all_uses_with(twin.node)
 
     def _unsort_getitem(self, node: fx.Node, build: Builder) -> None:
-        """Record the value on unsorted rows for one result of an operator with several results."""
+        """Record the value on unsorted rows for one result of an operator with several results. ``build`` appends
+        operators.
+        """
         source, index = node.args
         if source in self.twins:
             twin = self.twins[source]  # type: ignore[index]
@@ -141,7 +150,7 @@ class _Unsorter:
             self._record_unsorted_value(node, _UnsortedValue(build(node.target, twin.node, index), (twin.dims[index],)))
 
     def _is_inverse_order(self, node: fx.Node) -> bool:
-        """Whether ``node`` is the inverse permutation of the sort.
+        """Return whether ``node`` is the inverse permutation of the sort.
 
         This is an ``arange`` written to the positions of the sort order, or an ``argsort`` of the order.
         """
@@ -163,9 +172,7 @@ class _Unsorter:
 
     def _put_back(self, node: fx.Node) -> _UnsortedValue | None:
         """Return the rows without the sort, if ``node`` brings sorted rows back into the original order by an index
-        operator.
-
-        Returns ``None`` for other nodes.
+        operator; else ``None``.
         """
         found = _parse_row_lookup(node)
         if found is None or found[1] not in self.inverse or found[0] not in self.twins:
@@ -174,9 +181,8 @@ class _Unsorter:
         return _UnsortedValue(twin.node, (None,)) if twin.dims == (0,) else None
 
     def _unsort_row_write(self, node: fx.Node) -> _UnsortedValue | None:
-        """Return the rows without the sort, if ``node`` writes sorted rows to their original positions.
-
-        Returns ``None`` for other nodes.
+        """Return the rows without the sort, if ``node`` writes sorted rows to their original positions; else
+        ``None``.
         """
         args: Any = node.args
         if node.target is aten.index_copy.default and args[1] == 0:
@@ -192,8 +198,8 @@ class _Unsorter:
         return _UnsortedValue(self.twins[rows].node, (None,))
 
     def _finds_keys(self, node: fx.Node) -> bool:
-        """Whether ``node`` computes the expert of each sorted row from the positions where the rows of each expert
-        end.
+        """Return whether ``node`` computes the expert of each sorted row from the positions where the rows of each
+        expert end.
         """
         if node.target is not aten.searchsorted.Tensor or not get_node_argument(node, "right"):
             return False
@@ -202,10 +208,10 @@ class _Unsorter:
         return plain and _is_full_arange(rows, self.num_rows) and self._are_ends(ends, list_node_sizes(ends)[0])  # type: ignore[arg-type]
 
     def _unsort_grouped_product(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
-        """Append a matrix product of unsorted rows with their experts' matrices, if ``node`` is such a product of
-        sorted rows.
+        """Append a product of unsorted rows with their experts' matrices, if ``node`` is such a product of sorted rows,
+        and return its value.
 
-        Returns ``None`` for other nodes.
+        Return ``None`` for other nodes. ``build`` appends operators.
         """
         how = experts.find_grouped_product(node.target)
         if how is None:
@@ -226,14 +232,14 @@ class _Unsorter:
         return _UnsortedValue(made) if made.meta["val"].dtype == node.meta["val"].dtype else None
 
     def _are_ends(self, node: fx.Node, num_experts: int) -> bool:
-        """Whether ``node`` has the position where the rows of each expert end: the cumulative sum of the experts' row
-        counts.
+        """Return whether ``node`` has the position where the rows of each expert end: the cumulative sum of the
+        experts' row counts.
         """
         total = _skip_casts(node)
         return total.target is aten.cumsum.default and self._are_sizes(total.args[0], num_experts)
 
     def _are_sizes(self, node: Any, num_experts: int) -> bool:
-        """Whether ``node`` has the number of rows of each expert, in the order in which the rows are sorted."""
+        """Return whether ``node`` has the number of rows of each expert, in the order in which the rows are sorted."""
         counts = _skip_casts(node)
         if not self.ascending:
             return False
@@ -251,10 +257,11 @@ class _Unsorter:
         return _is_same_value(_skip_casts(node), _skip_casts(self.keys))
 
     def _unsort_index_add(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
-        """Append an ``index_add`` of unsorted rows if ``node`` is one of sorted rows, and return its value.
+        """Append an ``index_add`` of unsorted rows if ``node`` is one of sorted rows, and return its value; else return
+        ``None``.
 
-        If each position occurs equally often and in order, a sum takes the place of the ``index_add``. Returns ``None``
-        for other nodes.
+        If each position occurs equally often and in order, a sum takes the place of the ``index_add``. ``build``
+        appends operators.
         """
         if node.target is not aten.index_add.default:
             return None
@@ -274,10 +281,10 @@ class _Unsorter:
         return _UnsortedValue(build(aten.add.Tensor, base, summed), (None,))
 
     def _commute_with_sort(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
-        """Append the operator of ``node`` on unsorted rows, if it works on each row by itself or sums rows. Return its
-        value.
+        """Append the operator of ``node`` on unsorted rows, if it works on each row by itself or sums rows, and return
+        its value.
 
-        Returns ``None`` for any other operator.
+        Return ``None`` for any other operator. ``build`` appends operators.
         """
         try:
             rule = factors_of(node)
@@ -317,13 +324,14 @@ class _Unsorter:
         return {dims[dim][0]} if dim < len(dims) and len(dims[dim]) == 1 else {""}
 
     def _looked_up(self, node: fx.Node, args: tuple[Any, ...], build: Builder) -> fx.Node | None:
-        """Append operators that compute the row look-up of ``node`` on unsorted rows without an index operator. Return
-        the result.
+        """Append operators that compute the row look-up of ``node`` on unsorted rows without an index operator, and
+        return the result.
 
-        Returns ``None`` unless the looked-up positions are 0, 1, .. in order, each repeated equally often.
+        Return ``None`` unless the looked-up positions are 0, 1, .. in order, each repeated equally often.
 
         Args:
             args: the arguments of ``node`` on unsorted rows.
+            build: appends operators.
         """
         found = _parse_row_lookup(node)
         if found is None:
@@ -344,7 +352,7 @@ class _Unsorter:
         """Return how often ``where`` repeats each of the numbers 0, 1, .., ``num_places`` - 1, in the form ``0 0 1 1 2
         2 ..``.
 
-        Returns ``None`` if it has another form.
+        Return ``None`` if it has another form.
         """
         times = 1
         if where.target in (aten.floor_divide.default, aten.floor_divide.Scalar, aten.div.Tensor_mode):
@@ -372,7 +380,7 @@ def _skip_casts(node: fx.Node) -> fx.Node:
 
 
 def _is_same_value(a: Any, b: Any) -> bool:
-    """Whether two arguments are one value, even if two nodes compute it by the same operators."""
+    """Return whether two arguments are one value, even if two nodes compute it by the same operators."""
     if isinstance(a, fx.Node) and isinstance(b, fx.Node):
         computed = a.op == b.op == "call_function" and a.target == b.target and a.kwargs == b.kwargs
         return a is b or (computed and _is_same_value(a.args, b.args))
@@ -382,7 +390,7 @@ def _is_same_value(a: Any, b: Any) -> bool:
 
 
 def _is_full_arange(node: Any, num: int) -> bool:
-    """Whether ``node`` is ``arange(num)``."""
+    """Return whether ``node`` is ``arange(num)``."""
     if not isinstance(node, fx.Node) or "aten.arange" not in str(node.target):
         return False
     return (
@@ -393,9 +401,9 @@ def _is_full_arange(node: Any, num: int) -> bool:
 
 
 def _dim_of(name: str, dims: tuple[tuple[str, ...], ...]) -> int | None:
-    """Return the dim that holds only the loop dimension ``name`` of an operator.
+    """Return the index of the dim that holds only the loop dimension ``name`` of an operator.
 
-    Returns ``None`` if no dim holds it, and -1 if it shares a dim or is in several dims.
+    Return ``None`` if no dim holds it, and -1 if it shares a dim or is in several dims.
 
     Args:
         dims: names of the loop dimensions in each dim of a value.
@@ -414,7 +422,7 @@ _PRODUCT = ops.expert_mm.default
 def kept_sorted(block: Block) -> Block:
     """Return an equivalent block in which rows stay sorted by expert between products with the same experts.
 
-    A product with experts otherwise sorts its rows and restores their order. Returns ``block`` itself if no two
+    A product with experts otherwise sorts its rows and restores their order. ``block`` itself is returned if no two
     products have the same experts.
     """
     products = Counter(n.args[2] for n in block.graph.nodes if n.target is _PRODUCT)
@@ -431,12 +439,22 @@ def kept_sorted(block: Block) -> Block:
 
 
 class _Sorter:
+    """Rewrites one part of a graph that computes by expert so that its rows are sorted once before and unsorted once
+    after.
+
+    ``region``: this part. ``keys``: the node with the expert number of each row. ``moved``: each operand from outside
+    with its sorted copy.
+    """
+
     def __init__(self, graph: fx.Graph, region: ExpertRegion) -> None:
         assert region.keys is not None
         self.graph, self.region, self.keys = graph, region, region.keys
         self.moved: dict[fx.Node, fx.Node] = {}
 
     def sort_rows(self) -> None:
+        """Insert the sort, rewrite all operators of the part to sorted rows, and unsort the rows that are read
+        outside.
+        """
         nodes = [n for n in self.graph.nodes if n in self.region.nodes]
         with self.graph.inserting_after(self.keys):
             found = self._append_call(ops.sort_experts.default, self.keys, self.keys, self.region.num_experts)
@@ -455,6 +473,9 @@ class _Sorter:
                 user.replace_input_with(node, back)
 
     def _rewrite_region_node(self, node: fx.Node) -> None:
+        """Make ``node`` read sorted rows, in place. A product of each row with its expert's matrix becomes a grouped
+        product.
+        """
         if node.target is _PRODUCT:
             rows, weight, _ = node.args
             node.target, node.args = ops.grouped_mm.default, (self._sort_operand(rows), weight, self.ends)  # type: ignore[arg-type]

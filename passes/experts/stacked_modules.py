@@ -31,14 +31,14 @@ aten = torch.ops.aten
 
 
 class Different(Exception):
-    """Raised if corresponding nodes of several experts do not compute the same, or something that cannot be merged."""
+    """Raised if corresponding nodes of several experts compute different things, or something that cannot be merged."""
 
 
 class Packing:
     """Stacks the corresponding parameters of several experts in a captured graph into one parameter each.
 
-    ``captured`` is the model with the stacks so far, ``packed`` the placeholder of each stack by the placeholders of
-    its parts.
+    ``captured``: the model with the stacks so far. ``packed``: for each tuple of the experts' placeholders, the
+    placeholder of their stack.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -58,7 +58,7 @@ class Packing:
     def pack_parameters(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
         """Return the placeholder of one parameter that stacks the parameters ``nodes`` along a new dim 0.
 
-        It is created at the first call.
+        It is created at the first call with these nodes.
         """
         if nodes in self.packed:
             return self.packed[nodes]
@@ -86,7 +86,9 @@ class Packing:
             self.captured.graph.erase_node(made)
 
     def remove_packed_parameters(self) -> Captured:
-        """Return ``captured`` without the single parameters that are part of a stack now."""
+        """Return the model without the single parameters that are now part of a stack; their placeholders are erased
+        from the graph.
+        """
         placeholders, states = dict(self.captured.placeholders), dict(self.captured.states)
         for node in (n for nodes in self.packed for n in nodes):
             states.pop(placeholders.pop(node.name))
@@ -121,7 +123,7 @@ def stack_experts(captured: Captured) -> Captured:
 
 
 def is_sum(node: fx.Node) -> bool:
-    """Whether ``node`` adds two nodes that have the shape of the result."""
+    """Return whether ``node`` adds two nodes that have the shape of the result."""
     nodes = [a for a in node.args if isinstance(a, fx.Node)]
     return (
         node.target is aten.add.Tensor
@@ -132,7 +134,9 @@ def is_sum(node: fx.Node) -> bool:
 
 
 def is_inner(node: fx.Node) -> bool:
-    """Whether the only reader of ``node`` is a sum of two values, so that ``node`` is an addend of a longer sum."""
+    """Return whether the only reader of ``node`` is a sum of two values, so that ``node`` is an addend of a
+    longer sum.
+    """
     return len(node.users) == 1 and is_sum(next(iter(node.users)))
 
 
@@ -153,7 +157,8 @@ class _Stacking:
     """Rewrites one sum over experts, which are separate modules, to operators with the experts as an additional first
     dim.
 
-    The corresponding nodes of all experts are visited together, from the outputs to the parameters.
+    The corresponding nodes of all experts are visited together, from the outputs to the parameters. ``head``: the last
+    addition of the sum.
     """
 
     def __init__(self, captured: Captured, head: fx.Node) -> None:
@@ -192,7 +197,7 @@ class _Stacking:
         return True
 
     def _split_gated_output(self, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-        """Return an expert's output and its gate of shape ``[rows, 1]`` if ``node`` is their product; otherwise
+        """Return (an expert's output, its gate of shape ``[rows, 1]``) if ``node`` is their product; otherwise
         ``None``.
         """
         if node.target is not aten.mul.Tensor or len(node.users) != 1:
@@ -209,7 +214,7 @@ class _Stacking:
         return None
 
     def _is_chosen(self, addends: Sequence[fx.Node]) -> bool:
-        """Whether the addends depend on a ``topk`` or similar over as many scores as there are addends.
+        """Return whether the addends depend on a ``topk`` or similar over as many scores as there are addends.
 
         This shows that a router chooses among the experts whose outputs are added.
         """
@@ -251,6 +256,7 @@ class _Stacking:
             raise Different
 
     def _has_form(self, node: fx.Node) -> bool:
+        """Return whether the operator of ``node`` can work with the experts as an additional first dim."""
         if node.target in _PRODUCTS:
             weight: Any = node.args[1]
             return len(node.args) == 2 and len(list_node_sizes(node)) == 2 and len(list_node_sizes(weight)) == 2
@@ -259,18 +265,22 @@ class _Stacking:
         return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
     def _is_apart(self) -> bool:
-        """Whether nothing outside of the sum reads the experts' parameters or intermediate values."""
+        """Return whether nothing outside of the sum reads the experts' parameters or intermediate values."""
         inner = self.visited | {n for nodes in self.packed for n in nodes}
         return bool(self.packed) and all(u in self.visited or u in self.sums for n in inner for u in n.users)
 
     def _build_gated_sum(self, outputs: list[fx.Node], gates: list[fx.Node]) -> fx.Node:
+        """Append the sum of the experts' ``outputs``, each multiplied by its gate ``[rows, 1]``, with stacked
+        parameters, and return it.
+        """
         made, _ = self._stack_nodes(tuple(outputs))
         columns = self.build(aten.cat.default, gates, 1)
         weights = self.build(aten.unsqueeze.default, self.build(aten.transpose.int, columns, 0, 1), -1)
         return self.build(aten.sum.dim_IntList, self.build(aten.mul.Tensor, made, weights), [0])
 
     def _stack_nodes(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, bool]:
-        """Return one node that has the values of ``nodes``, one of each expert, along a new first dim, and ``True``.
+        """Return (node, stacked): one node with the values of ``nodes``, one of each expert, along a new first dim, and
+        ``True``.
 
         If all experts share one node, return this node and ``False``.
         """
@@ -285,6 +295,11 @@ class _Stacking:
         return self.made[nodes]
 
     def _stack_operator(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
+        """Append the operator of ``nodes``, the corresponding nodes of all experts, with the experts as an additional
+        first dim.
+
+        Return the new node.
+        """
         first = nodes[0]
         if first.target in _PRODUCTS:
             x, x_stacked = self._stack_nodes(_collect_arguments(nodes, 0))
@@ -361,6 +376,10 @@ def replace_gathered_products(graph: fx.Graph) -> None:
 
 
 def _rewrite_gathered_product(node: fx.Node, build: Builder) -> None:
+    """Replace the batched product ``node`` by ``partition::expert_mm`` if it reads one matrix of a stack for each row.
+
+    Any other product is left unchanged. ``build`` appends operators.
+    """
     left, right = node.args
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
     if len(list_node_sizes(left)) != 3 or len(list_node_sizes(right)) != 3:
@@ -389,9 +408,8 @@ def _rewrite_gathered_product(node: fx.Node, build: Builder) -> None:
 
 
 def _find_picked_matrices(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the stack of matrices, and the index of the matrix for each row, if ``node`` picks one for each row.
-
-    Returns ``None`` for any other node.
+    """Return (stack of matrices, index of the matrix for each row) if ``node`` reads one matrix of a stack for each
+    row; else ``None``.
     """
     if node.target == aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
         stack, picks = node.args[0], node.args[1][0]  # type: ignore[index]
@@ -410,7 +428,7 @@ def _find_picked_matrices(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _in_range(node: Any, size: int) -> bool:
-    """Whether the indices in ``node`` are known to be less than ``size``.
+    """Return whether the indices in ``node`` are known to be less than ``size``.
 
     This is known if they are positions that ``topk`` or a similar operator chose among at most ``size`` scores.
     """
@@ -430,7 +448,9 @@ def _in_range(node: Any, size: int) -> bool:
 
 
 def _count_choices(node: Any) -> int:
-    """Return the number of scores that a ``topk`` or similar chooses from: the size of its dim, by default the last."""
+    """Return the number of scores among which a ``topk`` or similar operator chooses: the size of its dim, by default
+    the last.
+    """
     among = list_node_sizes(node.args[0])
     names = [a.name for a in node.target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs

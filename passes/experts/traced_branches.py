@@ -56,10 +56,11 @@ _MANY = 1 << 20  # rows
 class TracedBranches:
     """Record of the data-dependent branches on experts in one trace.
 
-    A listing is one place of the trace that lists or counts the rows of an expert; listings are numbered. ``seen``
-    counts the branches. ``counted``: for each symbol that stands for a number of rows: the number, its listing and its
-    expert. ``decided``: the listings that decided a branch. ``leaves_out``: the trace answers as if experts with even
-    (0) or odd (1) numbers had no rows; ``None``: all have rows.
+    A listing is one place of the trace that lists or counts the rows of an expert; listings are numbered from 1.
+    ``seen`` counts the branches. ``changed``: a mask that decided a branch was written in place afterwards. ``marked``:
+    pairs of a node and its marker node. ``counted``: for each symbol that stands for a number of rows, (the number, its
+    listing, its expert). ``decided``: the listings that decided a branch. ``leaves_out``: the trace answers as if
+    experts with even (0) or odd (1) numbers had no rows; ``None``: all have rows.
     """
 
     leaves_out: int | None = None
@@ -75,17 +76,16 @@ class TracedBranches:
         return self.num_listings
 
     def has_rows(self, number: int, listing: int) -> bool:
-        """Whether the trace treats expert ``number`` as having rows.
+        """Return whether the trace treats expert ``number`` as having rows, and record that a branch depended on this.
 
-        Records that a branch depended on ``listing``, the number of a place in the trace where the expert's rows were
-        listed.
+        ``listing``: the number of the place in the trace where the expert's rows were listed.
         """
         self.seen += 1
         self.decided.add(listing)
         return number % 2 != self.leaves_out
 
     def count(self, rows: Any, listing: int, number: int) -> None:
-        """Register a symbolic number of rows, so that branches on whether it is zero can be answered.
+        """Register a symbolic number of rows, so that branches on whether it is zero can be decided.
 
         Args:
             rows: the symbolic size; other values are ignored.
@@ -96,10 +96,11 @@ class TracedBranches:
             self.counted[rows.node.expr] = rows, listing, number
 
     def decides(self, question: Any) -> bool:
-        """Fix the outcome of the symbolic condition ``question`` if it only asks whether an expert has rows. The
-        outcome is the one that :meth:`has_rows` chooses for this trace.
+        """Fix the outcome of the symbolic condition ``question`` if it only tests whether an expert has rows, and
+        return ``True``.
 
-        Returns whether the condition was of that kind, with a row count that :meth:`count` registered.
+        The outcome depends on which experts have rows in this trace. Return ``False`` for any other condition, or for a
+        row count that was not registered.
         """
         symbols = [s for s in question.free_symbols if s in self.counted]
         if len(symbols) != 1 or len(question.free_symbols) != 1:
@@ -112,8 +113,8 @@ class TracedBranches:
         return True
 
     def look_back(self) -> None:
-        """Find out at the end of a trace whether a mask that decided a branch was written in place afterwards
-        (``changed``).
+        """Set ``changed`` if a mask that decided a branch was written in place afterwards; called at the end of a
+        trace.
 
         The record of these masks is cleared.
         """
@@ -123,10 +124,15 @@ class TracedBranches:
 
 @contextmanager
 def guards_traced(guards: TracedBranches) -> Iterator[None]:
-    """Context in which branches on whether an expert has rows can be traced, as if it had; ``guards`` records them."""
+    """Return a context in which branches on whether an expert has rows can be traced, as if it had; ``guards`` records
+    them.
+    """
     plain: Callable[[SymBool], bool] = SymBool.__bool__
 
     def decided(self: SymBool) -> bool:
+        """Return the truth of a symbolic condition, after its outcome was fixed if it only tests whether an expert has
+        rows.
+        """
         try:
             return plain(self)
         except GuardOnDataDependentSymNode:
@@ -140,7 +146,7 @@ def guards_traced(guards: TracedBranches) -> Iterator[None]:
 
 
 class _BranchMode(TorchFunctionMode):
-    """Function mode that intercepts functions that list the rows of a mask, count them, or ask whether there are
+    """A function mode that intercepts functions that list the rows of a mask, count them, or test whether there are
     any.
     """
 
@@ -151,6 +157,9 @@ class _BranchMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Call a torch function. The rows of an expert's mask are listed through a marker, and a test for rows has a
+        fixed outcome.
+        """
         kwargs = kwargs or {}
         if get_proxy_mode() is None:
             return func(*args, **kwargs)
@@ -172,10 +181,10 @@ class _BranchMode(TorchFunctionMode):
         return made
 
     def _list_marked_rows(self, func: Callable[..., Any], mask: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Run ``func``, which lists the rows of an expert's mask, on a marked copy of the mask, and register their
-        number.
+        """Call ``func``, which lists the rows of a mask, and return its result. The mask of an expert is marked and its
+        row count registered.
 
-        Any other mask is passed to ``func`` unchanged. Returns the result of ``func``.
+        Any other mask is passed to ``func`` unchanged. ``kwargs``: further arguments of ``func``.
         """
         number = _number_of(node_of(mask))
         if number is None:
@@ -186,8 +195,8 @@ class _BranchMode(TorchFunctionMode):
         return made
 
     def _mark_queried_rows(self, asked: _ExpertRowsQuery) -> int:
-        """Make the rest of the trace read a mask and chosen expert numbers through marker nodes, and return a new
-        number for them.
+        """Make the rest of the trace read a mask and chosen expert numbers through marker nodes, and return the number
+        of this listing.
 
         Args:
             asked: the question about an expert's rows that the mask or the numbers decide.
@@ -210,7 +219,8 @@ class _ExpertRowsQuery:
     """A question of forward: whether any row chose the expert ``number``, or how many rows did.
 
     ``some``: whether the answer ``True`` means that there are rows. ``masks``: the nodes of one mask, in several
-    dtypes, that is true in these rows. ``of``: the node with the chosen numbers. At least one of the last two is known.
+    dtypes, that is true in these rows; may be empty. ``of``: the node with the chosen numbers, or ``None``. At least
+    one of the last two is known.
     """
 
     number: int
@@ -220,16 +230,17 @@ class _ExpertRowsQuery:
 
 
 def node_of(value: Any) -> Any:
-    """Return the FX node of ``value`` in the running trace; ``None`` if there is none."""
+    """Return the FX node of ``value`` in the present trace; ``None`` if there is none."""
     mode = get_proxy_mode()
     slot = get_proxy_slot(value, mode.tracer, None) if mode is not None and isinstance(value, Tensor) else None
     return None if slot is None else slot.proxy.node
 
 
 def _count_with_fixed_size(numbers: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
-    """Return ``bincount`` of ``numbers`` with the fixed shape ``[minlength]``.
+    """Return the number of occurrences of each of the numbers 0, 1, .., like ``bincount``, with the fixed shape
+    ``[minlength]``.
 
-    Returns ``None`` if larger numbers may occur, or weights are given.
+    Return ``None`` if larger numbers may occur, or weights are given.
     """
     node = node_of(numbers)
     places = None if node is None else num_choices(numbers_of(node))
@@ -240,9 +251,8 @@ def _count_with_fixed_size(numbers: Tensor, weights: Tensor | None = None, minle
 
 
 def _find_rows_query(node: Any) -> _ExpertRowsQuery | None:
-    """Return the question whether an expert has rows, or how many, that the value of ``node`` answers.
-
-    Returns ``None`` if it answers no such question.
+    """Return the question about an expert's rows (whether there are any, or how many) that the value of ``node``
+    answers; else ``None``.
     """
     some = True
     while isinstance(node, fx.Node):
@@ -270,9 +280,9 @@ def _find_rows_query(node: Any) -> _ExpertRowsQuery | None:
 
 
 def _of_table(node: Any, dim: int, index: Any, some: bool) -> _ExpertRowsQuery | None:
-    """Return the question about an expert's rows that element ``index`` of ``node`` answers.
+    """Return the question about an expert's rows that element ``index`` of ``node`` along ``dim`` answers.
 
-    Returns ``None`` unless ``node`` is a table of the row counts of all experts.
+    Return ``None`` unless ``node`` is a table of the row counts of all experts.
 
     Args:
         some: whether a non-zero element means that the expert has rows.
@@ -306,16 +316,15 @@ def _number_of(node: Any) -> int | None:
 
 
 def _find_mask_choice(node: Any) -> tuple[fx.Node, int] | None:
-    """Return the node with the chosen numbers, and the expert number that the mask ``node`` compares them with.
-
-    Returns ``None`` if ``node`` is no such mask.
+    """Return (node with the chosen numbers, expert number) if the mask ``node`` compares the two; ``None`` if it is no
+    such mask.
     """
     choice = choice_of(node)
     return chosen_by_any(node) if choice is None else (choice.of, choice.number)
 
 
 def _is_chosen(node: fx.Node, of: fx.Node) -> bool:
-    """Whether ``node`` is the node ``of`` or a marker of it."""
+    """Return whether ``node`` is the node ``of`` or a marker of it."""
     return skip_operators(node, (HIT,)) is of
 
 

@@ -46,9 +46,9 @@ class TracedLoops:
 
     ``leaves_out``: the trace skips the iterations of experts with even (0) or odd (1) numbers; ``None``: no iteration.
     ``seen`` counts the loops. ``left_early``: whether forward left a loop by ``break`` or an exception. ``changed``:
-    whether masks that decide about iterations were changed in place afterwards. ``turns``: the tensors that forward got
-    as loop indices, each with its expert number, by the tensor's ``id``. ``guards`` records branches on whether an
-    expert has rows, if these are traced as well.
+    whether masks that decide about iterations were changed in place afterwards. ``turns``: by the ``id`` of each tensor
+    that forward got as a loop index, (the tensor, its expert number). ``guards`` records branches on whether an expert
+    has rows; ``None`` if these are not traced.
     """
 
     leaves_out: int | None = None
@@ -60,8 +60,8 @@ class TracedLoops:
 
     @property
     def found(self) -> bool:
-        """Whether the trace has a loop or branch over experts with rows, so that the graph must be proven equal to the
-        model.
+        """Return whether the trace has a loop or branch over experts with rows, so that the graph must be proven equal
+        to the model.
         """
         return self.seen > 0 or (self.guards is not None and self.guards.seen > 0)
 
@@ -70,15 +70,14 @@ class TracedLoops:
         return TracedLoops(self.leaves_out, guards=TracedBranches(self.leaves_out))
 
     def leaving_out(self, parity: int | None) -> TracedLoops:
-        """Return an empty record for another trace without the iterations of even (0) or odd (1) experts.
+        """Return an empty record for another trace without the iterations of even (``parity`` 0) or odd (1) experts.
 
         ``None`` stands for a trace with all iterations.
         """
         return TracedLoops(parity, guards=self.guards and TracedBranches(parity))
 
     def turn(self, number: int, *, listed: bool = False) -> Tensor:
-        """Return the tensor that forward gets as loop index, in the iteration of a loop over experts for expert
-        ``number``.
+        """Return the tensor that forward gets as loop index in the iteration for the expert ``number``, and record it.
 
         Args:
             listed: whether the tensor has a dim of size 1 instead of no dim.
@@ -103,7 +102,9 @@ class TracedLoops:
 
 @contextmanager
 def hits_traced(hits: TracedLoops) -> Iterator[None]:
-    """Context in which loops over the experts that have rows can be traced; ``hits`` records them."""
+    """Return a context in which loops over the experts that have rows can be traced, as loops over all experts;
+    ``hits`` records them.
+    """
     plain: Callable[[Tensor], Iterator[Tensor]] = Tensor.__iter__
 
     def turns(self: Tensor) -> Iterator[Any]:
@@ -118,6 +119,13 @@ def hits_traced(hits: TracedLoops) -> Iterator[None]:
 def _iterate_marked_experts(
     hits: TracedLoops, rank: int, masks: list[Tensor], dim: int, first: fx.Node
 ) -> Iterator[Tensor]:
+    """Yield the loop index for each expert, in a loop over the experts that have rows, while the trace reads the masks
+    by markers.
+
+    ``hits``: the record of loops. ``rank``: 1 if an index has no dims, 2 if it has one. ``masks``: the masks that
+    decide which experts have rows, one for each dtype. ``dim``: their expert dim. ``first``: the first node that
+    reduces them.
+    """
     mode = get_proxy_mode()
     assert mode is not None
     tracker = mode.tracer.tensor_tracker
@@ -142,7 +150,7 @@ def _iterate_marked_experts(
 
 
 class _LoopIndexMode(TorchFunctionMode):
-    """Function mode that indexes by an expert's number where forward indexes by the loop's index tensor."""
+    """A function mode that indexes by an expert's number where forward indexes by the loop's index tensor."""
 
     def __init__(self, hits: TracedLoops) -> None:
         super().__init__()
@@ -151,6 +159,7 @@ class _LoopIndexMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Call a torch function. An index by a loop's index tensor becomes one by the number of its expert."""
         if func is Tensor.__getitem__ and self.hits.turns:
             of, index = args
             turn, number = self._find_expert_number(of), self._find_expert_number(index)
@@ -171,22 +180,24 @@ class _LoopIndexMode(TorchFunctionMode):
         return made
 
     def _find_expert_number(self, value: Any) -> int | None:
+        """Return the number of the expert for which ``value`` is the loop index; ``None`` if it is none."""
         held = self.hits.turns.get(id(value)) if isinstance(value, Tensor) else None
         return None if held is None else held[1]
 
 
 def _is_turns(mask: Any) -> bool:
-    """Whether ``mask`` is the mask of one expert, in an iteration of a loop over experts that is being traced."""
+    """Return whether ``mask`` is the mask of one expert, in an iteration of a loop over experts that is being
+    traced.
+    """
     node = node_of(mask)
     node = None if node is None else skip_operators(node, (*ALIKE, *SHAPED))
     return node is not None and node.target is aten.select.int and node.args[0].target is HITS
 
 
 def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | None:
-    """Return the masks that decide which experts ``value`` lists, their expert dim, and the first node that reduces
-    them.
+    """Return (masks that decide which experts ``value`` lists, their expert dim, first node that reduces them).
 
-    There is one mask tensor for each dtype that the mask has. Returns ``None`` if ``value`` does not list experts with
+    There is one mask tensor for each dtype that the mask has. Return ``None`` if ``value`` does not list experts with
     rows.
     """
     mode, node = get_proxy_mode(), node_of(value)
@@ -220,7 +231,7 @@ def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | Non
 
 
 def is_turn(node: fx.Node, parity: int) -> bool:
-    """Whether ``node`` is the mask of the rows that chose an expert with an even (``parity`` 0) or odd (1) number in a
+    """Return whether ``node`` is a mask of the rows of one expert with an even (``parity`` 0) or odd (1) number in a
     traced loop over experts.
     """
     args: Any = node.args
@@ -231,7 +242,8 @@ def is_turn(node: fx.Node, parity: int) -> bool:
 
 
 def empty_mask(graph: fx.Graph, node: fx.Node, where: dict[str, Any]) -> fx.Node:
-    """Append a mask of zeros that replaces the mask ``node``, as if no row had chosen its expert. Return the new node.
+    """Append a mask of zeros that replaces the mask ``node``, as if no row had chosen its expert, and return the new
+    node.
 
     ``where``: metadata of the new node, such as its module path and source line.
     """
@@ -253,6 +265,8 @@ _ADDING = {aten.index_add.default: 3, aten.scatter_add.default: 3, aten.index_pu
 
 def check_turns(empty: fx.Graph, left_out: fx.Graph) -> None:
     """Raise :class:`UnsupportedError` unless the two graphs are equal after simplification. Both graphs are changed.
+
+    Equality proves that iterations of a loop over experts without rows have no effect.
 
     Args:
         empty: graph of a trace with empty masks for some experts.
@@ -313,5 +327,6 @@ def _is_in(value: Any, nodes: set[fx.Node]) -> bool:
 
 
 def _stand_in(node: fx.Node, other: Any) -> None:
+    """Replace ``node`` by ``other`` in all its readers, if both have the same shape and dtype."""
     if list_node_sizes(other) == list_node_sizes(node) and other.meta["val"].dtype == node.meta["val"].dtype:
         node.replace_all_uses_with(other)

@@ -76,27 +76,47 @@ ops = torch.ops.partition
 
 
 def _make_scaled_result(x: Tensor, dim: int, times: int, over: int) -> Tensor:
+    """Return an empty tensor with the shape of ``x``, in which the size of ``dim`` is multiplied by ``times`` and
+    divided by ``over``.
+    """
     shape = list(x.shape)
     shape[dim] = shape[dim] * times // over
     return x.new_empty(shape)
 
 
 def _make_attention_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Return empty results of attention for shape inference: the output and, for each query, the logsumexp of its
+    scores.
+
+    ``q``, ``k``, ``v``: queries, keys and values ``[b, h, s, d]`` of one rank.
+    """
     sums = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     return _by_position(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sums)
 
 
 def _attended_back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty gradients of queries, keys and values ``[b, h, s, d]``, for shape inference of attention's
+    backward.
+    """
     return _by_position(q, q.shape[-1]), _by_position(k, k.shape[-1]), _by_position(v, v.shape[-1])
 
 
 def _by_position(like: Tensor, width: int) -> Tensor:
-    """Return an empty tensor ``[b, h, s, width]`` that is stored in memory as ``[b, s, h, width]``."""
+    """Return an empty tensor ``[b, h, s, width]`` that is stored in memory as ``[b, s, h, width]``.
+
+    ``like``: a tensor ``[b, h, s, d]`` whose other sizes, dtype and device are taken.
+    """
     batch, heads, length, _ = like.shape
     return like.new_empty((batch, length, heads, width)).transpose(1, 2)
 
 
 def _make_route_results(experts: Tensor, num_experts: int, axis: str, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty results of the operator ``route`` for shape inference: row order, counts of rows, experts of
+    received rows.
+
+    ``experts`` ``[t]``: the expert number of each row. The counts are ``[2, size]``: rows sent to, and received from,
+    each of the ``size`` ranks. The number of received rows is symbolic if the trace has symbolic shapes, else ``t``.
+    """
     rows: Any = experts.shape[0]
     device: Any = experts.device
     if isinstance(experts, FakeTensor):
@@ -133,8 +153,8 @@ _library.impl("axis_index", lambda axis, size: torch.empty((), dtype=torch.int64
 
 
 def _make_argument_saver(*names: str) -> Any:
-    """Return an autograd ``setup_context`` that stores the operator's non-tensor arguments in ``ctx.kept`` under
-    ``names``.
+    """Return an autograd ``setup_context`` that stores the operator's arguments after the first in ``ctx.kept``, a dict
+    with the keys ``names``.
     """
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -245,7 +265,7 @@ COMMUNICATING = (
 
 
 def collective_name(target: Any) -> str | None:
-    """Return the name of a collective operator of this module, such as ``all_gather``; ``None`` for any other
+    """Return the name of a collective operator of this project, such as ``all_gather``; ``None`` for any other node
     target.
     """
     if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE:
@@ -255,5 +275,7 @@ def collective_name(target: Any) -> str | None:
 
 
 def is_over(node: fx.Node, axes: Collection[str]) -> bool:
-    """Whether ``node`` is a collective operator of this module over one of the mesh ``axes``."""
+    """Return whether ``node`` is a collective operator of this project over one of the mesh ``axes``, such as
+    ``tp``.
+    """
     return collective_name(node.target) is not None and any(isinstance(a, str) and a in axes for a in node.args)

@@ -26,12 +26,12 @@ from partitioner.passes.ir.model import Block, Captured, FoldedModel
 
 
 def stops_gradient(node: fx.Node) -> bool:
-    """Whether ``node`` is a ``detach``, so that no gradient flows back to its operand."""
+    """Return whether ``node`` is a ``detach``, so that no gradient flows back to its operand."""
     return bool(node.target == torch.ops.aten.detach.default)
 
 
 def is_differentiable(value: Any) -> bool:
-    """Whether a meta tensor, or one of a tuple of them, has a dtype that can carry a gradient (floating-point or
+    """Return whether a meta tensor, or any tensor of a tuple, has a dtype that can carry a gradient (floating-point or
     complex).
     """
     if isinstance(value, tuple | list):
@@ -40,7 +40,7 @@ def is_differentiable(value: Any) -> bool:
 
 
 def accumulated_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which numbers and gradients of ``dtype`` are summed.
+    """Return the dtype in which tensors of the type ``dtype`` and their gradients are summed.
 
     This is float32 for floating-point types of less than 4 bytes, and ``dtype`` itself for all others.
     """
@@ -48,10 +48,11 @@ def accumulated_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def mark_block(block: Block, sources: set[str]) -> tuple[bool, ...]:
-    """Set ``node.meta["grad"]`` on the nodes of ``block``: whether a gradient flows from the node to one of
+    """Set ``node.meta["grad"]`` on the nodes of ``block``: whether a gradient flows from the node back to one of
     ``sources``.
 
-    Returns the mark of each output of the block, in order.
+    Return the mark of each output of the block, in order. A block is the graph of a piece of the model, such as a
+    layer.
 
     Args:
         sources: names of the placeholders that need a gradient.
@@ -71,9 +72,11 @@ def mark_block(block: Block, sources: set[str]) -> tuple[bool, ...]:
 
 
 def mark_gradients(model: FoldedModel, train: bool = True) -> set[str]:
-    """Set ``node.meta["grad"]`` in all blocks, and return the names of the values between calls that need a gradient.
+    """Set ``node.meta["grad"]`` in all blocks: whether the node needs a gradient. Return the names of the values
+    between calls of blocks that need one.
 
-    A block is marked once for all of its calls: a placeholder needs a gradient if it does in any of them.
+    A block is the graph of a piece of the model, such as a layer. It is marked once for all of its calls: a placeholder
+    needs a gradient if it does in any of them.
 
     Args:
         train: if false, no value needs a gradient.
@@ -107,9 +110,11 @@ def _is_trainable_parameter(model: FoldedModel, name: str) -> bool:
 
 
 class CallLike(Protocol):
-    """Protocol of a call, which is one run of a block (the graph of a piece of the model, such as a layer).
+    """Protocol of a call, the execution of a block (the graph of a piece of the model, such as a layer) on given
+    values.
 
-    Two classes have it: ``partitioner.passes.ir.model.Call`` and ``partitioner.runtime.program.program.CallData``.
+    It has the block's name, and the names of the parameters and buffers (``states``) and the other values that it reads
+    (``inputs``) and produces (``outputs``).
     """
 
     @property
@@ -123,9 +128,10 @@ class CallLike(Protocol):
 
 
 def gradient_paths(block: Block) -> tuple[tuple[int, ...], ...]:
-    """Return, for each output of ``block``, the positions of the placeholders that the output's gradient reaches.
+    """Return, for each output of ``block``, the positions of the placeholders that the gradient of this output reaches.
 
-    Positions count the states first, then the inputs.
+    Positions are indices from 0 that count the placeholders of parameters and buffers first, then those of other
+    inputs.
     """
     reached: dict[fx.Node, frozenset[int]] = {}
     for position, node in enumerate(block.placeholders):
@@ -139,11 +145,11 @@ def gradient_paths(block: Block) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class GradientFlow:
-    """The gradients that flow between the calls of a model; a call is one run of a block, such as a layer.
+    """The gradients that flow between the calls of a model; a call is the execution of a block, such as a layer.
 
-    ``values``: names of the values through which a gradient flows from the loss to a trainable state. ``states`` and
-    ``inputs``: for each call, the parameters and the input values that receive a gradient from its backward. If both
-    are empty for a call, it has no backward.
+    ``values``: names of the values through which a gradient flows from the loss to a trained parameter. ``states`` and
+    ``inputs``: for each call, in order, the names of the parameters and of the input values that receive a gradient
+    from its backward. If both are empty for a call, it has no backward.
     """
 
     values: frozenset[str]
@@ -160,12 +166,13 @@ def gradient_flow(
     trainable: Collection[str],
     loss: str | None,
 ) -> GradientFlow:
-    """Return which values, states and inputs receive a gradient when ``loss`` is differentiated.
+    """Return which values, parameters and inputs receive a gradient when ``loss`` is differentiated.
 
     Args:
-        calls: the calls of blocks, in execution order.
-        paths: the result of :func:`gradient_paths` for each block, by block name.
-        trainable: names of the states that are trained.
+        calls: the calls of blocks (graphs of pieces of the model, such as layers), in execution order.
+        paths: by block name, for each output, the positions of the placeholders that its gradient reaches (indices from
+            0: parameters and buffers first, then inputs).
+        trainable: names of the parameters that are trained.
         loss: name of the loss value; ``None`` means no gradients.
     """
     needed = set(trainable)

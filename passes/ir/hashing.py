@@ -10,7 +10,8 @@ _FOUND = "_found_hash"
 
 
 def hashed_once(of: type[T]) -> type[T]:
-    """Class decorator: let instances of the frozen dataclass ``of`` compute their hash once and cache it.
+    """Make the frozen dataclass ``of`` compute the hash of each instance once and cache it. Return ``of``, as a class
+    decorator.
 
     The cached hash is not pickled, because hashes of strings differ between processes.
     """

@@ -28,7 +28,11 @@ _INTO: dict[Any, Any] = {
 
 
 def remove_inplace(graph: fx.Graph) -> bool:
-    """Replace in-place operators in ``graph``. Return whether no operator that writes to its arguments is left."""
+    """Replace in-place operators in ``graph`` by functional ones, in place, where no other value may share the written
+    memory.
+
+    Return whether no operator that writes to its arguments is left.
+    """
     order = {node: place for place, node in enumerate(graph.nodes)}
     clean = True
     for node in list(graph.nodes):
@@ -40,7 +44,8 @@ def remove_inplace(graph: fx.Graph) -> bool:
 
 
 def _refresh_without_gradients(graph: fx.Graph) -> None:
-    """Compute the fake values of all operators again with gradients off, and store them in ``node.meta["val"]``.
+    """Compute the fake results of all operators of ``graph`` again with gradients off, and store them in
+    ``node.meta["val"]``.
 
     Their strides depend on which attention kernel torch selects, and gradients change this selection.
     """
@@ -63,9 +68,10 @@ def _is_mutating_node(node: fx.Node) -> bool:
 
 
 def _replace_inplace_operator(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """Replace one in-place operator. Return ``False`` if it stays, because another value may share the written memory.
+    """Replace the in-place operator ``node`` by a functional one. Return whether it was replaced.
 
-    ``order``: the position of each node in the graph; new nodes are added to it.
+    It stays if another value may share the written memory. ``order``: the position of each node in the graph; new nodes
+    are added to it.
     """
     target, kin = node.args[0] if node.args else None, functional_kin(node.target)
     if kin is None or not isinstance(target, fx.Node):
@@ -104,11 +110,11 @@ def _replace_inplace_operator(graph: fx.Graph, node: fx.Node, order: dict[fx.Nod
 
 
 def _build_written_value(graph: fx.Graph, kin: Any, node: fx.Node) -> fx.Node:
-    """Add an operator to ``graph`` that computes the value which the in-place operator ``node`` writes. Return its
+    """Add an operator to ``graph`` that computes the value which the in-place operator ``node`` writes. Return the new
     node.
 
     Args:
-        kin: the functional counterpart of the in-place operator.
+        kin: the functional operator with the same arguments, such as ``add`` for ``add_``.
     """
     if kin is not aten.copy.default:
         return graph.call_function(kin, node.args, dict(node.kwargs))
@@ -123,7 +129,8 @@ def _build_written_value(graph: fx.Graph, kin: Any, node: fx.Node) -> fx.Node:
 
 
 def functional_kin(target: Any) -> Any:
-    """Return the functional operator for the in-place operator ``target``; ``None`` if there is none.
+    """Return the functional operator for the in-place operator ``target``, such as ``add`` for ``add_``; ``None`` if
+    there is none.
 
     The functional operator takes the same arguments and returns what ``target`` would write to its first argument.
     """
@@ -143,7 +150,7 @@ def functional_kin(target: Any) -> Any:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the result of ``node`` may share memory with an argument."""
+    """Return whether the result of ``node`` may share memory with an argument."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         return node.op == "call_function"
     if any(r.alias_info is not None for r in node.target._schema.returns):
@@ -156,7 +163,7 @@ _MAKING = {aten.linear.default, aten.matmul.default, aten.softmax.int, aten.log_
 
 
 def _is_fresh(node: fx.Node) -> bool:
-    """Whether no other tensor shares the memory of the result of ``node``."""
+    """Return whether no other tensor shares the memory of the result of ``node``."""
     if node.target is _ITEM and isinstance(node.args[0], fx.Node):
         node = node.args[0]
         return isinstance(node.target, torch._ops.OpOverload) and not is_view(node)
@@ -164,7 +171,8 @@ def _is_fresh(node: fx.Node) -> bool:
 
 
 def _infer_matching_value(made: fx.Node, old: fx.Node, *, strides: bool) -> bool:
-    """Compute the value of ``made``, and return whether its shape and dtype equal those of ``old``.
+    """Compute the fake result of ``made``, store it in ``made.meta["val"]``, and return whether its shape and dtype
+    equal those of ``old``.
 
     Args:
         strides: whether the strides must be equal too.
@@ -182,6 +190,7 @@ def _infer_matching_value(made: fx.Node, old: fx.Node, *, strides: bool) -> bool
 
 
 def _iterate_tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in ``values``, which are nested in tuples, lists and dicts."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, tuple | list):
@@ -194,7 +203,7 @@ def _iterate_tensors(values: Any) -> Iterator[Tensor]:
 def _read_later(old: fx.Node, new: fx.Node, order: dict[fx.Node, int], place: int) -> None:
     """Replace ``old`` by ``new`` as an operand of all users of ``old`` whose position in ``order`` is after ``place``.
 
-    ``order``: the position of each node in the graph. ``place``: such a position.
+    ``order``: the position of each node in the graph, from 0. ``place``: such a position.
     """
     for user in list(old.users):
         if order.get(user, -1) > place:

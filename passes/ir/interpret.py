@@ -26,9 +26,9 @@ _MOST_KNOWN = 1 << 14
 
 
 def infer_meta_value(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of ``target`` on meta tensors, which have shapes and types but no elements.
+    """Return the result of the operator ``target`` on meta tensors, which have shapes and dtypes but no elements.
 
-    The result is cached and may be shared: do not change it.
+    ``args``, ``kwargs``: its arguments, with meta tensors. The result is cached and may be shared: do not change it.
     """
     if target is operator.getitem and isinstance(args[0], tuple | list):
         return args[0][args[1]]  # without a look at all the others, of which there may be hundreds
@@ -47,8 +47,8 @@ def infer_meta_value(target: Callable[..., Any], args: Any, kwargs: Mapping[str,
 
 
 def _build_argument_key(argument: Any) -> Any:
-    """Return a hashable key that is equal for tensors of equal shape, strides, dtype and device, and for equal
-    constants.
+    """Return a hashable key of an operator's argument. Keys are equal for equal constants, and for tensors of equal
+    shape, strides, dtype and device.
 
     Raises ``TypeError`` for a tensor subclass.
     """
@@ -83,6 +83,9 @@ _LIKE_FIRST = frozenset(
 
 
 def _run_on_meta(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return the result of the operator ``target`` on meta tensors, without the cache. A list of results becomes a
+    tuple.
+    """
     if target in _LIKE_FIRST:
         other = args[1].shape if target is torch.ops.aten.binomial.default else ()
         return args[0].new_empty(torch.broadcast_shapes(args[0].shape, other), device=META)
@@ -97,9 +100,10 @@ def value_of(argument: Any) -> Any:
 
 
 def refresh_node_value(node: fx.Node) -> None:
-    """Compute ``node.meta["val"]``, the node's meta tensor, again from the values of its operands.
+    """Compute ``node.meta["val"]``, the meta tensor that stands for the node's result, again from those of its
+    operands.
 
-    Raises :class:`UnsupportedError` if the operator cannot run on meta tensors.
+    Raises :class:`UnsupportedError` if the operator has no kernel for meta tensors.
     """
     assert callable(node.target), node
     try:
@@ -135,7 +139,10 @@ def insert_operator_node(
     """Insert an operator at the graph's current insertion point, compute its meta tensor and return the new node.
 
     Args:
-        like: a node from which the metadata ``path``, ``source`` and ``grad`` are copied.
+        target: the operator.
+        args: its positional arguments, with nodes in place of tensors.
+        kwargs: its keyword arguments; ``None`` for none.
+        like: a node from which the metadata ``path``, ``source`` and ``grad`` are copied; ``None`` for none.
     """
     node = graph.call_function(target, args, dict(kwargs or {}))
     if like is not None:
@@ -145,7 +152,7 @@ def insert_operator_node(
 
 
 def run_graph(graph: fx.Graph, arguments: Sequence[Tensor], device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
-    """Run ``graph`` on real tensors and return its outputs.
+    """Execute ``graph`` on real tensors and return its outputs.
 
     Args:
         arguments: one tensor for each placeholder, in order.
@@ -175,11 +182,13 @@ def run_folded(
     inputs: Mapping[str, Tensor],
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Run ``model`` on real tensors and return all its values by name: inputs and outputs of all calls of blocks.
+    """Execute ``model`` on real tensors, and return all its values by name: the model's inputs and the outputs of all
+    calls of blocks.
 
     Args:
         states: parameters and buffers by name; constants are taken from the model.
         inputs: the model's inputs by value name.
+        device: the device on which operators create new tensors.
     """
     values = dict(inputs)
     known = {**model.constants, **states}

@@ -37,12 +37,12 @@ Kind = Literal["S", "R", "P", "R'"]
 @hashed_once
 @dataclass(frozen=True, order=True)
 class Layout:
-    """How a tensor is distributed along one mesh axis: sharded, whole on every rank, or a partial sum.
+    """How a tensor is distributed over the ranks of one mesh axis: sharded, whole on every rank, or a partial sum.
 
     ``kind``: ``S`` sharded on ``dim``, ``R`` whole on every rank, ``P`` a partial sum, or ``R'`` whole on every rank
     with a partial sum as gradient. The other fields apply to ``S`` only. ``sections``: sizes of parts of the dim that
-    are sharded separately. ``zigzag``: each rank has two pieces, one counted from the start and one from the end of the
-    dim, which balances causal attention.
+    are sharded separately; empty for one part. ``zigzag``: each rank has two pieces, one counted from the start and one
+    from the end of the dim, which balances causal attention.
     """
 
     kind: Kind
@@ -58,8 +58,10 @@ class Layout:
 
     @staticmethod
     def parse(text: str) -> Layout:
-        """Return the layout for ``text``, which has the form of ``str(layout)``. Raises ``ValueError`` for any other
-        text.
+        """Return the layout that ``text`` describes, such as ``R``, ``P``, ``S0`` (sharded on dim 0) or ``S1[8,4]z``.
+
+        ``[8,4]`` are the sizes of separately sharded parts of the dim; ``z`` is for zigzag. Raises ``ValueError`` for
+        any other text.
         """
         match = re.fullmatch(r"(R'|R|P)|S(\d+)(?:\[(\d+(?:,\d+)+)\])?(z?)", text)
         if match is None:
@@ -75,7 +77,7 @@ class Layout:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds the whole value (``R`` or ``R'``)."""
+        """Return whether every rank holds the whole value (``R`` or ``R'``)."""
         return self.kind in ("R", "R'")
 
 
@@ -97,7 +99,8 @@ def make_shard_layout(dim: int, sections: tuple[int, ...] = (), zigzag: bool = F
 
 
 def sections_of(layout: Layout, size: int) -> tuple[int, ...]:
-    """Return the sizes of the separately sharded parts (sections) of the sharded dim; ``(size,)`` if there is one.
+    """Return the sizes of the separately sharded parts (sections) of the sharded dim; ``(size,)`` if it has only one
+    part.
 
     Args:
         size: number of elements of the dim.
@@ -106,7 +109,7 @@ def sections_of(layout: Layout, size: int) -> tuple[int, ...]:
 
 
 def can_shard_evenly(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> bool:
-    """Whether ``layout`` gives all ``num_ranks`` ranks shards of equal size for a tensor of ``shape``."""
+    """Return whether ``layout`` gives all ``num_ranks`` ranks shards of equal size for a tensor of ``shape``."""
     if not layout.is_shard:
         return True
     if layout.dim >= len(shape):
@@ -116,10 +119,11 @@ def can_shard_evenly(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> 
 
 
 def piece_order(layout: Layout, num_ranks: int) -> list[list[int]]:
-    """Return, for each rank, the indices of the equal pieces of the sharded dim that it has, in order.
+    """Return, for each rank, the indices (from 0) of the equal pieces of the sharded dim that it has, in order.
 
-    A plain shard has one piece for each rank. A zigzag shard has two: the n-th from the start and the n-th from the
-    end. If the dim has sections, each section is divided in this way.
+    A plain shard has one piece for each rank. A zigzag shard has two: for rank ``r``, the one with the index ``r`` from
+    the start and the one with the index ``r`` from the end. If the dim has sections, each section is divided in this
+    way.
     """
     if layout.zigzag:
         return [[r, 2 * num_ranks - 1 - r] for r in range(num_ranks)]
@@ -127,14 +131,16 @@ def piece_order(layout: Layout, num_ranks: int) -> list[list[int]]:
 
 
 def local_shape(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
-    """Return the shape of one rank's part of a tensor with the global ``shape``."""
+    """Return the shape of one rank's part of a tensor with the global ``shape``, distributed over ``num_ranks``
+    ranks.
+    """
     if not layout.is_shard:
         return shape
     return tuple(s // num_ranks if d == layout.dim else s for d, s in enumerate(shape))
 
 
 def shard_slices(layout: Layout, size: int, num_ranks: int, index: int) -> list[tuple[int, int]]:
-    """Return the (start, length) pairs of the elements that rank ``index`` of ``num_ranks`` holds, in order.
+    """Return (start, length) of each slice of the sharded dim that rank ``index`` of ``num_ranks`` holds, in order.
 
     ``size``: the number of elements in the sharded dim of the whole tensor.
     """
@@ -148,7 +154,9 @@ def shard_slices(layout: Layout, size: int, num_ranks: int, index: int) -> list[
 
 
 def take_shard(tensor: Tensor, layout: Layout, num_ranks: int, index: int) -> Tensor:
-    """Return the part of the whole ``tensor`` that rank ``index`` holds; the tensor itself if it is not sharded."""
+    """Return the part of the whole ``tensor`` that rank ``index`` of ``num_ranks`` holds; the tensor itself if it is
+    not sharded.
+    """
     import torch  # where tensors are: what only reads a program does without
 
     if not layout.is_shard or num_ranks == 1:
@@ -161,7 +169,7 @@ def take_shard(tensor: Tensor, layout: Layout, num_ranks: int, index: int) -> Te
 
 
 class Shard(NamedTuple):
-    """One step of cutting a tensor: keep the part that rank ``rank`` of ``num_ranks`` holds under ``layout``."""
+    """One cut of a tensor: keep the part that rank ``rank`` of ``num_ranks`` holds under ``layout``."""
 
     layout: Layout
     num_ranks: int
@@ -169,8 +177,8 @@ class Shard(NamedTuple):
 
 
 def take_shards(tensor: Tensor, shards: Sequence[Shard]) -> Tensor:
-    """Cut the whole ``tensor`` by each of ``shards`` in turn, such as one for each mesh axis, and return what is
-    left.
+    """Cut the whole ``tensor`` by each of ``shards`` in turn, such as one for each mesh axis, and return the part that
+    remains.
     """
     for layout, num_ranks, rank in shards:
         tensor = take_shard(tensor, layout, num_ranks, rank)
@@ -178,7 +186,7 @@ def take_shards(tensor: Tensor, shards: Sequence[Shard]) -> Tensor:
 
 
 def join_shards(parts: list[Tensor], layout: Layout) -> Tensor:
-    """Return the whole tensor from ``parts``, the parts of all ranks in order.
+    """Return the whole tensor from ``parts``, the parts of all ranks in order of rank.
 
     Shards are concatenated and partial sums are added. Of replicas, the first is returned.
     """
@@ -201,5 +209,11 @@ def join_shards(parts: list[Tensor], layout: Layout) -> Tensor:
 def _split_shard_slices(
     part: Tensor, layout: Layout, size: int, num_ranks: int, rank: int
 ) -> tuple[list[tuple[int, int]], tuple[Tensor, ...]]:
+    """Return (start, length) of each slice that a rank holds in the whole tensor's sharded dim, and the slices of
+    ``part`` themselves.
+
+    ``part``: the shard of rank ``rank`` of ``num_ranks``. ``size``: the number of elements in the dim of the whole
+    tensor.
+    """
     slices = shard_slices(layout, size, num_ranks, rank)
     return slices, part.split([length for _, length in slices], layout.dim)

@@ -31,14 +31,15 @@ Number = int | float
 
 
 class NotLiftable(Exception):
-    """Raised if forward uses a number in a way that a tensor cannot represent, such as ``range(n)``."""
+    """Raised if a model's forward uses a number in a way that a tensor cannot represent, such as ``range(n)``."""
 
 
 @dataclass(frozen=True)
 class Guard:
-    """A condition on numbers that forward branched on: ``expression`` evaluated to ``outcome``.
+    """A condition on Python numbers that the traced forward branched on: ``expression`` evaluated to ``outcome``.
 
-    ``where`` is the source line in forward, as ``file:line``.
+    ``expression``: a nested tuple such as ``("gt", ("given", "beta"), ("number", 0))`` for ``beta > 0``. ``where`` is
+    the source line in forward, as ``file:line``.
     """
 
     expression: Expression
@@ -46,7 +47,8 @@ class Guard:
     where: str = ""
 
     def holds(self, numbers: Mapping[str, Number]) -> bool:
-        """Whether the condition has the recorded outcome for other ``numbers``, keyed by input path or attribute name.
+        """Return whether the condition has the recorded outcome for other ``numbers``, keyed by input path or attribute
+        name.
 
         True if one of the numbers is missing, and false if the expression cannot be evaluated.
         """
@@ -59,7 +61,7 @@ class Guard:
 
     @property
     def reads_state(self) -> bool:
-        """Whether the condition reads a number that forward itself changes."""
+        """Return whether the condition reads a number that forward itself changes."""
         return _reads_state(self.expression)
 
     def __str__(self) -> str:
@@ -68,17 +70,18 @@ class Guard:
 
 
 def _reads_state(expression: Expression) -> bool:
+    """Return whether an expression reads a number that forward itself changes (kind ``"state"``)."""
     kind, *operands = expression
     return kind == "state" or (kind not in ("number", "given") and any(map(_reads_state, operands)))
 
 
 @dataclass
 class LiftScope:
-    """A record of how one run of forward used its lifted numbers.
+    """A record of how forward used its lifted numbers (Python numbers that are traced as tensors).
 
     ``flipped``: conditions whose outcome is inverted, to trace the other branch. ``guards``: all conditions so far.
     ``find_line``: returns the present source line of forward. ``problem``: the first use that a tensor cannot
-    represent, as text.
+    represent, as text; empty if there is none.
     """
 
     find_line: Callable[[], str]
@@ -92,17 +95,19 @@ class LiftScope:
         self.problem = ""
 
     def refuse(self, use: str) -> NotLiftable:
-        """Record that forward uses a number as in ``use`` (a text), which a tensor cannot represent, and return the
-        exception for the caller to raise.
+        """Record that forward uses a number in a way that a tensor cannot represent, and return the exception for the
+        caller to raise.
+
+        ``use``: the use as text, such as ``float()``.
         """
         self.problem = self.problem or f"{use}{self.find_line()}"
         return NotLiftable(self.problem)
 
     def decide(self, expression: Expression, outcome: bool) -> bool:
-        """Record a condition that forward branches on, and return its outcome, inverted if the condition is in
-        ``flipped``.
+        """Record a condition on numbers that forward branches on, and return its outcome.
 
-        ``outcome``: what the condition gives for the planned numbers.
+        ``expression``: the condition, such as ``("gt", ("given", "beta"), ("number", 0))``. ``outcome``: its outcome
+        for the planned numbers; it is inverted if the condition is in ``flipped``.
         """
         outcome = outcome != (expression in self.flipped)
         guard = Guard(expression, outcome, self.find_line().strip(" ()"))
@@ -181,9 +186,11 @@ _DOMAINS: dict[str, tuple[int, str, Number]] = {
 
 
 def evaluate_expression(expression: Expression, numbers: Mapping[str, Number]) -> Any:
-    """Return the value of ``expression`` for the given numbers, which are keyed by input path or attribute name.
+    """Return the value of ``expression``, such as ``("mul", ("given", "beta"), ("number", 2))``, for the given
+    ``numbers``.
 
-    Raises ``KeyError`` if one is missing.
+    ``numbers``: keyed by input path (``"given"``) or attribute name (``"state"``). Raises ``KeyError`` if one is
+    missing.
     """
     kind, *operands = expression
     if kind == "number":
@@ -194,7 +201,9 @@ def evaluate_expression(expression: Expression, numbers: Mapping[str, Number]) -
 
 
 def format_expression(expression: Expression) -> str:
-    """Return ``expression`` as Python source text."""
+    """Return ``expression`` as Python source text, such as ``beta * 2`` for ``("mul", ("given", "beta"), ("number",
+    2))``.
+    """
     kind, *operands = expression
     if kind == "number":
         return repr(operands[0])
@@ -214,7 +223,9 @@ def format_expression(expression: Expression) -> str:
 class LiftedNumber:
     """Replacement of a Python number while forward is traced; arithmetic on it appends operators to the graph.
 
-    ``value`` is the planned number, which decides branches. ``tensor`` is the 0-dimensional tensor that stands for it.
+    ``value``: the planned number, which decides branches. ``tensor``: the 0-dimensional tensor that stands for it.
+    ``expression``: how it is computed from inputs and attributes, as a nested tuple. ``scope``: records the conditions
+    that are decided by it.
     """
 
     __slots__ = ("expression", "scope", "tensor", "value")
@@ -235,6 +246,11 @@ class LiftedNumber:
     # -- questions that only the number can answer
 
     def _decide_comparison(self, name: str, other: Any) -> Any:
+        """Return the outcome of comparing this number with the number ``other`` and record it; ``NotImplemented`` if
+        ``other`` is no number.
+
+        ``name``: the comparison, such as ``lt``.
+        """
         if not _is_number(other):
             return NotImplemented
         theirs, value = _expression_of(other), _value_of(other)
@@ -260,6 +276,10 @@ class LiftedNumber:
         return self._compare_with_value("ne", other)
 
     def _compare_with_value(self, name: str, other: Any) -> Any:
+        """Compare this number with ``other``: return a tensor for a tensor, or the recorded outcome for a number.
+
+        ``name``: the comparison, such as ``lt``. The outcome is that of the planned number.
+        """
         if isinstance(other, Tensor):
             return getattr(torch, name)(_match_number_dtype(self, [other]), other)
         return self._decide_comparison(name, other)
@@ -268,7 +288,7 @@ class LiftedNumber:
         return bool(self._decide_comparison("ne", 0))
 
     def is_integer(self) -> bool:
-        """Whether the number is whole, as in :meth:`float.is_integer`. The answer is recorded as a guard of the
+        """Return whether the number is whole, like :meth:`float.is_integer`. The answer becomes a condition of the
         plan.
         """
         return bool(apply_number_operator("mod", self, 1) == 0)
@@ -333,6 +353,7 @@ class LiftedNumber:
         return func(*_replace_lifted_numbers(func, args), **_replace_lifted_numbers(func, args, kwargs or {}))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """Apply the operator that equals a NumPy function of numbers; refuse any other NumPy function."""
         name = _UFUNCS.get(ufunc.__name__)
         if method != "__call__" or kwargs or name is None or not all(map(_is_number, inputs)):
             return self._refuse_number_use(f"numpy.{ufunc.__name__}")
@@ -348,7 +369,16 @@ _UFUNCS = {
 
 
 def _make_binary_method(name: str, swapped: bool) -> Callable[[Any, Any], Any]:
+    """Return a method such as ``__add__``, or ``__radd__`` if ``swapped``, for lifted numbers (Python numbers that are
+    traced as tensors).
+
+    ``name``: the operator, such as ``add``.
+    """
+
     def method(self: Any, other: Any) -> Any:
+        """Return a tensor for a tensor operand, a lifted number for a number, and ``NotImplemented`` for
+        anything else.
+        """
         if isinstance(other, Tensor):
             mine = _match_number_dtype(self, [other])
             function = OPERATORS[name].on_tensors
@@ -367,8 +397,9 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
 
 
 def is_lifted(value: Any) -> bool:
-    """Whether ``value`` is a :class:`LiftedNumber`. ``isinstance`` cannot tell, because its class reports ``int`` or
-    ``float``.
+    """Return whether ``value`` is a :class:`LiftedNumber`, a Python number that is traced as a tensor.
+
+    ``isinstance`` cannot tell, because such a number reports the class ``int`` or ``float``.
     """
     return type(value) is LiftedNumber
 
@@ -378,6 +409,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _value_of(value: Any) -> Number:
+    """Return the planned Python number that a lifted number (one that is traced as a tensor) stands for; any other
+    number unchanged.
+    """
     return value.value if is_lifted(value) else value  # type: ignore[no-any-return]
 
 
@@ -386,9 +420,10 @@ def _expression_of(value: Any) -> Expression:
 
 
 def apply_number_operator(name: str, *operands: Any) -> Any:
-    """Apply the operator ``name`` of ``OPERATORS`` to numbers, at least one of them lifted. Return a lifted number.
+    """Apply an operator such as ``add`` or ``sqrt`` to Python numbers, at least one of them lifted (traced as a
+    tensor). Return a lifted number.
 
-    Raises :class:`NotLiftable` if the result cannot be represented.
+    ``name``: a key of ``OPERATORS``. Raises :class:`NotLiftable` if the result cannot be represented by a tensor.
     """
     scope = next(o.scope for o in operands if is_lifted(o))
     if name in _DOMAINS:
@@ -410,6 +445,9 @@ def apply_number_operator(name: str, *operands: Any) -> Any:
 
 
 def _tensor_of(value: Any, real: bool) -> Tensor:
+    """Return a Python number, lifted (traced as a tensor) or not, as a 0-dimensional tensor: float64 if ``real``, else
+    int64.
+    """
     dtype = torch.float64 if real else torch.int64
     if is_lifted(value):
         tensor: Tensor = value.tensor
@@ -422,11 +460,13 @@ _OF_ONE_TYPE = frozenset({torch.lerp, Tensor.lerp, Tensor.lerp_})  # operands th
 
 
 def _match_number_dtype(number: LiftedNumber, others: Sequence[Tensor], of_one_type: bool = False) -> Tensor:
-    """Return the tensor of ``number``, cast so that torch promotes results as for a Python number.
+    """Return the tensor of a lifted number, cast so that torch promotes dtypes as for a Python number.
+
+    A lifted number is a Python number that is traced as a tensor.
 
     Args:
+        others: the tensor operands with which the number is combined.
         of_one_type: whether the operator requires operands of one dtype.
-        others: the other tensor operands of the operator.
     """
     tensor = number.tensor
     real = [t for t in others if t.is_floating_point() or t.is_complex()]
@@ -443,6 +483,7 @@ def _match_number_dtype(number: LiftedNumber, others: Sequence[Tensor], of_one_t
 
 
 def _promote_tensor_dtypes(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Return the dtype to which torch promotes all ``tensors`` together."""
     dtype = tensors[0].dtype
     for tensor in tensors[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
@@ -450,9 +491,11 @@ def _promote_tensor_dtypes(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def _replace_lifted_numbers(func: Any, args: Any, tree: Any = None) -> Any:
-    """Return ``tree`` (default: ``args``) with lifted numbers replaced by their 0-dimensional tensors.
+    """Return ``tree`` (default: ``args``) with lifted numbers (Python numbers that are traced) replaced by their
+    0-dimensional tensors.
 
-    The tensors are cast so that ``func`` promotes dtypes as for Python numbers.
+    The tensors are cast so that ``func``, a torch function with the arguments ``args``, promotes dtypes as for Python
+    numbers.
     """
     tree = args if tree is None else tree
     others = [leaf for leaf in pytree.tree_leaves((args, tree)) if isinstance(leaf, Tensor)]
@@ -464,13 +507,16 @@ def _replace_lifted_numbers(func: Any, args: Any, tree: Any = None) -> Any:
 
 
 class _Constructors(TorchFunctionMode):
-    """Function mode in which torch functions that accept only Python numbers, such as ``torch.full``, accept lifted
+    """A function mode in which torch functions that accept only Python numbers, such as ``torch.full``, accept lifted
     ones.
+
+    A lifted number is a Python number that is traced as a tensor.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        """Call a torch function, in a form that accepts lifted numbers if one is among its arguments."""
         kwargs = dict(kwargs or {})
         if func in _MAKERS and any(map(is_lifted, (*args, *kwargs.values()))):
             return _MAKERS[func](*args, **kwargs)
@@ -478,6 +524,10 @@ class _Constructors(TorchFunctionMode):
 
 
 def _make_scalar(number: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    """Return the 0-dimensional tensor of a lifted number (a Python number that is traced as a tensor).
+
+    ``dtype``: its dtype; ``None`` for the dtype that torch gives a Python number.
+    """
     kind = torch.get_default_dtype() if isinstance(number.value, float) else torch.int64
     made: Tensor = number.tensor.to(dtype or kind)
     return made
@@ -500,6 +550,10 @@ def _make_new_tensor(like: Tensor, data: Any, *, dtype: torch.dtype | None = Non
 
 
 def _add_scaled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a form of ``function`` (``add`` or ``sub``) whose factor ``alpha`` can be a lifted number (a Python number
+    that is traced as a tensor).
+    """
+
     def scaled(x: Tensor, other: Any, *, alpha: Any = 1, **kwargs: Any) -> Any:
         return function(x, other * alpha, **kwargs)
 
@@ -519,7 +573,8 @@ _MAKERS: dict[Any, Callable[..., Any]] = {
 # --- while the forward is traced --------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def numbers_followed() -> Iterator[None]:
-    """Context in which ``min``, ``max``, functions of ``math`` and constructors of torch accept lifted numbers.
+    """Return a context in which ``min``, ``max``, functions of ``math`` and constructors of torch accept lifted
+    numbers.
 
     A lifted number replaces a Python number during a trace and computes with a 0-dimensional tensor.
     """
@@ -542,7 +597,13 @@ def numbers_followed() -> Iterator[None]:
 
 
 def _wrap_math_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a form of a function of ``math`` that accepts lifted numbers (Python numbers that are traced as tensors).
+
+    ``name``: the operator that it applies to them. ``original``: the function, which it calls if no argument is lifted.
+    """
+
     def call(*args: Any) -> Any:
+        """Apply the operator to lifted numbers if one is among the arguments, else call the original function."""
         if not any(type(a) is LiftedNumber for a in args):
             return original(*args)
         if name == "log" and len(args) == 2:
@@ -555,7 +616,14 @@ def _wrap_math_function(name: str, original: Callable[..., Any]) -> Callable[...
 
 
 def _followed_extreme(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a form of Python's ``min`` or ``max`` that accepts lifted numbers (Python numbers that are traced as
+    tensors).
+
+    ``name``: ``min`` or ``max``. ``original``: the function itself, which is called if no value is lifted.
+    """
+
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Return the smallest or largest value, as a lifted number if one is among the values."""
         values = args
         if len(args) == 1 and isinstance(args[0], tuple | list):
             values = tuple(args[0])

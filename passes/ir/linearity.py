@@ -27,7 +27,7 @@ NOT_LINEAR = "is not linear in the gradient that it is given ({} reads it)"
 class NotAffine(Exception):
     """Raised if a function is not affine (linear plus a constant) in its inputs, or is not known to be.
 
-    ``what`` is the reason, a phrase that follows the name of the function. ``instead`` advises what to write instead.
+    ``what`` is the reason, a phrase that follows the name of the function. ``instead`` says what to write instead.
     """
 
     def __init__(self, what: str, instead: str = _INSTEAD) -> None:
@@ -39,7 +39,7 @@ class NotAffine(Exception):
 class AffinePart:
     """How a value depends on the inputs of an affine function, which is linear plus a constant.
 
-    ``depends`` is whether it depends on them at all. ``zero`` is whether it is zero if all inputs are zero.
+    ``depends``: the value depends on the inputs at all. ``zero``: the value is known to be zero if all inputs are zero.
     """
 
     depends: bool
@@ -47,12 +47,13 @@ class AffinePart:
 
 
 def parts_of(graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.Node]) -> dict[fx.Node, AffinePart]:
-    """Return an :class:`AffinePart` for every placeholder and operator of ``graph``.
+    """Return, for every placeholder and operator of ``graph``, how its value depends on ``inputs`` (an
+    :class:`AffinePart`).
 
     Raises :class:`NotAffine` if an operator reads a value that depends on ``inputs`` and is not linear in it.
 
     Args:
-        inputs: the placeholders in which values should be affine.
+        inputs: the placeholders in which values should be affine (linear plus a constant).
         zeros: placeholders that are known to be zero.
     """
     found: dict[fx.Node, AffinePart] = {}
@@ -65,7 +66,7 @@ def parts_of(graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.
 
 
 def without_shape_reads(graph: fx.Graph) -> None:
-    """Replace operators that read only the shape and dtype of an operand, such as ``zeros_like``, by ones without
+    """Replace operators that read only the shape and dtype of an operand, such as ``zeros_like``, by ones without this
     operand.
 
     The graph is changed in place.
@@ -87,6 +88,11 @@ def without_shape_reads(graph: fx.Graph) -> None:
 def _rebuild_filled_tensor(
     graph: fx.Graph, node: fx.Node, name: str, shape: list[int], options: dict[str, Any]
 ) -> fx.Node:
+    """Add an operator to ``graph`` that makes the result of ``node``, such as ``zeros_like``, without its first
+    operand; return it.
+
+    ``name``: the operator's name. ``shape``: the shape of the result. ``options``: its dtype and device.
+    """
     if name in ("full_like", "fill", "new_full"):
         number = node.args[-1]
         if isinstance(number, fx.Node):
@@ -100,7 +106,9 @@ def _rebuild_filled_tensor(
 
 
 def _cast_and_expand(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node:
-    """Return ``source`` cast to the dtype of ``node`` and expanded to its shape."""
+    """Append operators that cast ``source`` to the dtype of ``node`` and expand it to its shape; return the last of
+    them.
+    """
     value, given = node.meta["val"], source.meta["val"]
     if given.dtype != value.dtype:
         source = graph.call_function(aten._to_copy.default, (source,), {"dtype": value.dtype})
@@ -109,6 +117,12 @@ def _cast_and_expand(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node
 
 
 def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> AffinePart:
+    """Return how the result of ``node`` depends on the graph's inputs: whether it does, and whether it is zero if they
+    are.
+
+    Raise :class:`NotAffine` if it is not linear in them. ``found``: how the results of the earlier nodes depend on
+    them.
+    """
     if node.target is operator.getitem:
         return found[node.args[0]]  # type: ignore[index]
     choices = _linear_in(node)
@@ -125,7 +139,7 @@ def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> Aff
 
 
 def _has_zero_operands(operands: tuple[Any, ...], positions: Positions, found: Mapping[fx.Node, AffinePart]) -> bool:
-    """Whether all operands at ``positions`` are known to be zero if the graph's inputs are zero.
+    """Return whether all operands at ``positions`` are known to be zero if the graph's inputs are zero.
 
     Args:
         operands: the operator's operands.
@@ -136,6 +150,11 @@ def _has_zero_operands(operands: tuple[Any, ...], positions: Positions, found: M
 
 
 def _is_zero(operand: Any, found: Mapping[fx.Node, AffinePart]) -> bool:
+    """Return whether an operand (a node, a number, ``None``, or a list of them) is known to be zero if the inputs are
+    zero.
+
+    ``found``: how each node depends on the inputs.
+    """
     if isinstance(operand, fx.Node):
         return found[operand].zero
     if isinstance(operand, tuple | list):
@@ -144,6 +163,7 @@ def _is_zero(operand: Any, found: Mapping[fx.Node, AffinePart]) -> bool:
 
 
 def _is_zero_by_itself(node: fx.Node) -> bool:
+    """Return whether ``node`` makes a tensor of zeros that depends on no values of tensors, such as ``zeros``."""
     name = _read_operator_name(node.target)
     if name in ("full", "fill", "full_like", "new_full"):
         return _is_zero(node.args[-1], {}) if not isinstance(node.args[-1], fx.Node) else False
@@ -151,8 +171,11 @@ def _is_zero_by_itself(node: fx.Node) -> bool:
 
 
 def _linear_in(node: fx.Node) -> tuple[Positions, ...]:
-    """Return sets of operand positions such that the operator is linear in the operands of each set while others are
-    fixed.
+    """Return sets of operand positions. The operator is linear in the operands of each set together, while all others
+    are fixed.
+
+    For example, a product of two operands is linear in ``{0}`` and in ``{1}``; a sum is linear in ``{0, 1}``. Positions
+    count from 0.
     """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
@@ -169,6 +192,7 @@ def _linear_in(node: fx.Node) -> tuple[Positions, ...]:
 
 
 def _read_operator_name(target: Any) -> str:
+    """Return an operator's name without namespace and overload, such as ``add`` for ``aten.add.Tensor``."""
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__name__", str(target))
     name = target._schema.name
@@ -180,6 +204,7 @@ def _format_operator(target: Any) -> str:
 
 
 def _iterate_nodes(argument: Any) -> Iterator[fx.Node]:
+    """Yield the graph nodes in ``argument``, which may be nested in tuples and lists."""
     if isinstance(argument, fx.Node):
         yield argument
     elif isinstance(argument, tuple | list):
@@ -188,6 +213,7 @@ def _iterate_nodes(argument: Any) -> Iterator[fx.Node]:
 
 
 def _iterate_values(value: Any) -> Iterator[Any]:
+    """Yield the values in ``value``, which may be nested in tuples and lists, without ``None``."""
     if isinstance(value, tuple | list):
         for v in value:
             yield from _iterate_values(v)

@@ -29,6 +29,8 @@ StateKind = Literal["parameter", "buffer", "constant"]
 @hashed_once
 @dataclass(frozen=True)
 class TensorSpec:
+    """The shape and dtype of a tensor."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -41,6 +43,7 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
     def meta(self) -> torch.Tensor:
+        """Return a meta tensor of this shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     @staticmethod
@@ -52,9 +55,9 @@ class TensorSpec:
 class ModelState:
     """A parameter, buffer or constant that the model owns.
 
-    ``name``: its canonical qualified name. ``spec``: shape and dtype. ``kind``: parameter, buffer or constant.
-    ``aliases``: the other names of the same tensor (tied weights). ``parts``: the names of the model's own parameters
-    that this state stacks along dim 0; empty if the state is not a stack.
+    ``name``: its qualified name, the first if it has several. ``spec``: shape and dtype. ``kind``: parameter, buffer or
+    constant. ``aliases``: the other names of the same tensor (tied weights). ``parts``: the names of the model's own
+    parameters that this state stacks along dim 0; empty if the state is not a stack.
     """
 
     name: str
@@ -102,9 +105,9 @@ class CallSignature:
     """The arguments of a model's ``forward``, and the values of arguments that a plan assumes.
 
     ``arguments``: the arguments of ``forward``, in order; ``None`` if unknown (an exported program). ``fixed``: the
-    value of every leaf of the planned batch that is not a tensor, by path; the plan is valid for these values only.
-    ``guards``: conditions on numbers of the batch that the traced forward branched on; the plan is valid only if they
-    hold.
+    value of every leaf of the planned batch that is not a tensor, by path such as ``options.scale``; the plan is valid
+    for these values only. ``guards``: conditions on numbers of the batch that the traced forward branched on; the plan
+    is valid only if they hold.
     """
 
     arguments: tuple[Argument, ...] | None = None
@@ -117,7 +120,7 @@ class ModelOutput:
     """One leaf of the model's result, which is a pytree: the name of a value, or a constant.
 
     ``path``: the place of the leaf in the result, such as ``logits`` or ``past.0.key``. ``value``: its name in the
-    graph; ``None`` if it is the constant in ``constant``, such as ``None`` or a number.
+    graph; ``None`` if the leaf is a constant, such as ``None`` or a number, which is then in ``constant``.
     """
 
     path: str
@@ -127,10 +130,10 @@ class ModelOutput:
 
 @dataclass
 class Block:
-    """The functional graph of a piece of the model, such as a decoder layer, which one or more calls run.
+    """The functional graph of a piece of the model, such as a decoder layer, which one or more calls execute.
 
-    ``states`` and ``inputs`` are the names of the graph's placeholders: first those of parameters, buffers and
-    constants, then those of other values.
+    ``states`` and ``inputs`` are the names of the graph's placeholders, in order: first those of parameters, buffers
+    and constants, then those of other values.
     """
 
     name: str
@@ -148,7 +151,7 @@ class Block:
         return tuple(output.args[0])
 
     def copy(self) -> Block:
-        """Copy this block together with its graph."""
+        """Return a copy of this block with a copy of its graph."""
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
@@ -156,19 +159,21 @@ class Block:
         return replace(self, graph=graph)
 
     def node(self, name: str) -> fx.Node:
+        """Return the node of the graph that has the name ``name``."""
         found: fx.Node = next(n for n in self.graph.nodes if n.name == name)
         return found
 
 
 @dataclass(frozen=True)
 class Call:
-    """One run of a block, the graph of a piece of the model such as a layer.
+    """One execution of a block, the graph of a piece of the model such as a layer.
 
-    ``path``: the module that the call runs. ``states`` and ``inputs``: the names of the parameters, buffers and values
-    that it reads. ``outputs``: the names of the values that it produces. ``shared``: the call is a cheap function of
-    the model's inputs and constants and needs no gradient; each pipeline stage that reads its outputs computes them
-    itself. ``prologue``: the call runs on every microbatch before the pipeline starts; its outputs are summed over all
-    microbatches and data-parallel ranks, and every later call reads the sums.
+    ``block``: the block's name. ``path``: the module that the call stands for. ``states`` and ``inputs``: the names of
+    the parameters and buffers, and of the other values, that it reads. ``outputs``: the names of the values that it
+    produces. ``shared``: the call is a cheap function of the model's inputs and constants and needs no gradient; each
+    pipeline stage that reads its outputs computes them itself. ``prologue``: the call is executed on every microbatch
+    before the pipeline starts; its outputs are summed over all microbatches and data-parallel ranks, and every later
+    call reads the sums.
     """
 
     block: str
@@ -185,12 +190,12 @@ class FoldedModel:
     """A whole model as a sequence of calls of blocks; a block is the graph of a piece of the model, such as a layer.
 
     ``blocks``: the blocks by name. ``calls``: the calls in execution order. ``inputs`` and ``outputs``: those of the
-    whole model. ``signature``: the arguments of ``forward``. ``values`` has the shape and dtype of every model input
-    and call output by name. ``loss`` is the name of the loss value. The keys of ``states``, ``constants``, ``updates``,
-    ``keeps`` and ``initial`` are state names. ``tree``: the structure of the model's result, as text. ``notes``:
-    messages for the user. ``updates``: for each buffer that forward changes, the name of the value that it has after a
-    step. ``keeps``: the factor of a buffer's old value, where its update is summed over microbatches. ``initial``: a
-    buffer's value before the first step.
+    whole model. ``signature``: the arguments of ``forward``. ``values``: shape and dtype of every model input and call
+    output, by name. ``loss``: the name of the loss value, or ``None``. A state is a parameter, buffer or constant;
+    ``states`` and ``constants`` (values of constants) are keyed by state name. ``tree``: the structure of the model's
+    result, as text. ``notes``: messages for the user. ``updates``: buffer -> name of the value that it has after a
+    step. ``keeps``: buffer -> factor of its old value, where its update is summed over microbatches. ``initial``:
+    buffer -> its value before the first step.
     """
 
     blocks: dict[str, Block]
@@ -221,11 +226,11 @@ class Captured:
     """A whole model as one graph, before equal layers are folded into blocks.
 
     ``outputs``, ``loss`` and ``updates`` (new values of buffers that forward changes) refer to nodes of the graph by
-    name. ``placeholders``: the name of the state or input value that each placeholder of the graph stands for.
-    ``constants``: values of the constants, by state name. ``tree``: the structure of the model's result, as text.
-    ``notes``: messages for the user. ``classes``: the class name of each module path. ``keeps``: as in
-    :class:`FoldedModel`. ``turns``: captures of the same model with iterations of expert loops emptied or left out, for
-    a proof that the loops are exact.
+    name. A state is a parameter, buffer or constant. ``placeholders``: placeholder -> name of the state or input value
+    that it stands for. ``constants``: values of the constants, by state name. ``tree``: the structure of the model's
+    result, as text. ``notes``: messages for the user. ``classes``: module path -> class name. ``keeps``: buffer ->
+    factor of its old value, where its update is summed over microbatches. ``turns``: captures of the same model with
+    iterations of expert loops emptied or left out, for a proof that the loops are exact.
     """
 
     graph: fx.Graph

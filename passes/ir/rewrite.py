@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def drop_unused(graph: fx.Graph) -> None:
-    """Erase every operator that has no reader and no side effect.
+    """Erase every operator of ``graph`` that has no reader and no side effect, in place.
 
     This is faster than ``fx.Graph.eliminate_dead_code``, which also checks the graph.
     """
@@ -41,6 +41,7 @@ class Builder:
     """Appends operators to ``graph`` and infers their meta tensors.
 
     New nodes get the metadata ``path``, ``source`` and ``stack`` of ``node``, the operator that is being replaced.
+    ``constants``: the values of the constants that were added, by name.
     """
 
     def __init__(self, graph: fx.Graph | None = None, node: fx.Node | None = None) -> None:
@@ -50,7 +51,9 @@ class Builder:
         self._placeholders: dict[str, fx.Node] = {}
 
     def constant(self, name: str, value: Tensor) -> fx.Node:
-        """Return the placeholder for the constant ``name``; create it if it does not exist."""
+        """Return the placeholder of the constant tensor ``name``; create it with the value ``value`` if it does not
+        exist.
+        """
         if name not in self.constants:
             self.constants[name] = value
             with self.graph.inserting_before(next(iter(self.graph.nodes))):
@@ -60,6 +63,7 @@ class Builder:
         return self._placeholders[name]
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Append the operator ``target`` with these arguments and return its node, with its meta tensor."""
         made = self.graph.call_function(target, args, kwargs)
         if self.node is not None:
             made.meta = {k: self.node.meta[k] for k in _INHERITED if k in self.node.meta}
@@ -68,12 +72,17 @@ class Builder:
 
     @property
     def where(self) -> str:
-        """Return the module path and source line of the operator that is being replaced, for messages."""
+        """Return the module path and source line of the operator that is being replaced, such as ``layers.0
+        (model.py:12)``, for messages.
+        """
         return format_node_location(self.node)
 
 
 def format_node_location(node: fx.Node | None) -> str:
-    """Return the module path and source line of an operator as text for messages."""
+    """Return the module path and source line of an operator as text for messages, such as ``layers.0 (model.py:12)``.
+
+    ``node``: the operator; ``None`` gives ``the model (unknown line)``.
+    """
     meta = node.meta if node is not None else {}
     return f"{meta.get('path') or 'the model'} ({meta.get('source') or 'unknown line'})"
 
@@ -93,11 +102,10 @@ def list_node_sizes(node: fx.Node) -> list[int]:
 
 
 def rewrite_by_rules(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Graph, dict[str, str], dict[str, Tensor]]:
-    """Return a new graph in which ``rules`` replace operators, a map from old to new node names, and added constants by
-    name.
+    """Rewrite ``graph`` into a new graph in which ``rules`` replace operators.
 
-    Requires and provides: meta tensors (``node.meta["val"]``) on every operator. Unused operators are removed;
-    placeholders stay.
+    Return the new graph, a map from old to new node names, and the values of added constants by name. Every operator
+    needs a meta tensor in ``node.meta["val"]`` and has one afterwards. Unused operators are removed; placeholders stay.
 
     Args:
         rules: maps an operator to the function that replaces it.
@@ -118,6 +126,10 @@ def rewrite_by_rules(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Gra
 
 
 def _apply_rewrite_rule(build: Builder, node: fx.Node, env: dict[fx.Node, Any], rule: Rule | None) -> Any:
+    """Return the node (or tuple of nodes) that replaces ``node`` in the new graph: the result of ``rule``, or a copy.
+
+    The operator is copied if ``rule`` is ``None`` or leaves it unchanged. ``env``: maps old nodes to new ones.
+    """
     if rule is not None:
         args = fx.node.map_arg(node.args, env.__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
@@ -130,7 +142,10 @@ def _apply_rewrite_rule(build: Builder, node: fx.Node, env: dict[fx.Node, Any], 
 
 
 def _is_result_missing(made: Any, node: fx.Node) -> bool:
-    """Whether a rule returned ``None`` for a result that some operator reads."""
+    """Return whether a rewrite rule returned ``None`` for one of several results of ``node`` that some operator reads.
+
+    ``made``: what the rule returned in place of the node.
+    """
     read = [u.args[1] for u in node.users if u.target is operator.getitem] if isinstance(made, tuple) else []
     return any(made[i] is None for i in read)
 
@@ -139,7 +154,7 @@ _SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def as_type(given: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that replaces ``given`` if all floating-point types become ``dtype``.
+    """Return the dtype that replaces ``given`` if all floating-point types of a graph become ``dtype``.
 
     A complex type becomes the one with parts of ``dtype``, if it exists. Other types are unchanged.
     """
@@ -152,7 +167,10 @@ _WITH_PARTS = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 
 
 def cast_graph_dtype(graph: fx.Graph, dtype: torch.dtype) -> None:
-    """Change every floating-point placeholder and type argument of ``graph`` to ``dtype``, in place."""
+    """Change every floating-point placeholder and dtype argument of ``graph`` to ``dtype``, in place.
+
+    The meta tensors of all operators are computed again. 8-bit floating-point arguments are not changed.
+    """
 
     def retyped(argument: Any) -> Any:
         return as_type(argument, dtype) if isinstance(argument, torch.dtype) and argument not in _SMALL else argument
@@ -173,7 +191,9 @@ def cast_graph_dtype(graph: fx.Graph, dtype: torch.dtype) -> None:
 
 
 def _takes_default(node: fx.Node) -> bool:
-    """Whether an operator without operands creates a tensor of torch's default type, because no type is given."""
+    """Return whether an operator without operands creates a tensor of torch's default dtype, because no dtype
+    is given.
+    """
     value = node.meta.get("val")
     if node.all_input_nodes or not isinstance(value, Tensor) or not value.dtype.is_floating_point:
         return False
@@ -183,7 +203,7 @@ def _takes_default(node: fx.Node) -> bool:
 
 
 def _is_integer_promotion(node: fx.Node) -> bool:
-    """Whether an elementwise operator on integers returns floating-point numbers of torch's default type."""
+    """Return whether an elementwise operator on integers returns floating-point numbers of torch's default dtype."""
     value, operands = node.meta.get("val"), [n.meta.get("val") for n in node.all_input_nodes]
     if not isinstance(value, Tensor) or not (value.dtype.is_floating_point or value.dtype.is_complex) or not operands:
         return False
@@ -197,6 +217,7 @@ _OF_GIVEN_TYPE = ("aten::where", "aten::to", "aten::_to_copy", "aten::type_as")
 
 
 def _cast_node_operands(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> None:
+    """Insert a cast to ``dtype`` before each operand of ``node``, in place."""
     for operand in node.all_input_nodes:
         with graph.inserting_before(node):
             wide = graph.call_function(torch.ops.aten._to_copy.default, (operand,), {"dtype": dtype})

@@ -35,6 +35,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
+    """Return the torch dtype with the name ``name``, such as ``float32``. Raise :class:`GraphFormatError` if there is
+    none.
+    """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise GraphFormatError(f"{name!r} is not a tensor type; expected float32, bfloat16, int64, ...")
@@ -42,17 +45,20 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def block_to_data(block: Block) -> tuple[dict[str, Any], ...]:
-    """Return the nodes of a block's graph as JSON values, in order."""
+    """Return the nodes of a block's graph in order, each as a dict of JSON values with keys such as ``name``, ``op``,
+    ``target`` and ``args``.
+    """
     return tuple(_node_to_data(node) for node in block.graph.nodes)
 
 
 def block_from_data(
     name: str, nodes: tuple[dict[str, Any], ...], states: tuple[str, ...], inputs: tuple[str, ...]
 ) -> Block:
-    """Return the block whose graph :func:`block_to_data` converted to ``nodes``.
+    """Return the block whose graph was written as ``nodes``, one dict of JSON values for each node, in order.
 
     Raises :class:`GraphFormatError` with the name of the node that cannot be read. ``name``: the block's name.
-    ``states``, ``inputs``: names of the graph's placeholders, as in :class:`Block`.
+    ``states``, ``inputs``: names of the graph's placeholders: of parameters, buffers and constants, and of other
+    values.
     """
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
@@ -71,6 +77,11 @@ def block_from_data(
 
 
 def _node_to_data(node: fx.Node) -> dict[str, Any]:
+    """Return a graph node as a dict of JSON values: ``name``, ``op``, ``target``, ``args``, ``kwargs``, ``val``,
+    ``path``, ``source``.
+
+    Keys without a value are left out.
+    """
     data: dict[str, Any] = {"name": node.name, "op": node.op}
     if node.op == "call_function":
         data["target"] = target_name(node.target)
@@ -86,6 +97,10 @@ def _node_to_data(node: fx.Node) -> dict[str, Any]:
 
 
 def _node_from_data(graph: fx.Graph, data: dict[str, Any], made: dict[str, fx.Node]) -> fx.Node:
+    """Append the node that ``data``, a dict of JSON values, describes to ``graph`` and return it.
+
+    ``made``: the earlier nodes of the graph, by name. Raise :class:`GraphFormatError` if the node cannot be read.
+    """
     op = data["op"]
     node: fx.Node
     if op == "placeholder":
@@ -144,6 +159,9 @@ def target_of(name: str) -> Any:
 
 
 def _to_json(value: Any) -> Any:
+    """Return an argument of a graph node as a JSON value. A value without a JSON form becomes an object with one key,
+    such as ``{"node": "add_1"}`` or ``{"dtype": "float32"}``.
+    """
     match value:
         case fx.Node():
             return {"node": value.name}
@@ -169,6 +187,10 @@ def _to_json(value: Any) -> Any:
 
 
 def _from_json(value: Any, made: dict[str, fx.Node]) -> Any:
+    """Return the argument of a graph node that a JSON value describes, such as ``{"node": "add_1"}`` for a node.
+
+    ``made``: the earlier nodes of the graph, by name. Raise :class:`GraphFormatError` for a value that cannot be read.
+    """
     if isinstance(value, list):
         return [_from_json(v, made) for v in value]
     if not isinstance(value, dict):
@@ -195,6 +217,11 @@ def _from_json(value: Any, made: dict[str, fx.Node]) -> Any:
 
 
 def _val_to_json(value: Any) -> Any:
+    """Return a meta tensor as ``[shape, dtype]``, with its strides if it is not contiguous; a tuple as ``{"tuple":
+    [...]}``.
+
+    Return ``None`` for any other value.
+    """
     if isinstance(value, Tensor):
         what = [list(value.shape), dtype_name(value.dtype)]
         return what if value.is_contiguous() else [*what, list(value.stride())]
@@ -204,6 +231,9 @@ def _val_to_json(value: Any) -> Any:
 
 
 def _val_from_json(value: Any) -> Any:
+    """Return the meta tensor that ``[shape, dtype]`` or ``[shape, dtype, strides]`` describes; a tuple of them for
+    ``{"tuple": [...]}``.
+    """
     if value is None:
         return None
     if isinstance(value, dict):

@@ -20,8 +20,8 @@ class Numbers:
     Each random operator has an integer of its own.
 
     Args:
-        alike: a table that the objects of several graphs share, so that their numbers can be compared; inputs then
-            match by name, and random operators by their order.
+        alike: a table (key of a node -> integer) that the objects of several graphs share, so that their integers can
+            be compared; inputs then match by name, and random operators by their order.
     """
 
     def __init__(self, alike: dict[tuple[str, str, str], int] | None = None) -> None:
@@ -30,6 +30,7 @@ class Numbers:
         self._draws = 0
 
     def __call__(self, node: fx.Node) -> int:
+        """Return the integer of ``node``."""
         waiting = [node]
         while waiting:  # not by recursion: there may be hundreds of layers before
             last = waiting[-1]
@@ -45,8 +46,9 @@ class Numbers:
         return self._known[node]
 
     def _build_instance_key(self, node: fx.Node) -> str:
-        """Return text that distinguishes ``node`` from nodes with the same operator and operands; empty if nothing
-        does.
+        """Return a text that distinguishes ``node`` from nodes with the same operator and operands.
+
+        It is a count for a random operator, the name for a placeholder, and empty for any other node.
         """
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             self._draws += 1
@@ -56,9 +58,10 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Signature:
-    """Hashable description of a sequence of operators; equal ``key`` means the same computation.
+    """Hashable description of a sequence of operators; an equal ``key`` means the same computation.
 
-    ``states`` and ``inputs`` are the nodes that the sequence reads from outside, in the order of first use.
+    ``states`` and ``inputs``: the nodes that the sequence reads from outside (parameters, buffers and constants, and
+    other values), each in the order of first use.
     """
 
     key: tuple[Any, ...]
@@ -67,7 +70,7 @@ class Signature:
 
 
 def compute_signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ()) -> Signature:
-    """Return the signature of the operators ``nodes``, which are in order.
+    """Return the signature of the operators ``nodes``, which are in execution order.
 
     It covers operators, constants, shapes, dtypes, the data flow between the operators, and which operands are equal.
 
@@ -79,6 +82,9 @@ def compute_signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ())
     inputs: dict[fx.Node, int] = {}
 
     def encode(argument: Any) -> Any:
+        """Return an argument in a hashable form without node names: a node is its kind and number in order of first
+        use.
+        """
         if isinstance(argument, fx.Node):
             if argument in index:
                 return "n", index[argument]
@@ -108,6 +114,7 @@ def compute_signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ())
 
 
 def _build_value_spec(node: fx.Node) -> tuple[Any, ...]:
+    """Return (shape, dtype) of the result of ``node``; a tuple of such pairs for several results."""
     value = node.meta["val"]
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype

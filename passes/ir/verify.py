@@ -31,8 +31,9 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class GraphError(PartitionError):
-    """Raised for a block or model that breaks an invariant. ``block`` and ``node`` name the place; empty if not
-    known.
+    """Raised for a block or model whose graph is not well formed.
+
+    ``block`` and ``node``: the names of the block and the graph node with the fault; empty if not known.
     """
 
     def __init__(self, message: str, block: str = "", node: str = "") -> None:
@@ -44,7 +45,9 @@ class GraphError(PartitionError):
 
 
 def check_block(block: Block, axes: Mapping[str, int] | None = None) -> None:
-    """Raise :class:`GraphError` at the first node of ``block`` that breaks an invariant of ``passes/ir/model.py``.
+    """Raise :class:`GraphError` at the first node of ``block`` that is not well formed.
+
+    Nodes must be in order, call functional operators, and carry the shapes and dtypes that their operators return.
 
     Args:
         axes: the mesh axes that a collective may name, with their numbers of ranks; ``None`` allows any.
@@ -85,6 +88,7 @@ def _check_value(node: fx.Node) -> None:
 
 
 def _check_output(node: fx.Node) -> None:
+    """Raise :class:`GraphError` unless an output node returns a tuple of nodes with tensors."""
     if len(node.args) != 1 or not isinstance(node.args[0], tuple | list):
         raise GraphError("does not return a tuple")
     for result in node.args[0]:
@@ -95,6 +99,11 @@ def _check_output(node: fx.Node) -> None:
 
 
 def _check_operator(node: fx.Node, axes: Mapping[str, int] | None) -> None:
+    """Raise :class:`GraphError` unless an operator is functional and its result has the shape and dtype that the node
+    carries.
+
+    ``axes``: the mesh axes that a collective may name, with their numbers of ranks; ``None`` allows any.
+    """
     target: Any = node.target
     if target is not operator.getitem:
         if not isinstance(target, torch._ops.OpOverload):
@@ -115,6 +124,11 @@ def _check_operator(node: fx.Node, axes: Mapping[str, int] | None) -> None:
 
 
 def _check_axis(node: fx.Node, axes: Mapping[str, int]) -> None:
+    """Raise :class:`GraphError` if a collective names an unknown mesh axis or a wrong number of ranks, or divides a dim
+    unevenly.
+
+    ``axes``: the mesh axes by name, with their numbers of ranks.
+    """
     named = axis_of(node)
     if named is None:
         return
@@ -136,7 +150,7 @@ _DIVIDES = ("shard_slice", "shard_narrow", "reduce_scatter", "all_to_all")
 
 
 def axis_of(node: fx.Node) -> tuple[str, int] | None:
-    """Return the mesh axis of a collective operator and its number of ranks; ``None`` for any other node."""
+    """Return (name of the mesh axis, number of ranks on it) of a collective operator; ``None`` for any other node."""
     if node.op != "call_function" or collective_name(node.target) is None:
         return None
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
@@ -146,7 +160,7 @@ def axis_of(node: fx.Node) -> tuple[str, int] | None:
 
 
 def shape_of(value: Any) -> Any:
-    """Return (shape, dtype) of a tensor, a tuple of such pairs for a tuple, and ``None`` for anything else."""
+    """Return (shape, dtype) of a tensor; for a tuple, a tuple with this for each entry; ``None`` for anything else."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, tuple | list):
@@ -164,8 +178,10 @@ def format_meta_value(value: Any) -> str:
 
 
 def check_model(model: FoldedModel, axes: Mapping[str, int] | None = None) -> None:
-    """Raise :class:`GraphError` at the first block or call of ``model`` that breaks an invariant of
-    ``passes/ir/model.py``.
+    """Raise :class:`GraphError` at the first block or call of ``model`` that is not well formed.
+
+    Each call must execute an existing block on existing values of the right shapes and dtypes, and every value must
+    have one origin.
 
     Args:
         axes: the mesh axes that a collective may name, with their numbers of ranks; ``None`` allows any.
@@ -207,6 +223,11 @@ def check_model(model: FoldedModel, axes: Mapping[str, int] | None = None) -> No
 
 
 def _check_spec(where: str, spec: TensorSpec, node: fx.Node, value: str) -> None:
+    """Raise :class:`GraphError` unless ``spec``, the shape and dtype of a value in the model, is that of ``node`` in a
+    block.
+
+    ``where``: the call, for the message. ``value``: the value's name.
+    """
     if spec != TensorSpec.of(node.meta["val"]):
         have = format_meta_value(spec.meta())
         raise GraphError(
@@ -246,6 +267,11 @@ def compare_across_ranks(graph: fx.Graph, given: Mapping[str, Sameness], axis: s
 
 
 def _of_operator(node: fx.Node, known: Mapping[str, Sameness], axis: str, size: int) -> Sameness:
+    """Return whether the result of an operator is "alike" on the ``size`` ranks of the mesh axis ``axis``, "different"
+    or "unknown".
+
+    ``known``: this property for the earlier nodes, by name.
+    """
     named = axis_of(node)
     if named is not None and named[0] == axis:
         kind = collective_name(node.target)
@@ -262,7 +288,7 @@ def _of_operator(node: fx.Node, known: Mapping[str, Sameness], axis: str, size: 
 
 
 def _makes_elements(node: fx.Node) -> bool:
-    """Whether the size of an operator's result may come from a constant argument rather than from the size of an
+    """Return whether the size of an operator's result may come from a constant argument rather than from the size of an
     operand.
     """
     if node.target is operator.getitem:
@@ -276,22 +302,27 @@ def _makes_elements(node: fx.Node) -> bool:
 
 
 def _is_spread(node: fx.Node, size: int) -> bool:
+    """Return whether an operator has the argument ``1 / size``, so that its result may be an addend of a sum over
+    ``size`` ranks.
+    """
     return any(isinstance(a, float) and a == 1.0 / size for a in node.args)
 
 
 def _list_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in ``value``, a tensor or a nested tuple or list of them."""
     if isinstance(value, tuple | list):
         return [t for v in value for t in _list_tensors(v)]
     return [value] if isinstance(value, Tensor) else []
 
 
 def find_misused_collective(graph: fx.Graph, known: Mapping[str, Sameness], axis: str) -> tuple[fx.Node, str] | None:
-    """Return the first collective over ``axis`` with an unsuitable operand, and the reason; ``None`` if there is none.
+    """Return the first collective over the mesh axis ``axis`` with an unsuitable operand, and the reason; ``None`` if
+    there is none.
 
     An example is an all-reduce of a value that every rank already has whole.
 
     Args:
-        known: the result of :func:`compare_across_ranks`.
+        known: for each node, by name, whether its value is "alike" on all ranks of the axis, "different" or "unknown".
     """
     for node in graph.nodes:
         named = axis_of(node)
@@ -308,10 +339,10 @@ def find_misused_collective(graph: fx.Graph, known: Mapping[str, Sameness], axis
 
 
 def _routed_apart(node: fx.Node, known: Mapping[str, Sameness]) -> bool:
-    """Whether the number of rows of ``node`` differs between ranks because they send rows to different experts.
+    """Return whether the number of rows of ``node`` differs between ranks because they send rows to different experts.
 
     Args:
-        known: the result of :func:`compare_across_ranks`.
+        known: for each node, by name, whether its value is "alike" on all ranks, "different" or "unknown".
     """
     rows = node.meta["val"].shape[:1]
     seen, stack = set(), [node]
@@ -332,11 +363,11 @@ def _routed_apart(node: fx.Node, known: Mapping[str, Sameness]) -> bool:
 
 
 def find_difference_origin(node: fx.Node, known: Mapping[str, Sameness]) -> fx.Node:
-    """Return the operator at which a difference between ranks begins, found by following differing operands from
+    """Return the operator at which a difference between ranks begins, found by following differing operands back from
     ``node``.
 
     Args:
-        known: the result of :func:`compare_across_ranks`.
+        known: for each node, by name, whether its value is "alike" on all ranks, "different" or "unknown".
     """
     while True:
         before = [n for n in node.all_input_nodes if n.op == "call_function" and known[n.name] == "different"]

@@ -29,13 +29,17 @@ def _scale_by_factor(build: Builder, x: fx.Node, factor: Any) -> fx.Node:
 
 
 def add_product(product: Any) -> Rule:
-    """Return the rule that rewrites ``beta * c + alpha * product(a, b)`` as a separate product and sum.
+    """Return the rewrite rule of an operator ``beta * c + alpha * product(a, b)``, which becomes a separate product and
+    sum.
 
-    ``product``: the operator that multiplies, such as ``aten.mm.default`` for ``addmm``. The rule leaves the operator
-    alone (``KEEP``) if ``c`` is an integer tensor and a factor is not an integer, because torch then rounds the factor.
+    ``product``: the operator that multiplies, such as ``aten.mm.default`` for ``addmm``. The rule returns ``KEEP`` (the
+    operator stays) if ``c`` is an integer tensor and a factor is not an integer, because torch then rounds the factor.
     """
 
     def rule(build: Builder, c: fx.Node, a: fx.Node, b: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> Any:
+        """Append ``beta * c + alpha * product(a, b)`` as single operators and return the last; ``KEEP`` if torch rounds
+        the factors.
+        """
         whole_numbers = not get_node_tensor(c).dtype.is_floating_point and not get_node_tensor(c).dtype.is_complex
         if whole_numbers and not (isinstance(beta, int) and isinstance(alpha, int)):
             return KEEP  # torch rounds the factors to integers
@@ -56,7 +60,8 @@ def rewrite_bitwise_or(build: Builder, a: Any, b: Any) -> fx.Node:
 
 # --- numbers beside tensors of no dims: tensors themselves, so that a partial sum gets them once ----------------------
 def plus_number(sign: int) -> Rule:
-    """Return the rule for the addition (``sign`` 1) or subtraction (-1) of a number: ``x + sign * alpha * number``.
+    """Return the rewrite rule for the addition (``sign`` 1) or subtraction (-1) of a number: ``x + sign * alpha *
+    number``.
 
     If ``x`` is a 0-dimensional floating-point tensor, the number becomes a tensor, so that it is added only once if
     ``x`` is a partial sum over ranks. For any other ``x``, the rule only removes the addition of an integer zero to an
@@ -72,9 +77,10 @@ def plus_number(sign: int) -> Rule:
 
 
 def number_minus(build: Builder, x: fx.Node, other: Any, alpha: Any = 1) -> Any:
-    """Rewrite ``number - alpha * x`` with the number as a tensor if ``x`` is a 0-dimensional floating-point tensor.
+    """Rewrite ``other - alpha * x`` with the number ``other`` as a tensor if ``x`` is a 0-dimensional floating-point
+    tensor.
 
-    Leave the operator alone (``KEEP``) for any other ``x``.
+    Return the node of the result, or ``KEEP`` (the operator stays) for any other ``x``.
     """
     if not _is_sum_and_number(x, other):
         return KEEP
@@ -91,7 +97,8 @@ def _create_scalar(build: Builder, like: fx.Node, value: float) -> fx.Node:
 
 
 def drop_error_check(build: Builder, *_: Any, **__: Any) -> None:
-    """Remove an operator that only checks whether a factorisation succeeded.
+    """Remove an operator that only checks whether a factorisation succeeded; return ``None``, because nothing reads its
+    result.
 
     Eager torch raises an error there; a plan continues with the result of the failed factorisation.
     """
@@ -105,8 +112,8 @@ def sum_over_dims(build: Builder, x: fx.Node, dims: Sequence[int] | None, keepdi
 
 
 def count_reduced_elements(x: fx.Node, dims: Sequence[int] | None) -> int:
-    """Return how many elements of ``x`` a reduction over ``dims`` combines into one; ``None`` or no dims means all
-    dims.
+    """Return how many elements of ``x`` a reduction over ``dims`` combines into one; ``None`` or an empty sequence
+    means all dims.
     """
     sizes = list_node_sizes(x)
     return math.prod(sizes[d] for d in dims) if dims and sizes else math.prod(sizes)
@@ -115,6 +122,12 @@ def count_reduced_elements(x: fx.Node, dims: Sequence[int] | None) -> int:
 def rewrite_mean(
     build: Builder, x: fx.Node, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
+    """Rewrite a mean over ``dims`` as a sum times a constant, and return its node; ``KEEP`` (the operator stays)
+    without elements.
+
+    ``dims``: ``None`` means all. ``keepdim``: whether the reduced dims stay with size 1. ``dtype``: the dtype to which
+    ``x`` is cast first; ``None`` for none.
+    """
     x = to_dtype(build, x, dtype)
     size = count_reduced_elements(x, dims)
     return build(aten.mul.Tensor, sum_over_dims(build, x, dims, keepdim), 1 / size) if size else KEEP
@@ -125,8 +138,8 @@ def _compute_moments(
 ) -> tuple[fx.Node, fx.Node]:
     """Return the nodes of the variance and the mean of ``x`` over ``dims``, in this order.
 
-    ``correction``: what is subtracted from the number of elements in the variance's divisor. ``keepdim``: whether the
-    reduced dims stay with size 1.
+    ``correction``: the number that is subtracted from the number of elements in the variance's divisor. ``keepdim``:
+    whether the reduced dims stay with size 1.
     """
     centre = rewrite_mean(build, x, dims or list(range(len(list_node_sizes(x)))), True)
     distance = build(aten.sub.Tensor, x, centre)
@@ -162,6 +175,12 @@ def _checked_moments(
     *,
     correction: float | None = None,
 ) -> tuple[fx.Node, fx.Node] | None:
+    """Return the nodes of the variance and the mean of ``x`` over ``dims``; ``None`` if ``x`` is complex or has too few
+    elements.
+
+    ``dims``: ``None`` means all. ``unbiased``: whether 1 is subtracted from the number of elements in the divisor,
+    unless ``correction`` says how much. ``keepdim``: whether the reduced dims stay with size 1.
+    """
     if isinstance(dims, bool):  # var(x, unbiased)
         dims, unbiased = None, dims
     divisor = (1.0 if unbiased else 0.0) if correction is None else float(correction)
@@ -188,16 +207,20 @@ class BatchNorm(NamedTuple):
 
 
 def batch_norm(build: Builder, x: fx.Node, *arguments: Any) -> Any:
-    """Rewrite ``aten.batch_norm`` as elementary operators and return the node of the normalised tensor.
+    """Rewrite ``aten.batch_norm`` as elementary operators, and return the node of the normalised tensor.
 
     The statistics are those of the batch in training or if there are no running statistics, otherwise the running
     statistics. ``arguments``: the arguments of the operator after ``x``; extra ones are ignored. If ``x`` has fewer
-    than two dims, leave the operator alone (``KEEP``).
+    than two dims, return ``KEEP`` (the operator stays).
     """
     return _rewrite_batch_norm(build, x, BatchNorm(*arguments[: len(BatchNorm._fields)]))
 
 
 def _rewrite_batch_norm(build: Builder, x: fx.Node, norm: BatchNorm) -> Any:
+    """Append the elementary operators of a batch norm of ``x``, and return the node of the normalised tensor.
+
+    ``norm``: the operator's other arguments. If ``x`` has fewer than two dims, return ``KEEP`` (the operator stays).
+    """
     if len(list_node_sizes(x)) < 2:  # a tensor without channels
         return KEEP
     if norm.training or norm.running_mean is None or norm.running_var is None:
@@ -207,7 +230,9 @@ def _rewrite_batch_norm(build: Builder, x: fx.Node, norm: BatchNorm) -> Any:
 
 
 def _per_channel(x: fx.Node) -> list[int]:
-    """List all dims of ``x`` except the channel dim 1: the dims over which the statistics of a channel are computed."""
+    """Return the indices of all dims of ``x`` except the channel dim 1: the dims over which the statistics of a channel
+    are computed.
+    """
     return [0, *range(2, len(list_node_sizes(x)))]
 
 
@@ -216,6 +241,9 @@ def _broadcast_channels(build: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
 
 
 def _normalize_channels(build: Builder, x: fx.Node, norm: BatchNorm, variance: fx.Node, centre: fx.Node) -> fx.Node:
+    """Append the normalisation of ``x`` by channel with the given mean (``centre``) and variance, weight and bias;
+    return its node.
+    """
     scale = build(aten.rsqrt.default, build(aten.add.Tensor, variance, norm.eps))
     result = build(aten.mul.Tensor, build(aten.sub.Tensor, x, centre), scale)
     if norm.weight is not None:
@@ -224,11 +252,12 @@ def _normalize_channels(build: Builder, x: fx.Node, norm: BatchNorm, variance: f
 
 
 def batch_norm_of_training(build: Builder, x: fx.Node, *arguments: Any) -> Any:
-    """Rewrite batch norm with updated running statistics.
+    """Rewrite batch norm with updated running statistics as elementary operators.
 
     Return the normalised node, two ``None`` for saved statistics that nothing reads, and the new running mean and
     variance. In training, the new running statistics are moving averages that take in the batch's mean and unbiased
-    variance with weight ``momentum``. Outside of training, they are the old ones.
+    variance with weight ``momentum``. Outside of training, they are the old ones. ``arguments``: the operator's
+    arguments after ``x``.
     """
     norm = BatchNorm(*arguments)
     running_mean, running_var, momentum = norm.running_mean, norm.running_var, norm.momentum
@@ -259,9 +288,9 @@ def functional_batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Rewrite batch norm outside of training, which normalises by the running statistics, from torch's functional form.
+    """Rewrite batch norm outside of training, which normalises by the running statistics, as elementary operators.
 
-    Return the normalised node and two ``None`` for the results that nothing reads.
+    Return the normalised node and two ``None`` for the results that nothing reads. ``momentum`` is not used.
     """
     norm = BatchNorm(weight, bias, running_mean, running_var, False, momentum, eps)
     return _rewrite_batch_norm(build, x, norm), None, None
@@ -276,9 +305,11 @@ def batch_norm_of_batch(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Rewrite batch norm without running statistics: it normalises by the mean and variance of the batch.
+    """Rewrite batch norm without running statistics as elementary operators: it normalises by the mean and variance of
+    the batch.
 
-    Return the normalised node and two ``None`` for the results that nothing reads.
+    Return the normalised node and two ``None`` for the results that nothing reads. ``training`` and ``momentum`` are
+    not used.
     """
     norm = BatchNorm(weight, bias, None, None, True, momentum, eps)
     return _rewrite_batch_norm(build, x, norm), None, None

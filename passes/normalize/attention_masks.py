@@ -24,10 +24,10 @@ _MASKED = -6e4  # hiding a score adds at most this, usually the type's lowest nu
 
 
 def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
-    """Replace each constant attention mask in ``graph``, in place, if it shows each query a band of positions around
-    its own.
+    """Replace each constant attention mask in ``graph``, in place, if it shows each query a fixed range of positions
+    around its own.
 
-    ``constants``: the values of placeholders by placeholder name. Attention under any other mask is left alone.
+    ``constants``: the values of placeholders by placeholder name. Attention under any other mask is left unchanged.
     """
     evaluator = ConstantEvaluator(constants)
     kinds: dict[tuple[fx.Node, int], Band | None] = {}
@@ -48,10 +48,11 @@ def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> Non
 
 
 def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> None:
-    """Rewrite the attention ``node`` so that it uses ``band`` instead of its mask.
+    """Rewrite the attention ``node`` in place so that it uses ``band``, a range of visible positions, instead of its
+    mask.
 
-    A full or causal band only changes arguments of ``node``. A window replaces ``node`` by
-    ``partition::band_attention`` if :func:`_is_plain` allows it; otherwise ``node`` keeps its mask.
+    A full or causal band only changes arguments of ``node``. A sliding window replaces ``node`` by
+    ``partition::band_attention`` if its shapes allow this; otherwise ``node`` keeps its mask.
     """
     if band.is_full or band.is_causal:
         node.args = (*node.args[:3], None, 0.0, band.is_causal)
@@ -68,7 +69,7 @@ def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> None:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether ``partition::band_attention`` can replace this attention.
+    """Return whether ``partition::band_attention`` can replace this attention.
 
     The operands must have four dims (batch, heads, positions, width) and equal batch sizes, and equal numbers of heads
     unless ``enable_gqa`` is set. The result must not be an output of the model.
@@ -81,10 +82,12 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _classify_mask(value: Value | None, queries: int, keys: int) -> Band | None:
-    """Return the band of positions that a mask ``[..., queries, keys]`` shows; ``None`` if it is no band or not known.
+    """Return the range of positions around its own that a mask ``[..., queries, keys]`` shows a query; ``None`` if
+    there is none or it is not known.
 
-    ``value``: the mask as :class:`ConstantEvaluator` found it. A band without limits means that nothing is hidden.
-    ``queries``, ``keys``: the numbers of queries and keys.
+    ``value``: the mask as a constant tensor, as comparisons or as a choice by comparisons; ``None`` if it is not
+    constant. A band without limits means that nothing is hidden. ``queries``, ``keys``: the numbers of queries and
+    keys.
     """
     if value is None:
         return None
@@ -105,10 +108,11 @@ def _classify_mask(value: Value | None, queries: int, keys: int) -> Band | None:
 
 
 def _term_to_band(strict: bool, over_keys: Tensor, over_queries: Tensor) -> Band | None:
-    """Return the band of positions at which ``over_keys[j] <= over_queries[i]``; ``<`` if ``strict``.
+    """Return the range of positions in which ``over_keys[j] <= over_queries[i]`` (``<`` if ``strict``) lets query ``i``
+    see key ``j``.
 
-    ``None`` if the two vectors do not both count up, or both count down, by ones. ``over_keys`` and ``over_queries``:
-    the two sides of the comparison, with one number for each key ``j`` and each query ``i``.
+    ``over_keys``, ``over_queries``: one number for each key and each query. Return ``None`` if the two vectors do not
+    both count up, or both count down, by ones.
     """
     if over_keys.numel() < 2 or over_queries.numel() < 2:
         return None
@@ -121,11 +125,11 @@ def _term_to_band(strict: bool, over_keys: Tensor, over_queries: Tensor) -> Band
 
 
 def _intersect_bands(bands: Sequence[Band | None], queries: int, keys: int) -> Band | None:
-    """Return the band of positions that all ``bands`` show.
+    """Return the range of positions around its own that all ``bands`` show a query.
 
-    ``queries``, ``keys``: the numbers of queries and keys. ``None`` if one of ``bands`` is ``None``, if ``queries``
-    differs from ``keys``, or if a limit is negative, so that a query would not see its own position. A limit that
-    reaches the end of the sequence becomes ``None`` (no limit).
+    Return ``None`` if one of ``bands`` is ``None``, if ``queries`` and ``keys``, the numbers of both, differ, or if a
+    limit is negative, so that a query would not see its own position. A limit that reaches the end of the sequence
+    becomes ``None`` (no limit).
     """
     known = [b for b in bands if b is not None]
     if len(known) < len(bands) or queries != keys:
@@ -140,7 +144,8 @@ def _intersect_bands(bands: Sequence[Band | None], queries: int, keys: int) -> B
 def _find_shown_terms(choice: ConditionalValue) -> tuple[Term, ...] | None:
     """Return comparisons that all hold at exactly those attention scores that an additive mask does not hide.
 
-    An additive mask is 0 at shown scores and -6e4 or less at hidden ones; ``None`` if ``choice`` is no such mask.
+    An additive mask is 0 at shown scores and -6e4 or less at hidden ones. Return ``None`` if ``choice``, a tensor of
+    two values, is no such mask.
     """
     if choice.shown == 0 and choice.hidden <= _MASKED:
         return choice.terms
@@ -150,6 +155,12 @@ def _find_shown_terms(choice: ConditionalValue) -> tuple[Term, ...] | None:
 
 
 def _classify_tensor(value: Tensor, queries: int, keys: int) -> Band | None:
+    """Return the range of positions around its own that the mask ``value`` shows a query; ``None`` if it is not one
+    range.
+
+    ``value``: a boolean (true: shown) or additive mask with size 1 in constant dims. ``queries``, ``keys``: the numbers
+    of both.
+    """
     while value.dim() < 2:
         value = value.unsqueeze(0)
     if value.numel() != value.shape[-2] * value.shape[-1]:
@@ -172,11 +183,11 @@ def _classify_tensor(value: Tensor, queries: int, keys: int) -> Band | None:
 
 
 def _split_term_sides(term: Term, queries: int, keys: int) -> tuple[bool, Tensor, Tensor] | None:
-    """Write a comparison as "value of the key < (or <=) value of the query".
+    """Write a comparison as "number of the key < (or <=) number of the query".
 
-    Return whether it is strict, the values by key ``[keys]`` and the values by query ``[queries]``; ``None`` if a side
-    of the comparison changes along both dims or along another dim. ``queries``, ``keys``: the numbers of queries and
-    keys.
+    Return (whether it is strict, the numbers by key ``[keys]``, the numbers by query ``[queries]``). Return ``None`` if
+    a side of the comparison changes along both dims or along another dim. ``queries``, ``keys``: the numbers of queries
+    and keys.
     """
     a, b = term.a, term.b
     if term.compare in ("gt", "ge"):
@@ -197,11 +208,14 @@ def _select_comparison(strict: bool) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _holds_everywhere(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
+    """Return whether every query sees every key. Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or
+    ``<`` if ``strict``.
+    """
     return bool(_select_comparison(strict)(over_keys.max(), over_queries.min()))
 
 
 def _holds_below(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
-    """Whether every query sees all keys up to its own position.
+    """Return whether every query sees all keys up to its own position.
 
     Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or ``<`` if ``strict``.
     """
@@ -209,7 +223,7 @@ def _holds_below(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
 
 
 def _fails_above(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
-    """Whether no query sees a key after its own position.
+    """Return whether no query sees a key after its own position.
 
     Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or ``<`` if ``strict``.
     """

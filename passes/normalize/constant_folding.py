@@ -32,6 +32,7 @@ class Term:
     b: Tensor
 
     def negated(self) -> Term:
+        """Return the comparison that holds exactly where this one fails."""
         return Term(_OPPOSITE[self.compare], self.a, self.b)
 
 
@@ -40,7 +41,7 @@ _OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
 
 @dataclass(frozen=True)
 class ConditionalValue:
-    """A tensor with two values: ``shown`` at elements for which all comparisons in ``terms`` hold, ``hidden`` at the
+    """A tensor of two numbers: ``shown`` at elements for which all comparisons in ``terms`` hold, ``hidden`` at the
     others.
 
     Both are 0-dimensional tensors.
@@ -88,6 +89,9 @@ class ConstantEvaluator:
         return self.values[node]
 
     def compute_value(self, node: fx.Node) -> Value | None:
+        """Return the value of ``node`` from the values of its operands; ``None`` if it is not known or costs
+        too much.
+        """
         if node.op == "placeholder":
             constant = self.constants.get(node.name)
             return None if constant is None or constant.numel() > LIMIT else _squeeze_constant_dims(constant)
@@ -105,10 +109,10 @@ class ConstantEvaluator:
             return None
 
     def as_it_is(self, node: fx.Node) -> Tensor:
-        """Run the operator of ``node`` on operands of their full sizes and return the result.
+        """Execute the operator of ``node`` on operands of their full sizes and return the result.
 
         Raise :class:`_Unknown` if it draws random numbers, or if its result or an operand has more than ``LIMIT``
-        elements.
+        (2**22) elements.
         """
         target: Any = node.target
         random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
@@ -140,7 +144,9 @@ def _expand_to_sizes(tensor: Any, sizes: list[int]) -> Tensor:
 
 
 def _expand_along_dim(tensor: Any, dim: int, size: int) -> Tensor:
-    """Return ``tensor`` expanded to ``size`` along ``dim``; other dims that are constant keep size 1."""
+    """Return ``tensor`` expanded to ``size`` along ``dim``; other dims that are constant keep size 1. Raise
+    :class:`_Unknown` if it is no tensor.
+    """
     if not isinstance(tensor, Tensor):
         raise _Unknown
     sizes = list(tensor.shape)
@@ -160,6 +166,9 @@ def _evaluate_arange(node: fx.Node, start: Any, end: Any, step: Any, **_: Any) -
 
 
 def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Tensor:
+    """Return the value of a pointwise operator on tensors and numbers; raise :class:`_Unknown` if it is too large or
+    not a tensor.
+    """
     tensors = [a for a in args if isinstance(a, Tensor)]
     if any(isinstance(a, tuple | ConditionalValue) for a in args):
         raise _Unknown
@@ -170,6 +179,9 @@ def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
+    """Return the value of a comparison of two constants: a tensor, or the comparison itself if the tensor would be too
+    large.
+    """
     if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
         raise _Unknown
     given = a, b
@@ -194,6 +206,9 @@ def _require_terms(value: Any) -> tuple[Term, ...]:
 
 
 def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
+    """Return the value of a logical ``and``: a tensor, or the comparisons of both operands together. ``a``, ``b``: the
+    values of the operands.
+    """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _evaluate_pointwise(node, a, b)
     for one, other in ((a, b), (b, a)):
@@ -205,6 +220,11 @@ def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
 
 
 def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
+    """Return the value of ``where``: a tensor, or a choice between two numbers if the condition is known as
+    comparisons.
+
+    ``condition``, ``a``, ``b``: the values of the operands. Raise :class:`_Unknown` in any other case.
+    """
     if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
         raise _Unknown
     a, b = (torch.as_tensor(x, dtype=get_node_tensor(node).dtype) for x in (a, b))
@@ -219,6 +239,9 @@ def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
 
 
 def _evaluate_not(node: fx.Node, x: Any) -> Value:
+    """Return the value of a negation: a tensor, or the opposite of a single comparison. ``x``: the value of the
+    operand.
+    """
     if isinstance(x, Tensor):
         return _evaluate_pointwise(node, x)
     terms = _require_terms(x)
@@ -232,7 +255,9 @@ def _masked_fill(node: fx.Node, x: Any, mask: Any, value: Any) -> Value:
 
 
 def _make_structural_rule(operation: Callable[..., Tensor]) -> Callable[..., Value]:
-    """Return the rule of an operator that only moves dims: it applies ``operation`` to every tensor in a value."""
+    """Return the rule that evaluates an operator that only moves dims: it applies ``operation`` to every tensor in a
+    value.
+    """
 
     def rule(node: fx.Node, value: Value, *args: Any) -> Value:
         return _map_value_parts(value, lambda t: operation(t, *args))
@@ -241,6 +266,9 @@ def _make_structural_rule(operation: Callable[..., Tensor]) -> Callable[..., Val
 
 
 def _map_value_parts(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
+    """Return a constant value with ``move`` applied to its tensor, or to both sides of each comparison of which it
+    consists.
+    """
     if isinstance(value, Tensor):
         return move(value)
     if isinstance(value, ConditionalValue):
@@ -258,6 +286,7 @@ def _evaluate_expand(node: fx.Node, value: Value, _: Any) -> Value:
 
 
 def _evaluate_reshape(node: fx.Node, value: Value, sizes: list[int]) -> Value:
+    """Return the value of a reshape; if only dims of size 1 change, also of a value that is known as comparisons."""
     old = list_node_sizes(node.args[0])  # type: ignore[arg-type]
     if [s for s in old if s != 1] != [s for s in sizes if s != 1]:
         return _expand_to_sizes(value, old).reshape(sizes)
@@ -281,7 +310,8 @@ def _evaluate_select(node: fx.Node, value: Value, dim: int, index: int) -> Value
 
 
 def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Tensor:
-    """Evaluate ``source[indices]`` if every dim of ``source`` is indexed by a known tensor.
+    """Return ``source[indices]`` if every dim of ``source`` is indexed by a known tensor; raise :class:`_Unknown`
+    otherwise.
 
     ``source`` has size 1 in dims along which it is constant; indices into these dims are ignored.
     """
@@ -304,6 +334,10 @@ def _evaluate_cumsum(node: fx.Node, x: Any, dim: int, **kwargs: Any) -> Tensor:
 
 
 def _evaluate_diff(node: fx.Node, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor:
+    """Return the ``n``-th difference of neighbours along ``dim``, with ``prepend`` and ``append`` joined to the operand
+    ``x`` first.
+    """
+
     def whole(position: int, value: Any) -> Tensor | None:
         given = node.args[position] if len(node.args) > position else None
         return _expand_along_dim(value, dim, list_node_sizes(given)[dim]) if isinstance(given, fx.Node) else None
@@ -315,7 +349,7 @@ def _evaluate_diff(node: fx.Node, x: Any, n: int = 1, dim: int = -1, prepend: An
 
 
 def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
-    """Evaluate ``tril`` and ``triu``.
+    """Return the value of ``tril`` or ``triu``.
 
     If the result is too large to be created, ``x`` must be one constant; the result is then a comparison of row and
     column numbers, or a :class:`ConditionalValue` on it. ``x``: the operand's value. ``diagonal``: the diagonal at

@@ -31,8 +31,8 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Graph, dict[str, str]]:
     """Return a new graph without composite operators, and a map from old node names to new ones.
 
-    A composite operator is one that torch defines by other operators. Those with a factor rule stay. ``known``:
-    operators that a later rewrite handles; they stay, too.
+    A composite operator is one that torch defines by other operators. Those that can be sharded by a rule of their own
+    stay. ``known``: operators that a later rewrite handles; they stay, too.
     """
     targets = {n.target for n in graph.nodes if n.op == "call_function"}
     apart = {t for t in targets if _is_composite(t) and t not in known and not has_rule(t)}
@@ -43,10 +43,10 @@ def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Gra
 
 
 def parts_of(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]] | None:
-    """Return a graph of the operators that ``node`` is composed of, and the operand nodes that its placeholders stand
-    for.
+    """Return a graph of the operators of which torch composes ``node``, and the operand nodes that the graph's
+    placeholders stand for.
 
-    ``None`` if torch does not define the operator by others, or if they read numbers out of tensors.
+    Return ``None`` if torch does not define the operator by others, or if they read numbers out of tensors.
     """
     if not _is_composite(node.target):
         return None
@@ -71,8 +71,10 @@ def _is_mutating(target: Any) -> bool:
 
 
 def _as_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], Callable[..., Any]]:
-    """Return the operand nodes of ``node``, and a function of their values that runs torch's decomposition of
+    """Return the operand nodes of ``node``, and a function of their values that executes torch's decomposition of
     ``node``.
+
+    ``args``, ``kwargs``: the node's arguments, with nodes in place of tensors.
     """
     leaves, tree = pytree.tree_flatten((args, kwargs))
     operands = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
@@ -88,8 +90,7 @@ def _as_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], 
 def _trace_operators(run: Callable[..., Any], values: list[Any]) -> fx.Graph | None:
     """Return the graph of the operators that ``run`` calls on ``values``.
 
-    ``None`` if there are more than ``_MOST_PARTS`` of them, or if one writes to its operands or reads a constant
-    tensor.
+    Return ``None`` if there are more than 4096 of them, or if one writes to its operands or reads a constant tensor.
     """
     traced = make_fx(torch.func.functionalize(run))(*values)
     if any(
@@ -100,14 +101,18 @@ def _trace_operators(run: Callable[..., Any], values: list[Any]) -> fx.Graph | N
 
 
 def _is_fit(graph: fx.Graph) -> bool:
+    """Return whether a traced graph has at most 4096 nodes, of which none writes to its operands or reads an
+    attribute.
+    """
     parts = list(graph.nodes)
     return len(parts) <= _MOST_PARTS and not any(n.op == "get_attr" or _is_mutating(n.target) for n in parts)
 
 
 def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``build.node`` by the operators of torch's decomposition, and return their result.
+    """Append the operators of torch's decomposition of ``build.node`` to the new graph, and return their result.
 
-    Leave it alone (``KEEP``) if it cannot be traced, because it reads numbers out of tensors or has no meta kernel.
+    Return ``KEEP`` (the operator stays) if it cannot be traced, because it reads numbers out of tensors or has no meta
+    kernel.
     """
     node = build.node
     assert node is not None
@@ -148,12 +153,12 @@ class RecurrentLayers(NamedTuple):
 
     @property
     def drops(self) -> bool:
-        """Whether dropout is applied between layers."""
+        """Return whether dropout is applied between layers."""
         return bool(self.p) and self.train and self.layers > 1
 
     @property
     def ways(self) -> int:
-        """Return the number of directions in which a layer reads its input."""
+        """Return the number of directions in which a layer reads its input: 1 or 2."""
         return 2 if self.both_ways else 1
 
     @property
@@ -165,8 +170,9 @@ class RecurrentLayers(NamedTuple):
 def layer_by_layer(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node], *layers: Any) -> Any:
     """Rewrite a recurrent network of several layers as one call per layer, with dropout between them.
 
-    ``state``: the initial state of all layers; a list of two for an LSTM. ``weights``: those of all layers, in order.
-    ``layers``: the fields of :class:`RecurrentLayers`. A network without dropout is left alone (``KEEP``).
+    Return the result and the final states of all layers. ``state``: the initial state of all layers; a list of two for
+    an LSTM. ``weights``: those of all layers, in order. ``layers``: the fields of :class:`RecurrentLayers`. For a
+    network without dropout, return ``KEEP`` (the operator stays).
     """
     stack = RecurrentLayers(*layers)
     if not stack.drops:

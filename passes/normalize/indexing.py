@@ -42,11 +42,11 @@ class BagReduction(NamedTuple):
 
 
 def embedding_bag(build: Builder, weight: fx.Node, ids: fx.Node, offsets: fx.Node, *reduction: Any) -> Any:
-    """Rewrite ``embedding_bag`` as an embedding and a reduction over each bag.
+    """Rewrite ``embedding_bag`` as an embedding and a reduction over each bag, a group of ids.
 
-    Return the result ``[bags, width]`` and three ``None`` for results that nothing reads. ``ids`` is flat; bag ``i``
-    starts at ``offsets[i]``. ``reduction``: the fields of :class:`BagReduction`. Raise :class:`UnsupportedError` if
-    bags are not known to have the same size, or if ``scale_grad_by_freq`` is set.
+    Return the node of the result ``[bags, width]`` and three ``None`` for results that nothing reads. ``ids`` is flat;
+    bag ``i`` starts at ``offsets[i]``. ``reduction``: the fields of :class:`BagReduction`. Raise
+    :class:`UnsupportedError` if bags are not known to have the same size, or if ``scale_grad_by_freq`` is set.
     """
     how = BagReduction(*reduction)
     bags, length = list_node_sizes(offsets)[0] - how.include_last_offset, list_node_sizes(ids)[0]
@@ -80,9 +80,9 @@ def _by_bag(build: Builder, flat: fx.Node, sizes: list[int]) -> fx.Node:
 
 
 def _reduce_bags(build: Builder, rows: fx.Node, kept: fx.Node | None, mode: int) -> fx.Node:
-    """Return the sum (``mode`` 0), mean (1) or maximum (2) of ``rows`` ``[bags, size, width]`` over dim 1.
+    """Return the node of the sum (``mode`` 0), mean (1) or maximum (2) of ``rows`` ``[bags, size, width]`` over dim 1.
 
-    ``kept`` ``[bags, size]`` says which ids count; ``None`` means all. A bag in which no id counts gives 0.
+    ``kept`` ``[bags, size]``: true for the rows that count; ``None`` means all. A bag in which no row counts gives 0.
     """
     left_out = None
     if kept is not None:
@@ -110,11 +110,10 @@ def _reduce_bags(build: Builder, rows: fx.Node, kept: fx.Node | None, mode: int)
 def rewrite_embedding(
     build: Builder, weight: fx.Node, ids: fx.Node, padding: int = -1, by_frequency: bool = False, sparse: bool = False
 ) -> Any:
-    """Rewrite an embedding with ``sparse=True`` as one with a dense gradient of the same values; leave others alone
-    (``KEEP``).
+    """Rewrite an embedding with ``sparse=True`` as one with a dense gradient of the same values, and return its node.
 
-    ``ids``: the rows of ``weight`` to read. ``padding``: the id whose row gets no gradient; -1 for none.
-    ``by_frequency``: divide a row's gradient by how often its id occurs.
+    Return ``KEEP`` (the operator stays) for any other. ``ids``: the rows of ``weight`` to read. ``padding``: the id
+    whose row gets no gradient; -1 for none. ``by_frequency``: divide a row's gradient by how often its id occurs.
     """
     return build(aten.embedding.default, weight, ids, padding, by_frequency) if sparse else KEEP
 
@@ -142,10 +141,10 @@ def rewrite_scatter(build: Builder, x: fx.Node, dim: int, index: fx.Node, source
 
 
 def index_fill(build: Builder, x: fx.Node, dim: int, index: fx.Node, value: fx.Node) -> Any:
-    """Rewrite ``index_fill`` as a ``where`` on a mask of the indexed positions.
+    """Rewrite ``index_fill`` as a ``where`` on a mask of the indexed positions, and return its node.
 
     The gradient of ``index_fill`` itself counts repeated indices, and their number depends on data. If ``x`` has no
-    dims, leave the operator alone (``KEEP``).
+    dims, return ``KEEP`` (the operator stays).
     """
     if not list_node_sizes(x):
         return KEEP
@@ -164,7 +163,7 @@ def _rewrite_slice_write(build: Builder, target: Any, x: fx.Node, dim: int, inde
 def _find_slice_indices(build: Builder, x: fx.Node, dim: int, index: fx.Node) -> fx.Node | None:
     """Return the vector of indices along ``dim`` that ``index`` repeats for every slice of ``x``.
 
-    ``None`` if ``index`` is not such a vector expanded over all other dims of ``x``.
+    Return ``None`` if ``index`` is not such a vector expanded over all other dims of ``x``.
     """
     sizes, rank = list_node_sizes(index), len(list_node_sizes(index))
     if rank < 2 or index.target not in _VIEWS or get_node_tensor(index).dtype != torch.int64:
@@ -192,10 +191,11 @@ _RESHAPES = (aten.unsqueeze.default, aten.reshape.default, aten.view.default, at
 
 
 def rewrite_index(build: Builder, x: fx.Node, indices: list[fx.Node | None]) -> Any:
-    """Rewrite ``x[arange(n), ..., index]`` as a ``gather`` of ``x`` along the dim of the last index.
+    """Rewrite ``x[arange(n), ..., index]`` as a ``gather`` of ``x`` along the dim of the last index, and return its
+    node.
 
     Every index but the last must be the numbers 0, 1, ... of its dim of ``x``, along the same dim of the result. For
-    any other indices, leave the operator alone (``KEEP``).
+    any other indices, return ``KEEP`` (the operator stays).
     """
     if any(i is None or get_node_tensor(i).dtype not in (torch.int64, torch.int32) for i in indices):
         return KEEP
@@ -219,7 +219,7 @@ def rewrite_index(build: Builder, x: fx.Node, indices: list[fx.Node | None]) -> 
 
 
 def _find_counted_dim(node: fx.Node, rank: int) -> tuple[int, int] | None:
-    """Return the dim along which ``node`` is ``arange(size)``, and the size; ``None`` if ``node`` has other values.
+    """Return (the dim along which ``node`` is ``arange(size)``, the size); ``None`` if ``node`` has other values.
 
     ``rank``: the number of dims to which ``node`` is broadcast; the returned dim counts among these.
     """
@@ -239,10 +239,10 @@ def _find_counted_dim(node: fx.Node, rank: int) -> tuple[int, int] | None:
 def index_put(
     build: Builder, x: fx.Node, indices: list[fx.Node | None], value: fx.Node, accumulate: bool = False
 ) -> Any:
-    """Rewrite ``x[mask] = value`` (or ``+=`` if ``accumulate``) as a ``where``.
+    """Rewrite ``x[mask] = value`` (or ``+=`` if ``accumulate``) as a ``where``, and return its node.
 
     ``mask`` covers the leading dims of ``x``. ``value`` must be one value for all masked positions: a number, or a
-    tensor of the dims of ``x`` behind the mask. In any other case, leave the operator alone (``KEEP``).
+    tensor of the dims of ``x`` behind the mask. In any other case, return ``KEEP`` (the operator stays).
     """
     mask = indices[0] if len(indices) == 1 else None
     if mask is None or get_node_tensor(mask).dtype != torch.bool:

@@ -82,9 +82,7 @@ _MOVES = (*KEEPS, *SWAPS, aten.slice.Tensor)
 
 
 def _apply_reduction(build: Builder, terms: fx.Node, reduction: int) -> fx.Node:
-    """Return the ``terms`` of a loss unchanged, their sum or their mean, by torch's number ``reduction``: 0 none, 1
-    mean, 2 sum.
-    """
+    """Return the ``terms`` of a loss unchanged, their sum or their mean. ``reduction``: 0 none, 1 mean, 2 sum."""
     if reduction == NONE:
         return terms
     result = build(aten.sum.default, terms)
@@ -100,13 +98,13 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> fx.Node:
-    """Rewrite ``aten.cross_entropy_loss``: ``logsumexp(logits) - logits[target]`` per target that is not ignored,
-    reduced.
+    """Rewrite ``aten.cross_entropy_loss`` as ``logsumexp(logits) - logits[target]`` per target that is not ignored, and
+    a reduction.
 
-    ``logits``: ``[N, C, ...]`` or ``[C]``. ``target``: class indices, or class probabilities of the sizes of
-    ``logits``. ``weight``: one weight per class. ``reduction``: ``NONE``, ``MEAN`` (over the weights of the targets) or
-    ``SUM``. ``ignore_index``: the class of targets that do not count. ``label_smoothing``: the probability that is
-    spread evenly over all classes.
+    Return the node of the loss. ``logits``: ``[N, C, ...]`` or ``[C]``. ``target``: class indices, or class
+    probabilities of the sizes of ``logits``. ``weight``: one weight per class. ``reduction``: 0 none, 1 mean (over the
+    weights of the targets), 2 sum. ``ignore_index``: the class of targets that do not count. ``label_smoothing``: the
+    probability that is divided evenly among all classes.
     """
     dim = min(1, len(list_node_sizes(logits)) - 1)
     if get_node_tensor(target).dtype.is_floating_point:
@@ -135,7 +133,8 @@ def cross_entropy(
 
 
 def target_terms(build: Builder, logits: fx.Node, index: fx.Node, dim: int) -> fx.Node:
-    """Return the cross entropy of each row of ``logits`` with the class in ``index``, with size 1 along ``dim``.
+    """Return the node of the cross entropy of each row of ``logits`` with the class in ``index``, with size 1 along
+    ``dim``.
 
     If the logits were cast from a 16-bit type to float32, the operator reads them before the cast and returns float32.
     This saves the memory of the float32 logits. ``index``: the class of each row. ``dim``: the class dim.
@@ -147,8 +146,8 @@ def target_terms(build: Builder, logits: fx.Node, index: fx.Node, dim: int) -> f
 
 
 def _before_cast(build: Builder, node: fx.Node) -> fx.Node | None:
-    """Return the value of ``node`` without the cast from a 16-bit type to float32 that it went through; ``None``
-    without one.
+    """Return the value of ``node`` without the cast from a 16-bit type to float32 that it went through; ``None`` if
+    there was no such cast.
 
     The reshapes, transposes and slices between the cast and ``node`` are applied to the uncast tensor.
     """
@@ -169,10 +168,10 @@ def rewrite_nll_loss(
     reduction: int = MEAN,
     ignore_index: int = -100,
 ) -> fx.Node:
-    """Rewrite ``nll_loss``: ``-logs[target]`` times the class weight per target that is not ignored, reduced.
+    """Rewrite ``nll_loss`` as ``-logs[target]`` times the class weight per target that is not ignored, and a reduction.
 
-    ``logs``: log-probabilities ``[N, C, ...]`` or ``[C]``. ``weight``: one weight per class. ``reduction``: 0 none, 1
-    mean, 2 sum. ``ignore_index``: the class of targets that do not count.
+    Return the node of the loss. ``logs``: log-probabilities ``[N, C, ...]`` or ``[C]``. ``weight``: one weight per
+    class. ``reduction``: 0 none, 1 mean, 2 sum. ``ignore_index``: the class of targets that do not count.
     """
     dim = min(1, len(list_node_sizes(logs)) - 1)
     counts, index = _mask_ignored_targets(build, target, ignore_index, dim)
@@ -187,7 +186,7 @@ def rewrite_nll_loss(
 def _mask_ignored_targets(build: Builder, target: fx.Node, ignore_index: int, dim: int) -> tuple[fx.Node, fx.Node]:
     """Return the mask of targets that are not ignored, and the targets with 0 in place of ignored ones.
 
-    Both have a class dim of size 1 at ``dim``.
+    Both have a class dim of size 1 at ``dim``. ``ignore_index``: the class of ignored targets.
     """
     target = build(aten.unsqueeze.default, target, dim)
     counts = build(aten.ne.Scalar, target, ignore_index)
@@ -197,6 +196,11 @@ def _mask_ignored_targets(build: Builder, target: fx.Node, ignore_index: int, di
 def _reduce_counted(
     build: Builder, terms: fx.Node, counts: fx.Node, weights: fx.Node | None, reduction: int, dim: int
 ) -> fx.Node:
+    """Return the node of the reduced ``terms`` of a loss, in which terms of ignored targets are zero.
+
+    ``counts``: the mask of targets that are not ignored. ``weights``: the class weight of each target; ``None`` means
+    1. ``reduction``: 0 none (the class dim ``dim`` is removed), 1 mean (over the weights of the targets), 2 sum.
+    """
     terms = build(aten.where.ScalarOther, counts, terms, 0.0)
     if reduction == NONE:
         return build(aten.squeeze.dim, terms, dim)
@@ -231,6 +235,12 @@ def _by_class(build: Builder, weight: fx.Node, logits: fx.Node, dim: int) -> fx.
 def _cross_entropy_of_probabilities(
     build: Builder, logits: fx.Node, target: fx.Node, weight: fx.Node | None, reduction: int, smoothing: float, dim: int
 ) -> fx.Node:
+    """Append the cross entropy of ``logits`` with targets that are probabilities of the classes along ``dim``; return
+    its node.
+
+    ``weight``: one weight per class; ``None`` means 1. ``reduction``: 0 none, 1 mean, 2 sum. ``smoothing``: the
+    probability that is divided evenly among all classes.
+    """
     size = list_node_sizes(logits)[dim]
     if smoothing:
         target = build(aten.add.Tensor, build(aten.mul.Tensor, target, 1 - smoothing), smoothing / size)
@@ -256,12 +266,14 @@ def multilabel_margin(build: Builder, x: fx.Node, target: fx.Node, reduction: in
 
 
 def make_loss_rule(target: Any, position: int) -> Rule:
-    """Return the rule that rewrites the loss operator ``target`` as its unreduced terms and a separate sum or mean.
+    """Return the rewrite rule that turns the loss operator ``target`` into its unreduced terms and a separate sum or
+    mean.
 
-    ``position``: the index of ``reduction`` among its arguments.
+    ``position``: the index of ``reduction`` among its arguments, from 0.
     """
 
     def rule(build: Builder, *args: Any, **kwargs: Any) -> fx.Node:
+        """Append the unreduced loss and its reduction, and return the node of the result."""
         given = list(args)
         reduction = kwargs.pop("reduction", MEAN)
         if len(given) > position:
@@ -310,7 +322,7 @@ def pick_before_softmax(graph: fx.Graph) -> None:
     """Replace ``gather(log_softmax(x), index)`` in ``graph`` by a negative cross entropy, in place, which saves the
     large result.
 
-    Only done if nothing else reads the ``log_softmax`` and one element of each row is gathered.
+    This is done only if nothing else reads the ``log_softmax`` and one element of each row is gathered.
     """
     changed = False
     for node in list(graph.nodes):
@@ -322,6 +334,11 @@ def pick_before_softmax(graph: fx.Graph) -> None:
 
 
 def _rewrite_gathered_logs(node: fx.Node, build: Builder) -> bool:
+    """Replace a ``gather`` from a ``log_softmax`` by a negative cross entropy, in place, and return whether it was
+    replaced.
+
+    ``node``: the ``gather``. ``build`` appends operators.
+    """
     logs, dim, index = node.args[:3]
     assert isinstance(logs, fx.Node) and isinstance(dim, int) and isinstance(index, fx.Node), node
     sizes = list_node_sizes(logs)
@@ -342,10 +359,10 @@ def _rewrite_gathered_logs(node: fx.Node, build: Builder) -> bool:
 
 
 def _find_softmax_scores(build: Builder, logs: fx.Node, dim: int) -> fx.Node | None:
-    """Return the scores whose ``log_softmax`` along ``dim`` is ``logs``, in the shape of ``logs``.
+    """Return the node of the scores whose ``log_softmax`` along ``dim`` is ``logs``, in the shape of ``logs``.
 
-    ``None`` if ``logs`` is no such value or has another reader. Reshapes and slices behind the ``log_softmax`` that
-    leave the class dim whole are applied to the scores.
+    Return ``None`` if ``logs`` is no such value or has another reader. Reshapes and slices behind the ``log_softmax``
+    that leave the class dim whole are applied to the scores.
     """
     if len(logs.users) > 1:
         return None

@@ -62,7 +62,7 @@ def refuse_unsupported_nodes(graph: fx.Graph) -> None:
     """Raise an error for the first operator of ``graph`` that a plan cannot execute.
 
     :class:`UnsupportedError`: a number read out of a tensor, a sparse tensor, or a function that is no torch operator.
-    :class:`InputsError`: a product whose operands have different types.
+    :class:`InputsError`: a product whose operands have different dtypes.
     """
     for node in graph.nodes:
         if node.op != "call_function":
@@ -91,7 +91,7 @@ def refuse_unsupported_nodes(graph: fx.Graph) -> None:
 
 
 def _check_types(node: fx.Node) -> None:
-    """Raise :class:`InputsError` if ``node`` is a product or an attention whose operands have different types.
+    """Raise :class:`InputsError` if ``node`` is a product or an attention whose operands have different dtypes.
 
     Torch refuses these, but only when it computes with real numbers, not while tracing.
     """
@@ -115,10 +115,10 @@ RULES = {**SHAPES, **STRIDES, **ALGEBRA, **BAGS, **INDICES, **LOSSES, **RANDOM, 
 
 
 def normalize(captured: Captured) -> Captured:
-    """Return the captured model in normal form. Raise :class:`UnsupportedError` or :class:`InputsError` if no plan can
-    run it.
+    """Return the captured model in normal form: its graph rewritten so that each computation has one form.
 
-    Loops over experts become products by expert, and separate modules of equal experts become stacked weights.
+    Loops over experts become products by expert, and separate modules of equal experts become stacked weights. Raise
+    :class:`UnsupportedError` or :class:`InputsError` if no plan can execute the model.
     """
     try:
         for empty, left_out in zip(captured.turns[::2], captured.turns[1::2], strict=True):
@@ -132,6 +132,9 @@ def normalize(captured: Captured) -> Captured:
 
 
 def _normalize_graph(captured: Captured) -> Captured:
+    """Return ``captured`` with a graph in which composite operators are decomposed and all rewrite rules have been
+    applied.
+    """
     graph, layers = captured.graph, {n.name: n.name for n in captured.graph.nodes}
     if any(node.target in RECURRENT for node in graph.nodes):
         graph, layers, _ = rewrite_by_rules(graph, RECURRENT)
@@ -152,8 +155,8 @@ def _normalize_graph(captured: Captured) -> Captured:
 
 
 def _unflatten_captured(captured: Captured) -> Captured:
-    """Return ``captured`` with dims that were flattened for an operator as separate dims, and the last index rules
-    applied.
+    """Return ``captured`` with flattened dims as separate dims again, and with reads and writes by index rewritten
+    where possible.
 
     The index rules come last, so that indices that route rows to experts have been rewritten before.
     """
@@ -172,9 +175,10 @@ def _list_result_names(graph: fx.Graph) -> list[str]:
 
 
 def _deduplicate_results(graph: fx.Graph, results: list[str]) -> dict[str, str]:
-    """Remove repeated results from the graph's output, in place.
+    """Remove repeated results from the graph's output, in place, and return a map from ``results`` to the present
+    names.
 
-    ``results``: the names of the results before a pass. Return a map from these names to the present names.
+    ``results``: the names of the results before a pass, in order.
     """
     output: Any = graph.output_node()
     found = dict(zip(results, _list_result_names(graph), strict=True))
@@ -185,7 +189,7 @@ def _deduplicate_results(graph: fx.Graph, results: list[str]) -> dict[str, str]:
 def _replace_graph(captured: Captured, graph: fx.Graph, moved: Mapping[str, str]) -> Captured:
     """Return ``captured`` with ``graph`` instead of its own graph.
 
-    ``moved``: for each node name in the old graph, the name of the node in ``graph`` that stands for it.
+    ``moved``: for each node name in the old graph, the name of the node in ``graph`` that replaces it.
     """
     outputs = [replace(o, value=moved[o.value]) if o.value is not None else o for o in captured.outputs]
     loss = moved[captured.loss] if captured.loss is not None else None

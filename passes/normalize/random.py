@@ -40,7 +40,8 @@ def rewrite_dropout(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
 def native_dropout(build: Builder, x: fx.Node, p: float, train: bool | None) -> Any:
     """Rewrite ``aten.native_dropout``; return the nodes of the result and of the mask of kept elements.
 
-    Without training or with ``p`` of 0, the result is ``x`` and the mask is all ones.
+    ``p``: the probability of zeroing. Without training (``train``) or with ``p`` of 0, the result is ``x`` and the mask
+    is all ones.
     """
     if train is False or p == 0:
         return x, build(aten.ones_like.default, x, dtype=torch.bool, device=META)
@@ -53,9 +54,10 @@ def _build_dropout(build: Builder, x: fx.Node, p: float) -> tuple[fx.Node, fx.No
 
 
 def rewrite_random_draw(build: Builder, *args: Any, **kwargs: Any) -> Any:
-    """Replace a random operator of torch by its formula on counter-based random numbers.
+    """Replace a random operator of torch by operators that compute each element's number from its index, and return the
+    result.
 
-    Leave the operator alone (``KEEP``) if it has no formula.
+    Return ``KEEP`` (the operator stays) if there is no formula for it. ``args``, ``kwargs``: the operator's arguments.
     """
     assert build.node is not None
     formula = formula_of(build.node.target, args, kwargs)
@@ -67,6 +69,12 @@ def rewrite_random_draw(build: Builder, *args: Any, **kwargs: Any) -> Any:
 
 
 def _create_sampler(build: Builder, given: Mapping[str, Any], made: Tensor) -> Sampler:
+    """Return the object by which a formula draws its random numbers and appends operators to the graph.
+
+    ``given``: the arguments of torch's random operator by name. ``made``: a meta tensor of its result's shape and
+    dtype.
+    """
+
     def numbers(distribution: torch._ops.OpOverload, sizes: Sequence[int], *parameters: fx.Node) -> fx.Node:
         return _draw_random_numbers(build, list(sizes), distribution, *parameters)
 
@@ -78,7 +86,8 @@ def _create_sampler(build: Builder, given: Mapping[str, Any], made: Tensor) -> S
 
 
 def rewrite_gamma(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
-    """Rewrite ``_standard_gamma`` as a counter-based sample; leave it alone (``KEEP``) if a generator is given.
+    """Rewrite ``_standard_gamma`` as a sample that depends on each element's index; return ``KEEP`` (it stays) if a
+    generator is given.
 
     The gradient with respect to the concentration is torch's, by implicit differentiation.
     """
@@ -92,7 +101,8 @@ def rewrite_gamma(build: Builder, concentration: fx.Node, generator: Any = None)
 
 
 def rewrite_dirichlet(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
-    """Rewrite ``_sample_dirichlet`` as a counter-based sample; leave it alone (``KEEP``) if a generator is given.
+    """Rewrite ``_sample_dirichlet`` as a sample that depends on each element's index; return ``KEEP`` (it stays) if a
+    generator is given.
 
     The gradient with respect to the concentration is torch's, by implicit differentiation.
     """
@@ -115,6 +125,12 @@ def rewrite_rrelu(
     training: bool = False,
     generator: Any = None,
 ) -> Any:
+    """Rewrite the randomized leaky ReLU as a product with drawn slopes; return ``KEEP`` (it stays) if a generator is
+    given.
+
+    ``lower``, ``upper``: the bounds of the slope. ``training``: whether slopes are drawn; otherwise the mean of the
+    bounds is used.
+    """
     if generator is not None:
         return KEEP
     given = {"self": x, "lower": lower, "upper": upper, "training": training}
@@ -126,8 +142,8 @@ def _draw_random_numbers(
 ) -> fx.Node:
     """Append a draw of one random number for each element of a tensor of ``sizes``, and return its node.
 
-    Every call uses a new stream, so that no two operators draw the same numbers. ``distribution``: the operator that
-    draws, such as ``partition::uniform``. ``parameters``: its own operands.
+    Every call uses a new stream number, so that no two operators draw the same numbers. ``distribution``: the operator
+    that draws, such as ``partition::uniform``. ``parameters``: its own operands.
     """
     stream = stream_name(sum(is_stream(name) for name in build.constants))
     seed = build.constant(SEED, torch.tensor(0))
@@ -136,7 +152,7 @@ def _draw_random_numbers(
 
 
 def _build_element_index(build: Builder, sizes: list[int]) -> fx.Node:
-    """Return the node of every element's index in the flattened whole tensor of ``sizes``.
+    """Return the node of every element's index in the flattened whole tensor of ``sizes``, from 0.
 
     It is built from sums of ``arange``, so that any dim can be sharded and each rank gets the indices of its own
     elements.
@@ -167,7 +183,7 @@ def rewrite_attention_dropout(
 ) -> Any:
     """Rewrite attention with dropout as matrix products and a softmax, because dropout needs the weights as a tensor.
 
-    Leave the operator alone (``KEEP``) if ``dropout_p`` is 0.
+    Return the node of the result, or ``KEEP`` (the operator stays) if ``dropout_p`` is 0.
     """
     if not dropout_p:
         return KEEP
@@ -210,8 +226,8 @@ def refuse_draws(graph: fx.Graph) -> None:
 
 
 def _is_random_draw(node: fx.Node) -> bool:
-    """Whether ``node`` draws random numbers: its operator is tagged as random or takes a generator, and is not switched
-    off.
+    """Return whether ``node`` draws random numbers: its operator is tagged as random or takes a generator, and is not
+    switched off.
 
     Both are checked because torch does not tag all random operators. A random operator is switched off by an argument
     such as ``train=False`` or ``dropout_p=0``.
@@ -227,6 +243,7 @@ def _is_random_draw(node: fx.Node) -> bool:
 
 
 def _create_draw_error(node: fx.Node) -> UnsupportedError:
+    """Return the error for a random operator that would draw different numbers under different plans."""
     whole = "random" in str(node.target) or "randint" in str(node.target)
     instead = "give whole bounds that are at most 2**40 apart, or " if whole else ""
     return UnsupportedError(
@@ -237,9 +254,9 @@ def _create_draw_error(node: fx.Node) -> UnsupportedError:
 
 
 def rewrite_channel_dropout(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
-    """Rewrite dropout that zeroes whole channels (dim 1) of a sample.
+    """Rewrite dropout that zeroes whole channels (dim 1) of a sample, and return the node of the result.
 
-    ``p``: the probability with which a channel is zeroed. ``train``: whether dropout is on.
+    ``p``: the probability with which a channel is zeroed. ``train``: whether dropout is on; if not, ``x`` is returned.
     """
     if not train or p == 0:
         return x
@@ -251,12 +268,16 @@ def rewrite_channel_dropout(build: Builder, x: fx.Node, p: float, train: bool) -
 
 
 def make_alpha_dropout_rule(of_channels: bool) -> Rule:
-    """Return the rule for alpha dropout, which keeps the mean and variance of its input (Klambauer et al. 2017).
+    """Return the rewrite rule for alpha dropout, which keeps the mean and variance of its input (Klambauer et al.
+    2017).
 
     ``of_channels``: drop whole channels (dim 1) of a sample instead of single elements.
     """
 
     def rule(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
+        """Append alpha dropout of ``x`` with probability ``p`` and return its node; ``x`` itself without training or
+        with ``p`` of 0.
+        """
         if not train or p == 0:
             return x
         if p == 1:

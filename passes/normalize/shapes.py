@@ -30,7 +30,9 @@ def to_dtype(build: Builder, x: fx.Node, dtype: torch.dtype | None) -> fx.Node:
 
 
 def cast_to(build: Builder, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Rewrite any form of ``to`` as a cast to the given type or the given tensor's type; devices are ignored."""
+    """Rewrite any form of ``to`` as a cast to the given dtype or the given tensor's dtype, and return its node; devices
+    are ignored.
+    """
     if not isinstance(x, fx.Node):  # a plain number, which nested vmaps pass
         return _create_full_tensor(build, x)
     for argument in (*args, *kwargs.values()):
@@ -42,7 +44,9 @@ def cast_to(build: Builder, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def rewrite_reshape(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
-    """Rewrite any view that keeps the order of elements as one ``reshape``, or remove it if it changes nothing."""
+    """Rewrite any view that keeps the order of elements as one ``reshape``, and return its node; ``x`` if it changes
+    nothing.
+    """
     assert build.node is not None
     sizes = list_node_sizes(build.node)
     while x.target is aten.reshape.default:
@@ -65,6 +69,9 @@ def rewrite_broadcast_tensors(build: Builder, tensors: list[fx.Node]) -> tuple[f
 def rewrite_slice(
     build: Builder, x: fx.Node, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Any:
+    """Rewrite a slice with explicit, non-negative bounds, and return its node; ``x`` if the slice takes the
+    whole dim.
+    """
     dim %= len(list_node_sizes(x))
     size = list_node_sizes(x)[dim]
     start, end, step = slice(start, end, step).indices(size)
@@ -81,7 +88,7 @@ def rewrite_narrow(build: Builder, x: fx.Node, dim: int, start: Any, length: int
 
 
 def rewrite_split(build: Builder, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
-    """Rewrite ``split`` and ``chunk`` as ``split_with_sizes`` with explicit sizes.
+    """Rewrite ``split`` and ``chunk`` as ``split_with_sizes`` with explicit sizes, and return its node.
 
     ``sizes``: the size or sizes of the pieces, or their number; not read, because the node's results have the sizes.
     """
@@ -93,6 +100,11 @@ def rewrite_split(build: Builder, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
 def rewrite_padding(
     build: Builder, x: fx.Node, pads: list[int], mode: str = "constant", value: float | None = None
 ) -> Any:
+    """Rewrite padding with a constant as ``constant_pad_nd``; return ``KEEP`` (the operator stays) for another
+    ``mode``.
+
+    ``pads``: numbers of elements before and after, from the last dim on.
+    """
     if mode != "constant":
         return KEEP
     fill = value if value is not None else 0
@@ -102,7 +114,7 @@ def rewrite_padding(
 
 
 def rewrite_detach(build: Builder, x: fx.Node) -> Any:
-    """Keep ``detach`` if its operand can carry a gradient; otherwise remove it."""
+    """Return ``KEEP`` (the ``detach`` stays) if its operand ``x`` can carry a gradient; otherwise return ``x``."""
     return KEEP if is_differentiable(get_node_tensor(x)) else x
 
 
@@ -112,7 +124,7 @@ def add_nothing(build: Builder, x: fx.Node, other: Any, **_: Any) -> Any:
 
 
 def rewrite_overwrite(build: Builder, x: fx.Node, value: Any, *_: Any) -> Any:
-    """Return the value of ``x`` after all of its elements were set to ``value``: ``value`` in the type and sizes of
+    """Return the node of ``x`` after all of its elements were set to ``value``: ``value`` in the dtype and sizes of
     ``x``.
     """
     if not isinstance(value, fx.Node):
@@ -236,10 +248,11 @@ SHAPES: dict[Any, Rule] = {
 
 
 def as_strided(build: Builder, x: fx.Node, sizes: list[int], strides: list[int], offset: int | None = None) -> fx.Node:
-    """Rewrite ``as_strided`` as an index into the flattened tensor, because a rank's memory layout differs.
+    """Rewrite ``as_strided`` as an index into the flattened tensor, because a rank's memory layout differs, and return
+    its node.
 
-    ``sizes``, ``strides``: the result's sizes, and the distance of neighbours along each dim in the memory of ``x``.
-    ``offset``: the position of the first element; ``None`` means 0.
+    ``sizes``, ``strides``: the result's sizes, and the distance of neighbours along each dim in the memory of ``x``, in
+    elements. ``offset``: the position of the first element; ``None`` means 0.
     """
     flat, _ = flat_in_memory(
         build, x, 1 + (offset or 0) + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
@@ -250,8 +263,8 @@ def as_strided(build: Builder, x: fx.Node, sizes: list[int], strides: list[int],
 def flat_in_memory(build: Builder, x: fx.Node, reach: int = 0) -> tuple[fx.Node, list[int]]:
     """Return ``x`` as a vector in the order of its elements in memory, and the order of its dims by decreasing stride.
 
-    ``reach``: the number of elements from the start that are accessed. Raise :class:`UnsupportedError` if this is more
-    than ``x`` has, or if ``x`` has gaps in memory.
+    ``reach``: the number of elements from the start that are accessed. Raise :class:`UnsupportedError` if ``x`` has
+    fewer, or has gaps in memory.
     """
     assert build.node is not None
     old = build.node.args[0].meta["val"]  # type: ignore[union-attr]
@@ -264,10 +277,11 @@ def flat_in_memory(build: Builder, x: fx.Node, reach: int = 0) -> tuple[fx.Node,
 
 
 def strided_places(build: Builder, sizes: list[int], strides: list[int], offset: int | None) -> fx.Node:
-    """Return the int64 tensor of ``sizes`` with the memory position of each element that ``as_strided`` accesses.
+    """Return an int64 node of the shape ``sizes`` with the memory position of each element that ``as_strided``
+    accesses.
 
-    ``strides``: the distance in memory between neighbours along each dim. ``offset``: the position of the first
-    element; ``None`` means 0.
+    ``strides``: the distance in memory between neighbours along each dim, in elements. ``offset``: the position of the
+    first element; ``None`` means 0.
     """
     places = build(aten.full.default, [], offset or 0, dtype=torch.int64, device=META)
     for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
@@ -282,7 +296,7 @@ def strided_places(build: Builder, sizes: list[int], strides: list[int], offset:
 def diagonal_scatter(
     build: Builder, x: fx.Node, source: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> fx.Node:
-    """Rewrite ``diagonal_scatter`` as a ``where``: ``source`` on the diagonal, ``x`` elsewhere.
+    """Rewrite ``diagonal_scatter`` as a ``where``: ``source`` on the diagonal, ``x`` elsewhere. Return its node.
 
     ``dim1``, ``dim2``: the two dims that span the matrices. ``offset``: which diagonal; 0 is the main one, positive
     numbers are above.
@@ -309,11 +323,13 @@ def diagonal_scatter(
 def as_strided_scatter(
     build: Builder, x: fx.Node, source: fx.Node, sizes: list[int], strides: list[int], offset: int | None = None
 ) -> fx.Node:
-    """Rewrite ``as_strided_scatter`` as a write by index, or as a write to a diagonal if it is one.
+    """Rewrite ``as_strided_scatter`` as a write by index, or as a write to a diagonal if it is one, and return its
+    node.
 
-    ``source``: the new values. ``sizes``, ``strides``, ``offset``: the positions in the memory of ``x`` that are
-    written, as in ``as_strided``. The operator itself has a wrong gradient in torch 2.13: zero for the elements that
-    are kept. Raise :class:`UnsupportedError` if several elements are written to one position.
+    ``source``: the new values. ``sizes``, ``strides``, ``offset``: which positions in the memory of ``x`` are written
+    (sizes, distances of neighbours, and first position, in elements). The operator itself has a wrong gradient in torch
+    2.13: zero for the elements that stay. Raise :class:`UnsupportedError` if several elements are written to one
+    position.
     """
     assert build.node is not None
     old = build.node.args[0].meta["val"]  # type: ignore[union-attr]
@@ -329,13 +345,17 @@ def as_strided_scatter(
 
 
 def written_piece(target: Any) -> Rule:
-    """Return the rule for ``target``, which writes a slice into a tensor (``slice_scatter`` or ``select_scatter``).
+    """Return the rewrite rule for ``target``, which writes a slice into a tensor (``slice_scatter`` or
+    ``select_scatter``).
 
     Complex tensors are rewritten as real and imaginary parts, because torch does not differentiate the operator for
-    them. Real ones are left alone (``KEEP``).
+    them. For real ones, the rule returns ``KEEP`` (the operator stays).
     """
 
     def rule(build: Builder, x: fx.Node, source: fx.Node, dim: int = 0, *place: Any, **named: Any) -> Any:
+        """Append the write of ``source`` to a slice of a complex ``x`` and return its node; ``KEEP`` (it stays) for a
+        real ``x``.
+        """
         if not get_node_tensor(x).dtype.is_complex:
             return KEEP
         parts = [build(aten.view_as_real.default, value) for value in (x, source)]

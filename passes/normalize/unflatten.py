@@ -25,9 +25,9 @@ _FLAT = (aten.reshape.default, aten.repeat.default)
 
 
 def unflatten_dims(graph: fx.Graph) -> None:
-    """Rewrite ``graph`` in place so that dims which were flattened for an operator stay separate.
+    """Rewrite ``graph`` in place so that dims which were flattened for an operator stay separate dims.
 
-    Requires: normal form, in which every view is a ``reshape`` and biases are separate additions.
+    Every view must be a ``reshape``, and biases must be separate additions.
     """
     for node in list(graph.nodes):
         if node.target is aten.reshape.default:
@@ -38,6 +38,11 @@ def unflatten_dims(graph: fx.Graph) -> None:
 
 
 def _unflatten_product(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace a matrix product of flattened rows, a bias and the reshape ``node`` that splits the rows again by a
+    product of unflattened rows.
+
+    Any other reshape is left unchanged.
+    """
     sizes = list_node_sizes(node)
     value: Any = node.args[0]
     bias: Any = None
@@ -60,7 +65,7 @@ def _unflatten_product(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _is_flat_product(value: Any, sizes: list[int]) -> bool:
-    """Whether ``value`` is a matrix product ``[rows, n]`` that a reshape splits into ``sizes`` ``[..., n]``.
+    """Return whether ``value`` is a matrix product ``[rows, n]`` that a reshape splits into ``sizes`` ``[..., n]``.
 
     The reshape must be the only reader of ``value``.
     """
@@ -75,6 +80,11 @@ def _is_bias(bias: Any, size: int) -> bool:
 
 
 def _unflatten_transpose(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace a transpose of flattened dims and the reshape ``node`` that splits them again by a permutation of the
+    separate dims.
+
+    Any other reshape is left unchanged.
+    """
     moved: Any = node.args[0]
     order = _find_transpose_order(moved)
     flat = moved.args[0] if order is not None else None
@@ -127,10 +137,10 @@ def _is_elementwise(value: Any) -> bool:
 
 
 def _broadcast_dim_parts(x: fx.Node, sizes: list[int], parts: list[list[int]]) -> list[list[int]]:
-    """Return, for each dim of the operand ``x``, the sizes that this dim is split into.
+    """Return, for each dim of the operand ``x`` of an elementwise operator, the sizes into which this dim is split.
 
-    ``sizes``: the sizes of the operator's result. ``parts``: the sizes that each of its dims is split into. A dim along
-    which ``x`` broadcasts is split into ones.
+    ``sizes``: the sizes of the operator's result. ``parts``: the sizes into which each of its dims is split. A dim
+    along which ``x`` broadcasts is split into ones.
     """
     own = list_node_sizes(x)
     last = list(zip(sizes, parts, strict=True))[len(sizes) - len(own) :]
@@ -138,7 +148,8 @@ def _broadcast_dim_parts(x: fx.Node, sizes: list[int], parts: list[list[int]]) -
 
 
 def _can_split(x: fx.Node, parts: list[list[int]]) -> bool:
-    """Whether the dims of ``x`` can be split into ``parts`` at no cost beyond a view.
+    """Return whether the dims of ``x`` can be split into the sizes ``parts`` (a list for each dim) at no cost beyond a
+    view.
 
     This is true if ``x`` comes from a ``reshape``, from a ``repeat`` whose number of copies is the first part of each
     repeated dim, or if no dim is split.
@@ -150,7 +161,7 @@ def _can_split(x: fx.Node, parts: list[list[int]]) -> bool:
 
 
 def _read_repeat_counts(x: fx.Node) -> list[tuple[int, int]]:
-    """Return, for each dim of the ``repeat`` node ``x``, the number of copies and the size before the repetition."""
+    """Return, for each dim of the ``repeat`` node ``x``, (number of copies, size before the repetition)."""
     source: Any = x.args[0]
     times: Any = x.args[1]
     own = [1] * (len(times) - len(list_node_sizes(source))) + list_node_sizes(source)
@@ -158,9 +169,9 @@ def _read_repeat_counts(x: fx.Node) -> list[tuple[int, int]]:
 
 
 def _split_operand(build: Builder, x: fx.Node, parts: list[list[int]]) -> fx.Node:
-    """Append ``x`` with each dim split into the sizes in ``parts``, and return its node.
+    """Append ``x`` with each dim split into the sizes in ``parts`` (a list for each dim), and return its node.
 
-    :func:`_can_split` must hold. A ``repeat`` becomes an ``expand``.
+    The split must need no more than a view. A ``repeat`` becomes an ``expand``.
     """
     source: Any = x.args[0] if x.target in _FLAT else x
     sizes = [size for part in parts for size in part]
@@ -176,7 +187,7 @@ def _split_operand(build: Builder, x: fx.Node, parts: list[list[int]]) -> fx.Nod
 
 
 def _find_transpose_order(node: fx.Node) -> list[int] | None:
-    """Return the operand dim of each result dim of a transpose; ``None`` for another operator."""
+    """Return, for each dim of a transpose's result, the index of the operand's dim; ``None`` for another operator."""
     rank = len(list_node_sizes(node)) if node.target in _TRANSPOSES else 0
     given: Any = node.args[1:]
     if node.target is aten.permute.default:
@@ -192,7 +203,7 @@ def _find_transpose_order(node: fx.Node) -> list[int] | None:
 def _split_dim_sizes(sizes: list[int], into: list[int]) -> list[list[int]] | None:
     """Return, for each dim of a reshape's operand, the sizes of the result's dims into which it is split.
 
-    ``sizes``: the operand's shape. ``into``: the result's shape. ``None`` if the reshape merges dims.
+    ``sizes``: the operand's shape. ``into``: the result's shape. Return ``None`` if the reshape merges dims.
     """
     parts, rest = [], list(into)
     for size in sizes:

@@ -46,7 +46,7 @@ class Band(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Whether a query sees all keys up to its own position and none after it."""
+        """Return whether a query sees all keys up to its own position and none after it."""
         return self.before is None and self.after == 0
 
 
@@ -54,7 +54,7 @@ class PositionRange(NamedTuple):
     """Consecutive positions of a sequence that one rank holds.
 
     ``start``: the index of the first in the rank's local tensor. ``length``: their number. ``place``: the index of the
-    first in the whole sequence.
+    first in the whole sequence. Indices count from 0.
     """
 
     start: int
@@ -65,9 +65,9 @@ class PositionRange(NamedTuple):
 class Tile(NamedTuple):
     """A rectangle of queries and keys that attention computes at once.
 
-    ``rows`` and ``keys``: (start, stop) in the local tensors. ``kind``: whether queries see all keys of the tile, keys
-    up to the tile's diagonal, or keys within the band. ``offset``: the position of the first query minus that of the
-    first key.
+    ``rows`` and ``keys``: (start, stop) in the local tensors. ``kind``: "all" if the queries see all keys of the tile,
+    "diagonal" if they see keys up to the tile's diagonal, "band" if they see keys within a limited distance.
+    ``offset``: the position of the first query minus that of the first key.
     """
 
     rows: tuple[int, int]
@@ -77,10 +77,10 @@ class Tile(NamedTuple):
 
 
 def parts_of(length: int, num_ranks: int, rank: int, zigzag: bool) -> tuple[PositionRange, ...]:
-    """Return the ranges of positions that ``rank`` holds of a sequence; each rank holds ``length`` positions.
+    """Return the ranges of positions that ``rank`` holds of a sequence, of which each rank holds ``length`` positions.
 
-    ``zigzag``: each rank has one range from each end of the sequence, which balances causal attention. ``num_ranks``:
-    the number of ranks that share the sequence; ``rank`` is an index among them.
+    ``num_ranks``: the number of ranks that share the sequence; ``rank`` is an index among them, from 0. ``zigzag``:
+    each rank has one range from each end of the sequence, which balances causal attention; else it has one range.
     """
     slices = shard_slices(make_shard_layout(0, (), zigzag), length * num_ranks, num_ranks, rank)
     starts = accumulate((n for _, n in slices), initial=0)
@@ -90,11 +90,11 @@ def parts_of(length: int, num_ranks: int, rank: int, zigzag: bool) -> tuple[Posi
 def ring_tiles(
     queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band, rank: int, step: int
 ) -> tuple[Tile, ...]:
-    """Return the tiles that ``rank`` computes with the keys of the rank ``step`` positions before it in the ring.
+    """Return the tiles (rectangles of queries and keys) that ``rank`` computes in one step of ring attention.
 
-    ``queries``, ``keys``: the number of each per rank. ``zigzag``: each rank has one range from each end of the
-    sequence. ``band``: the positions around its own that a query sees. ``rank``: an index among the ``num_ranks`` ranks
-    that share the sequence.
+    In step ``step``, it has the keys of the rank ``step`` before it. ``queries``, ``keys``: the number of each per
+    rank. ``zigzag``: each rank has one range from each end of the sequence. ``band``: the positions around its own that
+    a query sees. ``rank``: an index, from 0, among the ``num_ranks`` ranks that share the sequence.
     """
     own = parts_of(queries, num_ranks, rank, zigzag)
     return tiles_of(own, parts_of(keys, num_ranks, (rank - step) % num_ranks, zigzag), band)
@@ -104,8 +104,9 @@ def ring_tiles(
 def ring_steps(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band) -> tuple[int, ...]:
     """Return the steps of ring attention in which some rank sees keys; step 0, the rank's own keys, is always first.
 
-    In step ``s``, a rank has the keys of the rank ``s`` positions before it. ``queries``, ``keys``: the number of each
-    per rank. ``zigzag``: each rank has one range of positions from each end of the sequence.
+    In step ``s``, a rank has the keys of the rank ``s`` before it. ``queries``, ``keys``: the number of each per rank.
+    ``num_ranks``: the number of ranks that share the sequence. ``zigzag``: each rank has one range of positions from
+    each end of the sequence. ``band``: the positions around its own that a query sees.
     """
     seen = [
         s for s in range(1, num_ranks)
@@ -116,7 +117,8 @@ def ring_steps(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band
 
 @lru_cache(maxsize=4096)
 def most_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band) -> int:
-    """Return the largest number of query-key pairs within ``band`` that any rank has to compute.
+    """Return the largest number of query-key pairs that any rank has to compute, if a query sees the positions in
+    ``band``.
 
     ``queries``, ``keys``: the number of each per rank. ``num_ranks``: the number of ranks that share the sequence.
     ``zigzag``: each rank has one range of positions from each end of the sequence.
@@ -137,7 +139,8 @@ def most_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band
 
 @lru_cache(maxsize=4096)
 def tiles_of(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...], band: Band) -> tuple[Tile, ...]:
-    """Return the tiles (rectangles of queries and keys) that attention within ``band`` must compute.
+    """Return the tiles (rectangles of queries and keys) that attention must compute, if a query sees the positions in
+    ``band``.
 
     Every query of a tile sees at least one key of it. ``queries``, ``keys``: the ranges of positions of the queries and
     of the keys that attention reads.
@@ -161,7 +164,7 @@ def tiles_of(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...]
 def _merge_adjacent_tiles(found: list[Tile], place: int, tile: Tile) -> bool:
     """Merge ``tile`` into ``found[place]`` if both are completely visible and side by side; return whether it was done.
 
-    ``place``: an index in the list ``found``.
+    ``place``: an index in the list ``found``. A tile is a rectangle of queries and keys.
     """
     other = found[place]
     if tile.kind != "all" or other.kind != "all":
@@ -178,9 +181,12 @@ _Tile = tuple[tuple[int, int], tuple[int, int], Literal["all", "diagonal", "band
 
 
 def _generate_band_tiles(num_queries: int, num_keys: int, offset: int, band: Band) -> Iterator[_Tile]:
-    """Yield the tiles (rows, keys, kind) that ``band`` touches, if query 0 is ``offset`` positions after key 0.
+    """Yield the tiles, as (rows, keys, kind), in which some query sees a key, if query 0 is ``offset`` positions after
+    key 0.
 
-    ``num_queries``, ``num_keys``: the numbers of queries and keys.
+    ``rows``, ``keys``: (start, stop) indices. ``kind``: "all", "diagonal" or "band", the part of the tile that is
+    visible. ``num_queries``, ``num_keys``: the numbers of queries and keys. ``band``: the positions around its own that
+    a query sees.
     """
     before, after = band
     first = 0 if after is None else max(0, -offset - after)
@@ -197,10 +203,11 @@ def _generate_band_tiles(num_queries: int, num_keys: int, offset: int, band: Ban
 
 
 def _generate_causal_tiles(first: int, last: int, num_keys: int, shared: int) -> Iterator[_Tile]:
-    """Yield the tiles of the queries from ``first`` up to, without, ``last`` under a causal mask.
+    """Yield the tiles of the queries ``first`` to ``last - 1`` under a causal mask, as (rows, keys, kind).
 
-    A tile is (rows, keys, kind). ``num_keys``: the number of keys. ``shared``: the number of keys before the diagonal,
-    which every query sees; query ``first + i`` also sees the next ``i + 1`` keys.
+    ``rows``, ``keys``: (start, stop) indices. ``kind``: "all" or "diagonal". ``num_keys``: the number of keys.
+    ``shared``: the number of keys before the diagonal, which every query sees; query ``first + i`` also sees the next
+    ``i + 1`` keys.
     """
     shared = min(shared, num_keys)
     if shared > 0:
@@ -215,6 +222,13 @@ def _generate_causal_tiles(first: int, last: int, num_keys: int, shared: int) ->
 def _generate_window_tiles(
     first: int, last: int, num_keys: int, offset: int, before: int, after: int | None
 ) -> Iterator[_Tile]:
+    """Yield the tiles of the queries ``first`` to ``last - 1`` with a sliding window, as (rows, keys, kind), some
+    queries each.
+
+    ``rows``, ``keys``: (start, stop) indices. ``kind``: "all" if no query of the tile has a hidden key, else "band".
+    ``offset``: the position of query 0 minus that of key 0. ``before``, ``after``: how many positions a query sees
+    before and after its own; ``None`` means no limit.
+    """
     for start in range(first, last, _ROWS):
         stop = min(start + _ROWS, last)
         lowest = max(0, start + offset - before)
@@ -229,11 +243,12 @@ _NARROW = frozenset({torch.float16, torch.bfloat16})
 
 @dataclass
 class Attention:
-    """Accumulates the attention of the queries ``q`` ``[..., heads, queries, d]`` over tiles of keys.
+    """Accumulates the attention of the queries ``q`` ``[..., heads, queries, d]`` over tiles (rectangles of queries and
+    keys).
 
     ``band``: the positions around its own that a query sees. ``scale``: the factor of the scores; ``None`` means ``1 /
-    sqrt(d)``. ``width``: the size of the last dim of the values. ``out`` and ``lse``: result and logsumexp over the
-    keys so far, in float32 for 16-bit types.
+    sqrt(d)``. ``width``: the size of the last dim of the values. ``out`` and ``lse``: result and logsumexp of the
+    scores over the keys so far, in float32 for 16-bit types; ``None`` before the first tile.
     """
 
     q: Tensor
@@ -246,8 +261,9 @@ class Attention:
     _masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
 
     def add(self, tile: Tile, k: Tensor, v: Tensor) -> None:
-        """Add the attention over one tile to the result. ``k`` ``[..., kv heads, keys, d]`` and ``v`` are all local
-        keys and values, of which the tile is a part.
+        """Add the attention over one tile (a rectangle of queries and keys) to the result.
+
+        ``k`` ``[..., kv heads, keys, d]`` and ``v`` are all local keys and values, of which the tile is a part.
         """
         rows, keys = slice(*tile.rows), slice(*tile.keys)
         mask = _mask_of(tile, self.band, self.q, self._masks)
@@ -256,6 +272,9 @@ class Attention:
         self._merge_tile_result(rows, out, lse)
 
     def _merge_tile_result(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Merge the result ``out`` and the logsumexp ``lse`` of one tile into the totals. ``rows``: the tile's
+        queries.
+        """
         wide = _find_accumulation_dtype(self.q)
         if self.out is None and (rows.start, rows.stop) == (0, self.q.shape[-2]):
             self.out, self.lse = out.to(wide), lse.to(wide)
@@ -264,6 +283,7 @@ class Attention:
         self._seen.append((rows.start, rows.stop))
 
     def _ensure_result_tensors(self) -> tuple[Tensor, Tensor]:
+        """Return the totals (result, logsumexp of each query); create them for zero keys if they do not exist."""
         if self.out is None or self.lse is None:
             batch, heads, length, _ = self.q.shape
             self.out = self.q.new_zeros(
@@ -273,6 +293,11 @@ class Attention:
         return self.out, self.lse
 
     def _accumulate_tile_rows(self, rows: slice, out: Tensor, lse: Tensor, all_out: Tensor, all_lse: Tensor) -> None:
+        """Merge one tile into the totals ``all_out`` and ``all_lse`` in place, weighted by the logsumexp where totals
+        exist already.
+
+        ``rows``: the tile's queries. ``out``, ``lse``: the tile's result and logsumexp.
+        """
         if any(start < rows.stop and rows.start < stop for start, stop in self._seen):
             before = all_lse[..., rows]
             both = torch.logaddexp(before, lse)
@@ -291,10 +316,11 @@ class Attention:
 
 @dataclass
 class AttentionGradients:
-    """Accumulates the gradients of an attention over tiles of keys.
+    """Accumulates the gradients of an attention over tiles (rectangles of queries and keys).
 
-    ``grad``: the gradient of the result. ``out`` and ``lse``: result and logsumexp over all keys. ``of_q``: the
-    gradient of the queries so far. ``band`` and ``scale`` are those of :class:`Attention`.
+    ``grad``: the gradient of the result. ``out`` and ``lse``: result and logsumexp of the scores over all keys.
+    ``of_q``: the gradient of the queries so far. ``band``: the positions around its own that a query sees. ``scale``:
+    the factor of the scores; ``None`` means ``1 / sqrt(d)``.
     """
 
     grad: Tensor
@@ -310,10 +336,11 @@ class AttentionGradients:
         self.of_q = torch.zeros_like(self.q, dtype=_find_accumulation_dtype(self.q))
 
     def add(self, tile: Tile, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
-        """Add the gradients through one tile to ``of_q``, and to ``of_k`` and ``of_v`` in place.
+        """Add the gradients through one tile to ``self.of_q``, and in place to ``of_k`` and ``of_v``, those of keys and
+        values.
 
-        ``tile``: the queries and keys to process. ``k`` and ``v``: all local keys and values, of which the tile is a
-        part.
+        ``tile``: the rectangle of queries and keys to process. ``k`` and ``v``: all local keys and values, of which the
+        tile is a part.
         """
         rows, keys = slice(*tile.rows), slice(*tile.keys)
         found = attend_backward(
@@ -334,7 +361,12 @@ _Masks = dict[tuple[int, int, int], Tensor]
 
 
 def _mask_of(tile: Tile, band: Band, q: Tensor, made: _Masks) -> Tensor | None:
-    """Return the additive mask of ``tile``, cached in ``made`` by size and offset; ``None`` if it needs none."""
+    """Return the mask to add to the scores of ``tile``, of the type of ``q``; ``None`` if all or diagonal keys are
+    visible.
+
+    ``made``: a cache of masks by (number of queries, number of keys, offset). ``band``: the positions around its own
+    that a query sees.
+    """
     if tile.kind != "band":
         return None
     key = (tile.rows[1] - tile.rows[0], tile.keys[1] - tile.keys[0], tile.offset)
@@ -344,17 +376,18 @@ def _mask_of(tile: Tile, band: Band, q: Tensor, made: _Masks) -> Tensor | None:
 
 
 def _find_accumulation_dtype(x: Tensor) -> torch.dtype:
-    """Return the type in which tensors of the type of ``x`` are summed: float32 for 16-bit types, otherwise the type
-    itself.
+    """Return the dtype in which tensors of the type of ``x`` are summed: float32 for 16-bit types, otherwise the type
+    of ``x``.
     """
     return torch.float32 if x.dtype in _NARROW else x.dtype
 
 
 def band_mask(num_queries: int, num_keys: int, offset: int, band: Band, like: Tensor) -> Tensor:
-    """Return the mask that is added to the scores of a tile: 0 within the band, minus infinity elsewhere.
+    """Return the mask ``[num_queries, num_keys]`` to add to the scores of a tile: 0 where a query sees a key, minus
+    infinity elsewhere.
 
-    ``offset``: the position of the first query minus that of the first key. ``like``: a tensor of the mask's type and
-    device.
+    ``offset``: the position of the first query minus that of the first key. ``band``: the positions around its own that
+    a query sees. ``like``: a tensor of the mask's type and device.
     """
     distance = torch.arange(num_queries, device=like.device).unsqueeze(1) + offset
     distance = distance - torch.arange(num_keys, device=like.device)
@@ -369,10 +402,10 @@ def band_mask(num_queries: int, num_keys: int, offset: int, band: Band, like: Te
 # One tile on one device. Tensors are [batch, heads, positions, d]; with fewer heads of keys than of queries, several
 # query heads share one.
 class TileScoring(NamedTuple):
-    """How the scores of a tile are masked and scaled.
+    """How the attention scores of a tile (a rectangle of queries and keys) are masked and scaled.
 
-    ``diagonal``: hide keys after the diagonal. ``mask``: added to the scores. ``scale``: the factor of the scores;
-    ``None`` means ``1 / sqrt(d)``.
+    ``diagonal``: hide keys after the diagonal. ``mask``: added to the scores; ``None`` for none. ``scale``: the factor
+    of the scores; ``None`` means ``1 / sqrt(d)``.
     """
 
     diagonal: bool
@@ -381,9 +414,10 @@ class TileScoring(NamedTuple):
 
 
 def compute_tile_attention(q: Tensor, k: Tensor, v: Tensor, scoring: TileScoring) -> tuple[Tensor, Tensor]:
-    """Return the attention of the queries over the keys of one tile, and its logsumexp for each query.
+    """Return the attention of the queries over the keys of one tile, and the logsumexp of the scores of each query.
 
-    ``q``, ``k``, ``v``: the tile's queries, keys and values. ``scoring``: how its scores are masked and scaled.
+    ``q``, ``k``, ``v``: the tile's queries, keys and values ``[batch, heads, positions, d]``. ``scoring``: how the
+    scores are masked and scaled.
     """
     diagonal, mask, scale = scoring
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
@@ -401,10 +435,11 @@ def compute_tile_attention(q: Tensor, k: Tensor, v: Tensor, scoring: TileScoring
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: TileScoring
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values through one tile.
+    """Return the gradients of queries, keys and values through one tile (a rectangle of queries and keys).
 
     ``grad``: the gradient of the attention's result for the tile's queries. ``q``, ``k``, ``v``: the tile's queries,
     keys and values. ``out`` and ``lse``: result and logsumexp of the tile's queries over the keys of all tiles.
+    ``scoring``: how the scores are masked and scaled.
     """
     diagonal, mask, scale = scoring
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
@@ -430,6 +465,9 @@ def attend_backward(
 
 
 def _has_flash(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Return whether torch's flash attention kernel for GPUs supports these queries and values, and there is no
+    mask.
+    """
     width = q.shape[-1]
     return (
         q.is_cuda
@@ -443,6 +481,7 @@ def _has_flash(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
 
 
 def _compute_masked_scores(q: Tensor, k: Tensor, scoring: TileScoring) -> Tensor:
+    """Return the scaled scores of queries ``q`` and keys ``k``, with minus infinity where a key is hidden."""
     diagonal, mask, scale = scoring
     factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = (q @ k.transpose(-2, -1)).to(_find_accumulation_dtype(q)) * factor
@@ -453,14 +492,18 @@ def _compute_masked_scores(q: Tensor, k: Tensor, scoring: TileScoring) -> Tensor
 
 
 def _repeat_key_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Return keys or values ``x`` with heads repeated, so that there is one for each query head."""
+    """Return keys or values ``x`` ``[..., heads, positions, d]`` with heads repeated, so that there is one for each
+    head of ``q``.
+    """
     if x.dim() < 3 or x.shape[-3] == q.shape[-3]:
         return x
     return x.repeat_interleave(q.shape[-3] // x.shape[-3], -3)
 
 
 def _for_flash(x: Tensor, q: Tensor) -> Tensor:
-    """Return keys or values as the flash kernel needs them: with repeated heads on ROCm, unchanged on CUDA."""
+    """Return keys or values ``x`` as the flash kernel needs them: unchanged on CUDA, with one head for each head of
+    ``q`` on ROCm.
+    """
     return x if torch.version.hip is None else _repeat_key_heads(x, q)
 
 
@@ -477,10 +520,12 @@ def _sum_repeated_heads(gradient: Tensor, x: Tensor) -> Tensor:
 def band_attention(
     q: Tensor, k: Tensor, v: Tensor, before: int, after: int, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention within a band: ``q`` ``[b, h, s, d]``, ``k`` and ``v`` ``[b, kv, t, d]``.
+    """Compute attention in which a query sees a limited range of positions: ``q`` ``[b, h, s, d]``, ``k`` and ``v``
+    ``[b, kv, t, d]``.
 
-    Return the result and the logsumexp ``[b, h, s]``. ``before`` and ``after``: how many positions a query sees before
-    and after its own; -1 means no limit. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``.
+    Return the result ``[b, h, s, d]`` and the logsumexp of the scores ``[b, h, s]``. ``before`` and ``after``: how many
+    positions a query sees before and after its own; -1 means no limit. ``scale``: the factor of the scores; ``None``
+    means ``1 / sqrt(d)``.
     """
     attention = Attention(q, band_of(before, after), scale, v.shape[-1])
     for tile in tiles_of((PositionRange(0, q.shape[-2], 0),), (PositionRange(0, k.shape[-2], 0),), attention.band):
@@ -492,9 +537,12 @@ def band_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, before: int, after: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values of :func:`band_attention`.
+    """Return the gradients of queries, keys and values of an attention in which a query sees a limited range of
+    positions.
 
-    ``grad``: the gradient of its first result. ``out``, ``lse``: its two results. The other arguments are its own.
+    ``grad``: the gradient of its result. ``out``, ``lse``: its result and the logsumexp of its scores. ``before``,
+    ``after``: how many positions a query sees before and after its own; -1 means no limit. ``scale``: the factor of the
+    scores; ``None`` means ``1 / sqrt(d)``.
     """
     found = AttentionGradients(grad, q, out, lse, band_of(before, after), scale)
     of_k, of_v = (torch.zeros_like(x, dtype=found.of_q.dtype) for x in (k, v))
@@ -504,26 +552,29 @@ def band_attention_backward(
 
 
 def by_position(x: Tensor) -> Tensor:
-    """Return ``x`` ``[b, h, s, d]``, stored in memory as ``[b, s, h, d]``, so that heads can be joined without a
+    """Return ``x`` ``[b, h, s, d]`` stored in memory as ``[b, s, h, d]``, so that heads can be joined without a
     copy.
     """
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def empty_by_position(like: Tensor, width: int) -> Tensor:
-    """Return an empty tensor of the shape of ``like`` with last dim ``width``, stored in memory as ``[b, s, h,
-    width]``.
+    """Return an empty tensor of the shape of ``like`` ``[b, h, s, d]`` with last dim ``width``, stored in memory as
+    ``[b, s, h, width]``.
     """
     batch, heads, length, _ = like.shape
     return like.new_empty((batch, length, heads, width)).transpose(1, 2)
 
 
 def band_of(before: int, after: int) -> Band:
+    """Return the :class:`Band` for two numbers of visible positions before and after a query's own; -1 means no
+    limit.
+    """
     return Band(None if before < 0 else before, None if after < 0 else after)
 
 
 def limits_of(band: Band) -> tuple[int, int]:
-    """Return ``band`` as two integers (before, after), with -1 for no limit; the inverse of :func:`band_of`."""
+    """Return ``band`` as two integers: how many positions a query sees before and after its own; -1 means no limit."""
     return -1 if band.before is None else band.before, -1 if band.after is None else band.after
 
 

@@ -26,8 +26,10 @@ NARROW = frozenset({torch.float16, torch.bfloat16})
 
 
 def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield matching pieces of ``logits`` ``[..., classes]`` and of ``others`` ``[..., 1]`` or ``[..., classes]``,
-    some rows each.
+    """Yield matching pieces of ``logits`` ``[..., classes]`` and of ``others`` ``[..., 1]`` or ``[..., classes]``, some
+    rows each.
+
+    A piece is small enough for its temporary tensors; small tensors are yielded whole.
     """
     sizes, numel = logits.shape[:-1], logits.numel()
     on_cpu = logits.device.type == "cpu"
@@ -60,10 +62,11 @@ def target_and_logsumexp(logits: Tensor, index: Tensor, dim: int) -> tuple[Tenso
 def target_and_logsumexp_backward(
     of_target: Tensor, of_logsumexp: Tensor, logits: Tensor, index: Tensor, logsumexp: Tensor, dim: int
 ) -> Tensor:
-    """Return the gradient of the logits from the gradients of the two results of :func:`target_and_logsumexp`.
+    """Return the gradient of ``logits``: the softmax times ``of_logsumexp``, plus ``of_target`` at the index of the
+    target.
 
-    ``of_target``, ``of_logsumexp``: these gradients. It is the softmax times ``of_logsumexp``, plus ``of_target`` at
-    the index of the target. ``logsumexp``: the second result of forward.
+    ``of_target``, ``of_logsumexp``: the gradients of each row's target logit and logsumexp along ``dim``. ``index``:
+    the target class of each row. ``logsumexp``: that of each row, from forward. All four have size 1 along ``dim``.
     """
     found = torch.empty_like(logits)
     sums = logsumexp.masked_fill(logsumexp.isinf(), 0.0)  # exp(-inf - 0) is 0, exp(-inf + inf) nan
@@ -77,9 +80,10 @@ def target_and_logsumexp_backward(
 
 
 def cross_entropy(logits: Tensor, index: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``logsumexp(logits) - logits[index]`` along ``dim``, with size 1 there.
+    """Return ``logsumexp(logits) - logits[index]`` of each row along ``dim``, with size 1 there.
 
-    ``dtype``: the type of the result; by default that of the logits.
+    ``index``: the target class of each row, with size 1 along ``dim``. ``dtype``: the type of the result; by default
+    that of the logits.
     """
     target, logsumexp = ops.target_and_logsumexp(logits, index, dim)
     terms: Tensor = logsumexp - target

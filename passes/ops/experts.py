@@ -49,17 +49,20 @@ def sort_rows(x: Tensor, order: Tensor) -> Tensor:
 
 
 def unsort_rows(x: Tensor, order: Tensor) -> Tensor:
-    """Inverse of :func:`sort_rows`: move the sorted rows ``x`` ``[t, ...]`` back to their original positions.
+    """Move sorted rows ``x`` ``[t, ...]`` back to their original positions, and return them: row ``i`` goes to
+    ``order[i]``.
 
-    ``order``: the permutation by which they were sorted.
+    ``order`` ``[t]``: the permutation by which they were sorted.
     """
     return torch.empty_like(x, memory_format=torch.contiguous_format).index_copy_(0, order, x)
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the rows of expert ``i``, ``rows[ends[i - 1]:ends[i]]``, by its matrix ``weight[i]``.
+    """Multiply the rows of each expert ``i``, ``rows[ends[i - 1]:ends[i]]``, by its matrix ``weight[i]``, and return
+    the products.
 
-    ``rows`` ``[t, k]``, ``weight`` ``[e, k, n]``, ``ends`` ``[e]``; returns ``[t, n]``, with zeros behind the last end.
+    ``rows`` ``[t, k]`` are sorted by expert; ``weight`` ``[e, k, n]``; ``ends`` ``[e]`` has the end of each expert's
+    rows. The result is ``[t, n]``, with zeros behind the last end.
     """
     if _has_kernel(rows, weight):
         made = torch._grouped_mm(rows.contiguous(), weight, offs=ends)
@@ -74,10 +77,10 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_mm_weight(rows: Tensor, grads: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient of the weight of :func:`grouped_mm`, ``[e, k, n]``.
+    """Return the gradient ``[e, k, n]`` of the experts' matrices, of which each was multiplied by its own rows.
 
     It is the sum of ``outer(rows[i], grads[i])`` over the rows of each expert. ``rows`` ``[t, k]`` and ``grads`` ``[t,
-    n]`` are sorted by expert; ``ends`` ``[e]`` has the end of each expert's rows.
+    n]``, the gradient of the products, are sorted by expert; ``ends`` ``[e]`` has the end of each expert's rows.
     """
     if _has_kernel(rows, grads):
         return torch._grouped_mm(rows.contiguous().t(), grads.contiguous(), offs=ends)
@@ -88,9 +91,10 @@ def grouped_mm_weight(rows: Tensor, grads: Tensor, ends: Tensor) -> Tensor:
 
 
 def add_weight_gradient(total: Tensor, rows: Tensor, grads: Tensor, ends: Tensor, fresh: bool) -> None:
-    """Add the result of :func:`grouped_mm_weight` to ``total`` ``[e, k, n]`` in place, without a temporary tensor.
+    """Add the gradient of the experts' matrices to ``total`` ``[e, k, n]`` in place, without a temporary tensor.
 
-    ``fresh``: overwrite ``total`` instead. The other arguments are those of :func:`grouped_mm_weight`.
+    ``rows`` ``[t, k]`` and ``grads`` ``[t, n]``, the gradient of the products, are sorted by expert; ``ends`` ``[e]``
+    has the end of each expert's rows. ``fresh``: overwrite ``total`` instead of adding.
     """
     for e, (start, end) in enumerate(_list_group_borders(ends)):
         if fresh:
@@ -100,12 +104,14 @@ def add_weight_gradient(total: Tensor, rows: Tensor, grads: Tensor, ends: Tensor
 
 
 def _has_kernel(a: Tensor, b: Tensor) -> bool:
+    """Return whether torch has a grouped matrix product for the dtype, device and row sizes of ``a`` and ``b``."""
     sizes = (a.shape[-1], b.shape[-1])
     known = a.dtype == b.dtype and a.dtype in _KERNELS.get(a.device.type, ())
     return known and all(s * a.itemsize % _ALIGNED_BYTES == 0 for s in sizes)
 
 
 def _list_group_borders(ends: Tensor) -> list[tuple[int, int]]:
+    """Return (start, end) of each expert's rows, from the ends of their rows in sorted order."""
     borders = [0, *ends.tolist()]
     return list(pairwise(borders))
 
@@ -181,8 +187,8 @@ torch.library.register_autograd(
 
 
 def expert_mm(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
-    """Multiply each row by the matrix of its expert: return ``x[i] @ weight[expert[i]]`` for each row ``i``, ``[t,
-    n]``.
+    """Multiply each row by the matrix of its expert: return ``[t, n]`` with ``x[i] @ weight[expert[i]]`` for each row
+    ``i``.
 
     ``x`` ``[t, k]``, ``weight`` ``[e, k, n]``, ``expert`` ``[t]``. Rows whose expert number is outside ``[0, e)`` give
     zeros.
@@ -192,11 +198,11 @@ def expert_mm(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
 
 
 def expert_mm_weight(x: Tensor, grad: Tensor, expert: Tensor, num_experts: int) -> Tensor:
-    """Return the gradient of the weight of :func:`expert_mm`: for each expert, the sum of ``outer(x[i], grad[i])`` over
-    its rows.
+    """Return the gradient ``[num_experts, k, n]`` of the experts' matrices: the sum of ``outer(x[i], grad[i])`` over
+    each expert's rows.
 
-    ``x`` and ``expert``: the operands of :func:`expert_mm`. ``grad``: the gradient of its result. The shape is
-    ``[num_experts, k, n]``.
+    ``x`` ``[t, k]``: the rows. ``expert`` ``[t]``: the expert number of each. ``grad`` ``[t, n]``: the gradient of the
+    rows' products with the matrices of their experts.
     """
     order, ends = sort_experts(expert, num_experts)
     return grouped_mm_weight(sort_rows(x, order), sort_rows(grad, order), ends)
@@ -214,15 +220,18 @@ class _GroupedProductMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Call a torch function; a grouped matrix product is replaced if it has a form that can be traced."""
         kwargs = kwargs or {}
         made = _of_rows(*args, **kwargs) if func in _PRODUCTS_BY_GROUP else None
         return func(*args, **kwargs) if made is None else made
 
 
 def _of_rows(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor | None:
-    """Return the result of ``torch.nn.functional.grouped_mm`` by operators that can be traced for any floating type.
+    """Return the result of ``torch.nn.functional.grouped_mm`` by operators that can be traced for any floating-point
+    type.
 
-    It handles sorted rows with ``offs``, the end of each group, and batches of matrices. ``None`` for any other form.
+    ``mat_a``: rows sorted by group, or a batch of matrices. ``mat_b``: one matrix for each group. ``offs``: the end of
+    each group's rows; ``None`` for batches. ``None`` is returned for any other form of the operator.
     """
     if mat_a.dtype != mat_b.dtype or any(options.get(name) is not None for name in ("bias", "out_dtype")):
         return None
@@ -237,7 +246,7 @@ def _of_rows(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, **options
 
 @contextmanager
 def grouped_traced() -> Iterator[None]:
-    """Make torch's grouped matrix products traceable for all floating types inside the ``with`` block."""
+    """Return a context in which torch's grouped matrix products can be traced for all floating-point types."""
     with _GroupedProductMode():
         yield
 
@@ -269,39 +278,40 @@ def by_group(name: str, groups: Literal["ends", "sizes"] = "ends", transposed: b
     Args:
         name: name of the operator, as ``namespace::name``.
         groups: whether the argument ``groups`` has the end of each expert's rows, or their number.
-        transposed: whether the weight is ``[e, n, k]``.
+        transposed: whether the weight is ``[e, n, k]`` instead.
     """
     _grouped[name] = GroupedProduct(groups, transposed)
 
 
 def find_grouped_product(target: Any) -> GroupedProduct | None:
-    """Return the form of ``target`` if it is an operator that multiplies rows by group; ``None`` if it is not.
+    """Return the form of ``target``, a node target, if it is an operator that multiplies sorted rows by group; ``None``
+    if it is not.
 
-    These are the built-in operators and those declared with :func:`by_group`.
+    These are the built-in operators and those declared with ``by_group``.
     """
     return _grouped.get(target._schema.name) if isinstance(target, torch._ops.OpOverload) else None
 
 
 def by_expert(target: torch._ops.OpOverload, rows: int = 0, weight: int = 1, expert: int = 2) -> None:
-    """Declare that an operator works on each row with the weight of the row's expert, so that experts may be spread
-    over ranks.
+    """Declare that an operator works on each row with the weight of the row's expert, so that experts can be
+    distributed over ranks.
 
-    :func:`partitioner.passes.rules.rule` declares how the operator may be sharded otherwise.
+    How the operator may be sharded otherwise is declared by :func:`partitioner.passes.rules.rule`.
 
     Args:
         target: the operator.
-        rows: position of the rows ``[t, ...]`` among its arguments.
-        weight: position of the experts' weights ``[e, ...]``.
-        expert: position of the expert ``[t]`` of each row.
+        rows: index of the rows ``[t, ...]`` among its arguments, from 0.
+        weight: index of the experts' weights ``[e, ...]``.
+        expert: index of the expert ``[t]`` of each row.
     """
     _products[target] = lambda node: (node.args[rows], node.args[weight], node.args[expert])  # type: ignore
 
 
 def row_products() -> Mapping[Any, Callable[[fx.Node], tuple[fx.Node, fx.Node, fx.Node]]]:
-    """Return the operators that multiply each row by its expert's matrix, and how to read their arguments.
+    """Return the operators that multiply each row by its expert's matrix. The value of each is a function that reads a
+    node's arguments.
 
-    The value for an operator is a function that returns the nodes of the rows, the weight and the expert numbers of a
-    node.
+    The function returns the nodes of the rows, the weight and the expert numbers.
     """
     return _products
 

@@ -28,19 +28,20 @@ Run = Callable[..., Any]  # (operator, *its arguments) -> its result
 
 
 def per_tensor(run: Run, x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> Any:
-    """Return ``x`` fake-quantised with one scale and zero point for all elements; each is a number or a tensor.
+    """Return ``x`` fake-quantised with one scale and zero point for all elements; each of the two is a number or a
+    tensor.
 
-    ``run(operator, *arguments)`` executes an operator or appends it to a graph. ``quant_min``, ``quant_max``: the
-    smallest and largest quantised level.
+    ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph. ``quant_min``,
+    ``quant_max``: the smallest and largest quantised level.
     """
     return _build_fake_quantize(run, x, scale, zero_point, quant_min, quant_max)
 
 
 def per_channel(run: Run, x: Any, scale: Any, zero_point: Any, axis: int, quant_min: int, quant_max: int) -> Any:
-    """Return ``x`` fake-quantised with one scale and one zero point for each index of the dim ``axis``.
+    """Return ``x`` fake-quantised with one scale and one zero point for each index of its dim ``axis``.
 
-    ``run(operator, *arguments)`` executes an operator or appends it to a graph. ``quant_min``, ``quant_max``: the
-    smallest and largest quantised level.
+    ``scale``, ``zero_point``: vectors. ``run(operator, *arguments)`` executes an operator on tensors or appends it to a
+    graph. ``quant_min``, ``quant_max``: the smallest and largest quantised level.
     """
     scale, zero_point = (_broadcast_along_axis(run, p, x, axis) for p in (scale, zero_point))
     return _build_fake_quantize(run, x, scale, zero_point, quant_min, quant_max)
@@ -49,12 +50,24 @@ def per_channel(run: Run, x: Any, scale: Any, zero_point: Any, axis: int, quant_
 def learnable_per_tensor(
     run: Run, x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int, grad_factor: float = 1.0
 ) -> Any:
+    """Return ``x`` fake-quantised with one scale and one zero point that are trained.
+
+    ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph. ``quant_min``,
+    ``quant_max``: the smallest and largest quantised level. ``grad_factor``: the factor of the gradients of scale and
+    zero point.
+    """
     return _build_learnable_quantize(run, x, scale, zero_point, quant_min, quant_max, grad_factor)
 
 
 def learnable_per_channel(
     run: Run, x: Any, scale: Any, zero_point: Any, axis: int, quant_min: int, quant_max: int, grad_factor: float = 1.0
 ) -> Any:
+    """Return ``x`` fake-quantised with trained scales and zero points, one of each for each index of its dim ``axis``.
+
+    ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph. ``quant_min``,
+    ``quant_max``: the smallest and largest quantised level. ``grad_factor``: the factor of the gradients of scales and
+    zero points.
+    """
     scale, zero_point = (_broadcast_along_axis(run, p, x, axis) for p in (scale, zero_point))
     return _build_learnable_quantize(run, x, scale, zero_point, quant_min, quant_max, grad_factor)
 
@@ -67,6 +80,13 @@ def _broadcast_along_axis(run: Run, parameter: Any, x: Any, axis: int) -> Any:
 
 
 def _build_fake_quantize(run: Run, x: Any, scale: Any, zero_point: Any, low: int, high: int) -> Any:
+    """Return ``x`` rounded to quantised levels and scaled back. Its gradient is 1 where nothing is clamped and 0
+    elsewhere.
+
+    ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph. ``low``, ``high``: the
+    smallest and largest level. ``scale``, ``zero_point``: numbers or tensors that broadcast to ``x``; they get no
+    gradient.
+    """
     fixed = run(aten.detach.default, x)
     if isinstance(scale, Tensor | fx.Node):
         scale = run(aten.detach.default, scale)
@@ -87,11 +107,12 @@ def _build_fake_quantize(run: Run, x: Any, scale: Any, zero_point: Any, low: int
 def _straight_through(
     run: Run, x: Any, fixed: Any, places: Any, scale: Any, zero_point: Any, low: int, high: int
 ) -> Any:
-    """Return the dequantised values of ``places``, clamped to ``low`` to ``high``, with a straight-through gradient.
+    """Return the dequantised values of ``places``, clamped to ``low`` to ``high``, with a gradient for the original
+    values ``x``.
 
-    ``x``: the original values. ``fixed``: the same values without a gradient. ``places``: the quantised integer levels
-    before clamping; ``low`` and ``high`` are the smallest and largest level. The gradient of ``x`` is 1 where nothing
-    is clamped and 0 elsewhere.
+    ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph. ``fixed``: the values of
+    ``x`` without a gradient. ``places``: the quantised integer levels before clamping; ``low`` and ``high`` are the
+    smallest and largest level. The gradient of ``x`` is 1 where nothing is clamped and 0 elsewhere.
     """
     clamped = run(aten.clamp.default, places, low, high)
     value = run(aten.mul.Tensor, run(aten.sub.Tensor, clamped, zero_point), scale)
@@ -100,6 +121,11 @@ def _straight_through(
 
 
 def _build_learnable_quantize(run: Run, x: Any, scale: Any, zero_point: Any, low: int, high: int, factor: float) -> Any:
+    """Return ``x`` rounded to quantised levels and scaled back, with gradients for ``x``, ``scale`` and ``zero_point``.
+
+    ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph. ``low``, ``high``: the
+    smallest and largest level. ``factor``: multiplies the gradients of scale and zero point.
+    """
     fixed, scale_now, zero_now = (run(aten.detach.default, v) for v in (x, scale, zero_point))
     zero = run(aten.clamp.default, run(aten.round.default, zero_now), low, high)
     scaled = run(aten.mul.Tensor, fixed, run(aten.reciprocal.default, scale_now))
@@ -134,6 +160,10 @@ FORMULAS: dict[str, Callable[..., Any]] = {
 
 
 def _make_rewrite_rule(formula: Callable[..., Any]) -> Rule:
+    """Return a rewrite rule that replaces an operator by the nodes of ``formula``, which appends operators to the
+    graph.
+    """
+
     def rule(build: Builder, *args: Any, **kwargs: Any) -> Any:
         return formula(build, *args, **kwargs)
 
@@ -188,7 +218,7 @@ class FusedQuantizer(NamedTuple):
 
 @contextlib.contextmanager
 def fused_quantizers_traced(line_now: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """Replace ``torch.fused_moving_avg_obs_fake_quant`` inside the ``with`` block by fake quantisation without an
+    """Return a context in which ``torch.fused_moving_avg_obs_fake_quant`` is replaced by fake quantisation without an
     observer.
 
     ``line_now`` returns the current source line of the model, for messages. The replacement raises

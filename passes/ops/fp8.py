@@ -46,9 +46,10 @@ def _multiply_in_fp8(
     exact: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return ``left @ right.T`` in the type of ``left``, plus ``bias`` if given, computed in 8 bits.
+    """Return ``left @ right.T``, plus ``bias`` if given, in the type of ``left``, computed with operands rounded to 8
+    bits.
 
-    Both operands have rows along the summed dim. ``kinds``: the 8-bit types of the operands. ``exact``: accumulate in
+    ``left`` ``[m, k]``, ``right`` ``[n, k]``. ``kinds``: the 8-bit types of the two operands. ``exact``: accumulate in
     full float32, which gradients need.
     """
     a, of_a = _quantize_to_fp8(left, kinds[0])
@@ -74,9 +75,10 @@ def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed
 
 
 def linear_fp8_input(grad: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
-    """Return the gradient of ``x`` in :func:`linear_fp8`, from the gradient ``grad`` of its result.
+    """Return the gradient of ``x`` in a linear layer ``x @ weight.T``, with both operands rounded to 8 bits.
 
-    ``transposed``: ``weight`` is ``[in, out]`` instead of ``[out, in]``.
+    ``grad`` ``[..., out]``: the gradient of the layer's result. ``weight``: ``[out, in]``, or ``[in, out]`` if
+    ``transposed``.
     """
     rows = weight if transposed else weight.t()
     product = _multiply_in_fp8(_flatten_to_rows(grad), rows, (_GRADIENTS, _NUMBERS), exact=True)
@@ -84,9 +86,10 @@ def linear_fp8_input(grad: Tensor, weight: Tensor, transposed: bool = False) -> 
 
 
 def linear_fp8_weight(grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
-    """Return the gradient of ``weight`` in :func:`linear_fp8`, from the gradient ``grad`` of its result.
+    """Return the gradient of ``weight`` in a linear layer ``x @ weight.T``, with both operands rounded to 8 bits.
 
-    ``transposed``: ``weight`` is ``[in, out]`` instead of ``[out, in]``.
+    ``grad`` ``[..., out]``: the gradient of the layer's result. ``x`` ``[..., in]``: its input. ``transposed``:
+    ``weight``, and so the result, is ``[in, out]`` instead of ``[out, in]``.
     """
     if transposed:
         return _multiply_in_fp8(_flatten_to_rows(x).t(), _flatten_to_rows(grad).t(), (_NUMBERS, _GRADIENTS), exact=True)
@@ -126,6 +129,9 @@ def _save_linear_operands(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None,
 
 
 def _compute_linear_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of input, weight and bias of a linear layer in 8 bits, one for each argument that
+    was given.
+    """
     (x, weight), needed = ctx.saved_tensors, ctx.needs_input_grad  # one entry per given argument; defaults have none
     of_x = ops.linear_fp8_input(grad, weight, ctx.transposed) if needed[0] else None
     of_weight = ops.linear_fp8_weight(grad, x, ctx.transposed) if needed[1] else None
@@ -140,9 +146,10 @@ torch.library.register_autograd(
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product of activations ``x`` with a two-dimensional parameter or buffer, or a view of one.
+    """A matrix product of activations ``x`` with a two-dimensional parameter or buffer (``weight``), or a view of one.
 
-    ``transposed``: the product is ``x @ weight``, not ``x @ weight.T``.
+    ``bias``: the vector that is added; ``None`` if there is none. ``transposed``: the product is ``x @ weight``, not
+    ``x @ weight.T``.
     """
 
     x: fx.Node
@@ -168,11 +175,11 @@ _PLACES: dict[Any, tuple[int, int, int, bool]] = {
 
 
 def product_of(node: fx.Node, states: Collection[str]) -> Product | None:
-    """Return the operands of ``node`` if it is a matrix product with a parameter that could be computed in 8 bits;
-    ``None`` if not.
+    """Return the operands of ``node`` if it is a matrix product with a parameter or buffer that could be computed in 8
+    bits.
 
-    ``states``: the names of the placeholders that are parameters or buffers. Types and divisibility of the sizes are
-    not checked here.
+    Return ``None`` if it is not. ``states``: the names of the placeholders that are parameters or buffers. Types and
+    divisibility of the sizes are not checked here.
     """
     if node.target not in _PLACES or node.kwargs:  # addmm's alpha and beta
         return None
@@ -188,7 +195,9 @@ def product_of(node: fx.Node, states: Collection[str]) -> Product | None:
 
 
 def _is_state(node: fx.Node, states: Collection[str]) -> bool:
-    """Whether ``node`` is a placeholder named in ``states`` (parameters and buffers), or a view of one."""
+    """Return whether ``node`` is a placeholder whose name is in ``states`` (parameters and buffers), or a view
+    of one.
+    """
     while isinstance(node.target, torch._ops.OpOverload) and len(node.all_input_nodes) == 1:
         if all(result.alias_info is None for result in node.target._schema.returns):
             return False
@@ -197,9 +206,9 @@ def _is_state(node: fx.Node, states: Collection[str]) -> bool:
 
 
 def can_multiply_in_fp8(product: Product) -> bool:
-    """Whether the 8-bit kernels support the types and sizes of ``product``.
+    """Return whether the 8-bit kernels support the types and sizes of the matrix product ``product``.
 
-    All operands must have one 16-bit type, and all sizes must be multiples of ``ALIGNED``.
+    All operands must have one 16-bit type, and all sizes must be multiples of ``ALIGNED`` (16).
     """
     operands = [o.meta["val"] for o in (product.x, product.weight, product.bias) if o is not None]
     alike = operands[0].dtype in _SHORT and all(o.dtype == operands[0].dtype for o in operands)
@@ -214,10 +223,9 @@ def found_in(block: Block) -> dict[fx.Node, Product]:
 
 
 def in_eight_bits(block: Block) -> int:
-    """Replace the matrix products in the graph of ``block`` that can be computed in 8 bits by ``linear_fp8``; return
-    their number.
+    """Replace the matrix products in the graph of ``block`` that can be computed in 8 bits by ``linear_fp8``, in place.
 
-    The graph is changed in place.
+    Return the number of replaced products.
     """
     found = found_in(block)
     for node, product in found.items():
@@ -228,8 +236,8 @@ def in_eight_bits(block: Block) -> int:
 
 
 def as_it_was(block: Block) -> None:
-    """Replace the ``linear_fp8`` operators in ``block`` by ordinary products, in place: the inverse of
-    :func:`in_eight_bits`.
+    """Replace the ``linear_fp8`` operators (products in 8 bits) in the graph of ``block`` by ordinary products, in
+    place.
     """
     for node in block.graph.nodes:
         if node.target is not ops.linear_fp8.default:

@@ -39,7 +39,8 @@ _BITS = 24  # random bits per number: the significand of a float32
 
 
 def stream_name(index: int) -> str:
-    """Return the name of the constant that holds the stream number of the model's ``index``-th random operator.
+    """Return the name of the constant with the stream number of the model's ``index``-th random operator, counted from
+    0.
 
     Operators with different stream numbers draw different numbers from one seed.
     """
@@ -51,10 +52,15 @@ def is_stream(name: str) -> bool:
 
 
 def _shift_right_unsigned(x: Tensor, bits: int) -> Tensor:
+    """Return ``x`` (int64) shifted right by ``bits``, with zeros in the upper bits."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _hash_element_index(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
+    """Return 64 random bits (int64) for each element of ``index``, a hash of its index, the seed and the stream number.
+
+    ``seed``, ``stream``: 0-dimensional int64 tensors.
+    """
     # The finalizer maps zero to zero, so one is added first.
     return _finalize_hash_bits((index + (stream * _STREAM_STRIDE + seed * _GOLDEN)).add_(1).mul_(_GOLDEN))
 
@@ -70,8 +76,8 @@ def uniform(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
     """Draw uniform float32 numbers in [0, 1), one per element of ``index``, each from a hash of its index, seed and
     stream.
 
-    ``index`` (int64, any shape): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-d int64 tensors;
-    operators with different streams draw different numbers.
+    ``index`` (int64, any shape): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64
+    tensors; operators with different streams draw different numbers.
     """
     return (
         _shift_right_unsigned(_hash_element_index(index, seed, stream), 64 - _BITS).to(torch.float32).mul_(2.0**-_BITS)
@@ -84,8 +90,10 @@ def _bits_to_open_interval(bits: Tensor, count: int = _BITS) -> Tensor:
 
 
 def normal(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
-    """Draw float32 numbers of the standard normal distribution (Box and Muller 1958); operands as for
-    :func:`uniform`.
+    """Draw float32 numbers of the standard normal distribution (Box and Muller 1958), one per element of ``index``.
+
+    ``index`` (int64, any shape): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64
+    tensors; operators with different streams draw different numbers.
     """
     x = _hash_element_index(index, seed, stream)
     radius = _bits_to_open_interval(_shift_right_unsigned(x, 64 - _BITS)).log_().mul_(-2.0).sqrt_()
@@ -96,7 +104,11 @@ def normal(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
 
 
 def exponential(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
-    """Draw float32 numbers of the exponential distribution with rate 1; operands as for :func:`uniform`."""
+    """Draw float32 numbers of the exponential distribution with rate 1, one per element of ``index``.
+
+    ``index`` (int64, any shape): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64
+    tensors; operators with different streams draw different numbers.
+    """
     return (
         _bits_to_open_interval(_shift_right_unsigned(_hash_element_index(index, seed, stream), 64 - _BITS))
         .log_()
@@ -110,18 +122,25 @@ def _like_index(index: Tensor, seed: Tensor, stream: Tensor, *, dtype: torch.dty
 
 
 def bits(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
-    """Draw uniform integers (int64) in [0, ``MOST_BITS``); operands as for :func:`uniform`."""
+    """Draw uniform integers (int64) in [0, 2**63), one per element of ``index``.
+
+    ``index`` (int64, any shape): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64
+    tensors; operators with different streams draw different numbers.
+    """
     return _shift_right_unsigned(_hash_element_index(index, seed, stream), 1)
 
 
 def fraction(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
-    """Draw uniform float64 numbers with 52 random bits in the open interval (0, 1), for inverse distribution
-    functions.
+    """Draw uniform float64 numbers with 52 random bits in the open interval (0, 1), for inverse distribution functions.
+
+    ``index`` (int64, any shape): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64
+    tensors; operators with different streams draw different numbers.
     """
     return _hash_to_fraction(_hash_element_index(index, seed, stream))
 
 
 def _hash_to_fraction(hashed: Tensor) -> Tensor:
+    """Return float64 numbers in the open interval (0, 1) from the upper 52 bits of the int64 numbers ``hashed``."""
     return _bits_to_open_interval(_shift_right_unsigned(hashed, 64 - _FINE_BITS), _FINE_BITS)
 
 
@@ -133,16 +152,19 @@ class _Sequence:
         self.step = 0
 
     def fraction(self) -> Tensor:
+        """Return the next uniform float64 number in the open interval (0, 1) for each element."""
         self.step += 1
         step = self.step * _GOLDEN & ((1 << 64) - 1)
         return _hash_to_fraction(_finalize_hash_bits(self.state + (step - (1 << 64) if step >> 63 else step)))
 
     def normal(self) -> Tensor:
+        """Return the next float64 number of the standard normal distribution for each element."""
         return self.fraction().log_().mul_(-2.0).sqrt_().mul_(self.fraction().mul_(2 * math.pi).cos_())
 
 
 def _all_done(left: Tensor) -> bool:
-    """Whether no element of ``left`` is true, so that further rounds can be skipped; always ``False`` on accelerators.
+    """Return whether no element of ``left`` is true, so that further rounds of a sampler can be skipped; false on
+    accelerators.
 
     Skipping changes no result. Reading the answer would make an accelerator synchronise with the host.
     """
@@ -150,13 +172,14 @@ def _all_done(left: Tensor) -> bool:
 
 
 def gamma(index: Tensor, seed: Tensor, stream: Tensor, concentration: Tensor) -> Tensor:
-    """Draw numbers of the gamma distribution with rate 1, in the type of ``concentration``.
+    """Draw numbers of the gamma distribution with rate 1, one per element of ``index``, in the type of
+    ``concentration``.
 
-    The first three operands are those of :func:`uniform`. Uses the rejection method of Marsaglia and Tsang (2000) in
-    float64 with ``ROUNDS`` rounds; each element takes its first accepted candidate. A round accepts at least 95 of 100
-    candidates, so an element is left without one with a probability below 1e-40; it is then ``concentration - 1/3``.
-    For a concentration below 1, the number is drawn for ``concentration + 1`` and multiplied by ``u ** (1 /
-    concentration)`` with a uniform ``u``.
+    ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors.
+    Uses the rejection method of Marsaglia and Tsang (2000) in float64 with ``ROUNDS`` (32) rounds; each element takes
+    its first accepted candidate. A round accepts at least 95 of 100 candidates, so an element is left without one with
+    a probability below 1e-40; it is then ``concentration - 1/3``. For a concentration below 1, the number is drawn for
+    ``concentration + 1`` and multiplied by ``u ** (1 / concentration)`` with a uniform ``u``.
     """
     own = _Sequence(index, seed, stream)
     alpha = concentration.to(torch.float64)
@@ -177,10 +200,11 @@ def gamma(index: Tensor, seed: Tensor, stream: Tensor, concentration: Tensor) ->
 
 
 def poisson(index: Tensor, seed: Tensor, stream: Tensor, rate: Tensor) -> Tensor:
-    """Draw numbers of the Poisson distribution, in the type of ``rate``.
+    """Draw numbers of the Poisson distribution with mean ``rate``, one per element of ``index``, in the type of
+    ``rate``.
 
-    The first three operands are those of :func:`uniform`. Inverts the distribution function, a regularised upper
-    incomplete gamma function, by bisection in float64.
+    ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors.
+    Inverts the distribution function, a regularised upper incomplete gamma function, by bisection in float64.
     """
     u, mean = fraction(index, seed, stream), rate.to(torch.float64)
     # The probability outside of the interval is below 2**-53 (Chernoff's bound).
@@ -196,12 +220,14 @@ def poisson(index: Tensor, seed: Tensor, stream: Tensor, rate: Tensor) -> Tensor
 
 
 def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: Tensor) -> Tensor:
-    """Draw numbers of the binomial distribution, in the type of ``count``; computed in float64.
+    """Draw numbers of the binomial distribution, one per element of ``index``, in the type of ``count``; computed in
+    float64.
 
-    The first three operands are those of :func:`uniform`. ``count``: the number of trials. ``prob``: the probability of
-    success. If fewer than 10 successes are expected, inverts the distribution function term by term. Otherwise uses
-    BTRS (Hormann 1993) with ``ROUNDS`` rounds; each element takes its first accepted candidate. A round accepts at
-    least 3 of 4 candidates, so an element is left without one with a probability below 1e-19; it is then the mode.
+    ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors.
+    ``count``: the number of trials. ``prob``: the probability of success. If fewer than 10 successes are expected,
+    inverts the distribution function term by term. Otherwise uses BTRS (Hormann 1993) with ``ROUNDS`` (32) rounds; each
+    element takes its first accepted candidate. A round accepts at least 3 of 4 candidates, so an element is left
+    without one with a probability below 1e-19; it is then the mode.
     """
     own = _Sequence(index, seed, stream)
     n, p = count.to(torch.float64).expand(index.shape), prob.to(torch.float64).expand(index.shape)
@@ -229,10 +255,10 @@ def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: T
 
 
 def _few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
-    """Invert the binomial distribution function at ``u`` for ``n`` trials with success probability ``p``, element by
-    element.
+    """Return the binomial distribution's inverse at ``u`` in (0, 1), for ``n`` trials with success probability ``p``,
+    element by element.
 
-    Valid if fewer than ``_FEW`` successes are expected: at most ``_MOST_SUCCESSES`` terms are summed.
+    Valid if fewer than 10 successes are expected: at most 96 terms are summed.
     """
     term = (n * torch.log1p(-p)).exp()
     total, k, ratio = term, torch.zeros_like(u), p / (1 - p)
@@ -306,7 +332,8 @@ DRAWS = frozenset(
 
 
 def element_index(shape: tuple[int, ...], device: torch.device, group: int = 0) -> Tensor:
-    """Return the int64 index of every element of a whole tensor of ``shape``.
+    """Return the int64 index of every element of a whole tensor of ``shape``, in row-major order, as a tensor of this
+    shape.
 
     ``group``: the number of equal tensors in front of this one; their elements are counted first.
     """
@@ -322,12 +349,12 @@ def draw_whole_tensor(
     group: int = 0,
     parameters: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Draw the numbers of a whole tensor of ``shape`` by ``distribution``, one of ``DRAWS``, the operators that draw
+    """Draw the numbers of a whole tensor of ``shape`` by ``distribution``, one of this project's operators that draw
     numbers.
 
-    ``at``: the seed and the stream number, in this order. ``group``: the index of this group of samples; the elements
-    of earlier groups are counted first, so that each group has other numbers. ``parameters``: the distribution's own
-    operands.
+    ``at``: [seed, stream number]. ``group``: the index, from 0, of this group of samples; the elements of earlier
+    groups are counted first, so that each group has other numbers. ``parameters``: the distribution's own operands,
+    such as a rate.
     """
     places = (torch.tensor(v, device=device) for v in at)
     numbers: Tensor = distribution(element_index(shape, device, group), *places, *parameters)
@@ -337,8 +364,8 @@ def draw_whole_tensor(
 def apply_dropout(x: Tensor, p: float, seed: int, stream: int, group: int = 0) -> Tensor:
     """Return a whole tensor ``x`` after dropout with probability ``p``; kept elements are scaled by ``1 / (1 - p)``.
 
-    ``seed``, ``stream``: the numbers from which the mask is drawn. ``group``: the index of the group of samples that
-    ``x`` belongs to; each group has another mask.
+    ``seed``, ``stream``: the integers from which the mask is drawn. ``group``: the index, from 0, of the group of
+    samples that ``x`` belongs to; each group has another mask.
     """
     kept = draw_whole_tensor(ops.uniform.default, tuple(x.shape), x.device, [seed, stream], group) >= p
     return torch.where(kept, x * (1.0 / (1.0 - p) if p < 1 else 0.0), torch.zeros_like(x))
@@ -352,11 +379,11 @@ _MOST_WHOLE = 1 << 40  # in a larger range that is no power of two, low integers
 
 @dataclass(frozen=True)
 class Sampler:
-    """What the formula of a random operator needs to draw its numbers, on tensors or on graph nodes.
+    """What the formula of one of torch's random operators needs to draw its numbers, on tensors or on graph nodes.
 
     ``run(operator, *arguments)`` executes an operator or appends it to a graph. ``numbers(distribution, sizes,
-    *parameters)`` draws numbers that no other draw uses (a new stream). ``given``: the operator's arguments by name.
-    ``made``: the first tensor that torch's operator returns, a meta or real tensor, for its sizes and type.
+    *parameters)`` draws numbers that no other draw uses. ``given``: the arguments of torch's operator by name.
+    ``made``: the first tensor that it returns, a meta or real tensor, for its sizes and type.
     """
 
     run: Run
@@ -369,8 +396,8 @@ class Sampler:
         return list(self.made.shape)
 
     def parameter(self, name: str, otherwise: Any = None) -> Any:
-        """Return the operator's argument ``name``, detached if it is a tensor; ``otherwise`` if the operator lacks
-        it.
+        """Return the operator's argument ``name``, detached if it is a tensor; ``otherwise`` if the operator lacks the
+        argument.
         """
         value = self.given.get(name, otherwise)
         return self.run(aten.detach.default, value) if isinstance(value, Tensor | fx.Node) else value
@@ -390,9 +417,11 @@ Formula = Callable[[Sampler], Any]
 
 
 def formula_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Formula | None:
-    """Return the formula that draws the numbers of a call of a torch operator.
+    """Return the function that draws the numbers of a call of torch's random operator ``target``; its argument is a
+    :class:`Sampler`.
 
-    ``None`` if the operator draws none or has no formula, or if the call has a generator or unsupported integer bounds.
+    Return ``None`` if the operator draws none or has no formula, or if the call has a generator or unsupported integer
+    bounds. ``args``, ``kwargs``: the arguments of the call.
     """
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
@@ -404,13 +433,14 @@ def formula_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> F
 
 
 def arguments_of(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operator call by name, including defaults."""
+    """Return the arguments of an operator call as a dict by name, including defaults."""
     arguments = target._schema.arguments
     given = {a.name: a.default_value for a in arguments}
     return given | dict(zip([a.name for a in arguments], args, strict=False)) | dict(kwargs)
 
 
 def _operator_name(target: torch._ops.OpOverload) -> str:
+    """Return an operator's name without namespace, overload, a final ``_`` and ``_functional``, such as ``normal``."""
     return target._schema.name.partition("::")[2].removesuffix("_").removesuffix("_functional")
 
 
@@ -424,11 +454,13 @@ def sizes_of(value: Tensor | fx.Node) -> list[int]:
 
 # --- numbers scaled, and compared -------------------------------------------------------------------------------------
 def _sample_uniform(s: Sampler) -> Any:
+    """Draw uniform numbers between the operator's bounds (``from`` and ``to``, default 0 and 1)."""
     low, high = s.given.get("from", 0.0), s.given.get("to", 1.0)
     return s.placed(s.numbers(ops.uniform.default, s.sizes), low, high - low)
 
 
 def _sample_normal(s: Sampler) -> Any:
+    """Draw normally distributed numbers with the operator's ``mean`` and ``std`` (default 0 and 1)."""
     mean, std = s.parameter("mean", 0.0), s.parameter("std", 1.0)
     return s.placed(s.numbers(ops.normal.default, s.sizes), mean, std)
 
@@ -442,6 +474,7 @@ def _sample_exponential(s: Sampler) -> Any:
 
 
 def _sample_cauchy(s: Sampler) -> Any:
+    """Draw Cauchy distributed numbers with the operator's ``median`` and scale ``sigma``."""
     angle = s.run(aten.sub.Tensor, s.numbers(ops.fraction.default, s.sizes), 0.5)
     return s.placed(
         s.run(aten.tan.default, s.run(aten.mul.Tensor, angle, math.pi)), s.given["median"], s.given["sigma"]
@@ -449,7 +482,7 @@ def _sample_cauchy(s: Sampler) -> Any:
 
 
 def _sample_geometric(s: Sampler) -> Any:
-    """Draw numbers of trials until the first success, by inverting the distribution function."""
+    """Draw the numbers of trials until the first success, by inverting the distribution function."""
     failing = math.log1p(-s.given["p"]) if s.given["p"] < 1 else -1e300
     logs = s.run(aten.log.default, s.numbers(ops.fraction.default, s.sizes))
     trials = s.run(aten.ceil.default, s.run(aten.div.Tensor, logs, failing))
@@ -457,6 +490,7 @@ def _sample_geometric(s: Sampler) -> Any:
 
 
 def sample_bernoulli(s: Sampler) -> Any:
+    """Draw 1 with the operator's probability (a number or a tensor), else 0, in the type of its result."""
     likely = s.parameter("p") if "p" in s.given else s.parameter("self", s.given.get("input"))
     if isinstance(likely, fx.Node | Tensor):
         return s.typed(s.run(aten.lt.Tensor, s.numbers(ops.uniform.default, s.sizes), likely))
@@ -464,10 +498,10 @@ def sample_bernoulli(s: Sampler) -> Any:
 
 
 def _whole_range(given: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the lowest integer that a call of a random operator can draw, and the number of integers in its range.
+    """Return (lowest integer that a call of a random operator can draw, number of integers in its range).
 
-    ``None`` if the bounds are not known, or if the range is too large for uniform numbers. ``random_`` without bounds
-    draws all non-negative integers of its integer type.
+    Return ``None`` if the bounds are not known, or if the range is too large for uniform numbers. ``given``: the call's
+    arguments by name. ``random_`` without bounds draws all non-negative integers of its integer type.
     """
     low, high = given.get("low", given.get("from", 0)), given.get("high", given.get("to"))
     if high is None and "self" in given and "from" not in given:
@@ -489,6 +523,7 @@ def _get_tensor_dtype(value: Tensor | fx.Node) -> torch.dtype:
 
 
 def _sample_integers(s: Sampler) -> Any:
+    """Draw uniform integers between the operator's bounds."""
     found = _whole_range(s.given)
     assert found is not None
     low, count = found
@@ -512,6 +547,7 @@ def sample_gamma(s: Sampler) -> Any:
 
 
 def sample_dirichlet(s: Sampler) -> Any:
+    """Draw Dirichlet distributed vectors along the last dim: gamma distributed numbers over their sum."""
     parts = sample_gamma(s)
     return s.run(aten.div.Tensor, parts, s.run(aten.sum.dim_IntList, parts, [-1], True))
 
@@ -524,7 +560,7 @@ def _sample_permutation(s: Sampler) -> Any:
 
 
 def _sample_multinomial(s: Sampler) -> Any:
-    """Draw indices with the given weights per row.
+    """Draw ``num_samples`` indices per row of weights, with probabilities that are proportional to the weights.
 
     With replacement, the distribution function of each row is inverted. Without, each index gets an exponential random
     time whose rate is its weight, and the indices with the earliest times are taken.
@@ -543,7 +579,9 @@ def _sample_multinomial(s: Sampler) -> Any:
 
 # --- what is drawn for activations ------------------------------------------------------------------------------------
 def native_dropout(s: Sampler) -> Any:
-    """Return the result of dropout and the mask of kept elements."""
+    """Return the result of dropout and the mask of kept elements. ``s.given`` has the input, the probability and
+    whether the model is trained.
+    """
     x, p = s.given["input"], s.given["p"]
     if s.given["train"] is False or p == 0:
         return x, s.run(aten.ones_like.default, x, dtype=torch.bool)
@@ -555,7 +593,8 @@ def native_dropout(s: Sampler) -> Any:
 def apply_random_relu(s: Sampler) -> Any:
     """Return the input with negative elements multiplied by random slopes, and the slopes (1 for other elements).
 
-    Outside of training, the slope is the mean of its bounds, and the second result is ``None``.
+    Outside of training, the slope is the mean of its bounds, and the second result is ``None``. ``s.given`` has the
+    input, the bounds and whether the model is trained.
     """
     x, low, high = s.given["self"], s.given["lower"], s.given["upper"]
     if not s.given["training"]:
@@ -596,11 +635,10 @@ def list_drawing_operators() -> list[torch._ops.OpOverload]:
 # --- while a model is traced ------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def draws_traced(line_now: Callable[[], str]) -> Iterator[None]:
-    """Allow the model's forward to draw from torch's default generator inside the ``with`` block, and from no other
-    source.
+    """Return a context in which the model's forward draws from torch's default generator, and from no other source.
 
-    Raise :class:`UnsupportedError` if forward uses its own generator or sets the state of torch's. ``line_now`` returns
-    the current source line of the model, for messages.
+    Inside it, :class:`UnsupportedError` is raised if forward uses its own generator or sets the state of torch's.
+    ``line_now`` returns the current source line of the model, for messages.
     """
 
     def refused(name: str) -> Callable[..., Any]:
@@ -623,11 +661,18 @@ def draws_traced(line_now: Callable[[], str]) -> Iterator[None]:
 
 
 class _Generators(TorchFunctionMode):
+    """A function mode that raises :class:`UnsupportedError` if forward draws from a generator of its own.
+
+    ``line_now`` returns the current source line of the model, for messages. It also writes ``random_`` with two bounds
+    in a form that torch.export supports.
+    """
+
     def __init__(self, line_now: Callable[[], str]) -> None:
         super().__init__()
         self.line_now = line_now
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a torch function. Raise :class:`UnsupportedError` if one of its arguments is a random generator."""
         kwargs = kwargs or {}
         if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
             name = getattr(func, "__name__", str(func))
@@ -643,7 +688,9 @@ class _Generators(TorchFunctionMode):
 
 
 def _gamma_rsample(distribution: Gamma, sample_shape: Sequence[int] = ()) -> Tensor:
-    """Replacement for ``Gamma.rsample`` while tracing: the in-place clamp without a gradient is written as a sum."""
+    """Draw from a gamma distribution during a trace, in place of ``Gamma.rsample``: its in-place clamp is written as a
+    sum.
+    """
     shape = distribution._extended_shape(torch.Size(sample_shape))
     value = torch._standard_gamma(distribution.concentration.expand(shape)) / distribution.rate.expand(shape)
     clamped = value.detach().clamp(min=torch.finfo(value.dtype).tiny)

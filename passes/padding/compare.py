@@ -19,7 +19,9 @@ _END = {"slice": 3, "slice_copy": 3, "slice_scatter": 4}  # the position of an a
 
 
 def operator_name(node: fx.Node) -> str:
-    """The name of an operator without its overload; operators of this project as ``partition::name``."""
+    """Return the name of a node's operator without its overload, such as ``add``; an operator of this project as
+    ``partition::name``.
+    """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return str(getattr(target, "__name__", target))
@@ -27,8 +29,10 @@ def operator_name(node: fx.Node) -> str:
 
 
 def pair_nodes(main: Captured, other: Captured) -> dict[fx.Node, fx.Node] | None:
-    """Each node of ``main`` with the node of ``other`` that does the same; ``None`` if the graphs differ in more than
-    sizes."""
+    """Return each node of ``main``'s graph with the node of ``other``'s graph that does the same.
+
+    The two graphs are those of one model for two batch sizes. ``None`` if they differ in more than sizes.
+    """
     ours, theirs = list(main.graph.nodes), list(other.graph.nodes)
     if len(ours) != len(theirs):
         return None
@@ -44,7 +48,11 @@ def pair_nodes(main: Captured, other: Captured) -> dict[fx.Node, fx.Node] | None
 
 
 def has_own_number(node: fx.Node, other: fx.Node) -> bool:
-    """Whether an operator reads a number that follows from the size, such as the factor of a mean."""
+    """Return whether an operator has an argument that depends on the batch size, such as the factor of a mean.
+
+    ``other``: the same operator in the model's graph for another batch size. Arguments that are sizes of the result do
+    not count.
+    """
     name, end = operator_name(node), None
     if name.startswith("partition::") and name not in ("partition::cross_entropy",) and _is_random(name):
         return False
@@ -59,10 +67,14 @@ def has_own_number(node: fx.Node, other: fx.Node) -> bool:
 
 
 def _is_random(name: str) -> bool:
+    """Return whether ``name`` is one of this project's operators that draw random numbers, such as
+    ``partition::uniform``.
+    """
     return name.removeprefix("partition::") in ("uniform", "normal", "exponential", "bits", "fraction")
 
 
 def _differ(a: Any, b: Any) -> bool:
+    """Return whether two arguments of an operator differ; nodes, also in lists, never differ."""
     if isinstance(a, fx.Node) or isinstance(b, fx.Node):
         return False  # operands are compared as nodes
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
@@ -71,12 +83,14 @@ def _differ(a: Any, b: Any) -> bool:
 
 
 def shapes_of(node: fx.Node) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the results of a node."""
+    """Return a tuple with the shape of each result of a node."""
     return tuple(tuple(result.shape) for result in results_of(node))
 
 
 def is_prefix(whole: Tensor, part: Tensor) -> bool:
-    """Whether a constant for one size is the first part, along its dims, of the constant for another size."""
+    """Return whether two tensors are equal in the indices that both have; one is the first part of the other along each
+    dim.
+    """
     if whole.dim() != part.dim():
         return False
     common = tuple(slice(min(a, b)) for a, b in zip(whole.shape, part.shape, strict=True))

@@ -27,14 +27,15 @@ _ONE = frozenset(("bitwise_or", "logical_or", "__or__"))
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether each element of the result follows from one element of each operand."""
+    """Return whether each element of the node's result depends on one element of each operand."""
     return operator_name(node) in POINTWISE and not isinstance(node.meta["val"], tuple | list)
 
 
 def apply_to_numbers(node: fx.Node, numbers: Sequence[float | None]) -> float | None:
-    """What a pointwise operator makes of one number of each operand; ``None`` where that is not known.
+    """Return the number that a pointwise operator computes from one number of each operand; ``None`` if it is not
+    known.
 
-    ``numbers``: by operand; ``None`` for one that is not known.
+    ``numbers``: the number of each operand of ``node``, in order; ``None`` for one that is not known.
     """
     name, operands = operator_name(node), operands_of(node)
     known = dict(zip(operands, numbers, strict=True))
@@ -56,12 +57,19 @@ def apply_to_numbers(node: fx.Node, numbers: Sequence[float | None]) -> float | 
 
 
 def _number_of(argument: Any, known: dict[fx.Node, float | None]) -> float | None:
+    """Return the number of an operator's argument, a node or a constant; ``None`` if it is not known.
+
+    ``known``: the number of each operand, ``None`` if not known.
+    """
     if isinstance(argument, fx.Node):
         return known.get(argument)
     return float(argument) if isinstance(argument, bool | int | float) else None
 
 
 def _evaluate(node: fx.Node, numbers: Sequence[float | None]) -> float | None:
+    """Return the result of a pointwise operator on one known number of each operand; ``None`` if it cannot be
+    computed.
+    """
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
     tensors: list[Any] = [
         torch.tensor(number, dtype=get_meta_tensor(operand).dtype)

@@ -25,8 +25,11 @@ Fills = Mapping[str, float | None]  # path of an input -> the number in its new 
 
 @dataclass(frozen=True)
 class AxisPadding:
-    """How inputs are padded along one axis. ``fills``: by path. ``outputs``: path of an output -> the dim that grows,
-    and by how much it exceeds the batch. ``fault``: why no padding leaves the results as they are; empty if one does.
+    """How inputs are padded along one axis of the batch (samples or positions) so that results do not change.
+
+    ``fills``: path of an input -> the number in its new elements (``None``: a copy of the last element). ``outputs``:
+    path of an output -> (the dim that grows with the batch, by how much its size exceeds that of the batch). ``fault``:
+    the reason why no padding leaves the results unchanged; empty if one does.
     """
 
     fills: dict[str, float | None] = field(default_factory=dict)
@@ -35,11 +38,11 @@ class AxisPadding:
 
 
 def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], sizes: Sizes) -> AxisPadding:
-    """How the inputs of a model in normal form are padded along one axis.
+    """Return how the inputs of a model in normal form can be padded along one axis of the batch (samples or positions).
 
-    ``main``, ``other``: the graphs for ``sizes`` elements along the axis. ``dims``: path of an input to its dim of that
-    axis. Real places of every output, the loss, and every update of a buffer have to be as they are without padding.
-    They then are so for every weight, so gradients are, too.
+    ``main``, ``other``: the model's graphs for two batch sizes along the axis, ``sizes``. ``dims``: path of an input ->
+    its dim of the axis. The padding leaves the real elements of every output, the loss, and every update of a buffer as
+    they are without padding. This holds for every weight, so it holds for gradients, too.
     """
     pairs = pair_nodes(main, other)
     if pairs is None:
@@ -58,6 +61,12 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
 
 @dataclass(frozen=True)
 class _Axis:
+    """A padding of the inputs along one axis of the batch that is tried.
+
+    ``dims``: path of an input -> its dim of the axis. ``fills``: path of an input -> the number in its new elements
+    (``None``: a copy of the last). ``sizes``: the sizes of the axis in the two graphs of the model.
+    """
+
     dims: Mapping[str, int]
     fills: Fills
     sizes: Sizes
@@ -66,6 +75,12 @@ class _Axis:
 def _follow_graph(
     main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _Axis
 ) -> dict[fx.Node, Values]:
+    """Return for each node of ``main``'s graph what is known of its results if the inputs are padded; one entry for
+    each result.
+
+    ``other``: the model's graph for another batch size. ``pairs``: node of ``main`` -> node of ``other`` that does the
+    same. ``axis``: the padding of the inputs.
+    """
     values: dict[fx.Node, Values] = {}
     paths = {i.value: i.path for i in main.inputs}
     for node, partner in pairs.items():
@@ -81,6 +96,11 @@ def _follow_graph(
 
 
 def _follow_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Values], sizes: Sizes) -> Values:
+    """Return what is known of the results of an operator if the inputs are padded; one entry for each result.
+
+    ``partner``: the same operator in the graph for the other batch size. ``values``: what is known of the results of
+    earlier nodes. ``sizes``: the two batch sizes.
+    """
     if operator_name(node) == "getitem":
         source, index = node.args
         assert isinstance(source, fx.Node) and isinstance(index, int)
@@ -97,6 +117,9 @@ def _follow_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Value
 
 
 def _describe_input(node: fx.Node, path: str, axis: _Axis) -> PaddedValue:
+    """Return what is known of the elements of the input with the path ``path``, if the inputs are padded as ``axis``
+    says.
+    """
     value = plain_value(shapes_of(node)[0])
     if path not in axis.dims:
         return value
@@ -104,6 +127,12 @@ def _describe_input(node: fx.Node, path: str, axis: _Axis) -> PaddedValue:
 
 
 def _describe_state(main: Captured, other: Captured, name: str, axis: _Axis) -> PaddedValue:
+    """Return what is known of the parameter, buffer or constant ``name`` if the inputs are padded as ``axis`` says.
+
+    It gets a fault (a reason why padding may change results) if its value depends on the batch size. A constant that is
+    the first part of a larger one, such as a table by position, has no fault. ``main``, ``other``: the model's graphs
+    for two batch sizes.
+    """
     shape, theirs = main.states[name].spec.shape, other.states[name].spec.shape
     if shape == theirs:
         same = name not in main.constants or torch.equal(main.constants[name], other.constants[name])
@@ -116,7 +145,11 @@ def _describe_state(main: Captured, other: Captured, name: str, axis: _Axis) -> 
 
 
 def _kept_values(main: Captured, values: Mapping[fx.Node, Values]) -> Iterator[PaddedValue]:
-    """What has to stay: the loss, what forward leaves in buffers, and the outputs."""
+    """Yield what is known of the values that padding must not change: the loss, new values of buffers, and outputs.
+
+    ``values``: what is known of each node's results. A loss that grows with the batch is yielded again, with a fault (a
+    reason why padding may change it).
+    """
     by_name = {node.name: found[0] for node, found in values.items()}
     names = [main.loss, *main.updates.values(), *(o.value for o in main.outputs)]
     yield from (by_name[n] for n in names if n is not None)
@@ -126,6 +159,11 @@ def _kept_values(main: Captured, values: Mapping[fx.Node, Values]) -> Iterator[P
 
 
 def _find_output_dims(main: Captured, values: Mapping[fx.Node, Values]) -> dict[str, tuple[int, int]]:
+    """Return, by path of an output, (the dim that grows with the batch, by how much its size exceeds that of the
+    batch).
+
+    Outputs that do not grow are left out. ``values``: what is known of each node's results.
+    """
     by_name = {node.name: found[0] for node, found in values.items()}
     found: dict[str, tuple[int, int]] = {}
     for output in main.outputs:
@@ -139,7 +177,12 @@ def _find_output_dims(main: Captured, values: Mapping[fx.Node, Values]) -> dict[
 
 
 def _list_fills(main: Captured, dims: Mapping[str, int]) -> Iterator[Fills]:
-    """The numbers that new places may have, the safest first: the last place again, an ignored target, zero."""
+    """Yield the choices of numbers in the new elements of the padded inputs, the safest first, each as path of an input
+    -> number.
+
+    Each input has a copy of its last element (``None``), a number that marks an ignored target, or zero. ``dims``: path
+    of an input -> the dim that is padded.
+    """
     inputs = {i.value: i for i in main.inputs if i.path in dims}
     options: list[list[float | None]] = []
     for node in main.graph.nodes:
@@ -161,7 +204,9 @@ _PASSED = VIEWS | {"slice", "constant_pad_nd", "to", "_to_copy"}
 
 
 def _find_ignored(source: fx.Node) -> Iterator[float]:
-    """The numbers that elements of an input are compared with in order to leave them out, as ignored targets are."""
+    """Yield the numbers with which a graph compares elements of the input ``source`` to leave them out, such as -100
+    for ignored targets.
+    """
     for reader in source.users:
         name = operator_name(reader) if reader.op == "call_function" else ""
         if name in _PASSED:

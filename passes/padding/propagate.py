@@ -40,7 +40,11 @@ Rule = Callable[[fx.Node, Sequence[PaddedValue]], "PaddedValue | None"]
 def propagate_padding(
     node: fx.Node, operands: Sequence[PaddedValue], other_shapes: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Values:
-    """The results of an operator. ``other_shapes``: their shapes in the graph of the other size."""
+    """Return what is known of each result of an operator if the batch is padded along one axis.
+
+    ``operands``: what is known of each operand. ``other_shapes``: the shapes of the results in the model's graph for
+    another batch size. ``sizes``: the batch sizes of the two graphs.
+    """
     shapes = shapes_of(node)
     if not any(o.grows or o.fault for o in operands) and list(shapes) == list(other_shapes):
         return (_describe_plain(node, operands),) if len(shapes) == 1 else tuple(plain_value(s) for s in shapes)
@@ -57,16 +61,23 @@ def propagate_padding(
 
 
 def _explain(node: fx.Node, what: str) -> str:
+    """Return a message such as ``sum at layers.0 (model.py:12) adds up padded numbers``: operator, location and
+    ``what``.
+    """
     return f"{operator_name(node)} at {format_node_location(node)} {what}"
 
 
 def _describe_plain(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
+    """Describe the result of an operator whose operands and result do not depend on the batch size."""
     value = plain_value(shapes_of(node)[0])
     return replace(value, uniform=_find_uniform(node, operands))
 
 
 def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], sizes: Sizes) -> bool:
-    """Whether the parts of a value multiply to its shape at both sizes."""
+    """Return whether the sizes of the parts of each dim multiply to its size, at both batch sizes.
+
+    ``shape``, ``other``: the shape of the value in the graphs for the batch sizes ``sizes``.
+    """
     for parts, own, theirs in zip(value.dims, shape, other, strict=True):
         at = [1, 1]
         for part in parts:
@@ -78,7 +89,7 @@ def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], s
 
 
 def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | None:
-    """The number that all elements of a result have; ``None`` if they may differ."""
+    """Return the number that all elements of an operator's result have; ``None`` if they may differ."""
     name = operator_name(node)
     if name in ("full", "new_full", "full_like"):
         number = get_node_argument(node, "fill_value")
@@ -103,6 +114,12 @@ def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | Non
 def _by_factors(
     node: fx.Node, operands: Sequence[PaddedValue], others: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Values:
+    """Describe each result of an operator by its factor rule, which says which dims of operands and results are one
+    loop.
+
+    A result gets a fault (a reason why padding may change other elements) if the operator mixes padded elements with
+    others. ``others``: the shapes of the results in the graph for another batch size. ``sizes``: the two batch sizes.
+    """
     shapes, fault = shapes_of(node), next((o.fault for o in operands if o.fault), "")
     rule = factors_of(node)
     if rule is None:
@@ -128,7 +145,11 @@ def _by_factors(
 def _map_factors(
     value: PaddedValue, dims: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> dict[str, Parts] | None:
-    """The parts of each factor that an operand has; ``None`` where they do not fit."""
+    """Return the parts of an operand's dims by factor (a loop of the operator, such as ``b``); ``None`` if they do not
+    fit.
+
+    ``dims``: the factors of each dim of the operand. ``sizes``: the size of each factor.
+    """
     found: dict[str, Parts] = {}
     for parts, factors in zip(value.dims, dims, strict=True):
         if not any(p.grows for p in parts):
@@ -142,7 +163,12 @@ def _map_factors(
 
 
 def _has_no_later_keys(value: PaddedValue, rule: OpFactors, operand: int, factor: str) -> bool:
-    """Whether an operand is zero wherever a key, along ``factor``, is behind the query, which stays in the result."""
+    """Return whether an operand is zero wherever its key index, along ``factor``, exceeds its query index, which the
+    result has.
+
+    Padded keys then add nothing for a query of the batch. ``operand``: the operand's index, from 0. ``rule``: which
+    dims of operands and results are one loop (a factor).
+    """
     if value.causal is None or value.causal[2] != 0:
         return False
     (query, key), dims = value.causal[:2], rule.operands[operand]
@@ -154,7 +180,12 @@ def _has_no_later_keys(value: PaddedValue, rule: OpFactors, operand: int, factor
 def _check_entrywise(
     node: fx.Node, rule: OpFactors, held: Sequence[Mapping[str, Parts]], operands: Sequence[PaddedValue]
 ) -> str:
-    """Why an operator does not work element by element along what is padded; empty if it does, or adds up zeros."""
+    """Return why an operator mixes padded elements with others; empty if it works element by element, or adds up padded
+    zeros.
+
+    ``rule``: which dims of operands and results are one loop (a factor). ``held``: each operand's parts of dims by
+    factor.
+    """
     made = {f for dims in rule.results for factors in dims for f in factors}
     coupled = {*rule.whole, *rule.lower} | ({rule.spans.factor} if rule.spans is not None else set())
     for factor in {f for of in held for f, parts in of.items() if any(p.grows for p in parts)}:
@@ -177,6 +208,12 @@ def _build_result(
     other: Sequence[int],
     sizes: Sizes,
 ) -> PaddedValue:
+    """Describe the result ``index`` (from 0) of an operator by its factor rule (which dims of operands and results are
+    one loop).
+
+    ``held``: for each operand, the parts of its dims by factor (loop). ``operands``: the described operands. ``other``:
+    the shape of the result in the graph for another batch size. ``sizes``: the two batch sizes.
+    """
     known: dict[str, Parts] = {}
     for of in held:
         known |= {f: parts for f, parts in of.items() if f not in known or any(p.grows for p in parts)}
@@ -210,8 +247,12 @@ def _build_result(
 
 
 def _find_first_places(node: fx.Node, size: int, other: int, sizes: Sizes) -> Part:
-    """The part of a dim without growing parts: it grows if it is the first places of a longer dim, as many as the batch
-    has."""
+    """Return the part that makes up a dim of a result without growing parts. It grows if it has the first elements of a
+    longer dim.
+
+    ``size``, ``other``: the dim's sizes at the batch sizes ``sizes``, which a growing part follows. ``node``: a
+    ``slice``, if it grows.
+    """
     created = find_created_part(size, other, sizes)
     first = operator_name(node) == "slice" and not get_node_argument(node, "start")
     return created if first and created is not None else Part(size)
@@ -220,7 +261,12 @@ def _find_first_places(node: fx.Node, size: int, other: int, sizes: Sizes) -> Pa
 def _find_fill(
     node: fx.Node, factor: str, index: int, held: Sequence[Mapping[str, Parts]], operands: Sequence[PaddedValue]
 ) -> float | None:
-    """The number in the padded places along part ``index`` of ``factor``, which grows."""
+    """Return the number in the padded elements of a result along part ``index`` (from 0) of ``factor``; ``None`` if not
+    known.
+
+    A factor is a loop of the operator, and has one or more parts. ``held``: each operand's parts of dims by factor.
+    ``operands``: the described operands.
+    """
     name = operator_name(node)
     numbers = [
         of[factor][index].fill if index < len(of.get(factor, ())) else value.uniform
@@ -236,7 +282,11 @@ def _find_fill(
 def _with_coordinates(
     node: fx.Node, value: PaddedValue, rule: OpFactors, operands: Sequence[PaddedValue]
 ) -> PaddedValue:
-    """``value`` with what is known of its elements by their coordinates."""
+    """Return ``value``, the description of an operator's result, with what is known of its elements from their indices.
+
+    For example, ``arange`` makes indices, and a comparison of two index tensors makes a causal mask. ``rule``: which
+    dims of operands and results are one loop.
+    """
     name = operator_name(node)
     if name == "arange" and get_node_argument(node, "step", 1) == 1 and isinstance(start := _start_of(node), int):
         return replace(value, lowest=float(start), counts=0 if start == 0 else None)
@@ -271,8 +321,12 @@ def _with_coordinates(
 
 
 def _compare_distance(name: str, sign: float, number: Any) -> float | None:
-    """Whether a comparison with ``number`` holds (1) or fails (0) for every distance of a key behind the query, which
-    is at least 1, or at most -1 for a ``sign`` of -1; ``None`` where it depends on the distance."""
+    """Return 1 or 0 if a comparison holds or fails for every distance of a key to a query before it; ``None`` if it
+    depends.
+
+    ``name``: the comparison, such as ``lt``. ``sign``: 1 for distances of at least 1 (key minus query), -1 for at most
+    -1. ``number``: the number with which distances are compared.
+    """
     if not isinstance(number, int | float):
         return None
     if sign < 0:  # as of the distance with its sign turned
@@ -288,7 +342,11 @@ ORDERS: dict[str, Callable[[int, int], bool]] = {"le": op.le, "lt": op.lt, "ge":
 def _combine_causal(
     node: fx.Node, operands: Sequence[PaddedValue], homes: Sequence[Mapping[int, int]]
 ) -> Causal | None:
-    """What a pointwise operator has wherever the key is behind the query."""
+    """Return (dim of queries, dim of keys, number): a pointwise operator's result has the number where the key index is
+    larger.
+
+    ``None`` if this number is not known. ``homes``: for each operand, its dims -> dims of the result.
+    """
     moved = [_move_pair(o.causal, home) for o, home in zip(operands, homes, strict=True)]
     for pair in moved:
         if pair is not None:
@@ -301,7 +359,7 @@ def _combine_causal(
 
 
 def _is_short(node: fx.Node) -> bool:
-    """Whether a cast gives a type that does not hold every coordinate exactly."""
+    """Return whether a cast gives a dtype that cannot represent every index exactly."""
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype in (torch.bool, torch.uint8, torch.int8, torch.float16, torch.bfloat16)
 
@@ -311,7 +369,10 @@ def _start_of(node: fx.Node) -> Any:
 
 
 def _map_dims(rule: OpFactors, operand: int) -> dict[int, int]:
-    """Dim of an operand -> the dim of the result that is the same loop."""
+    """Return dim of an operand -> dim of the first result, for the dims that are the same loop of the operator.
+
+    ``operand``: the operand's index, from 0. ``rule``: which dims of operands and results are one loop.
+    """
     homes = {factors: d for d, factors in enumerate(rule.results[0]) if factors}
     return {d: homes[factors] for d, factors in enumerate(rule.operands[operand]) if factors in homes}
 
@@ -321,6 +382,10 @@ def _moved(dim: int | None, to: Mapping[int, int]) -> int | None:
 
 
 def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
+    """Return (dim, dim, number) of an operand with the dims of the result; ``None`` if the result lacks one of them.
+
+    ``to``: dim of the operand -> dim of the result.
+    """
     if pair is None or pair[0] not in to or pair[1] not in to:
         return None
     return to[pair[0]], to[pair[1]], pair[2]
@@ -330,6 +395,11 @@ def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
 
 
 def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    """Describe the result of ``slice`` if the batch is padded; ``None`` if no part of its dim grows with the batch.
+
+    It has a fault (a reason why padding may change other elements) if it takes elements whose place depends on the
+    padding.
+    """
     (x,) = operands[:1]
     dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part = x.growing_part(dim)
@@ -347,6 +417,10 @@ def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue
 
 
 def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    """Describe the result of ``constant_pad_nd`` if the batch is padded.
+
+    It has a fault (a reason why padding may change other elements) if it writes other numbers behind padded elements.
+    """
     (x,) = operands
     amounts, value = get_node_argument(node, "pad"), x
     number = get_node_argument(node, "value", 0)
@@ -374,6 +448,10 @@ def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
 
 
 def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    """Describe the result of ``cat`` if the batch is padded; ``None`` if no operand is padded along its dim.
+
+    It has a fault (a reason why padding may change other elements) unless only the last operand is padded there.
+    """
     dim = as_dim(get_node_argument(node, "dim", 0), len(operands[0].dims))
     if not any(p.grows for o in operands for p in o.dims[dim]):
         return None
@@ -387,6 +465,10 @@ def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue 
 
 
 def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    """Describe the result of ``select`` if the batch is padded; ``None`` if its dim is not padded.
+
+    It has a fault (a reason why padding may change other elements) unless the first element is selected.
+    """
     (x,) = operands[:1]
     dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
@@ -397,6 +479,10 @@ def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    """Describe the result of ``slice_scatter`` if the batch is padded; ``None`` if its dim is not padded.
+
+    It has a fault (a reason why padding may change other elements) unless the written slice ends with the dim.
+    """
     x, source = operands
     dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part, given = x.growing_part(dim), source.growing_part(dim)
@@ -412,6 +498,10 @@ def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    """Describe the result of ``select_scatter`` if the batch is padded; ``None`` if its dim is not padded.
+
+    It has a fault (a reason why padding may change other elements) unless the first element is written.
+    """
     x, source = operands
     dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
@@ -421,7 +511,10 @@ def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Running sums and differences to the place before: real places depend on places before them."""
+    """Describe the result of ``cumsum`` or ``diff`` if the batch is padded; ``None`` if its dim is not padded.
+
+    Padded elements come last, so the results before them do not depend on them.
+    """
     x = operands[0]
     dim = as_dim(get_node_argument(node, "dim", -1), len(x.dims))
     if not any(p.grows for p in x.dims[dim]):
@@ -433,6 +526,11 @@ def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
 
 
 def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    """Describe the result of ``gather`` if the batch is padded.
+
+    It has a fault (a reason why padding may change other elements) unless the source is not padded along its dim, or
+    each element reads itself.
+    """
     x, index = operands
     dim, rank = as_dim(get_node_argument(node, "dim"), len(x.dims)), len(x.dims)
     fault, itself = x.fault or index.fault, False
@@ -457,7 +555,7 @@ def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """``where`` with one and the same condition everywhere is one of its branches."""
+    """Describe a branch of ``where`` whose condition has one value everywhere; ``None`` if the condition may differ."""
     if len(node.args) < 3 or operands[0].uniform is None or operands[0].fault:
         return None
     branch = node.args[1 if operands[0].uniform else 2]
@@ -467,7 +565,11 @@ def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Softmax along a dim whose padded places have no weight."""
+    """Describe the result of ``softmax`` if the batch is padded; ``None`` if its dim is not padded.
+
+    It has a fault (a reason why padding may change other elements) unless padded elements have very low scores or are
+    hidden by a causal mask.
+    """
     (x,) = operands[:1]
     (dim,) = as_dims(get_node_argument(node, "dim"), len(x.dims))
     part = x.growing_part(dim)
@@ -483,7 +585,11 @@ def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
-    """Attention: padded keys are masked, by number or by their position behind every real query."""
+    """Describe the result of an attention if the batch is padded.
+
+    It has a fault (a reason why padding may change other elements) unless padded keys are masked: by their number in
+    the mask, or by a causal mask, because they are behind every query of the batch.
+    """
     query, key, value, *masks = operands
     rank = len(query.dims)
     fault = next((o.fault for o in operands if o.fault), "")
@@ -511,7 +617,7 @@ def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> bool:
-    """Whether the dims of a mask grow as those of the scores do."""
+    """Return whether the dims of an attention mask grow with the batch exactly where those of the scores do."""
     scores = (*query.dims[:-1], key.dims[-2])
     for own, of in zip(reversed(mask.dims), reversed(scores), strict=False):
         grown = [tuple(p.kind for p in parts if p.grows) for parts in (own, of)]
@@ -521,7 +627,9 @@ def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> boo
 
 
 def _find_batch_dims(*operands: PaddedValue) -> list[Parts] | None:
-    """The dims in front of positions and features, in which queries, keys and values have to agree."""
+    """Return the parts of the dims before positions and features; ``None`` if they grow differently in queries, keys
+    and values.
+    """
     dims: list[Parts] = []
     for d, parts in enumerate(operands[0].dims[:-2]):
         kinds = {tuple(p.kind for p in o.dims[d] if p.grows) for o in operands}
@@ -532,7 +640,10 @@ def _find_batch_dims(*operands: PaddedValue) -> list[Parts] | None:
 
 
 def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
-    """Whether a mask hides padded keys from every real query."""
+    """Return whether the mask of the attention ``node`` hides padded keys from every query of the batch.
+
+    ``ordered``: queries and keys grow alike, so that a causal mask also hides padded keys.
+    """
     rank, chooses = len(mask.dims), operands_of(node)[-1].meta["val"].dtype == torch.bool
     part = mask.growing_part(rank - 1)
     if part is None or mask.fault:
@@ -544,7 +655,11 @@ def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
 
 
 def _reduce_truth(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """``any`` of padded places that are false, ``all`` of padded places that are true."""
+    """Describe the result of ``any`` or ``all`` if the batch is padded; ``None`` if its dims are not padded.
+
+    It has a fault (a reason why padding may change other elements) unless padded elements are false (``any``) or true
+    (``all``).
+    """
     (x,) = operands
     neutral = 0.0 if operator_name(node) == "any" else 1.0
     dims = as_dims(get_node_argument(node, "dim"), len(x.dims))

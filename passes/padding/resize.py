@@ -21,11 +21,11 @@ Line = tuple[int, int, int]  # the two sizes of the batch, and the one in betwee
 
 
 class _UnevenError(Exception):
-    """Something that does not grow evenly with the batch."""
+    """Raised if a size, an argument or a constant of a graph is not a linear function of the batch size."""
 
 
 def copy_captured(captured: Captured) -> Captured:
-    """A copy of a captured model whose graph may be changed."""
+    """Return a copy of a captured model with a graph of its own, which may be changed."""
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in captured.graph.nodes:
@@ -34,9 +34,10 @@ def copy_captured(captured: Captured) -> Captured:
 
 
 def resize_captured(main: Captured, other: Captured, line: Line) -> Captured | None:
-    """The graph for ``line[2]`` elements along an axis on which ``main`` has ``line[0]`` and ``other`` ``line[1]``.
+    """Return the graph of a model for a batch size between those of its graphs ``main`` and ``other``.
 
-    ``None`` if the graphs differ in more than sizes, or if a size or a constant does not grow evenly.
+    ``line``: the sizes along one axis of the batch in ``main``, in ``other`` and in the result. ``None`` if the graphs
+    differ in more than sizes, or if a size or a constant is not a linear function of the batch size.
     """
     pairs = pair_nodes(main, other)
     if pairs is None or main.turns or other.turns:
@@ -48,6 +49,11 @@ def resize_captured(main: Captured, other: Captured, line: Line) -> Captured | N
 
 
 def _resize_graph(main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.Node], line: Line) -> Captured:
+    """Return a copy of ``main`` whose sizes are interpolated between those of ``main`` and ``other``.
+
+    ``pairs``: node of ``main`` -> node of ``other`` that does the same. ``line``: the batch sizes of ``main``, of
+    ``other`` and of the result. Raise :class:`_UnevenError` if a size is not a linear function of the batch size.
+    """
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     constants: dict[str, Tensor] = {}
@@ -83,13 +89,22 @@ def _resize_graph(main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.No
 
 
 def _resize_shape(main: tuple[int, ...], other: tuple[int, ...], line: Line) -> tuple[int, ...]:
+    """Return the shape that is interpolated between those in two graphs of a model.
+
+    ``line``: the batch sizes of ``main``, of ``other`` and of the result. Raise :class:`_UnevenError` if a size is not
+    linear in the batch size.
+    """
     if len(main) != len(other):
         raise _UnevenError
     return tuple(_resize_number(a, b, line) for a, b in zip(main, other, strict=True))
 
 
 def _resize_number(main: int, other: int, line: Line) -> int:
-    """The number that grows evenly from ``other`` to ``main``, as the batch does."""
+    """Return the number at the third of the batch sizes ``line`` on the line through ``main`` (at the first) and
+    ``other`` (at the second).
+
+    Raise :class:`_UnevenError` if it is not an integer.
+    """
     first, second, between = line
     steps, left = divmod((main - other) * (between - second), first - second)
     if left:
@@ -98,6 +113,10 @@ def _resize_number(main: int, other: int, line: Line) -> int:
 
 
 def _resize_argument(main: Any, other: Any, line: Line) -> Any:
+    """Return an operator's argument for the third of the batch sizes ``line``, from those for the first and the second.
+
+    Raise :class:`_UnevenError` if the two arguments differ in anything but integers on a line.
+    """
     if isinstance(main, fx.Node):
         return main
     if isinstance(main, list | tuple) and isinstance(other, list | tuple):
@@ -112,6 +131,11 @@ def _resize_argument(main: Any, other: Any, line: Line) -> Any:
 
 
 def _cut_constant(main: Tensor, other: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the first elements of the constant ``main`` that make up ``shape``.
+
+    Raise :class:`_UnevenError` if ``other``, the constant for another batch size, is not the first part of ``main``, or
+    ``main`` is too small.
+    """
     if tuple(main.shape) == shape and torch.equal(main, other):
         return main
     if not is_prefix(main, other) or any(a < b for a, b in zip(main.shape, shape, strict=True)):

@@ -13,8 +13,13 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a dim. ``grows``: whether its size is that of the batch, plus ``offset``. ``fill``: the number in all
-    padded places; ``None`` if they have other or unknown numbers."""
+    """A part of a tensor's dim, which may grow with the batch. A dim that joins two dims, such as ``(b s)``, has
+    several parts.
+
+    ``size``: number of elements. ``grows``: its size is that of the batch plus ``offset``; the elements of the batch
+    come first, and padded ones follow. ``fill``: the number in all padded elements; ``None`` if they have other or
+    unknown numbers.
+    """
 
     size: int
     grows: bool = False
@@ -22,12 +27,16 @@ class Part:
     fill: float | None = None
 
     def at(self, sizes: tuple[int, int]) -> int:
-        """The size of this part where the batch has not ``sizes[0]`` but ``sizes[1]`` elements."""
+        """Return the size of this part if the batch has ``sizes[1]`` elements along the padded axis instead of
+        ``sizes[0]``.
+        """
         return self.size - sizes[0] + sizes[1] if self.grows else self.size
 
     @property
     def kind(self) -> tuple[int, bool, int]:
-        """What has to be equal of parts that are the same loop of an operator."""
+        """Return (size, whether it grows with the batch, offset): parts of operands that an operator pairs must be
+        equal in these.
+        """
         return self.size, self.grows, self.offset
 
 
@@ -37,12 +46,14 @@ Causal = tuple[int, int, float]  # dim of queries, dim of keys, number where the
 
 @dataclass(frozen=True)
 class PaddedValue:
-    """A tensor, whose real places have the numbers of the batch that is not padded unless ``fault`` says why not.
+    """What is known of a tensor of the graph if the batch is padded along one axis (samples or positions).
 
-    ``uniform``: the number that every element has. ``lowest``: a number that no element is below. ``counts``: the dim
-    whose coordinate each element is (as ``arange`` makes it). ``causal``: two dims, and the number of every
-    element whose coordinate on the second dim (key) exceeds that on the first (query). ``distance``: two such dims; an
-    element is the coordinate of the key minus that of the query, times the number (1 or -1).
+    ``dims``: the parts of each dim, outermost first. ``fault``: why elements other than the padded ones may differ from
+    those without padding; empty if they do not. ``uniform``: the number that every element has. ``lowest``: a number
+    that no element is below. ``counts``: the dim whose index each element is (as ``arange`` makes it). ``causal``: (dim
+    of queries, dim of keys, the number of every element whose key index exceeds its query index). ``distance``: (dim of
+    queries, dim of keys, sign): an element is the key index minus the query index, times the sign (1 or -1). ``None``
+    if not known.
     """
 
     dims: tuple[Parts, ...]
@@ -55,32 +66,44 @@ class PaddedValue:
 
     @property
     def grows(self) -> bool:
-        """Whether any dim grows with the batch."""
+        """Return whether any dim grows with the batch."""
         return any(part.grows for parts in self.dims for part in parts)
 
     def growing_part(self, dim: int) -> Part | None:
-        """The part that grows, if it is all of the dim ``dim``."""
+        """Return the part that makes up the dim ``dim`` if it grows with the batch; ``None`` if the dim has other parts
+        or does not grow.
+        """
         parts = [p for p in self.dims[dim] if p.size > 1 or p.grows]
         return parts[0] if len(parts) == 1 and parts[0].grows else None
 
     def with_dim(self, dim: int, part: Part) -> PaddedValue:
-        """This value with one part as the dim ``dim``, and nothing known of its elements beside."""
+        """Return a copy in which ``part`` makes up the dim ``dim``. What is known of its elements is dropped, except a
+        uniform number.
+        """
         dims = tuple((part,) if d == dim else parts for d, parts in enumerate(self.dims))
         return PaddedValue(dims, self.fault, self.uniform if part.fill == self.uniform else None)
 
     def with_fault(self, fault: str) -> PaddedValue:
-        """This value, which differs for the reason ``fault``; the first reason stays."""
+        """Return a copy with ``fault`` as the reason why elements may differ from those without padding; an earlier
+        reason stays.
+        """
         return replace(self, fault=self.fault or fault)
 
 
 def plain_value(shape: Sequence[int], fault: str = "") -> PaddedValue:
-    """A tensor without a dim that grows."""
+    """Return the description of a tensor of this shape that does not grow with the batch.
+
+    ``fault``: why its elements may differ from those without padding; empty if they do not.
+    """
     return PaddedValue(tuple((Part(size),) for size in shape), fault)
 
 
 def find_created_part(size: int, other: int, sizes: tuple[int, int]) -> Part | None:
-    """The part of ``size`` elements that has ``other`` ones where the batch has ``sizes[1]`` instead of ``sizes[0]``;
-    ``None`` for a size that follows from the batch in another way."""
+    """Return the part of ``size`` elements that has ``other`` elements if the batch has ``sizes[1]`` elements instead
+    of ``sizes[0]``.
+
+    It grows with the batch if the differences are equal. ``None`` if the size depends on the batch in another way.
+    """
     if size == other:
         return Part(size)
     if size - sizes[0] == other - sizes[1]:
@@ -89,7 +112,11 @@ def find_created_part(size: int, other: int, sizes: tuple[int, int]) -> Part | N
 
 
 def assign_parts(parts: Parts, sizes: Sequence[int]) -> list[Parts] | None:
-    """Distribute the parts of a dim over factors of these ``sizes``; ``None`` if a part that grows would be cut."""
+    """Distribute the parts of a dim over the dims into which it is split, and return the parts of each.
+
+    ``parts``: outermost first. ``sizes``: the sizes of the new dims. ``None`` if the sizes do not fit or a part that
+    grows with the batch would be cut.
+    """
     left = [p for p in parts if p.size > 1 or p.grows]
     found: list[Parts] = []
     for size in sizes:

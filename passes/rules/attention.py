@@ -125,7 +125,8 @@ def over_ranks(node: fx.Node) -> OpFactors:
 
 
 def find_attention_band(node: fx.Node) -> Band | None:
-    """Return the range of positions, relative to a query, whose keys the attention ``node`` sees.
+    """Return the range of key positions, relative to the position of a query, that each query of the attention ``node``
+    sees.
 
     ``None`` if ``node`` is no attention, has a mask or dropout, is not four-dimensional, or broadcasts its keys.
     """
@@ -144,13 +145,18 @@ def find_attention_band(node: fx.Node) -> Band | None:
 
 
 def _context_forms(node: fx.Node) -> dict[str, Form]:
-    """Return the forms of an attention in which queries, keys and values are sharded along the sequence (dim 2), by
-    name.
+    """Return, by name, the ways to shard queries, keys and values of the attention ``node`` along the sequence (dim 2).
+    The names are ``all_gather`` and ``ring``, the ways to exchange keys and values.
     """
     return {name: Form("q", (2, 2, 2), (2, 2), partial(_over_ranks, name)) for name in CONTEXT_FORMS}
 
 
 def _over_ranks(algorithm: str, local: Local) -> fx.Node:
+    """Append an attention over a sequence that is sharded over the ranks to the graph, and return its node (its first
+    result if the replaced operator has only one).
+
+    ``algorithm``: how keys and values are exchanged, ``all_gather`` or ``ring``.
+    """
     seen = find_attention_band(local.node)
     assert seen is not None, local.node
     made = local.call(
@@ -168,11 +174,11 @@ def _over_ranks(algorithm: str, local: Local) -> fx.Node:
 
 @register_family("partition::expert_mm")
 def product_by_expert(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``partition::expert_mm``: rows ``[t, k]`` times their expert's matrix from ``[e, k,
-    n]``.
+    """Return the sharding rule of ``partition::expert_mm``: each row of ``[t, k]`` times the matrix of its expert, from
+    ``[e, k, n]``.
 
-    Every dim may be sharded. If the experts are sharded, a rank returns zeros for rows of other ranks' experts, so the
-    result is a partial sum.
+    Every dim may be sharded. If the experts ``e`` are sharded, a rank returns zeros for rows of other ranks' experts,
+    so the result is a partial sum.
     """
     lower = {"e": Lowering(_of_own_experts, PARTIAL, divides_work=True)}
     return build_factor_rule(node, ["tk", "ekn", "t"], ["tn"], linear=mark_linear_each(0, 1), lower=lower)
@@ -286,6 +292,12 @@ def shard_all_to_all(node: fx.Node) -> OpFactors:
 
 
 def _shard_cut_or_join(node: fx.Node, cut: int | None, joined: int | None) -> OpFactors:
+    """Return the sharding rule of a collective that splits dim ``cut`` of its operand over its ranks, or concatenates
+    the ranks' tensors along dim ``joined`` of its result; ``None`` if it does not.
+
+    All dims may be sharded along another mesh axis. A dim that is split or joined counts as n pieces of the shorter
+    size, where n is the collective's number of ranks.
+    """
     before, after = get_meta_shape(operands_of(node)[0]), tuple(node.meta["val"].shape)
     names = NAMES[: len(before)]
     sizes = {

@@ -58,10 +58,11 @@ LINEAR = """
 
 
 def shard_elementwise(node: fx.Node, linear: Linear = ()) -> OpFactors:
-    """Return the sharding rule of an elementwise operator: every result dim may be sharded, and dims of size 1
+    """Return the sharding rule of an elementwise operator: every result dim may be sharded, and operand dims of size 1
     broadcast.
 
-    ``linear``: sets of operand positions. If the operands of one set are partial sums, the result is a partial sum.
+    ``linear``: sets of operand positions (from 0). If exactly the operands of one set are partial sums, the result is a
+    partial sum.
     """
     results = results_of(node)
     rank = len(results[0].shape)
@@ -122,8 +123,7 @@ def shard_copy(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``copy(x, source)``, whose result has the shape and type of ``x`` and the data of
     ``source``.
 
-    Every dim may be sharded. If the type of ``x`` is floating-point or complex, a partial sum ``source`` gives a
-    partial sum.
+    Every dim may be sharded. If ``x`` is floating-point or complex and ``source`` is a partial sum, so is the result.
     """
     return shard_elementwise(node, mark_linear_each(1) if is_differentiable(node.meta["val"]) else ())
 
@@ -229,17 +229,18 @@ def shard_glu(node: fx.Node) -> OpFactors:
     *(f"partition::{name}" for name in ("gamma", "poisson", "binomial", "gamma_grad", "dirichlet_grad")),
 )
 def shard_random_draw(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of counter-based random operators, such as ``partition::uniform``: every dim may be
+    """Return the sharding rule of this project's random operators, such as ``partition::uniform``: every dim may be
     sharded.
 
-    Each number depends only on the element's index in the whole tensor and on its own parameters.
+    Each number depends only on a seed, the element's index in the whole tensor and the element's own parameters.
     """
     return shard_elementwise(node)
 
 
 @register_family("full", "zeros", "ones", "empty", "new_full", "new_zeros", "new_ones", "new_empty", "scalar_tensor")
 def shard_full(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of operators that create a constant tensor from given sizes: every dim may be sharded.
+    """Return the sharding rule of operators that create a constant tensor from given sizes, such as ``zeros``: every
+    dim may be sharded.
 
     Tensor operands only give the type and are not sharded.
     """
@@ -263,14 +264,16 @@ def shard_full_like(node: fx.Node) -> OpFactors:
 
 @register_family("arange")
 def shard_arange(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``arange``: it may be sharded.
-
-    Each rank creates a sequence of its local length and adds the offset of its shard.
+    """Return the sharding rule of ``arange``: its dim may be sharded. Each rank creates its own part of the
+    sequence.
     """
     return build_factor_rule(node, [], [NAMES[:1]], local=_local_arange)
 
 
 def _local_arange(local: Local) -> fx.Node:
+    """Append this rank's part of an ``arange`` to the graph, and return its node. With sections (parts that are each
+    divided over all ranks) or zigzag shards, several pieces are concatenated.
+    """
     val = local.node.meta["val"]
     start, step = get_node_argument(local.node, "start", 0), get_node_argument(local.node, "step", 1)
     if not val.dtype.is_floating_point:  # torch rounds start and step first
@@ -299,8 +302,7 @@ def _local_arange(local: Local) -> fx.Node:
     "uniform", "rrelu", "rrelu_with_noise",
 )  # fmt: skip
 def replicate_operator(node: fx.Node) -> OpFactors:
-    """Return the rule that no dim may be sharded.
-
-    It is for operators whose elements depend on each other, or on a random generator that must be equal on all ranks.
+    """Return the sharding rule that no dim may be sharded, for operators whose elements depend on each other, or on a
+    random generator that must be equal on all ranks.
     """
     return everything_whole(node)

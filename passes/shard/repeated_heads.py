@@ -47,9 +47,9 @@ _CASTS = frozenset((aten._to_copy.default, aten.to.dtype))
 class _RepeatedDim:
     """Describes a tensor that was repeated along one dim, and where in it the copies are.
 
-    ``shape``: the shape of the tensor without copies. ``dim``: the repeated dim. ``outer``: the number of slices into
-    which the dim is cut. ``inner``: the number of elements of a slice along the dim. ``times``: how often each slice
-    appears, one copy after the other.
+    ``shape``: the shape of the tensor without copies. ``dim``: the index of the repeated dim. ``outer``: the number of
+    slices into which the dim is cut. ``inner``: the number of elements of a slice along the dim. ``times``: how often
+    each slice appears, one copy after the other.
     """
 
     shape: tuple[int, ...]
@@ -65,8 +65,8 @@ class RepeatedHeads:
     copies.
 
     ``source``: the node without copies. ``steps``: what the model applies to it besides the repetition, in order; a
-    step is a shape (a reshape to it) or an operator node. ``times``: how often each head appears, one copy after the
-    other.
+    step is a tuple of sizes (a reshape to it) or an operator node. ``times``: how often each head appears, one copy
+    after the other.
     """
 
     source: fx.Node
@@ -140,7 +140,9 @@ def _find_repeated_dim(node: fx.Node) -> _RepeatedDim | None:
 
 
 def _find_dim_order(node: fx.Node) -> tuple[int, ...] | None:
-    """Return the operand dim of each result dim of a transpose or permutation; ``None`` for other operators."""
+    """Return, for each dim of the result of a transpose or permutation, the index of the operand's dim; ``None`` for
+    other operators.
+    """
     if node.op != "call_function" or node.target not in (aten.transpose.int, aten.permute.default):
         return None
     rank = len(get_meta_shape(node))
@@ -180,8 +182,8 @@ def _reshaped_from(node: fx.Node, dims: tuple[int, ...]) -> fx.Node | None:
 
 
 def count_head_repetitions(attention: fx.Node) -> int:
-    """Return how many copies of each key and value head the attention reads, if it could read them unrepeated;
-    otherwise 1.
+    """Return how many copies of each key and value head the operator ``attention`` reads, if it could read them without
+    copies; otherwise 1.
     """
     if find_attention_band(attention) is None:
         return 1
@@ -196,28 +198,27 @@ def count_head_repetitions(attention: fx.Node) -> int:
 
 
 def exchanged_times(heads: int, times: int, tp: int) -> int:
-    """Return how many copies of each key head ranks must exchange so that the heads split evenly over ``tp`` ranks.
+    """Return how many copies of each key head must remain so that the heads split evenly over ``tp`` ranks: the
+    smallest such divisor of ``times``, or ``times`` itself.
 
-    It is the smallest such divisor of ``times``, or ``times`` itself. ``heads``: the number of key heads including
-    copies. ``times``: the number of copies of each. ``tp``: the number of ranks that share the heads.
+    ``heads``: the number of key heads including copies. ``times``: the number of copies of each. ``tp``: the number of
+    ranks that share the heads.
     """
     once = heads // times
     return next(n for n in range(1, times + 1) if times % n == 0 and (once * n % tp == 0 or n == times))
 
 
 def group_queries(block: Block, tp: int = 1) -> Block:
-    """Reduce the copies of key and value heads that attention over a sharded sequence reads in ``block``.
-
-    The fewest copies remain with which the heads split evenly over ``tp`` ranks. ``block`` is changed and returned.
+    """Reduce, in the graph of ``block``, the copies of key and value heads that attention over a sharded sequence
+    reads, and return ``block``. The fewest copies remain with which the heads split evenly over ``tp`` ranks.
     """
     _read_once(block, ops.context_attention.default, tp)
     return block
 
 
 def read_heads_once(block: Block) -> bool:
-    """Remove repeated key and value heads from every attention in ``block`` that can do without, in place.
-
-    Return whether anything changed.
+    """Remove the copies of key and value heads in the graph of ``block``, in place, for every attention that can read
+    each head once. Return whether anything changed.
     """
     targets = aten.scaled_dot_product_attention.default, ops.band_attention.default
     changed = [_read_once(block, target, 1) for target in targets]
@@ -225,6 +226,9 @@ def read_heads_once(block: Block) -> bool:
 
 
 def _read_once(block: Block, target: Any, tp: int) -> bool:
+    """Reduce the copies of key and value heads that attention operators of the kind ``target`` read in the graph of
+    ``block``, in place, to the fewest that split evenly over ``tp`` ranks. Return whether anything changed.
+    """
     changed = False
     for node in list(block.graph.nodes):
         if node.op != "call_function" or node.target is not target:
@@ -245,8 +249,8 @@ def _read_once(block: Block, target: Any, tp: int) -> bool:
 
 
 def _with_heads(graph: fx.Graph, value: fx.Node, times: int) -> fx.Node:
-    """Return the keys or values ``value`` with each head repeated ``times`` times, instead of as often as the model
-    repeats it.
+    """Append operators that compute the keys or values ``value`` with each head repeated ``times`` times, instead of as
+    often as the model repeats it; return the node.
     """
     found = repeated_heads(value)
     assert found is not None, value

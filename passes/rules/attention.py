@@ -53,9 +53,10 @@ def shard_attention(node: fx.Node) -> OpFactors:
     """Return the sharding rule of scaled dot-product attention.
 
     Batch dims and heads may be sharded. Query positions may be sharded if attention is not causal and the operator has
-    no second result (the fused kernels return a logsumexp). Keys and the width of heads must not be sharded, except in
-    the forms of context parallelism. Attention with dropout is not sharded. With grouped queries (``enable_gqa``),
-    query heads are sharded together with the key heads that they share.
+    no second result (the fused kernels return a logsumexp). Keys must not be sharded, unless queries, keys and values
+    are all sharded along the sequence and the ranks exchange keys and values. The width of heads must not be sharded.
+    Attention with dropout is not sharded. With grouped queries (``enable_gqa``), query heads are sharded together with
+    the key heads that they share.
     """
     if get_node_argument(node, "dropout_p"):
         return everything_whole(node)
@@ -98,7 +99,8 @@ def within_band(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``partition::band_attention``, where a query sees only keys within a range of
     positions.
 
-    Batch and heads may be sharded, and the sequence in the forms of context parallelism.
+    Batch and heads may be sharded. The sequence may be sharded if queries, keys and values all are; the ranks then
+    exchange keys and values.
     """
     query, key, _ = operands_of(node)
     heads, groups = get_meta_shape(query)[-3], get_meta_shape(key)[-3]
@@ -117,9 +119,7 @@ def within_band(node: fx.Node) -> OpFactors:
 @register_family("partition::context_attention")
 def over_ranks(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``partition::context_attention``, attention whose sequence is sharded over one mesh
-    axis.
-
-    Another axis may shard its batch and heads, not its sequence.
+    axis. Along another axis, its batch and heads may be sharded, but not its sequence.
     """
     return replace(within_band(node), forms={})
 
@@ -193,12 +193,12 @@ def _of_own_experts(local: Local) -> fx.Node:
 
 @register_family("_grouped_mm", "transformers::grouped_mm_fallback")
 def grouped_product(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of a grouped matrix product of rows ``[t, k]``, sorted by expert, with matrices ``[e, k,
-    n]``.
+    """Return the sharding rule of a grouped matrix product of rows ``[t, k]``, sorted by expert, with one matrix for
+    each expert, ``[e, k, n]``. Return ``None`` (no sharding) for operands of other dims.
 
-    ``t`` must not be sharded, because which rows an expert has depends on data. If the experts are sharded, a rank
-    computes the rows of its own experts and returns zeros for the rest, so the result is a partial sum. The form with
-    one batch of rows per expert ``[e, t, k]`` is sharded as a batched product. ``None`` (no sharding) for other forms.
+    ``t`` must not be sharded, because which rows an expert has depends on data. If the experts ``e`` are sharded, a
+    rank computes the rows of its own experts and returns zeros for the rest, so the result is a partial sum. With one
+    batch of rows per expert, ``[e, t, k]``, every dim may be sharded.
     """
     operands = operands_of(node)
     ranks = tuple(len(get_meta_shape(o)) for o in operands)
@@ -215,7 +215,7 @@ def grouped_product(node: fx.Node) -> OpFactors | None:
 
 
 def _own_experts(local: Local) -> fx.Node:
-    """Append a grouped product over this rank's experts to the graph, and return its node.
+    """Append a grouped product over the experts whose matrices this rank holds to the graph, and return its node.
 
     The rows of these experts are consecutive. They are moved to the front before the product and back after it; all
     other rows of the result are zero.
@@ -253,10 +253,10 @@ def _select_plain_kwargs(node: fx.Node) -> dict[str, object]:
 
 @register_family("histc")
 def shard_histogram(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``histc``.
+    """Return the sharding rule of ``histc``, which counts elements in bins.
 
-    If the value range is given, every dim may be sharded and the counts are partial sums. If the range comes from the
-    data, no dim may be sharded.
+    If the value range is given, every dim of the elements may be sharded and the counts are then partial sums. If the
+    range comes from the data, no dim may be sharded.
     """
     (x,) = operands_of(node)
     names = NAMES[: len(get_meta_shape(x))]

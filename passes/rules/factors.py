@@ -191,7 +191,9 @@ def _get_callable_target(node: fx.Node) -> Callable[..., Any]:
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the tensor operands of ``node``: every node in its args, then kwargs, depth first, once per occurrence."""
+    """Return the nodes that ``node`` reads: every node in its args, then kwargs, nested values depth first, once per
+    occurrence.
+    """
     found: list[fx.Node] = []
     for argument in (*node.args, *node.kwargs.values()):
         if isinstance(argument, fx.Node):
@@ -235,7 +237,7 @@ def with_operands(node: fx.Node, operands: Sequence[fx.Node]) -> tuple[tuple[Any
 
 
 def get_meta_tensor(node: fx.Node) -> Tensor:
-    """Return the meta tensor of ``node``."""
+    """Return the tensor without data (``node.meta["val"]``) that describes the result of ``node``."""
     tensor: Tensor = node.meta["val"]
     return tensor
 
@@ -245,7 +247,7 @@ def get_meta_shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def results_of(node: fx.Node) -> tuple[Tensor, ...]:
-    """Return the results of ``node`` as a tuple of meta tensors."""
+    """Return a tuple of tensors without data that describe the results of ``node``, one for each."""
     val = node.meta["val"]
     return tuple(v for v in val if isinstance(v, Tensor)) if isinstance(val, tuple | list) else (val,)
 

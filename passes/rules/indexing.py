@@ -121,8 +121,8 @@ def _gather_sharded(local: Local) -> fx.Node:
 
 @register_family("index_select")
 def index_select(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``index_select``: every dim may be sharded; along a sharded read dim the result is
-    partial.
+    """Return the sharding rule of ``index_select``: every dim may be sharded; if the read dim is, the result is a
+    partial sum.
     """
     x, index = operands_of(node)
     dim = as_dim(get_node_argument(node, "dim"), len(get_meta_shape(x)))
@@ -172,7 +172,7 @@ def shard_index(node: fx.Node) -> OpFactors | None:
     may be sharded.
 
     If there is one index, its dim of ``x`` may be sharded, too, and the result is then a partial sum. ``None`` (no
-    sharding) for masks, whose result size depends on data.
+    sharding) if an index is a boolean mask, because the result's size then depends on data.
     """
     x, *tensors = operands_of(node)
     indices = list(get_node_argument(node, "indices"))
@@ -209,9 +209,7 @@ def _index_sharded(local: Local) -> fx.Node:
 @register_family("index_put", "_unsafe_index_put")
 def index_put(node: fx.Node) -> OpFactors | None:
     """Return the sharding rule of ``x[i, :, j] = values``: dims without an index may be sharded, indexed dims must not
-    be.
-
-    ``None`` (no sharding) for masks.
+    be. ``None`` (no sharding) if an index is a boolean mask.
     """
     x, *rest = operands_of(node)
     tensors, values = rest[:-1], rest[-1]

@@ -81,10 +81,10 @@ def shard_linear_elementwise(node: fx.Node) -> OpFactors:
 
 @register_family("add", "sub", "subtract", "rsub")
 def shard_addition(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of an addition or subtraction: elementwise, and linear in both tensors together.
+    """Return the sharding rule of an addition or subtraction: every dim may be sharded, and the sum of two partial sums
+    is a partial sum.
 
-    Linear means that the sum of two partial sums is a partial sum. Adding a Python number is not linear, because every
-    rank would add it.
+    Adding a Python number to a partial sum is not allowed, because every rank would add it.
     """
     return shard_elementwise(node, mark_linear_together(2) if len(operands_of(node)) == 2 else ())
 
@@ -183,8 +183,8 @@ def shard_fill(node: fx.Node) -> OpFactors:
 def looked_up(node: fx.Node) -> OpFactors | None:
     """Return the sharding rule of ``bucketize`` and ``isin``, which look up each element in a second tensor.
 
-    The dims of the elements may be sharded; the second tensor must not. ``None`` (no sharding) if the elements are a
-    number.
+    The dims of the elements may be sharded; the second tensor must not be. ``None`` (no sharding) if a Python number
+    takes the place of the elements.
     """
     if not isinstance(node.args[0], fx.Node):
         return None
@@ -198,7 +198,8 @@ def shard_searchsorted(node: fx.Node) -> OpFactors | None:
     """Return the sharding rule of ``searchsorted``, which finds the position of each element in a sorted row.
 
     The last dim of the sorted tensor must not be sharded. If it has one row for each row of elements, the dims in front
-    may be sharded together with those of the elements. ``None`` (no sharding) if the elements are a number.
+    may be sharded together with those of the elements. ``None`` (no sharding) if a Python number takes the place of the
+    elements.
     """
     if len(node.args) < 2 or not isinstance(node.args[1], fx.Node):
         return None
@@ -212,7 +213,8 @@ def shard_searchsorted(node: fx.Node) -> OpFactors | None:
 def shard_glu(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``glu``, which multiplies the first half of a dim by the sigmoid of the second half.
 
-    All dims may be sharded. The split dim is sharded within each half, so that a rank has the matching parts of both.
+    All dims may be sharded. Each half of the split dim is divided over the ranks by itself, so that a rank has matching
+    parts of both.
     """
     (x,) = operands_of(node)
     rank = len(get_meta_shape(x))
@@ -254,9 +256,8 @@ def _local_filled(local: Local) -> fx.Node:
 
 @register_family("full_like", "zeros_like", "ones_like", "empty_like")
 def shard_full_like(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of operators that create a constant tensor of an operand's sizes.
-
-    Every dim may be sharded in the way of the operand, whose elements are not read.
+    """Return the sharding rule of operators that create a constant tensor of an operand's sizes, such as
+    ``zeros_like``: every dim may be sharded, in the result together with the operand.
     """
     names = NAMES[: len(node.meta["val"].shape)]
     return build_factor_rule(node, [names], [names])

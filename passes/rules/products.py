@@ -241,7 +241,9 @@ def shard_image_patches(node: fx.Node) -> OpFactors:
 
 @register_family("affine_grid_generator")
 def affine_grid(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``affine_grid_generator``: samples may be sharded."""
+    """Return the sharding rule of ``affine_grid_generator``: the dim of samples may be sharded, other dims must
+    not be.
+    """
     rank = len(node.meta["val"].shape)
     return build_factor_rule(
         node, [["n", None, None]], [["n", *[None] * (rank - 1)]], linear=FIRST, local=_local_affine_grid

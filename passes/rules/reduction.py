@@ -62,7 +62,7 @@ def dims_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def _count_result_elements(node: fx.Node) -> int:
-    """Return the number of elements of the operator's first result."""
+    """Return the number of elements of the first result of the operator ``node``."""
     return math.prod(results_of(node)[0].shape)
 
 

@@ -275,7 +275,8 @@ def _shard_getitem(node: fx.Node) -> OpFactors:
 
 
 def register_family(*names: str) -> Callable[[R], R]:
-    """Return a decorator that registers one rule function for several operators.
+    """Return a decorator that makes a function the sharding rule of several operators. The function gets a call's
+    ``fx.Node`` and returns its :class:`OpFactors`, or ``None`` for no sharding.
 
     ``names``: names of ATen operators (``view``, ``view.dtype``), or names with a namespace (``namespace::name``).
     """
@@ -346,10 +347,10 @@ def _text_rule(name: str, texts: tuple[str, ...], linear: tuple[frozenset[int], 
 
 
 def _name_of(target: Any) -> str:
-    """Return the name under which a rule is stored: ``namespace::name`` or ``namespace::name.overload``.
+    """Return the name under which the sharding rule of an operator is stored: ``namespace::name`` or
+    ``namespace::name.overload``. Raise :class:`RuleError` if there is no such operator.
 
-    ``target``: a name, an overload, an overload packet or a ``torch.library.custom_op``. Raise :class:`RuleError` if
-    there is no such operator.
+    ``target``: its name, an overload, an overload packet or a ``torch.library.custom_op``.
     """
     overload = getattr(target, "_opoverload", None)  # torch.library.custom_op
     if isinstance(overload, torch._ops.OpOverload):

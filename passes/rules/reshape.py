@@ -85,7 +85,9 @@ class _Side:
         self.at, self.left = -1, 1
 
     def advance_dim(self) -> bool:
-        """Go to the next dim of size greater than 1 if the current dim is used up; return whether there is one."""
+        """Go to the next dim of size greater than 1 if all factors of the current dim were split off; return whether
+        there is a dim to continue with.
+        """
         while self.left == 1:
             self.at += 1
             if self.at == len(self.sizes):
@@ -196,9 +198,8 @@ def shard_movedim(node: fx.Node) -> OpFactors:
 
 @register_family("expand", "expand_copy", "broadcast_to", "expand_as")
 def shard_expand(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``expand``: every dim may be sharded.
-
-    An added or expanded dim is sharded in the result only; the operand is then whole on every rank.
+    """Return the sharding rule of ``expand``: every dim of the result may be sharded. The operand is sharded with it,
+    but whole on every rank if the dim is added or expanded.
     """
     x, *like = operands_of(node)
     names = NAMES[: len(node.meta["val"].shape)]
@@ -213,7 +214,9 @@ def _local_expand(local: Local) -> fx.Node:
 
 @register_family("repeat", "tile")
 def shard_repeat(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``repeat``: a dim may be sharded by its elements or by its repetitions."""
+    """Return the sharding rule of ``repeat``: a dim may be sharded by its elements, or by the copies of all
+    elements.
+    """
     (x,) = operands_of(node)
     result = tuple(node.meta["val"].shape)
     if 0 in result:

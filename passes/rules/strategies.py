@@ -247,10 +247,10 @@ def _shard_factor(
 
 
 def _count_outer_and_inner(names: tuple[str, ...], factor: str, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return the product of the factor sizes in front of ``factor`` in a dim, and the product of those behind it.
+    """Return two integers, outer and inner, for ``factor``, one of the named sizes whose product is the size of a dim:
+    the product of the sizes in front of it, and that of the sizes behind it.
 
-    ``names``: the factors of the dim, outermost first. ``sizes``: the size of each factor by name. The dim then
-    consists of ``outer`` repetitions of the factor, and one step of the factor spans ``inner`` elements.
+    ``names``: the factors of the dim, outermost first. ``sizes``: the size of each factor by name.
     """
     outer = inner = 1
     at = names.index(factor)

@@ -106,7 +106,9 @@ class _CollectiveFunction(torch.autograd.Function):
 
 
 def _sum_over_ranks(ranks: Ranks, options: dict[str, Any]) -> Ranks:
-    """Return the sum of the ranks' tensors, once for each rank. ``options`` is not read."""
+    """Return the sum of the ranks' tensors, once for each rank. ``options``: the arguments of the collective, which are
+    not needed.
+    """
     return [torch.stack(ranks).sum(0) for _ in ranks]
 
 
@@ -274,10 +276,8 @@ class OperatorReference:
         self.tolerance = max(_TOLERANCE.get(t.dtype, 1e-9) for t in (*tensors, *self.results))
 
     def check(self, strategy: Strategy, num_ranks: int) -> list[str]:
-        """Run the operator with the layouts of ``strategy`` on ``num_ranks`` simulated ranks; return a message for each
-        difference.
-
-        Results and gradients are compared with those on one device. An empty list means that they agree.
+        """Run the operator with the layouts of ``strategy`` on ``num_ranks`` simulated ranks, and return a message for
+        each result or gradient that differs from that on one device. An empty list means that they agree.
         """
         layouts = (*strategy.operands, *strategy.results)
         for layout, tensor in zip(layouts, (*self.operands, *self.results), strict=True):
@@ -389,8 +389,8 @@ _GRADIENT = {"R": Layout("R"), "P": Layout("R"), "R'": Layout("P")}
 
 
 def _gradient_layout(layout: Layout) -> Layout:
-    """Return the layout of the gradient of a tensor with the given layout: a partial sum for one that all ranks read,
-    whole for a partial sum, and the same if it is sharded.
+    """Return the layout of the gradient of a tensor with the given layout: whole for a whole tensor and for a partial
+    sum, a partial sum for a whole tensor whose gradient is partial (``R'``), and the same for a sharded one.
     """
     return _GRADIENT.get(layout.kind, layout)
 

@@ -59,8 +59,8 @@ def count_classes(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) ->
     Args:
         build: the rewriter, to whose graph operators are appended.
         node: the call in the exported graph.
-        args: the positional arguments of the call, as nodes of the new graph.
-        kwargs: the keyword arguments of the call, likewise.
+        args: the positional arguments of the call, with nodes of the new graph.
+        kwargs: the keyword arguments of the call, with nodes of the new graph.
     """
     if node.target is ONE_HOT:
         return _one_hot(build, node, *args)
@@ -71,6 +71,8 @@ def _one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.Node:
     """Append ``one_hot`` of ``numbers`` with a fixed number of classes and return its node; if the model's number
     depends on the data, note a mask of the classes that the model has. Raise :class:`Unselectable` if no bound is
     known.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     size, bound = _known_size(node), bound_of(node.args[0])
     if size is None and bound is None:
@@ -86,7 +88,8 @@ def _count_occurrences(
     of the counts; if the model's number of classes depends on the data, note a mask of those that it has.
 
     ``weights``: the addend of each element, 1 if ``None``. ``minlength``: the smallest number of counts that the model
-    gets. Raise :class:`Unselectable` if no upper bound of the classes is known.
+    gets. Raise :class:`Unselectable` if no upper bound of the classes is known. ``build``: the rewriter, to whose graph
+    operators are appended.
     """
     least = minlength if isinstance(minlength, int) else 0
     size, bound = _known_size(node), bound_of(node.args[0])
@@ -109,10 +112,8 @@ def _count_occurrences(
 
 
 def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, least: int) -> fx.Node:
-    """Append a mask, of length ``bound``, of the classes that ``bincount`` or ``one_hot`` returns in the model. Return
-    it.
-
-    These are the classes up to the largest one in ``numbers``, and at least the first ``least``.
+    """Append a boolean mask, of length ``bound``, of the classes that ``bincount`` or ``one_hot`` returns in the model,
+    and return its node. These are the classes up to the largest one in ``numbers``, and at least the first ``least``.
 
     Args:
         build: the rewriter, to whose graph operators are appended.
@@ -130,6 +131,8 @@ def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, lea
 def _as_many(build: SelectedRows, made: fx.Node, mask: fx.Node) -> fx.Node:
     """Note that in the model the last dim of ``made`` has only the classes for which ``mask`` is true, and return
     ``made``. Raise :class:`Unselectable` if ``made`` already has a mask for another dim.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     if made in build.rows:  # rows that a mask selects, of classes of which another tells how many
         raise Unselectable

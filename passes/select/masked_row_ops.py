@@ -97,7 +97,8 @@ def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) ->
     ``condition``, marked as rows that it selects. Raise :class:`Unselectable` if ``condition`` is itself such a
     selection, or has no dims.
 
-    ``as_tuple``: return one node for each dim; otherwise one node whose last dim has the coordinates.
+    ``as_tuple``: return one node for each dim; otherwise one node whose last dim has the coordinates. ``build``: the
+    rewriter, to whose graph operators are appended.
     """
     if condition in build.rows or not condition.meta["val"].dim():
         raise Unselectable
@@ -118,7 +119,8 @@ def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.No
     the nodes.
 
     ``mask``: the flattened ``condition``. The nodes stand for the results of ``torch.where(condition)``: it is noted
-    that the model has only the rows that ``mask`` selects.
+    that the model has only the rows that ``mask`` selects. ``build``: the rewriter, to whose graph operators are
+    appended.
     """
     shape = tuple(condition.meta["val"].shape)
     inner = number = int(mask.meta["val"].shape[0])
@@ -142,6 +144,8 @@ def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[f
     sharded by tokens. If ``condition`` tests whether any of a token's k choices is a given expert, there is a row for
     each of the k choices; the choices are distinct, so every token is selected at most once, in the same order. The
     list is empty if ``condition`` does not test a router's choices, or is in this order already.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     found, along = chosen_by_any(condition), list[int]()
     if found is not None:
@@ -170,7 +174,8 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     new node, which keeps all rows, and note its mask.
 
     ``indices``: one entry for each dim of ``x``, ``None`` for a dim without an index. Return ``None`` if no mask is
-    involved. Raise :class:`Unselectable` if there is no form that keeps all rows.
+    involved. Raise :class:`Unselectable` if there is no form that keeps all rows. ``build``: the rewriter, to whose
+    graph operators are appended.
     """
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
     first, index = given[0]
@@ -213,7 +218,7 @@ def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Nod
     row. Return the new node, which keeps all rows.
 
     ``given``: the indices, each as (the dim of ``x`` that it indexes, its node). Raise :class:`Unselectable` for other
-    indices.
+    indices. ``build``: the rewriter, to whose graph operators are appended.
     """
     rows = build.rows[x]
     dim, index = given[0]
@@ -240,7 +245,7 @@ def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     Return the new node, which keeps all rows.
 
     ``indices``: one entry for each dim of ``x``, ``None`` for a dim without an index. Raise :class:`Unselectable` for
-    other indices.
+    other indices. ``build``: the rewriter, to whose graph operators are appended.
     """
     spread: list[Any] = []
     for i in indices:
@@ -257,7 +262,7 @@ def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
 def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
     """Rewrite ``masked_select(x, mask)``: broadcast ``x`` and ``mask``, and flatten them into one dim. Return the new
     node, which keeps all elements, and note its mask in ``build``. Raise :class:`Unselectable` if ``x`` or ``mask`` are
-    selected rows of another shape.
+    rows that another mask selects, unless both have one dim of the same size.
     """
     if x in build.rows or mask in build.rows:
         if x.meta["val"].shape != mask.meta["val"].shape or x.meta["val"].dim() != 1:
@@ -273,6 +278,8 @@ def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
 def take_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any:
     """Rewrite ``index_select(x, dim, index)``, where ``index`` holds coordinates of the true elements of a mask. Return
     the new node, which keeps all rows; ``None`` if the plain operator can be used.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     if x in build.rows or index.meta["val"].dim() != 1 or not x.meta["val"].dim():
         return None
@@ -309,6 +316,8 @@ def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values:
 def _guard_indices(build: SelectedRows, indices: Any) -> list[Any]:
     """Return ``indices`` with 0 in place of the entries of rows that the mask does not select, so that every index is
     valid. Entries without a mask, and ``None``, are unchanged.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     return [build.fill_with_harmless(i, 0) if i in build.rows else i for i in indices]
 
@@ -321,6 +330,7 @@ def _match_mask_coordinates(
 
     ``first``: the dim of ``x`` at which the indexed dims begin. Both results are empty unless the mask's dims have the
     sizes of ``x`` from dim ``first`` on. If they do, each row has a fixed position, and no index operator is needed.
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     places = [build.places.get(i) for i in indices]
     known = [place for place in places if place is not None]
@@ -335,7 +345,8 @@ def _broadcast_to_mask(build: SelectedRows, x: fx.Node, first: int, indices: lis
     """Append operators that give ``x[indices]`` by broadcasting ``x`` to one row for each element of a mask, and return
     the node. ``None`` if ``indices`` are not coordinates of the true elements of one mask that has the dims of ``x``.
 
-    ``first``: the dim of ``x`` at which the indexed dims begin.
+    ``first``: the dim of ``x`` at which the indexed dims begin. ``build``: the rewriter, to whose graph operators are
+    appended.
     """
     covered, along = _match_mask_coordinates(build, x, first, indices)
     if not along:
@@ -356,7 +367,7 @@ def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, acc
     their places. Return the new node. Raise :class:`Unselectable` if there is no form with static shapes.
 
     ``indices``: one entry for each dim of ``x``, ``None`` for a dim without an index; the others are a boolean mask, or
-    coordinates of its true elements.
+    coordinates of its true elements. ``build``: the rewriter, to whose graph operators are appended.
     """
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
     rows = build.rows.get(values)
@@ -406,6 +417,8 @@ def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, acc
 def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, **kwargs: Any) -> Any:
     """Rewrite ``index_add(x, dim, index, source)``, where one mask selects the rows of both ``index`` and ``source``.
     Return the new node. Raise :class:`Unselectable` if the operands have another form.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     if x in build.rows or build.find_common_rows(index).mask is not build.find_common_rows(source).mask:
         raise Unselectable
@@ -454,7 +467,7 @@ def _permute_coordinates(
     order into the order ``along``. Return the new node, or ``value`` if ``along`` is ascending.
 
     ``along``: the indices of the mask's dims in the wanted order. ``back``: permute from this order into ascending
-    order instead.
+    order instead. ``build``: the rewriter, to whose graph operators are appended.
     """
     if along == sorted(along):
         return value
@@ -471,6 +484,8 @@ def _permute_coordinates(
 def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
     """Rewrite ``x[indices] = values`` without an index operator, and return the new node. ``None`` unless the indices
     are coordinates of a mask's true elements and point to each position of ``x`` at most once.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     covered, along = _match_mask_coordinates(build, x, 0, indices)
     if not along:
@@ -510,6 +525,8 @@ def _at_most_one(condition: fx.Node, dim: int) -> bool:
 def _find_other_addend(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
     """Return the other addend if ``values`` is ``x[indices]`` plus another value, which can then be added to ``x``
     itself; ``None`` if ``values`` has another form.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     args: Any = values.args
     if values.target is not aten.add.Tensor or len(args) != 2 or values.kwargs:

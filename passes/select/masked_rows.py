@@ -51,6 +51,8 @@ aten = torch.ops.aten
 def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
     """Rewrite ``scatter_add`` of rows that a mask selects: rows that it does not select add zero at index 0. Return the
     new node. Raise :class:`Unselectable` if the operands have another form.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     if x in build.rows or build.find_common_rows(index, source).dim != dim % x.meta["val"].dim():
         raise Unselectable
@@ -64,6 +66,8 @@ def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.N
     the rows in order, so the selected ones are sorted to the front. Return the new node.
 
     Raise :class:`Unselectable` if the operands have another form.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     rows = build.find_common_rows(source)
     if x in build.rows or mask in build.rows or rows.dim != 0:
@@ -81,6 +85,7 @@ def _split_by_counts(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) 
     keeps all rows of ``x``, with a mask that is computed from the running sum of the sizes.
 
     ``sizes``: the size of each piece, each a node of ``item()``. Raise :class:`Unselectable` for other sizes.
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     counts = [size.args[0] for size in sizes if isinstance(size, fx.Node) and size.target in ITEMS]
     if x in build.rows or len(counts) != len(sizes):
@@ -109,6 +114,8 @@ def _split_by_counts(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) 
 def _concatenate_parts(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
     """Rewrite ``cat`` of ``parts`` along ``dim``, if a mask selects the rows of some of them along this dim. Return the
     new node; ``None`` if the plain operator can be used.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     rows, dim = [build.rows.get(part) for part in parts], dim % parts[0].meta["val"].dim()
     if all(r is not None and r.dim != dim for r in rows) or any(r is not None and r.dim != dim for r in rows):
@@ -122,7 +129,8 @@ def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None])
     ``None`` if they are something else. Each piece has all rows and a mask, so that one ``where`` for each piece
     suffices.
 
-    ``rows``: the mask of each part; ``None`` for a part without one.
+    ``rows``: the mask of each part; ``None`` for a part without one. ``build``: the rewriter, to whose graph operators
+    are appended.
     """
     cut = [build.pieces.get(r.mask) for r in rows if r is not None]
     if not cut or len(cut) != len(parts) or cut[0] is None:
@@ -141,6 +149,8 @@ def _cat_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
 
     If all parts have the same size, their rows are interleaved, so that the rows of one sample of the batch stay
     together.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     sizes = [int(part.meta["val"].shape[dim]) for part in parts]
     masks = [_mask_or_all(build, part, size) for part, size in zip(parts, sizes, strict=True)]
@@ -166,7 +176,10 @@ def _cat_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
 
 
 def _mask_or_all(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
-    """Return the mask of the rows of ``part``; a mask that is true for all ``size`` rows if it has none."""
+    """Return the mask of the rows of ``part``; a mask that is true for all ``size`` rows if it has none.
+
+    ``build``: the rewriter, to whose graph operators are appended.
+    """
     if part in build.rows:
         return build.rows[part].mask
     if size not in build.all_of:
@@ -512,7 +525,7 @@ class SelectedRows:
         return self._made[mask, kind]
 
     def count_selected(self, mask: fx.Node) -> fx.Node:
-        """Return a scalar node with the number of rows that ``mask`` selects."""
+        """Return a 0-dimensional node with the number of rows that ``mask`` selects (its true elements)."""
         return self.make_once(mask, "count", lambda: self.insert_call(aten.sum.default, mask))
 
     def number_selected(self, mask: fx.Node) -> fx.Node:
@@ -558,10 +571,10 @@ class SelectedRows:
         return mask
 
     def fill_with_harmless(self, value: fx.Node, number: float | None = None) -> fx.Node:
-        """Return ``value`` with the rows that its mask does not select set to ``number``.
+        """Return the node of ``value`` with the rows that its mask does not select set to ``number``, by default 1 for
+        floating-point types and 0 for integers; ``value`` itself if this is not needed.
 
-        The default is 1 for floating-point types and 0 for integers. Values that the model avoids by the selection,
-        such as a zero divisor or an index of -100, then cause no error.
+        Values that the model avoids by the selection, such as a zero divisor or an index of -100, then cause no error.
         """
         dtype = value.meta["val"].dtype
         number = int(dtype.is_floating_point) if number is None else number
@@ -570,7 +583,9 @@ class SelectedRows:
         return self.fill_unselected(value, number)
 
     def fill_unselected(self, value: fx.Node, number: float) -> fx.Node:
-        """Return ``value`` with the rows that its mask does not select set to ``number``."""
+        """Return the node of ``value`` with the rows that its mask does not select set to ``number``. The result has
+        the same mask.
+        """
         filled = self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), number)
         self.rows[filled], self._filled[filled] = self.rows[value], number
         return filled
@@ -586,7 +601,9 @@ class SelectedRows:
         return left_out if shape == [shape[0]] else self.insert_call(aten.reshape.default, left_out, shape)
 
     def zero_unselected(self, value: fx.Node) -> fx.Node:
-        """Return ``value`` with zeros in the rows that its mask does not select, as a node without a mask."""
+        """Return the node of ``value`` with zeros in the rows that its mask does not select. The result counts as a
+        value without a mask.
+        """
         return self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), 0)
 
     def find_common_rows(self, *values: Any) -> MaskedRows:
@@ -645,8 +662,8 @@ def _collect_nodes(args: Any) -> list[fx.Node]:
 
 
 def _of_all_rows(argument: Any) -> Any:
-    """Return the size with all rows kept if ``argument`` is a data-dependent size; any other argument unchanged. Raise
-    :class:`Unselectable` if that size is not known.
+    """Return ``argument``, or, if it is a size that depends on how many rows a mask selects, the size with all rows.
+    Raise :class:`Unselectable` if that size is not known.
     """
     if isinstance(argument, ComputedSize):
         if not isinstance(argument.all_rows, int):

@@ -138,7 +138,8 @@ def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> 
     and return its node. ``None`` if there is no such argument.
 
     ``args``, ``kwargs``: the arguments of ``node`` in the new graph. Numbers in lists, which are shapes, stay. Raise
-    :class:`Unselectable` if the operator has no form for tensors.
+    :class:`Unselectable` if the operator has no form for tensors. ``build``: the rewriter, to whose graph operators are
+    appended.
     """
     if not any(is_number(a) for a in (*args, *kwargs.values())):
         return None
@@ -178,7 +179,7 @@ def number_selected_rows(build: SelectedRows, mask: fx.Node, dtype: torch.dtype)
     """Append and return a node that gives each row that ``mask`` selects its index (0, 1, ...) among the selected rows.
     Rows that ``mask`` does not select have arbitrary values.
 
-    ``dtype``: the type of the indices.
+    ``dtype``: the type of the indices. ``build``: the rewriter, to whose graph operators are appended.
     """
     made = build.insert_call(aten.sub.Tensor, build.number_selected(mask), 1)
     made = made if dtype == _WHOLE else build.insert_call(aten.to.dtype, made, dtype)
@@ -193,6 +194,8 @@ def _is_real(node: fx.Node) -> bool:
 def _as_tensor(build: SelectedRows, given: Any, dtype: torch.dtype | None) -> fx.Node:
     """Return ``given`` (a node or a Python number) as a node of type ``dtype``; ``None`` as type keeps a node's type.
     Raise :class:`Unselectable` if ``given`` is ``None``.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     if given is None:
         raise Unselectable

@@ -34,6 +34,8 @@ _IGNORED = -100
 def _compute_full_mean(build: SelectedRows, x: fx.Node, *, dtype: Any = None) -> Any:
     """Rewrite the mean over all dims of ``x``, rows that a mask selects, so that it leaves out other rows. Return the
     new node.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     return _mean_over(build, x, None, dtype=dtype)
 
@@ -41,6 +43,8 @@ def _compute_full_mean(build: SelectedRows, x: fx.Node, *, dtype: Any = None) ->
 def _mean_over(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """Rewrite the mean of ``x``, rows that a mask selects, over ``dims`` (all if empty), so that it leaves out other
     rows. Return the new node; ``None`` if the mean is not over the rows.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     over = _find_reduced_dims(build, x, dims)
     if over is None:
@@ -52,6 +56,8 @@ def _mean_over(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False
 def _find_reduced_dims(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] | None:
     """Return the dims, as nonnegative indices, that a reduction of ``x`` over ``dims`` removes (all if ``dims`` is
     empty); ``None`` if the dim of the rows that a mask selects is not among them.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     rank = x.meta["val"].dim()
     dims = [dims] if isinstance(dims, int) else dims
@@ -62,6 +68,8 @@ def _find_reduced_dims(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] 
 def _count_selected_elements(build: SelectedRows, x: fx.Node, over: list[int]) -> fx.Node:
     """Append and return a node with the number of elements that a reduction of ``x`` over the dims ``over`` combines,
     counting only rows that the mask of ``x`` selects.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     rows, sizes = build.rows[x], x.meta["val"].shape
     others = math.prod(sizes[d] for d in over if d != rows.dim)
@@ -117,7 +125,10 @@ def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
 
 
 def _take_square_root(build: SelectedRows, x: fx.Node) -> fx.Node:
-    """Return the square root of ``x`` with a gradient of zero at zero, where that of ``sqrt`` is infinite."""
+    """Return the square root of ``x`` with a gradient of zero at zero, where that of ``sqrt`` is infinite.
+
+    ``build``: the rewriter, to whose graph operators are appended.
+    """
     none = build.insert_call(aten.eq.Scalar, x, 0)
     root = build.insert_call(aten.sqrt.default, build.insert_call(aten.masked_fill.Scalar, x, none, 1))
     return build.insert_call(aten.masked_fill.Scalar, root, none, 0)
@@ -201,6 +212,8 @@ def _extreme_place(target: Any, number: Callable[[Tensor], float]) -> Callable[.
 def _nth_place(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
     """Append a node that converts row indices in ``place`` to indices among the rows that the mask of ``x`` selects,
     and return it.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     nth = build.insert_call(aten.sub.Tensor, build.number_selected(build.rows[x].mask), 1)
     flat = build.insert_call(aten.reshape.default, place, [place.meta["val"].numel()])
@@ -252,6 +265,8 @@ def _make_softmax_rule(target: Any) -> Callable[..., Any]:
 def _compute_cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) -> Any:
     """Append the running sum along rows that a mask selects, where other rows count as zero, and return its node;
     ``None`` if ``dim`` is another dim. Raise :class:`Unselectable` if the rows are in another order than in the model.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     if _find_reduced_dims(build, x, dim) is None:
         return None
@@ -293,6 +308,8 @@ def _reduced_terms(target: Any, position: int) -> Callable[..., Any]:
 def _apply_reduction(build: SelectedRows, terms: fx.Node, reduction: int) -> Any:
     """Append the sum or mean of ``terms``, as torch's code ``reduction`` says, and return its node; ``terms`` itself if
     the code means no reduction.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     if reduction == NONE:
         return terms
@@ -342,6 +359,8 @@ def _broadcast_operands(build: SelectedRows, operands: Any) -> Any:
     """Rewrite ``broadcast_tensors`` where a mask selects the rows of some ``operands``; return the nodes of the
     results, which all have this mask. Raise :class:`Unselectable` if the operands have different masks, or if one has
     all rows.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     shape = torch.broadcast_shapes(*(o.meta["val"].shape for o in operands))
     wide = []

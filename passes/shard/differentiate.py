@@ -146,15 +146,16 @@ class JointSubgraph:
 
 @dataclass(frozen=True)
 class Differentiated:
-    """The functions of a block that a rank runs: forward, backward, and backward in two halves.
+    """The functions of a block (a piece of the model, such as a layer) that a rank runs: forward, backward, and
+    backward in two halves.
 
     ``forward(*states, *inputs) -> (*outputs, *saved)``; ``backward(*saved, *grads of grad_outputs) -> (*grads of
     grad_inputs, *grads of grad_states)``; ``backward_input(*saved, *grads) -> (*grads of grad_inputs, *carried)``;
     ``backward_weight(*carried) -> grads of grad_states``. States are the block's parameters, buffers and constants.
 
-    ``num_outputs``: the number of the block's outputs. ``saved``: names of the nodes of the joint graph of forward and
-    backward that forward keeps for backward. ``grad_outputs``, ``grad_inputs`` and ``grad_states``: positions of the
-    outputs, inputs and states that have a gradient. A gradient of ``None`` is zero.
+    ``num_outputs``: the number of the block's outputs. ``saved``: names of the forward nodes whose values backward
+    reads. ``grad_outputs``, ``grad_inputs`` and ``grad_states``: indices of the outputs, inputs and states that have a
+    gradient. A gradient of ``None`` is zero.
     """
 
     forward: JointSubgraph
@@ -270,10 +271,9 @@ def joint_of(
 
 
 def _build_derivative_error(block: Block, error: RuntimeError) -> Exception:
-    """Return the exception to raise after torch failed to differentiate ``block``.
-
-    It is an :class:`UnsupportedError` that names the operator without a derivative; ``error`` itself if torch failed
-    otherwise.
+    """Return the exception to raise after torch failed with ``error`` to differentiate ``block``, the graph of a piece
+    of the model. It is an :class:`UnsupportedError` that names the operator without a derivative; ``error`` itself if
+    torch failed otherwise.
     """
     named = _NO_DERIVATIVE.search(str(error))
     if named is None:
@@ -297,7 +297,9 @@ def _is_mutating_node(node: fx.Node) -> bool:
 
 
 def _functionalize_graph(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.GraphModule:
-    """Return ``traced`` without operators that write into their operands."""
+    """Return ``traced`` as a graph without operators that write into their operands. ``arguments``: tensors like its
+    inputs.
+    """
 
     def run(*flat: Tensor) -> list[Tensor | None]:
         interpreter = fx.Interpreter(traced)
@@ -364,7 +366,9 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention with the fused kernels of accelerators, which can be traced without an accelerator."""
+    """Return attention computed with the fused kernels of accelerators, which can be traced without an accelerator. The
+    arguments are those of ``scaled_dot_product_attention``.
+    """
     if attn_mask is None and q.shape[-1] == v.shape[-1]:
         flash: Sequence[Tensor] = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)
         return flash[0]
@@ -542,7 +546,7 @@ class CollectiveUse:
 
 
 def collectives_of(graph: fx.Graph) -> list[CollectiveUse]:
-    """Return the operators of ``graph`` that communicate, in order."""
+    """Return a description of each collective in ``graph`` that communicates, in order."""
     uses = []
     for node in graph.nodes:
         name = collective_name(node.target) if node.op == "call_function" else None

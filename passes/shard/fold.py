@@ -29,10 +29,10 @@ _SHARED = "shared"
 
 
 def fold(captured: Captured) -> FoldedModel:
-    """Return the model of a captured graph as blocks and calls of them.
+    """Return the model of a captured graph as blocks and calls of them. The captured graph is changed in place.
 
     A block is a piece of the model with one graph, such as a layer; a call is one run of a block with its own
-    parameters and inputs. Equal layers share one block. The captured graph is changed in place.
+    parameters and inputs. Equal layers share one block.
     """
     graph = captured.graph
     for node in graph.nodes:
@@ -190,8 +190,8 @@ def _before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[f
 
 
 def _mark_copied(graph: fx.Graph) -> None:
-    """Mark operators (``node.meta["copied"]``) that every reader computes itself because this is cheaper than storing
-    the result.
+    """Set ``node.meta["copied"]`` of each node of ``graph``: whether each part of the model that reads the operator's
+    result computes it by itself, because this is cheaper than storing the result.
 
     These are operators without operands, and the element indices of random numbers.
     """
@@ -233,8 +233,8 @@ class _Folder:
 
     ``shared``: groups of operators that become shared calls, which every pipeline stage may repeat. ``units``: groups
     that become the other calls, such as one for each layer. ``keys``: for each call, the key of its block in
-    ``blocks``; equal computations have equal keys. ``value_of``: the name of the value for every node that passes
-    between calls.
+    ``blocks``; equal computations have equal keys. ``value_of``: for every node whose value passes between calls, the
+    name of the value.
     """
 
     def __init__(self, captured: Captured, shared: list[list[fx.Node]], units: list[Unit]) -> None:

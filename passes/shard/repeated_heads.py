@@ -74,7 +74,9 @@ class RepeatedHeads:
     times: int
 
     def build(self, graph: fx.Graph) -> fx.Node:
-        """Append the operators for the tensor without copies of its heads to ``graph``, and return its node."""
+        """Append to ``graph`` the operators that compute the keys or values without copies of their heads, and return
+        the last node.
+        """
         made, given = self.source, self.source.meta.get("grad")
         for step in self.steps:
             if isinstance(step, fx.Node):
@@ -88,7 +90,9 @@ class RepeatedHeads:
 
 
 def repeated_heads(value: fx.Node) -> RepeatedHeads | None:
-    """Return how the heads of ``value``, ``[..., heads, positions, d]``, are repeated; ``None`` if they are not."""
+    """Return how the heads of the node ``value``, keys or values ``[..., heads, positions, d]``, were repeated;
+    ``None`` if they were not.
+    """
     chain: list[fx.Node] = []
     node = value
     while (place := _find_repeated_dim(node)) is None:
@@ -117,7 +121,9 @@ def repeated_heads(value: fx.Node) -> RepeatedHeads | None:
 
 
 def _find_repeated_dim(node: fx.Node) -> _RepeatedDim | None:
-    """Return where ``node`` repeats its operand along one dim; ``None`` if it does not."""
+    """Return along which dim, and how often, ``node`` repeats its operand; ``None`` if it does not repeat along exactly
+    one dim.
+    """
     if node.op != "call_function":
         return None
     if node.target is aten.repeat_interleave.self_int:
@@ -155,9 +161,8 @@ def _find_dim_order(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _reshape_repeated_dim(place: _RepeatedDim, after: Sequence[int]) -> _RepeatedDim | None:
-    """Return where the copies are after a reshape to ``after``; ``None`` if a dim of the result splits the copies.
-
-    ``place``: where the copies are before. ``after``: the shape that the reshape gives.
+    """Return where the copies of slices are in a repeated tensor after a reshape to the sizes ``after``; ``None`` if a
+    dim of the result splits the copies. ``place``: where they are before the reshape.
     """
     before = math.prod(place.shape[: place.dim]) * place.outer  # slices that are repeated
     reached = 1
@@ -173,7 +178,9 @@ def _reshape_repeated_dim(place: _RepeatedDim, after: Sequence[int]) -> _Repeate
 
 
 def _reshaped_from(node: fx.Node, dims: tuple[int, ...]) -> fx.Node | None:
-    """Return ``node``, or the node it was reshaped from, that has the shape ``dims``; ``None`` if there is none."""
+    """Return the node of shape ``dims`` among ``node`` and the nodes that it was reshaped from; ``None`` if there is
+    none.
+    """
     while get_meta_shape(node) != dims:
         if node.op != "call_function" or node.target not in _RESHAPES:
             return None

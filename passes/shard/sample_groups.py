@@ -47,12 +47,12 @@ class Recurrences:
 
 
 def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) -> Recurrences:
-    """Rewrite the buffer updates in the graph of one group of samples so that the groups' addends can be summed in any
-    order.
+    """Rewrite, in place, the buffer updates in the graph of one group of samples so that the values of all groups can
+    be summed in any order. Return the updates.
 
-    The graph is changed in place; the updates are returned. ``num_groups``: the number of groups in a step. ``apart``:
-    the nodes whose values differ between groups, because they depend on samples or random numbers. Raise
-    :class:`UnsupportedError` for a buffer whose update needs the result of the previous group in another way.
+    ``num_groups``: the number of groups in a step. ``apart``: the nodes whose values differ between groups, because
+    they depend on samples or random numbers. Raise :class:`UnsupportedError` for a buffer whose update needs the result
+    of the previous group in another way.
     """
     found = Recurrences(dict(group.updates))
     if num_groups == 1 or not group.updates:

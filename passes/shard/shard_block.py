@@ -291,7 +291,8 @@ assert _STEPS.keys() == RESHARDS.keys()
 
 
 def fuse_bias(block: Block) -> Block:
-    """Return a copy of ``block`` in which a matrix product and the addition of a bias to it are one operator.
+    """Return a copy of ``block``, a piece of the model with one graph, in which a matrix product and the addition of a
+    bias to it are one operator.
 
     ``linear(x, w) + b`` becomes ``linear(x, w, b)``, and ``mm(x, w) + b`` becomes ``addmm(b, x, w)``.
     """

@@ -274,7 +274,8 @@ def _join_value_elements(value: HookValue) -> HookValue:
 
 def _join_object_elements(owner: Any) -> HookValue:
     """Return the kind of value that an element of the existing object ``owner`` can be for the analysis of hooks;
-    unknown for anything but a container with some elements. A tensor stands for its own elements.
+    unknown for anything but a container with a limited number of elements (at least one). A tensor stands for its own
+    elements.
     """
     if isinstance(owner, Tensor):
         return HookValue("known", (owner,))

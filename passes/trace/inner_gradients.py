@@ -242,7 +242,7 @@ class _GradientBody:
         Args:
             tracer: records forward's operators.
             gradients: the replacements of torch's gradient functions in this trace.
-            grad_outputs: the gradient of each output; ``None`` for one that is not in the trace.
+            grad_outputs: the gradient of each output.
             create_graph: whether the gradients can be differentiated again.
         """
         values = [n.meta["val"] for n in self.given]
@@ -409,7 +409,7 @@ def _is_mutating_node(node: fx.Node) -> bool:
 
 
 def _functionalize_graph(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.GraphModule:
-    """Return ``traced`` as a graph in which no operator writes in place."""
+    """Return ``traced`` as a graph in which no operator writes in place. ``arguments``: tensors like its inputs."""
 
     def run(*flat: Tensor) -> list[Any]:
         return list(fx.Interpreter(traced).run(*flat, enable_io_processing=False))
@@ -511,7 +511,7 @@ def _compute_output_and_vjp(
     """Replace ``torch.func.vjp``: return the output of ``func`` and the function from output gradients to input
     gradients; with ``has_aux`` also the further result of ``func``.
 
-    ``argnums``: the indices of the arguments that are differentiated; ``None`` means all.
+    ``argnums``: the index or indices of the arguments that are differentiated; ``None`` means all.
     """
     with torch.enable_grad():
         primals, chosen = _separate_arguments(primals, argnums)

@@ -36,8 +36,8 @@ _MOST_TOLD = 1 << 16  # of a value that is told by them
 
 
 def switch_caches_off(model: nn.Module) -> tuple[Any, ...]:
-    """Set ``use_cache`` to False in every configuration object that the model's modules hold. Return those in which it
-    was True.
+    """Set ``use_cache`` to False in every configuration object that the model's modules hold. Return a tuple of those
+    in which it was True.
     """
     found = []
     for module in model.modules():

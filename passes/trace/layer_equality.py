@@ -410,7 +410,9 @@ class ParkedParameters:
         return lent
 
     def take_back(self, lent: list[tuple[nn.Module, Any]]) -> None:
-        """Undo :meth:`lend`. ``lent``: what it returned."""
+        """Take the lent parameters out of a module again. ``lent``: what :meth:`lend` returned, (submodule, its former
+        parameter table) for each submodule.
+        """
         for part, away in lent:
             part.__dict__["_parameters"] = away
 

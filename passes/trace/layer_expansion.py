@@ -113,9 +113,8 @@ def expand_layer_operators(
 
 
 def in_order(captured: Captured, names: Iterable[str]) -> Captured:
-    """Return ``captured`` with its states and their placeholders sorted by their position in ``names``.
-
-    States whose names are not in ``names`` come last.
+    """Return ``captured`` with its states (parameters, buffers, constants) and their placeholders sorted by the
+    position of the state's name in ``names``; others come last. The graph is changed in place.
     """
     place = {name: i for i, name in enumerate(dict.fromkeys(names))}
     last = len(place)

@@ -269,7 +269,9 @@ class Repeats:
         return self
 
     def without(self, refused: Sequence[ModuleGroup]) -> Repeats:
-        """Return an object for another trace that has all these groups of equal modules except the ``refused`` ones."""
+        """Return an object for another trace of the model that has all these groups of equal modules except the
+        ``refused`` ones, and no facts about calls.
+        """
         names = {group.names for group in refused}
         return Repeats([g for g in self.groups if g.names not in names])
 

@@ -337,7 +337,9 @@ def _spelled_out() -> dict[Any, Callable[..., Any]]:
 
 
 class ConvolutionGeometry(NamedTuple):
-    """Parameters of a convolution, in the order in which torch's operators take them."""
+    """Parameters of a convolution, in the order in which torch's operators take them. ``stride``, ``padding``,
+    ``dilation`` and ``output_padding`` have one entry for each dim of positions.
+    """
 
     stride: list[int]
     padding: list[int]
@@ -378,9 +380,9 @@ class _KeepingValues(fx.Interpreter):
 
 
 def _check_effects(graph: fx.Graph, seeds: Sequence[fx.Node]) -> None:
-    """Raise :class:`NotAffine` if ``graph`` has side effects: random draws, or in-place writes to tensors it did not
-    make. Remove the final writes to the placeholders ``seeds``, which a graph without in-place operators has at its
-    end.
+    """Raise :class:`NotAffine` if ``graph`` has side effects: it draws random numbers, or writes in place to tensors
+    that it did not make. Remove the final writes to the placeholders ``seeds``, which a graph without other in-place
+    operators has at its end.
     """
     for node in list(graph.nodes):
         if not isinstance(node.target, torch._ops.OpOverload):

@@ -54,8 +54,8 @@ def choose_saved_nodes(
 
 
 def insert_recomputed_nodes(body: Sequence[fx.Node], remade: set[fx.Node], order: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the operators ``body`` with the forward nodes that they need computed again, each right before its first
-    reader, so that it is in memory only briefly.
+    """Return the operators ``body`` with the forward nodes that they need computed again, each right before the first
+    operator that reads it, so that it is in memory only briefly.
 
     ``body``: operators of backward, in order. ``remade``: all forward nodes that backward computes again. ``order``:
     the nodes of the graph of forward and backward, in order.

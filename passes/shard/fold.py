@@ -172,7 +172,8 @@ def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[f
 
 
 def _before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Return the operators ``nodes`` with each needed operator of ``free`` inserted just before its first reader.
+    """Return the operators ``nodes`` with each needed operator of ``free`` inserted just before the first one that
+    reads its result.
 
     ``free``: maps each operator that may be inserted to its position in the graph.
     """

@@ -309,8 +309,8 @@ def fuse_bias(block: Block) -> Block:
 
 
 def _can_fuse_bias(product: object, bias: object, node: fx.Node) -> bool:
-    """Return whether ``node``, the sum of ``product`` and ``bias``, can become one operator with the product: the
-    product has no other reader, and the bias is a vector over its last dim, of the same type.
+    """Return whether ``node``, the sum of ``product`` and ``bias``, can become one operator with the product: nothing
+    else reads the product, and the bias is a vector over its last dim, of the same type.
     """
     if not (isinstance(product, fx.Node) and isinstance(bias, fx.Node)) or len(product.users) != 1:
         return False

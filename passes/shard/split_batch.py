@@ -266,8 +266,8 @@ def _localise_data_collectives(model: FoldedModel, num_microbatches: int) -> Non
 
 
 def _describe_combining_operator(model: FoldedModel, block: Block, node: fx.Node) -> str:
-    """Return a text that names the operator which combines samples: the collective ``node`` itself or the first reader
-    of its result. ``block``: the graph that contains ``node``.
+    """Return a text that names the operator which combines samples: the collective ``node`` itself or the first
+    operator that reads its result. ``block``: the graph that contains ``node``.
     """
     reader = node if collective_name(node.target) in _ADDING else _find_first_reader(model, block, node) or node
     where = f"{reader.meta.get('path') or 'the model'} ({reader.meta.get('source') or 'source unknown'})"

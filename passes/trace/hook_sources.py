@@ -36,8 +36,8 @@ _MOST_OBJECTS, _MOST_DEPTH, _MOST_ROUNDS = 256, 6, 8
 class HookValue:
     """What a value in a hook's source can be, as the analysis of hooks knows it without running the hook.
 
-    ``kind``: ``given`` (an argument of the hook, or a view of it), ``model`` (a module or what it holds), ``known``
-    (one of ``objects``, which exist already), ``fresh`` (what the hook makes), ``none`` (``None``) or ``unknown``.
+    ``kind``: whether it is an argument of the hook or a view of one, a module or what it holds, one of ``objects``
+    (which exist already), a new value that the hook makes, ``None``, or unknown.
     """
 
     kind: Kind
@@ -118,8 +118,8 @@ _PLAIN = (str, bytes, int, float, complex, bool, torch.dtype, torch.device, torc
 
 
 def _of_object(value: Any) -> HookValue:
-    """Return the kind of value that an existing object is for the analysis of hooks: ``NONE``, ``FRESH`` for a number,
-    text or the like, else the object itself.
+    """Return the kind of value that an existing object is for the analysis of hooks: that of ``None``, that of a new
+    value for a number, text or the like, else the object itself.
     """
     if value is None:
         return NONE

@@ -39,8 +39,8 @@ def find_shared_factors(
     Return four things: the size of each factor by name, the names for each dim of ``source``, those for each dim of
     ``target``, and the names that only one of the two shapes has, which must not be sharded.
 
-    >>> find_shared_factors((8, 4), (2, 16)) ({'d0': 2, 'd1': 4, 'd2': 4}, (('d0', 'd1'), ('d2',)), (('d0',), ('d1',
-    'd2')), frozenset())
+    >>> find_shared_factors((8, 4), (2, 16))
+    ({'d0': 2, 'd1': 4, 'd2': 4}, (('d0', 'd1'), ('d2',)), (('d0',), ('d1', 'd2')), frozenset())
     """
     sides = (_Side(source), _Side(target))
     sizes: dict[str, int] = {}

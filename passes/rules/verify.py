@@ -91,7 +91,9 @@ def _run_collective(name: str, node: fx.Node, env: dict[fx.Node, list[Any]], axe
 
 
 class _CollectiveFunction(torch.autograd.Function):
-    """Runs a collective of a group of simulated ranks, given the tensor of each rank, and in backward its transpose."""
+    """Autograd function that runs a collective, such as an all-gather, on the tensors of a group of simulated ranks.
+    Its backward runs the collective's transpose on their gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, name: str, options: dict[str, Any], *ranks: Tensor) -> tuple[Tensor, ...]:

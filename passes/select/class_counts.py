@@ -150,8 +150,8 @@ def _known_size(node: fx.Node) -> int | None:
 
 
 def _takes_first(user: fx.Node, most: int) -> bool:
-    """Return whether the operator ``user`` reads at most the first ``most`` entries of its operand, or only asserts
-    their number.
+    """Return whether the operator ``user``, which reads the result of a count, needs at most its first ``most``
+    entries, or only asserts how many there are.
     """
     if user.target is not aten.slice.Tensor:
         return _is_asserted(user)
@@ -165,7 +165,7 @@ def _takes_first(user: fx.Node, most: int) -> bool:
 
 
 def _is_asserted(node: fx.Node) -> bool:
-    """Return whether ``node`` computes a Python number that only assertions read."""
+    """Return whether ``node`` is an assertion, or computes a Python number that only assertions read."""
     if isinstance(node.meta.get("val"), Tensor):
         return False
     return node.target in ASSERTS or all(_is_asserted(user) for user in node.users)

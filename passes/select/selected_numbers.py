@@ -34,7 +34,7 @@ class ComputedSize:
     """A number that the model computes from the data, such as the number of rows that a mask selects.
 
     ``node``: the 0-dimensional tensor of the rewritten graph that holds it; ``None`` if only assertions may read it.
-    ``all_rows``: the number if every row were selected, for static shapes; ``None`` if it is not known.
+    ``all_rows``: the number if the mask selected every row, for static shapes; ``None`` if it is not known.
     """
 
     node: fx.Node | None

@@ -556,7 +556,7 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
         return refuse
 
     class WatchedNode:
-        """An autograd node (``tensor.grad_fn``) that refuses hooks."""
+        """An autograd node (``tensor.grad_fn``) on which registering a hook raises :class:`UnsupportedError`."""
 
         register_hook, register_prehook = refused("grad_fn"), refused("grad_fn")
 

@@ -422,7 +422,7 @@ class ParkedParameters:
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            """Run forward, and note that it runs."""
+            """Run forward and return its result. While it runs, access to removed parameters raises an error."""
             self._running = True
             try:
                 return forward(*args, **kwargs)

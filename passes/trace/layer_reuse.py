@@ -83,7 +83,7 @@ class Journal(TorchFunctionMode):
         return result
 
     def mark(self) -> tuple[int, int]:
-        """Return the present numbers of entries and of known tensors; :meth:`sum_up` replaces the entries after
+        """Return (number of entries so far, number of known tensors); :meth:`sum_up` replaces the entries after
         that.
         """
         return len(self.entries), len(self._held)

@@ -132,10 +132,11 @@ class _Traced:
         return tuple(i for i, n in enumerate(self.results) if n is not None and not self.parts[n].zero)
 
     def transpose(self, seeds: Sequence[Tensor], changes: Sequence[Tensor]) -> list[Tensor]:
-        """Return the changes of the results, by the transposed matrix of the function, and then, for each index in
-        ``constant``, the part that does not depend on the incoming gradients.
+        """Return the changes of the results of a function, given ``changes`` of its inputs, by the transposed matrix of
+        its ``backward``; then, for each index in ``constant``, the part of the returned gradient that does not depend
+        on the incoming gradients.
 
-        ``seeds``: tensors like the incoming gradients. ``changes``: the changes of the inputs.
+        ``seeds``: tensors like the incoming gradients.
         """
         grads = [g.detach().requires_grad_() for g in seeds]
         env: dict[fx.Node, Any] = {**self.held, **dict(zip(self.seeds, grads, strict=True))}

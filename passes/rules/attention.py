@@ -53,9 +53,10 @@ def shard_attention(node: fx.Node) -> OpFactors:
     """Return the sharding rule of scaled dot-product attention.
 
     Batch dims and heads may be sharded. Query positions may be sharded if attention is not causal and the operator has
-    no second result (the fused kernels return a logsumexp). Keys and the width of heads must not be sharded, except in
-    the forms of context parallelism. Attention with dropout is not sharded. With grouped queries (``enable_gqa``),
-    query heads are sharded together with the key heads that they share.
+    no second result (the fused kernels return a logsumexp). Keys must not be sharded, unless queries, keys and values
+    are all sharded along the sequence and the ranks exchange keys and values. The width of heads must not be sharded.
+    Attention with dropout is not sharded. With grouped queries (``enable_gqa``), query heads are sharded together with
+    the key heads that they share.
     """
     if get_node_argument(node, "dropout_p"):
         return everything_whole(node)
@@ -98,7 +99,8 @@ def within_band(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``partition::band_attention``, where a query sees only keys within a range of
     positions.
 
-    Batch and heads may be sharded, and the sequence in the forms of context parallelism.
+    Batch and heads may be sharded. The sequence may be sharded if queries, keys and values all are; the ranks then
+    exchange keys and values.
     """
     query, key, _ = operands_of(node)
     heads, groups = get_meta_shape(query)[-3], get_meta_shape(key)[-3]
@@ -117,15 +119,14 @@ def within_band(node: fx.Node) -> OpFactors:
 @register_family("partition::context_attention")
 def over_ranks(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``partition::context_attention``, attention whose sequence is sharded over one mesh
-    axis.
-
-    Another axis may shard its batch and heads, not its sequence.
+    axis. Along another axis, its batch and heads may be sharded, but not its sequence.
     """
     return replace(within_band(node), forms={})
 
 
 def find_attention_band(node: fx.Node) -> Band | None:
-    """Return the range of positions, relative to a query, whose keys the attention ``node`` sees.
+    """Return the range of key positions, relative to the position of a query, that each query of the attention ``node``
+    sees.
 
     ``None`` if ``node`` is no attention, has a mask or dropout, is not four-dimensional, or broadcasts its keys.
     """
@@ -144,13 +145,18 @@ def find_attention_band(node: fx.Node) -> Band | None:
 
 
 def _context_forms(node: fx.Node) -> dict[str, Form]:
-    """Return the forms of an attention in which queries, keys and values are sharded along the sequence (dim 2), by
-    name.
+    """Return, by name, the ways to shard queries, keys and values of the attention ``node`` along the sequence (dim 2).
+    The names are ``all_gather`` and ``ring``, the ways to exchange keys and values.
     """
     return {name: Form("q", (2, 2, 2), (2, 2), partial(_over_ranks, name)) for name in CONTEXT_FORMS}
 
 
 def _over_ranks(algorithm: str, local: Local) -> fx.Node:
+    """Append an attention over a sequence that is sharded over the ranks to the graph, and return its node (its first
+    result if the replaced operator has only one).
+
+    ``algorithm``: how keys and values are exchanged, ``all_gather`` or ``ring``.
+    """
     seen = find_attention_band(local.node)
     assert seen is not None, local.node
     made = local.call(
@@ -168,11 +174,11 @@ def _over_ranks(algorithm: str, local: Local) -> fx.Node:
 
 @register_family("partition::expert_mm")
 def product_by_expert(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``partition::expert_mm``: rows ``[t, k]`` times their expert's matrix from ``[e, k,
-    n]``.
+    """Return the sharding rule of ``partition::expert_mm``: each row of ``[t, k]`` times the matrix of its expert, from
+    ``[e, k, n]``.
 
-    Every dim may be sharded. If the experts are sharded, a rank returns zeros for rows of other ranks' experts, so the
-    result is a partial sum.
+    Every dim may be sharded. If the experts ``e`` are sharded, a rank returns zeros for rows of other ranks' experts,
+    so the result is a partial sum.
     """
     lower = {"e": Lowering(_of_own_experts, PARTIAL, divides_work=True)}
     return build_factor_rule(node, ["tk", "ekn", "t"], ["tn"], linear=mark_linear_each(0, 1), lower=lower)
@@ -187,12 +193,12 @@ def _of_own_experts(local: Local) -> fx.Node:
 
 @register_family("_grouped_mm", "transformers::grouped_mm_fallback")
 def grouped_product(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of a grouped matrix product of rows ``[t, k]``, sorted by expert, with matrices ``[e, k,
-    n]``.
+    """Return the sharding rule of a grouped matrix product of rows ``[t, k]``, sorted by expert, with one matrix for
+    each expert, ``[e, k, n]``. Return ``None`` (no sharding) for operands of other dims.
 
-    ``t`` must not be sharded, because which rows an expert has depends on data. If the experts are sharded, a rank
-    computes the rows of its own experts and returns zeros for the rest, so the result is a partial sum. The form with
-    one batch of rows per expert ``[e, t, k]`` is sharded as a batched product. ``None`` (no sharding) for other forms.
+    ``t`` must not be sharded, because which rows an expert has depends on data. If the experts ``e`` are sharded, a
+    rank computes the rows of its own experts and returns zeros for the rest, so the result is a partial sum. With one
+    batch of rows per expert, ``[e, t, k]``, every dim may be sharded.
     """
     operands = operands_of(node)
     ranks = tuple(len(get_meta_shape(o)) for o in operands)
@@ -209,7 +215,7 @@ def grouped_product(node: fx.Node) -> OpFactors | None:
 
 
 def _own_experts(local: Local) -> fx.Node:
-    """Append a grouped product over this rank's experts to the graph, and return its node.
+    """Append a grouped product over the experts whose matrices this rank holds to the graph, and return its node.
 
     The rows of these experts are consecutive. They are moved to the front before the product and back after it; all
     other rows of the result are zero.
@@ -247,10 +253,10 @@ def _select_plain_kwargs(node: fx.Node) -> dict[str, object]:
 
 @register_family("histc")
 def shard_histogram(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``histc``.
+    """Return the sharding rule of ``histc``, which counts elements in bins.
 
-    If the value range is given, every dim may be sharded and the counts are partial sums. If the range comes from the
-    data, no dim may be sharded.
+    If the value range is given, every dim of the elements may be sharded and the counts are then partial sums. If the
+    range comes from the data, no dim may be sharded.
     """
     (x,) = operands_of(node)
     names = NAMES[: len(get_meta_shape(x))]
@@ -286,6 +292,12 @@ def shard_all_to_all(node: fx.Node) -> OpFactors:
 
 
 def _shard_cut_or_join(node: fx.Node, cut: int | None, joined: int | None) -> OpFactors:
+    """Return the sharding rule of a collective that splits dim ``cut`` of its operand over its ranks, or concatenates
+    the ranks' tensors along dim ``joined`` of its result; ``None`` if it does not.
+
+    All dims may be sharded along another mesh axis. A dim that is split or joined counts as n pieces of the shorter
+    size, where n is the collective's number of ranks.
+    """
     before, after = get_meta_shape(operands_of(node)[0]), tuple(node.meta["val"].shape)
     names = NAMES[: len(before)]
     sizes = {

@@ -30,11 +30,12 @@ MAX_SECTIONS = 64  # most equal sections by which an inner factor is sharded
 @hashed_once
 @dataclass(frozen=True)
 class Strategy:
-    """One way to run an operator on the ranks of one mesh axis: the layouts of its operands and results.
+    """One way to run an operator on the ranks of one mesh axis: the layout of each operand and result (sharded along a
+    dim, whole, or a partial sum).
 
-    ``factor``: the sharded factor (named loop dimension); ``None`` if no dim is sharded. ``sections``: the sizes of
-    parts of the factor that are sharded separately; ``()`` for one part. ``form``: the name of one of the operator's
-    :attr:`OpFactors.forms`, which shards more than one factor; empty for an ordinary strategy.
+    ``factor``: the sharded loop dimension of the operator, by name; ``None`` if no dim is sharded. ``sections``: the
+    sizes of parts of it that are each divided over all ranks; ``()`` for one part. ``form``: the name of one of the
+    operator's :attr:`OpFactors.forms`, which shards more than one loop dimension; empty for an ordinary strategy.
     """
 
     factor: str | None
@@ -52,13 +53,13 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Lowering:
-    """Special local operators for an operator with a sharded factor (named loop dimension).
+    """The local operators that replace an operator if one of its factors (named loop dimensions) is sharded and the
+    operator itself, run on the shards, would compute a wrong result.
 
-    They are needed if the operator itself, run on the shards, would compute a wrong result. ``build`` appends them to
-    the graph. ``result``: the layout of a result without the factor. ``collectives``: the name and the number of
-    elements per rank of each collective that forward and backward add. ``sections``: whether the factor may be cut into
-    parts that are sharded separately. ``divides_work``: whether each rank does only its share of the work although the
-    tensor shapes do not show it.
+    ``build`` appends them to the graph and returns the last node. ``result``: the layout of a result without the
+    factor. ``collectives``: the name and the number of elements per rank of each collective that forward and backward
+    add. ``sections``: whether the factor may be cut into parts that are each divided over all ranks. ``divides_work``:
+    whether each rank does only its share of the work although the tensor shapes do not show it.
     """
 
     build: Callable[[Local], fx.Node]
@@ -70,10 +71,12 @@ class Lowering:
 
 @dataclass(frozen=True)
 class Form:
-    """A way to run an operator that shards more than one factor, such as attention with sharded queries and keys.
+    """A way to run an operator that shards more than one of its loop dimensions, such as attention with sharded queries
+    and keys.
 
-    ``factor``: name of the factor (named loop dimension) whose size the ranks share. ``operands`` and ``results``: the
-    sharded dim of each tensor; ``None`` if it is not sharded. ``build`` appends the local operators to the graph.
+    ``factor``: the name of the loop dimension whose size the ranks share. ``operands`` and ``results``: for each
+    tensor, the index of the sharded dim; ``None`` if it is not sharded. ``build`` appends the local operators to the
+    graph and returns the last node.
     """
 
     factor: str
@@ -84,11 +87,11 @@ class Form:
 
 @dataclass(frozen=True)
 class Spans:
-    """Says which part of a factor (named loop dimension) each tensor of an operator has, as in ``split`` and ``cat``.
+    """Says which part of one loop dimension each tensor of an operator has, as in ``split`` and ``cat``.
 
-    ``factor``: its name. ``sections``: the lengths of the pieces into which the ends of all parts cut the factor.
-    ``operands`` and ``results``: the part that each tensor has, as (start, length); ``None`` for the whole factor. If
-    the factor is sharded, each of these sections, or a finer piece, is divided over all ranks by itself.
+    ``factor``: the name of the loop dimension. ``sections``: the lengths of the consecutive pieces into which the ends
+    of all parts cut it. ``operands`` and ``results``: the part that each tensor has, as (start, length) in elements;
+    ``None`` for all of it. If it is sharded, each of these pieces, or a finer one, is divided over all ranks by itself.
     """
 
     factor: str
@@ -99,14 +102,15 @@ class Spans:
 
 @dataclass(frozen=True)
 class OpFactors:
-    """The factor rule of one operator call: which dims may be sharded, and how the operator runs on one rank.
+    """The sharding rule of one operator call: which dims may be sharded, and how the operator runs on one rank. It is
+    stated by factors, the named loop dimensions of the operator, as in an einsum.
 
-    ``sizes``: the size of each factor (named loop dimension). ``operands`` and ``results``: the factors of every dim; a
-    dim larger than 1 without a factor is never sharded. ``whole``: factors that must not be sharded. ``linear``: sets
-    of operand positions; if exactly these operands are partial sums, so are the results. ``lower``: special local
-    operators by sharded factor. ``local``: appends the operator for local shapes, if its own arguments do not fit them.
-    ``spans``: a factor that some tensors have in part. ``forms``: further ways to run the operator with a sharded
-    sequence, by name.
+    ``sizes``: the size of each factor by name. ``operands`` and ``results``: for each tensor and dim, the names of its
+    factors; a dim larger than 1 without a factor is never sharded. ``whole``: factors that must not be sharded.
+    ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial sums, so are the
+    results. ``lower``: special local operators by sharded factor. ``local``: appends the operator for the shapes on one
+    rank, if its own arguments do not fit them. ``spans``: a factor that some tensors have in part. ``forms``: by name,
+    ways to run the operator that shard several dims.
     """
 
     sizes: Mapping[str, int]
@@ -130,10 +134,12 @@ class OpFactors:
 
 @dataclass(frozen=True)
 class Local:
-    """The context in which a rule appends the operators that one rank runs in place of ``node``.
+    """The context in which a sharding rule appends to ``graph`` the operators that one rank runs in place of the
+    operator call ``node``.
 
-    ``factors``: the factor rule of ``node``. ``strategy``: the layouts of its operands and results. ``operands``: the
-    local operands, in ``graph``. ``axis``, ``num_ranks``: the mesh axis that ``strategy`` shards along, and its size.
+    ``factors``: the sharding rule of ``node``. ``strategy``: the layouts of its operands and results. ``operands``: the
+    nodes in ``graph`` that hold this rank's operands. ``axis``, ``num_ranks``: the mesh axis that ``strategy`` shards
+    along, and its size.
     """
 
     node: fx.Node
@@ -145,13 +151,15 @@ class Local:
     graph: fx.Graph
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """Append the operator ``target`` with its meta value to the graph, and return its node."""
+        """Append a call of the operator ``target``, with its meta value, to the graph of this rank's operators, and
+        return its node.
+        """
         node = insert_operator_node(self.graph, target, args, kwargs, like=self.node)
         node.meta["grad"] = bool(node.meta.get("grad", True)) and is_differentiable(node.meta["val"])
         return node
 
     def copy(self, **changes: Any) -> fx.Node:
-        """Append the operator of ``node`` on the local operands, and return its node.
+        """Append the replaced operator on this rank's operands to the graph, and return its node.
 
         ``changes``: arguments to replace, by their names in the operator's schema.
         """
@@ -170,7 +178,9 @@ class Local:
         return local_shape(self.strategy.results[index], shape, self.num_ranks)
 
     def size(self, factor: str) -> int:
-        """Return the size of ``factor`` (a named loop dimension) on one rank."""
+        """Return the size of ``factor`` (a named loop dimension of the operator) on one rank; 1 if the rule has no such
+        factor.
+        """
         size = self.factors.sizes.get(factor, 1)
         return size // self.num_ranks if factor == self.strategy.factor else size
 
@@ -181,7 +191,9 @@ def _get_callable_target(node: fx.Node) -> Callable[..., Any]:
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the tensor operands of ``node``: every node in its args, then kwargs, depth first, once per occurrence."""
+    """Return the nodes that ``node`` reads: every node in its args, then kwargs, nested values depth first, once per
+    occurrence.
+    """
     found: list[fx.Node] = []
     for argument in (*node.args, *node.kwargs.values()):
         if isinstance(argument, fx.Node):
@@ -192,6 +204,7 @@ def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _collect_operands(argument: Any, found: list[fx.Node]) -> None:
+    """Append every graph node in ``argument``, which may be nested, to ``found``, depth first."""
     if isinstance(argument, fx.Node):
         found.append(argument)
     elif isinstance(argument, list | tuple):
@@ -203,10 +216,13 @@ def _collect_operands(argument: Any, found: list[fx.Node]) -> None:
 
 
 def with_operands(node: fx.Node, operands: Sequence[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the args and kwargs of ``node`` with its operands replaced, in the order of :func:`operands_of`."""
+    """Return the args and kwargs of ``node`` with its tensor operands replaced by ``operands``. The order is that of
+    the args, then the kwargs, nested values depth first.
+    """
     rest = iter(operands)
 
     def replaced(argument: Any) -> Any:
+        """Return ``argument`` with each graph node in it, at any depth, replaced by the next new operand."""
         if isinstance(argument, fx.Node):
             return next(rest)
         if isinstance(argument, tuple):
@@ -221,7 +237,7 @@ def with_operands(node: fx.Node, operands: Sequence[fx.Node]) -> tuple[tuple[Any
 
 
 def get_meta_tensor(node: fx.Node) -> Tensor:
-    """Return the meta tensor of ``node``."""
+    """Return the tensor without data (``node.meta["val"]``) that describes the result of ``node``."""
     tensor: Tensor = node.meta["val"]
     return tensor
 
@@ -231,7 +247,7 @@ def get_meta_shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def results_of(node: fx.Node) -> tuple[Tensor, ...]:
-    """Return the results of ``node`` as a tuple of meta tensors."""
+    """Return a tuple of tensors without data that describe the results of ``node``, one for each."""
     val = node.meta["val"]
     return tuple(v for v in val if isinstance(v, Tensor)) if isinstance(val, tuple | list) else (val,)
 
@@ -240,9 +256,8 @@ _parameters: dict[Any, dict[str, tuple[int, Any]]] = {}
 
 
 def get_node_argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """Return an argument of ``node`` by its name in the operator's schema, or the default in the schema.
-
-    ``default`` is returned if the schema has no argument of this name.
+    """Return an argument of the operator call ``node`` by its name in the operator's schema. If the call does not give
+    it, return the default in the schema; if the schema has no argument of this name, return ``default``.
     """
     if name in node.kwargs:
         return node.kwargs[name]
@@ -251,7 +266,9 @@ def get_node_argument(node: fx.Node, name: str, default: Any = None) -> Any:
 
 
 def _parameters_of(target: Any) -> dict[str, tuple[int, Any]]:
-    """Return the position (-1 if keyword-only) and default of each parameter of an operator, by name."""
+    """Return, for each parameter name of the operator ``target``, its position (from 0; -1 if keyword-only) and its
+    default.
+    """
     if target not in _parameters:
         schema = target._schema.arguments
         _parameters[target] = {a.name: (-1 if a.kwarg_only else i, a.default_value) for i, a in enumerate(schema)}
@@ -259,12 +276,15 @@ def _parameters_of(target: Any) -> dict[str, tuple[int, Any]]:
 
 
 def as_dim(dim: int, rank: int) -> int:
-    """Return ``dim`` as a nonnegative index; a negative one counts from the end of ``rank`` dims."""
+    """Return ``dim`` as a nonnegative index; a negative one counts from the end. ``rank``: the tensor's number
+    of dims.
+    """
     return dim + rank if dim < 0 else dim
 
 
 def as_dims(dims: Any, rank: int) -> tuple[int, ...]:
-    """Return the dims that an operator's argument names, as nonnegative indices of ``rank`` dims.
+    """Return the dims that an operator's argument ``dims`` names (an int or several), as nonnegative indices. ``rank``:
+    the tensor's number of dims.
 
     ``None`` and ``[]`` mean all dims. The result is empty for a 0-dimensional tensor.
     """
@@ -282,17 +302,18 @@ FIRST = (frozenset((0,)),)  # linear in the first operand
 
 
 def mark_linear_each(*positions: int) -> tuple[frozenset[int], ...]:
-    """Return the ``linear`` entry of a rule for an operator that is linear in each of these operands by itself.
+    """Return the ``linear`` entry of a sharding rule (a tuple of sets of operand positions) for an operator that is
+    linear in each operand at ``positions`` (from 0) by itself, such as a product.
 
-    A product is an example. A partial sum as one of these operands then gives a partial sum.
+    A partial sum as one of these operands then gives a partial sum.
     """
     return tuple(frozenset((p,)) for p in positions)
 
 
 def mark_linear_together(count: int) -> tuple[frozenset[int], ...]:
-    """Return the ``linear`` entry of a rule for an operator that is linear in all ``count`` operands together.
-
-    An addition is an example. If all operands are partial sums, the result is a partial sum.
+    """Return the ``linear`` entry of a sharding rule (a tuple of sets of operand positions) for an operator that is
+    linear in its first ``count`` operands together, such as an addition. If all of them are partial sums, so is the
+    result.
     """
     return (frozenset(range(count)),)
 
@@ -308,12 +329,13 @@ def build_factor_rule(
     local: Callable[[Local], fx.Node] | None = None,
     spans: Spans | None = None,
 ) -> OpFactors:
-    """Return a factor rule in which every dim has at most one factor (named loop dimension).
+    """Return the sharding rule of the operator call ``node``, in which every dim has at most one factor (named loop
+    dimension).
 
-    ``node``: the operator call. ``operands`` and ``results``: the factor of each dim of each tensor; ``None`` for a dim
-    that is never sharded. Factor sizes are taken from the tensors. Dims of size 1 have no factor. A name that has two
-    different sizes, as in a gather whose index is shorter than its source, is dropped. The other arguments are fields
-    of :class:`OpFactors`.
+    ``operands`` and ``results``: for each tensor, the name of each dim's factor; ``None`` for a dim that is never
+    sharded. Factor sizes are taken from the tensors. Dims of size 1 have no factor. A name that has two different
+    sizes, as in a gather whose index is shorter than its source, is dropped. The other arguments are fields of
+    :class:`OpFactors`.
     """
     cut = None if spans is None else spans.factor
     sizes = {} if spans is None else {spans.factor: sum(spans.sections)}
@@ -340,5 +362,5 @@ def build_factor_rule(
 
 
 def everything_whole(node: fx.Node) -> OpFactors:
-    """Return the rule that no tensor of the operator may be sharded."""
+    """Return the sharding rule of the operator call ``node`` that no tensor may be sharded."""
     return OpFactors({}, tuple(() for _ in operands_of(node)), tuple(() for _ in results_of(node)))

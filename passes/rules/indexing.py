@@ -34,10 +34,11 @@ rule("aten.one_hot", "... -> ... c!")
 
 
 def own_rows(local: Local, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
-    """Convert indices into a sharded dim to indices into this rank's part of it, which has ``rows`` rows.
+    """Convert indices into a dim that is sharded over the ranks to indices into this rank's part of it, which has
+    ``rows`` rows.
 
-    ``index``: the node of the indices into the whole dim. Append the operators and return two nodes: the local index (0
-    for rows of other ranks), and a mask that is true for rows of other ranks.
+    ``index``: the node of the indices into the whole dim. Append the operators to the graph of ``local`` and return two
+    nodes: the local index (0 for rows of other ranks), and a mask that is true for rows of other ranks.
     """
     rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
     shifted = local.call(aten.sub.Tensor, index, local.call(aten.mul.Tensor, rank, rows))
@@ -61,6 +62,9 @@ def shard_embedding(node: fx.Node) -> OpFactors:
 
 
 def _embedding_sharded(local: Local) -> fx.Node:
+    """Append an embedding in this rank's rows of a weight whose vocabulary is sharded, with zeros for ids of other
+    ranks, and return its node.
+    """
     weight, index = local.operands
     own, elsewhere = own_rows(local, index, local.size("v"))
     found = local.call(aten.embedding.default, weight, own)
@@ -72,10 +76,10 @@ def _embedding_sharded(local: Local) -> fx.Node:
 
 
 def name_matching_dims(operands: Sequence[fx.Node], dim: int) -> list[str | None]:
-    """Return a factor name for each dim other than ``dim`` with the same size in all operands, and ``None`` for other
-    dims.
+    """Return, for each dim, its factor name if all ``operands`` have the same size there, and ``None`` (must not be
+    sharded) for the others and for ``dim``.
 
-    ``None`` means that the dim must not be sharded; a smaller size is a part here, not a broadcast.
+    A smaller size is not a broadcast here: the operator reads a part.
     """
     sizes = zip(*(get_meta_shape(o) for o in operands), strict=True)
     return [NAMES[d] if d != dim and len({*s}) == 1 else None for d, s in enumerate(sizes)]
@@ -105,6 +109,9 @@ def shard_gather(node: fx.Node) -> OpFactors | None:
 
 
 def _gather_sharded(local: Local) -> fx.Node:
+    """Append a gather from this rank's part of the read dim, with zeros for indices in other ranks' parts, and return
+    its node.
+    """
     source, index = local.operands
     dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(source)))
     own, elsewhere = own_rows(local, index, get_meta_shape(source)[dim])
@@ -114,8 +121,8 @@ def _gather_sharded(local: Local) -> fx.Node:
 
 @register_family("index_select")
 def index_select(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``index_select``: every dim may be sharded; along a sharded read dim the result is
-    partial.
+    """Return the sharding rule of ``index_select``: every dim may be sharded; if the read dim is, the result is a
+    partial sum.
     """
     x, index = operands_of(node)
     dim = as_dim(get_node_argument(node, "dim"), len(get_meta_shape(x)))
@@ -127,6 +134,9 @@ def index_select(node: fx.Node) -> OpFactors:
 
 
 def _select_sharded(local: Local) -> fx.Node:
+    """Append an ``index_select`` from this rank's part of the read dim, with zeros for indices in other ranks' parts,
+    and return its node.
+    """
     source, index = local.operands
     dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(source)))
     own, elsewhere = own_rows(local, index, get_meta_shape(source)[dim])
@@ -135,16 +145,19 @@ def _select_sharded(local: Local) -> fx.Node:
 
 
 def _zero_rows(local: Local, x: fx.Node, where: fx.Node, dim: int) -> fx.Node:
-    """Append ``x`` with zeros where the mask ``where`` is true; the mask covers the dims of ``x`` from ``dim`` on."""
+    """Append ``x`` with zeros where the mask ``where`` is true, and return its node. The dims of the mask are those of
+    ``x`` from ``dim`` on.
+    """
     behind = len(get_meta_shape(x)) - dim - len(get_meta_shape(where))
     mask = local.call(aten.reshape.default, where, [*get_meta_shape(where), *[1] * behind]) if behind else where
     return local.call(aten.masked_fill.Scalar, x, mask, 0.0)
 
 
 def _index_dims(indices: Sequence[fx.Node | None], rank: int) -> tuple[int, list[str | None], list[int]]:
-    """Describe ``x[indices]``, where ``None`` in ``indices`` means a dim without an index.
+    """Describe ``x[indices]``. ``indices``: one entry for each dim of ``x``; ``None`` means a dim without an index.
+    ``rank``: the number of dims of ``x``.
 
-    Return the position of the first index dim in the result, the factor names of the broadcast index dims, and the dims
+    Return the position of the first index dim in the result, a name for each dim of the broadcast indices, and the dims
     of ``x`` that are indexed.
     """
     indexed = [d for d, i in enumerate(indices) if i is not None]
@@ -155,11 +168,11 @@ def _index_dims(indices: Sequence[fx.Node | None], rank: int) -> tuple[int, list
 
 @register_family("index", "_unsafe_index")
 def shard_index(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of ``x[i, :, j]``: dims without an index and the broadcast dims of the indices may be
-    sharded.
+    """Return the sharding rule of ``x[i, :, j]`` with index tensors: dims without an index and the dims of the indices
+    may be sharded.
 
-    If there is one index, its dim of ``x`` may be sharded, too, and the result is a partial sum. ``None`` (no sharding)
-    for masks, whose result size depends on data.
+    If there is one index, its dim of ``x`` may be sharded, too, and the result is then a partial sum. ``None`` (no
+    sharding) if an index is a boolean mask, because the result's size then depends on data.
     """
     x, *tensors = operands_of(node)
     indices = list(get_node_argument(node, "indices"))
@@ -179,6 +192,9 @@ def shard_index(node: fx.Node) -> OpFactors | None:
 
 
 def _index_sharded(local: Local) -> fx.Node:
+    """Append ``x[:, i]`` with this rank's part of the indexed dim, with zeros for indices in other ranks' parts, and
+    return its node.
+    """
     source, places = local.operands
     dim = next(d for d, i in enumerate(get_node_argument(local.node, "indices")) if i is not None)
     rows = get_meta_shape(source)[dim]
@@ -193,9 +209,7 @@ def _index_sharded(local: Local) -> fx.Node:
 @register_family("index_put", "_unsafe_index_put")
 def index_put(node: fx.Node) -> OpFactors | None:
     """Return the sharding rule of ``x[i, :, j] = values``: dims without an index may be sharded, indexed dims must not
-    be.
-
-    ``None`` (no sharding) for masks.
+    be. ``None`` (no sharding) if an index is a boolean mask.
     """
     x, *rest = operands_of(node)
     tensors, values = rest[:-1], rest[-1]
@@ -214,8 +228,8 @@ def index_put(node: fx.Node) -> OpFactors | None:
 
 @register_family("scatter", "scatter_add", "scatter_reduce")
 def shard_scatter(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``scatter``: the written dim must not be sharded; others may be if all operands
-    agree in size.
+    """Return the sharding rule of ``scatter``, ``scatter_add`` and ``scatter_reduce``: the written dim must not be
+    sharded; another dim may be if all operands have the same size there.
     """
     operands = operands_of(node)
     rank = len(get_meta_shape(operands[0]))

@@ -97,7 +97,8 @@ def classification_loss_and_weight(node: fx.Node) -> OpFactors:
 
 @register_family("multi_margin_loss", "multilabel_margin_loss_forward")
 def margin_loss(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of a margin loss, which has one term per sample over all of its classes.
+    """Return the sharding rule of ``multi_margin_loss`` and ``multilabel_margin_loss``, which have one term per sample
+    over all of its classes.
 
     The class dim must not be sharded. The sample dim may be sharded only if the terms are neither summed nor averaged.
     """
@@ -113,6 +114,9 @@ def margin_loss(node: fx.Node) -> OpFactors:
 
 @register_family("cosine_similarity")
 def cosine_similarity(node: fx.Node) -> OpFactors:
+    """Return the sharding rule of ``cosine_similarity``: the dim along which vectors are compared must not be sharded,
+    other dims may be.
+    """
     rank = max(len(get_meta_shape(o)) for o in operands_of(node))
     dim = as_dim(get_node_argument(node, "dim"), rank)
     names = NAMES[:rank]
@@ -123,11 +127,10 @@ def cosine_similarity(node: fx.Node) -> OpFactors:
 
 @register_family("partition::cross_entropy")
 def cross_entropy(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``partition::cross_entropy``, which has one term per row over all classes.
+    """Return the sharding rule of ``partition::cross_entropy``, which has one loss term per row over all classes.
 
     Rows may be sharded. If the classes are sharded, each rank computes the target's logit and the logsumexp of its own
-    classes with ``partition::target_and_logsumexp``, and an all-gather combines them. Only sharded graphs contain that
-    operator.
+    classes, and an all-gather over the ranks combines them.
     """
     logits, _ = operands_of(node)
     names = NAMES[: len(get_meta_shape(logits))]
@@ -140,6 +143,9 @@ def cross_entropy(node: fx.Node) -> OpFactors:
 
 
 def _cross_entropy_sharded(local: Local) -> fx.Node:
+    """Append the cross entropy of logits whose classes are sharded to the graph, and return the node of the loss terms,
+    which every rank has in full.
+    """
     logits, index = local.operands
     dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(logits)))
     own, elsewhere = own_rows(local, index, get_meta_shape(logits)[dim])

@@ -58,10 +58,11 @@ LINEAR = """
 
 
 def shard_elementwise(node: fx.Node, linear: Linear = ()) -> OpFactors:
-    """Return the sharding rule of an elementwise operator: every result dim may be sharded, and dims of size 1
+    """Return the sharding rule of an elementwise operator: every result dim may be sharded, and operand dims of size 1
     broadcast.
 
-    ``linear``: sets of operand positions. If the operands of one set are partial sums, the result is a partial sum.
+    ``linear``: sets of operand positions (from 0). If exactly the operands of one set are partial sums, the result is a
+    partial sum.
     """
     results = results_of(node)
     rank = len(results[0].shape)
@@ -80,10 +81,10 @@ def shard_linear_elementwise(node: fx.Node) -> OpFactors:
 
 @register_family("add", "sub", "subtract", "rsub")
 def shard_addition(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of an addition or subtraction: elementwise, and linear in both tensors together.
+    """Return the sharding rule of an addition or subtraction: every dim may be sharded, and the sum of two partial sums
+    is a partial sum.
 
-    Linear means that the sum of two partial sums is a partial sum. Adding a Python number is not linear, because every
-    rank would add it.
+    Adding a Python number to a partial sum is not allowed, because every rank would add it.
     """
     return shard_elementwise(node, mark_linear_together(2) if len(operands_of(node)) == 2 else ())
 
@@ -122,8 +123,7 @@ def shard_copy(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``copy(x, source)``, whose result has the shape and type of ``x`` and the data of
     ``source``.
 
-    Every dim may be sharded. If the type of ``x`` is floating-point or complex, a partial sum ``source`` gives a
-    partial sum.
+    Every dim may be sharded. If ``x`` is floating-point or complex and ``source`` is a partial sum, so is the result.
     """
     return shard_elementwise(node, mark_linear_each(1) if is_differentiable(node.meta["val"]) else ())
 
@@ -183,8 +183,8 @@ def shard_fill(node: fx.Node) -> OpFactors:
 def looked_up(node: fx.Node) -> OpFactors | None:
     """Return the sharding rule of ``bucketize`` and ``isin``, which look up each element in a second tensor.
 
-    The dims of the elements may be sharded; the second tensor must not. ``None`` (no sharding) if the elements are a
-    number.
+    The dims of the elements may be sharded; the second tensor must not be. ``None`` (no sharding) if a Python number
+    takes the place of the elements.
     """
     if not isinstance(node.args[0], fx.Node):
         return None
@@ -198,7 +198,8 @@ def shard_searchsorted(node: fx.Node) -> OpFactors | None:
     """Return the sharding rule of ``searchsorted``, which finds the position of each element in a sorted row.
 
     The last dim of the sorted tensor must not be sharded. If it has one row for each row of elements, the dims in front
-    may be sharded together with those of the elements. ``None`` (no sharding) if the elements are a number.
+    may be sharded together with those of the elements. ``None`` (no sharding) if a Python number takes the place of the
+    elements.
     """
     if len(node.args) < 2 or not isinstance(node.args[1], fx.Node):
         return None
@@ -212,7 +213,8 @@ def shard_searchsorted(node: fx.Node) -> OpFactors | None:
 def shard_glu(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``glu``, which multiplies the first half of a dim by the sigmoid of the second half.
 
-    All dims may be sharded. The split dim is sharded within each half, so that a rank has the matching parts of both.
+    All dims may be sharded. Each half of the split dim is divided over the ranks by itself, so that a rank has matching
+    parts of both.
     """
     (x,) = operands_of(node)
     rank = len(get_meta_shape(x))
@@ -229,17 +231,18 @@ def shard_glu(node: fx.Node) -> OpFactors:
     *(f"partition::{name}" for name in ("gamma", "poisson", "binomial", "gamma_grad", "dirichlet_grad")),
 )
 def shard_random_draw(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of counter-based random operators, such as ``partition::uniform``: every dim may be
+    """Return the sharding rule of this project's random operators, such as ``partition::uniform``: every dim may be
     sharded.
 
-    Each number depends only on the element's index in the whole tensor and on its own parameters.
+    Each number depends only on a seed, the element's index in the whole tensor and the element's own parameters.
     """
     return shard_elementwise(node)
 
 
 @register_family("full", "zeros", "ones", "empty", "new_full", "new_zeros", "new_ones", "new_empty", "scalar_tensor")
 def shard_full(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of operators that create a constant tensor from given sizes: every dim may be sharded.
+    """Return the sharding rule of operators that create a constant tensor from given sizes, such as ``zeros``: every
+    dim may be sharded.
 
     Tensor operands only give the type and are not sharded.
     """
@@ -253,9 +256,8 @@ def _local_filled(local: Local) -> fx.Node:
 
 @register_family("full_like", "zeros_like", "ones_like", "empty_like")
 def shard_full_like(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of operators that create a constant tensor of an operand's sizes.
-
-    Every dim may be sharded in the way of the operand, whose elements are not read.
+    """Return the sharding rule of operators that create a constant tensor of an operand's sizes, such as
+    ``zeros_like``: every dim may be sharded, in the result together with the operand.
     """
     names = NAMES[: len(node.meta["val"].shape)]
     return build_factor_rule(node, [names], [names])
@@ -263,14 +265,16 @@ def shard_full_like(node: fx.Node) -> OpFactors:
 
 @register_family("arange")
 def shard_arange(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``arange``: it may be sharded.
-
-    Each rank creates a sequence of its local length and adds the offset of its shard.
+    """Return the sharding rule of ``arange``: its dim may be sharded. Each rank creates its own part of the
+    sequence.
     """
     return build_factor_rule(node, [], [NAMES[:1]], local=_local_arange)
 
 
 def _local_arange(local: Local) -> fx.Node:
+    """Append this rank's part of an ``arange`` to the graph, and return its node. With sections (parts that are each
+    divided over all ranks) or zigzag shards, several pieces are concatenated.
+    """
     val = local.node.meta["val"]
     start, step = get_node_argument(local.node, "start", 0), get_node_argument(local.node, "step", 1)
     if not val.dtype.is_floating_point:  # torch rounds start and step first
@@ -299,8 +303,7 @@ def _local_arange(local: Local) -> fx.Node:
     "uniform", "rrelu", "rrelu_with_noise",
 )  # fmt: skip
 def replicate_operator(node: fx.Node) -> OpFactors:
-    """Return the rule that no dim may be sharded.
-
-    It is for operators whose elements depend on each other, or on a random generator that must be equal on all ranks.
+    """Return the sharding rule that no dim may be sharded, for operators whose elements depend on each other, or on a
+    random generator that must be equal on all ranks.
     """
     return everything_whole(node)

@@ -60,6 +60,9 @@ def shard_added_product(node: fx.Node) -> OpFactors:
 
 @register_family("linear")
 def shard_linear(node: fx.Node) -> OpFactors:
+    """Return the sharding rule of ``linear``: all dims may be sharded, but not the input features if there is a bias.
+    With sharded input features, the result is a partial sum.
+    """
     x, weight, *bias = operands_of(node)
     front = NAMES[: len(get_meta_shape(x)) - 1]
     out = ("o",) if len(get_meta_shape(weight)) == 2 else ()
@@ -71,6 +74,9 @@ def shard_linear(node: fx.Node) -> OpFactors:
 
 @register_family("matmul")
 def shard_matmul(node: fx.Node) -> OpFactors:
+    """Return the sharding rule of ``matmul``: all dims may be sharded. With a sharded summed dim, the result is a
+    partial sum.
+    """
     x, y = (len(get_meta_shape(o)) for o in operands_of(node))
     batch = max(x, y) - 2
     front = NAMES[: max(batch, 0)]
@@ -84,6 +90,9 @@ def shard_matmul(node: fx.Node) -> OpFactors:
 
 @register_family("einsum")
 def shard_einsum(node: fx.Node) -> OpFactors | None:
+    """Return the sharding rule of ``einsum``: every label of the equation may be sharded; a summed one gives a partial
+    sum. ``None`` (no sharding) if the equation has no ``->``.
+    """
     equation: Any = node.args[0]
     terms, _, result = equation.replace(" ", "").partition("->")
     count = len(operands_of(node))
@@ -98,6 +107,9 @@ def shard_einsum(node: fx.Node) -> OpFactors | None:
 
 
 def _expand_einsum_labels(term: str, rank: int) -> list[str]:
+    """Return a name for each of the ``rank`` dims of one tensor in an einsum equation. ``term``: its labels, such as
+    ``...ij``; dims that ``...`` stands for get names that count from the right.
+    """
     front, dots, back = term.partition("...")
     hidden = rank - len(front) - len(back)
     return [*front, *(NAMES[hidden - 1 - i] for i in range(hidden) if dots), *back]
@@ -229,7 +241,9 @@ def shard_image_patches(node: fx.Node) -> OpFactors:
 
 @register_family("affine_grid_generator")
 def affine_grid(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``affine_grid_generator``: samples may be sharded."""
+    """Return the sharding rule of ``affine_grid_generator``: the dim of samples may be sharded, other dims must
+    not be.
+    """
     rank = len(node.meta["val"].shape)
     return build_factor_rule(
         node, [["n", None, None]], [["n", *[None] * (rank - 1)]], linear=FIRST, local=_local_affine_grid
@@ -250,8 +264,8 @@ _MATRIX = 2  # dims
     "linalg_matrix_exp", "linalg_qr", "linalg_solve_triangular",
 )  # fmt: skip
 def by_matrix(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of operators on batches of matrices: the batch dims may be sharded if all tensors
-    have them.
+    """Return the sharding rule of operators on batches of matrices, such as a factorisation or a solver: the batch dims
+    in front of the matrix may be sharded if all operands and results have them; otherwise no dim may be.
     """
     operands = [get_meta_shape(o) for o in operands_of(node)]
     results = [tuple(r.shape) for r in results_of(node)]

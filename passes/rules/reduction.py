@@ -39,10 +39,10 @@ Linear = tuple[frozenset[int], ...]
 
 
 def shard_reduction(node: fx.Node, linear: Linear = ()) -> OpFactors:
-    """Return the sharding rule of a sum over the argument ``dim`` (all dims if it is absent).
+    """Return the sharding rule of a sum over the dims in the operator's argument ``dim`` (all dims if it is absent).
 
-    Every dim may be sharded; if a summed dim is, the result is a partial sum. ``linear``: sets of operand positions in
-    which the operator is linear.
+    Every dim may be sharded; if a summed dim is, the result is a partial sum. ``linear``: sets of operand positions
+    (from 0); if exactly the operands of one set are partial sums, so are the results.
     """
     dims = dims_of(node)
     names = NAMES[: len(get_meta_shape(operands_of(node)[0]))]
@@ -52,6 +52,9 @@ def shard_reduction(node: fx.Node, linear: Linear = ()) -> OpFactors:
 
 
 def dims_of(node: fx.Node) -> tuple[int, ...]:
+    """Return the dims that the operator's argument ``dim`` names, as nonnegative indices. No argument means all
+    dims.
+    """
     given, sizes = get_node_argument(node, "dim"), get_meta_shape(operands_of(node)[0])
     if isinstance(given, list | tuple) and not given and tuple(results_of(node)[0].shape) == sizes:
         return ()  # some operators read an empty list of dims as no dim, others as all dims
@@ -59,11 +62,12 @@ def dims_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def _count_result_elements(node: fx.Node) -> int:
-    """Return the number of elements of the operator's first result."""
+    """Return the number of elements of the first result of the operator ``node``."""
     return math.prod(results_of(node)[0].shape)
 
 
 def factors_along(node: fx.Node) -> frozenset[str]:
+    """Return the names that sharding rules give to the dims in the operator's argument ``dim``."""
     return frozenset(NAMES[d] for d in dims_of(node))
 
 
@@ -80,8 +84,8 @@ register_family("nansum", "count_nonzero")(shard_reduction)
     "var", "var_mean", "linalg_vector_norm", "aminmax", "kthvalue",
 )  # fmt: skip
 def over_whole_dims(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of a reduction other than a sum, such as ``max``: the reduced dims must not be
-    sharded.
+    """Return the sharding rule of a reduction other than a sum, such as ``max``: the reduced dims must not be sharded,
+    other dims may be.
     """
     return replace(shard_reduction(node), whole=factors_along(node))
 
@@ -91,8 +95,8 @@ def over_whole_dims(node: fx.Node) -> OpFactors:
     "sort",
 )  # fmt: skip
 def along_whole_dim(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of an operator whose results depend on all elements along a dim: it must not be
-    sharded.
+    """Return the sharding rule of an operator whose results depend on all elements along the dim in its argument
+    ``dim``, such as ``sort``: this dim must not be sharded, other dims may be.
     """
     names = NAMES[: len(get_meta_shape(operands_of(node)[0]))]
     return build_factor_rule(node, [names], [names for _ in results_of(node)], whole=factors_along(node))
@@ -193,6 +197,7 @@ def shard_amax(node: fx.Node) -> OpFactors:
 
 
 def _largest_of_ranks(local: Local) -> fx.Node:
+    """Append an ``amax`` or ``amin`` over a sharded dim: this rank's extreme, then an all-reduce. Return its node."""
     found, axis, size = local.copy(), local.axis, local.num_ranks
     if local.node.target == aten.amax.default:
         return local.call(collective.all_reduce_max.default, found, axis, size)
@@ -242,8 +247,8 @@ def _compute_exponentials(local: Local, x: fx.Node, grad: str) -> tuple[fx.Node,
     """Append the exponentials of ``x`` for a softmax along a sharded dim, shifted by the maximum over all ranks.
 
     Return four nodes: ``x`` minus the maximum, the maximum, the exponentials, and their sum over all ranks. ``grad``:
-    how the all-reduce of this sum passes on its gradient: ``reduce`` sums it over the ranks, ``copy`` passes it
-    unchanged.
+    how the all-reduce of this sum treats its gradient: ``"reduce"`` sums it over the ranks, ``"copy"`` leaves it as it
+    is.
     """
     axis, size = local.axis, local.num_ranks
     dims = list(dims_of(local.node))
@@ -343,8 +348,8 @@ def batch_norm(node: fx.Node) -> OpFactors:
 
 
 def _name_statistics_dims(size: tuple[int, ...]) -> list[str | None]:
-    """Return the factor names of a statistics tensor's dims: the channel, or ``None`` (no factor) for an empty
-    tensor.
+    """Return the factor names of the dims of a tensor of batch norm statistics: ``"c"`` for a dim of channels, ``None``
+    (must not be sharded) for an empty dim. ``size``: the tensor's shape.
     """
     return ["c" if s else None for s in size]
 

@@ -33,11 +33,11 @@ aten = torch.ops.aten
 def find_shared_factors(
     source: Sequence[int], target: Sequence[int]
 ) -> tuple[dict[str, int], Dims, Dims, frozenset[str]]:
-    """Find the factors (named loop dimensions) by which two shapes of the same elements correspond.
+    """Split two shapes with the same number of elements into common factors: named sizes such that each dim of either
+    shape is a product of consecutive ones.
 
-    Return the size of each factor, the factors of each dim of ``source`` and of ``target``, and the factors that must
-    not be sharded because only one of the two shapes has them. Both shapes are walked from the outermost dim and split
-    where their running products agree:
+    Return four things: the size of each factor by name, the names for each dim of ``source``, those for each dim of
+    ``target``, and the names that only one of the two shapes has, which must not be sharded.
 
     >>> find_shared_factors((8, 4), (2, 16))
     ({'d0': 2, 'd1': 4, 'd2': 4}, (('d0', 'd1'), ('d2',)), (('d0',), ('d1', 'd2')), frozenset())
@@ -47,6 +47,9 @@ def find_shared_factors(
     whole: set[str] = set()
 
     def put(size: int, on: Sequence[_Side]) -> str:
+        """Create a factor of size ``size``, append it to the current dim of each shape in ``on``, and return
+        its name.
+        """
         name = NAMES[len(sizes)] if len(sizes) < len(NAMES) else f"d{len(sizes)}"
         sizes[name] = size
         for side in on:
@@ -70,10 +73,10 @@ def find_shared_factors(
 
 
 class _Side:
-    """The progress of :func:`find_shared_factors` through one of the two shapes that it walks in parallel.
+    """One of two shapes that are split into common factors from the outermost dim on, and how far it has been split.
 
-    ``at``: the index of the current dim. ``left``: the size of the current dim, divided by the factors that were split
-    off it. ``found``: the names of the factors of each dim so far.
+    ``at``: the index of the current dim (-1 before the first). ``left``: the size of the current dim, divided by the
+    factors that were split off it. ``found``: the names of the factors of each dim so far.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -82,7 +85,9 @@ class _Side:
         self.at, self.left = -1, 1
 
     def advance_dim(self) -> bool:
-        """Go to the next dim of size greater than 1 if the current dim is used up; return whether there is one."""
+        """Go to the next dim of size greater than 1 if all factors of the current dim were split off; return whether
+        there is a dim to continue with.
+        """
         while self.left == 1:
             self.at += 1
             if self.at == len(self.sizes):
@@ -92,6 +97,7 @@ class _Side:
         return True
 
     def take_factor(self, name: str, size: int) -> None:
+        """Split the factor ``name`` of size ``size`` off the current dim."""
         self.found[self.at].append(name)
         self.left //= size
 
@@ -106,6 +112,9 @@ class _Side:
     "atleast_2d.default", "atleast_3d.default",
 )  # fmt: skip
 def shard_reshape(node: fx.Node) -> OpFactors | None:
+    """Return the sharding rule of ``reshape``, ``view`` and similar operators: a dim may be sharded by each factor of
+    its size that operand and result share. ``None`` (no sharding) if a dim has size 0.
+    """
     source, *shape_only = operands_of(node)
     if 0 in get_meta_shape(source):
         return None
@@ -151,6 +160,7 @@ def shard_permute(node: fx.Node) -> OpFactors:
 
 @register_family("transpose", "transpose_copy", "swapaxes", "swapdims")
 def shard_transpose(node: fx.Node) -> OpFactors:
+    """Return the sharding rule of ``transpose``: every dim may be sharded."""
     rank = len(get_meta_shape(operands_of(node)[0]))
     a, b = (
         get_node_argument(node, "dim0", get_node_argument(node, "axis0")),
@@ -164,6 +174,9 @@ def shard_transpose(node: fx.Node) -> OpFactors:
 
 @register_family("t", "t_copy", "mT", "mH", "adjoint", "numpy_T", "matrix_H")
 def transpose_last(node: fx.Node) -> OpFactors:
+    """Return the sharding rule of operators that swap the last two dims (``numpy_T`` reverses all): every dim may be
+    sharded.
+    """
     order = list(range(len(get_meta_shape(operands_of(node)[0]))))
     if node.target == aten.numpy_T.default:
         order.reverse()
@@ -174,6 +187,7 @@ def transpose_last(node: fx.Node) -> OpFactors:
 
 @register_family("movedim", "moveaxis")
 def shard_movedim(node: fx.Node) -> OpFactors:
+    """Return the sharding rule of ``movedim``: every dim may be sharded."""
     rank = len(get_meta_shape(operands_of(node)[0]))
     moves = [get_node_argument(node, side) for side in ("source", "destination")]
     source, target = ([m] if isinstance(m, int) else list(m) for m in moves)
@@ -184,9 +198,8 @@ def shard_movedim(node: fx.Node) -> OpFactors:
 
 @register_family("expand", "expand_copy", "broadcast_to", "expand_as")
 def shard_expand(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``expand``: every dim may be sharded.
-
-    An added or expanded dim is sharded in the result only; the operand is then whole on every rank.
+    """Return the sharding rule of ``expand``: every dim of the result may be sharded. The operand is sharded with it,
+    but whole on every rank if the dim is added or expanded.
     """
     x, *like = operands_of(node)
     names = NAMES[: len(node.meta["val"].shape)]
@@ -201,7 +214,9 @@ def _local_expand(local: Local) -> fx.Node:
 
 @register_family("repeat", "tile")
 def shard_repeat(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``repeat``: a dim may be sharded by its elements or by its repetitions."""
+    """Return the sharding rule of ``repeat``: a dim may be sharded by its elements, or by the copies of all
+    elements.
+    """
     (x,) = operands_of(node)
     result = tuple(node.meta["val"].shape)
     if 0 in result:
@@ -221,6 +236,7 @@ def shard_repeat(node: fx.Node) -> OpFactors:
 
 
 def _local_repeat(local: Local) -> fx.Node:
+    """Append a ``repeat`` of this rank's operand to its local result shape, and return its node."""
     made = local.result_shape()
     (x,) = local.operands
     padded = (1,) * (len(made) - len(get_meta_shape(x))) + get_meta_shape(x)
@@ -230,8 +246,8 @@ def _local_repeat(local: Local) -> fx.Node:
 
 @register_family("repeat_interleave.self_int")
 def repeat_interleave(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``repeat_interleave``: a dim may be sharded by its elements or by the repeats of
-    each.
+    """Return the sharding rule of ``repeat_interleave`` with a fixed number of repeats: a dim may be sharded by its
+    elements or by the copies of each element.
     """
     (x,) = operands_of(node)
     if 0 in tuple(node.meta["val"].shape):

@@ -38,7 +38,7 @@ _FLIPPED: dict[Any, int] = {aten.fliplr.default: 1, aten.flipud.default: 0}
 
 
 def _list_part_spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (start, length) of each of the consecutive parts of these sizes."""
+    """Return (start, length), in elements, of each of the consecutive parts of a dim whose lengths are ``sizes``."""
     return [(end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
@@ -46,10 +46,10 @@ def _list_part_spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
     "split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "chunk", "tensor_split", "unsafe_split",
         "unsafe_chunk", "unsafe_split_with_sizes")  # fmt: skip
 def shard_split(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of ``split`` and ``chunk``: every dim may be sharded.
+    """Return the sharding rule of ``split`` and ``chunk``: every dim may be sharded. Each piece of the split dim is
+    divided over all ranks by itself, so that every rank has a part of every piece.
 
-    The split dim is sharded separately in each piece, so that every rank has a part of every piece. ``None`` (no
-    sharding) if the pieces overlap or leave a gap.
+    ``None`` (no sharding) if the pieces overlap or leave a gap.
     """
     (x,) = operands_of(node)
     dim = as_dim(get_node_argument(node, "dim", 0), len(get_meta_shape(x)))
@@ -63,15 +63,16 @@ def shard_split(node: fx.Node) -> OpFactors | None:
 
 
 def _unless_empty(names: Sequence[str], dim: int, size: int) -> list[str | None]:
-    """Return ``names`` with ``None`` (not sharded) at ``dim`` if the piece has size 0 there.
+    """Return ``names`` (the factor name of each dim of a tensor) with ``None``, which means not sharded, at index
+    ``dim`` if ``size`` is 0.
 
-    ``names``: the factor of each dim. ``dim``: the dim along which a tensor is cut or joined. ``size``: the size of the
-    piece along it.
+    ``dim``: the dim along which a tensor is cut or joined. ``size``: the size of the piece along it.
     """
     return [n if size or d != dim else None for d, n in enumerate(names)]
 
 
 def _local_split(local: Local) -> fx.Node:
+    """Append the split of this rank's operand, each piece with its local size, and return its node."""
     spans = local.factors.spans
     if spans is None or local.strategy.factor != spans.factor:
         return local.copy()
@@ -83,9 +84,8 @@ def _local_split(local: Local) -> fx.Node:
 
 @register_family("cat", "concat", "concatenate")
 def shard_cat(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``cat``: every dim may be sharded.
-
-    The joined dim of the result is sharded separately in the part of each operand.
+    """Return the sharding rule of ``cat``: every dim may be sharded. The part of each operand in the joined dim is
+    divided over all ranks by itself.
     """
     operands = operands_of(node)
     rank = len(node.meta["val"].shape)
@@ -103,10 +103,10 @@ def shard_cat(node: fx.Node) -> OpFactors:
 
 @register_family("slice", "slice_copy", "narrow", "narrow_copy")
 def shard_slice_operator(node: fx.Node) -> OpFactors | None:
-    """Return the sharding rule of ``slice`` and ``narrow``: every dim may be sharded.
+    """Return the sharding rule of ``slice`` and ``narrow``: every dim may be sharded. The parts of the sliced dim
+    before, in and behind the slice are each divided over all ranks.
 
-    The sliced dim is sharded separately before, in and behind the slice. ``None`` (no sharding) if the start depends on
-    data.
+    ``None`` (no sharding) if the start is a tensor.
     """
     x, *others = operands_of(node)
     if others:
@@ -125,16 +125,18 @@ def shard_slice_operator(node: fx.Node) -> OpFactors | None:
 
 
 def _start_and_step(node: fx.Node, size: int) -> tuple[int, int]:
+    """Return the start of a slice, as an index from 0 to ``size`` (the size of the sliced dim), and its step."""
     start = get_node_argument(node, "start") or 0
     start = max(start + size, 0) if start < 0 else min(start, size)
     return start, get_node_argument(node, "step", 1)
 
 
 def _shard_strided_slice(node: fx.Node, names: list[str], dim: int, start: int, step: int) -> OpFactors:
-    """Return the sharding rule of a slice that takes every ``step``-th element of ``dim``.
+    """Return the sharding rule of a slice that takes every ``step``-th element of the dim with index ``dim``, from
+    index ``start`` on.
 
-    ``names``: the factor of each dim. ``start``: the index of the first element. ``dim`` may be sharded only if its
-    size is a multiple of ``step`` and the slice covers all of it.
+    ``names``: the factor name of each dim. ``dim`` may be sharded only if its size is a multiple of ``step`` and the
+    slice covers all of it; other dims may be.
     """
     (x,) = operands_of(node)
     length = int(node.meta["val"].shape[dim])
@@ -149,6 +151,9 @@ def _shard_strided_slice(node: fx.Node, names: list[str], dim: int, start: int, 
 
 
 def _local_slice(local: Local) -> fx.Node:
+    """Append the slice of this rank's operand, with local start and end if the sliced dim is sharded, and return its
+    node.
+    """
     (x,) = local.operands
     dim = as_dim(get_node_argument(local.node, "dim", 0), len(get_meta_shape(x)))
     if not local.strategy.operands[0].is_shard or local.strategy.operands[0].dim != dim:
@@ -166,8 +171,8 @@ def slice_scatter(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``slice_scatter``, which replaces a range of a dim of the first operand by the
     second.
 
-    Every dim may be sharded; the written dim is sharded separately before, in and behind the range. With a step, the
-    written dim must not be sharded.
+    Every dim may be sharded; the parts of the written dim before, in and behind the range are each divided over all
+    ranks. With a step greater than 1, the written dim must not be sharded.
     """
     x, part = operands_of(node)
     names = NAMES[: len(get_meta_shape(x))]
@@ -185,6 +190,9 @@ def slice_scatter(node: fx.Node) -> OpFactors:
 
 
 def _local_slice_scatter(local: Local) -> fx.Node:
+    """Append the write of a range into this rank's operand, with local start and end if the written dim is sharded, and
+    return its node.
+    """
     x, part = local.operands
     dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(x)))
     spans = local.factors.spans
@@ -196,8 +204,8 @@ def _local_slice_scatter(local: Local) -> fx.Node:
 
 @register_family("select_scatter")
 def select_scatter(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``select_scatter``, which replaces one index of a dim: this dim must not be
-    sharded.
+    """Return the sharding rule of ``select_scatter``, which replaces one index of a dim: this dim must not be sharded,
+    other dims may be.
     """
     rank = len(get_meta_shape(operands_of(node)[0]))
     dim = as_dim(get_node_argument(node, "dim"), rank)
@@ -207,6 +215,9 @@ def select_scatter(node: fx.Node) -> OpFactors:
 
 @register_family("select", "select_copy")
 def shard_select(node: fx.Node) -> OpFactors | None:
+    """Return the sharding rule of ``select``: the dim of the selected index must not be sharded, other dims may be.
+    ``None`` (no sharding) if the index is a tensor.
+    """
     x, *others = operands_of(node)
     if others:
         return None
@@ -221,7 +232,9 @@ def shard_unbind(node: fx.Node) -> OpFactors:
 
 
 def _shard_removed_dim(node: fx.Node, dim: int) -> OpFactors:
-    """Return the sharding rule of an operator each of whose results is one index of ``dim``: it must not be sharded."""
+    """Return the sharding rule of an operator, such as ``unbind``, each of whose results is one index of ``dim``: this
+    dim must not be sharded, other dims may be.
+    """
     (x,) = operands_of(node)
     names = NAMES[: len(get_meta_shape(x))]
     left = [n for d, n in enumerate(names) if d != dim]
@@ -231,6 +244,7 @@ def _shard_removed_dim(node: fx.Node, dim: int) -> OpFactors:
 
 @register_family("stack")
 def shard_stack(node: fx.Node) -> OpFactors:
+    """Return the sharding rule of ``stack``: the new dim must not be sharded, other dims may be."""
     rank = len(node.meta["val"].shape)
     dim = as_dim(get_node_argument(node, "dim", 0), rank)
     names = NAMES[:rank]
@@ -243,7 +257,8 @@ def shard_stack(node: fx.Node) -> OpFactors:
 
 
 def _shard_unchanged_dims(node: fx.Node, dims: Sequence[int], is_linear: bool = True) -> OpFactors:
-    """Return the sharding rule of an operator that moves or adds elements along ``dims``: these must not be sharded.
+    """Return the sharding rule of an operator that moves or adds elements along ``dims`` (nonnegative indices): these
+    dims must not be sharded, other dims may be.
 
     ``is_linear``: whether a partial sum as operand gives a partial sum.
     """
@@ -271,6 +286,9 @@ def pad_by_copies(node: fx.Node) -> OpFactors:
 
 
 def _find_padded_dims(node: fx.Node, amounts: Sequence[int]) -> list[int]:
+    """Return the indices of the dims that are padded, last dim first. ``amounts``: the padding before and after each
+    dim, from the last dim on.
+    """
     rank = len(get_meta_shape(operands_of(node)[0]))
     return [rank - 1 - i for i in range(len(amounts) // 2) if amounts[2 * i] or amounts[2 * i + 1]]
 
@@ -278,8 +296,7 @@ def _find_padded_dims(node: fx.Node, amounts: Sequence[int]) -> list[int]:
 @register_family("flip", "roll", "fliplr", "flipud", "rot90")
 def shard_flip_or_roll(node: fx.Node) -> OpFactors:
     """Return the sharding rule of flips, rolls and rotations: the dims along which elements move must not be sharded.
-
-    Without the argument ``dims``, these are all dims.
+    Without the operator's argument ``dims``, these are all dims.
     """
     rank = len(get_meta_shape(operands_of(node)[0]))
     return _shard_unchanged_dims(node, as_dims(get_node_argument(node, "dims", _FLIPPED.get(node.target)), rank))
@@ -293,7 +310,9 @@ def shard_triangle(node: fx.Node) -> OpFactors:
 
 @register_family("diff")
 def shard_diff(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``diff``: the dim of the differences must not be sharded."""
+    """Return the sharding rule of ``diff``: the dim along which differences are taken must not be sharded, other dims
+    may be.
+    """
     operands = operands_of(node)
     rank = len(get_meta_shape(operands[0]))
     dim = as_dim(get_node_argument(node, "dim", -1), rank)
@@ -319,7 +338,9 @@ def diag_embed(node: fx.Node) -> OpFactors:
 
 @register_family("unfold", "unfold_copy")
 def shard_unfold(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``unfold``: the dim that is cut into windows must not be sharded."""
+    """Return the sharding rule of ``unfold``: the dim that is cut into windows must not be sharded, other dims
+    may be.
+    """
     rank = len(get_meta_shape(operands_of(node)[0]))
     dim = as_dim(get_node_argument(node, "dimension"), rank)
     names = [n if d != dim else None for d, n in enumerate(NAMES[:rank])]

@@ -61,8 +61,8 @@ Wanted = Mapping[int, Collection[Layout]]
 
 
 def needs_gradient(node: fx.Node) -> bool:
-    """Whether the value of ``node`` carries a gradient: as marked in ``node.meta["grad"]``, or by its type if there
-    is no mark.
+    """Return whether the value of ``node`` has a gradient: ``node.meta["grad"]`` if it is set, otherwise whether the
+    value's type is differentiable.
     """
     grad = node.meta.get("grad")
     return is_differentiable(node.meta["val"]) if grad is None else bool(grad)
@@ -71,15 +71,13 @@ def needs_gradient(node: fx.Node) -> bool:
 def enumerate_strategies(
     node: fx.Node, num_ranks: int, wanted: Wanted | None = None, lengths: Collection[int] = NO_SIZES
 ) -> list[Strategy]:
-    """Return all ways to run ``node`` on an axis of ``num_ranks`` ranks, the unsharded way first.
+    """Return all ways to run the operator ``node`` on an axis of ``num_ranks`` ranks, the unsharded way first.
 
-    ``wanted``: layouts with separately sharded sections that neighbouring operators prefer; key ``i`` is operand ``i``,
-    ``~k`` is result ``k``. Each wanted layout that the operator can keep gives another strategy. A factor (named loop
-    dimension) that the operator itself cuts, as ``split``, ``slice`` and ``cat`` do, is sharded in these pieces or
-    finer ones.
-
-    ``lengths``: lengths of the sequences that the axis shards. Factors of these sizes may also be sharded zigzag, where
-    a rank has one piece from each end, and special forms of the operator become available.
+    ``wanted``: sharded layouts with sections (parts of a dim that are each divided over all ranks) that neighbouring
+    operators prefer; key ``i`` is operand ``i``, ``~k`` is result ``k``. Each of them that the operator can keep gives
+    another strategy. A dim that the operator itself cuts, as ``split``, ``slice`` and ``cat`` do, is sharded in these
+    pieces or finer ones. ``lengths``: lengths of the sequences that the axis shards. Dims of these sizes may also be
+    sharded zigzag (a rank has one piece from each end), and an attention may be sharded along its sequence.
 
     Raise :class:`partitioner.passes.errors.RuleError` if a user's rule does not fit the operator's tensors.
     """
@@ -120,11 +118,12 @@ def enumerate_strategies(
 def local_call(
     node: fx.Node, strategy: Strategy, axis: str, num_ranks: int, operands: Sequence[fx.Node], graph: fx.Graph
 ) -> fx.Node:
-    """Append to ``graph`` the operators that one rank runs for ``node`` under ``strategy``, and return the result's
-    node.
+    """Append to ``graph`` the operators that one rank runs for ``node`` under ``strategy``, and return the node of the
+    result.
 
-    ``operands``: nodes of the local operands, in the layouts ``strategy.operands``. ``meta["val"]`` of operands and new
-    nodes has local shapes.
+    ``axis``, ``num_ranks``: the mesh axis that ``strategy`` shards along, and its size. ``operands``: the nodes in
+    ``graph`` that take the place of the operands of ``node``, in the layouts ``strategy.operands``. ``meta["val"]`` of
+    operands and new nodes has the shapes on one rank.
     """
     if strategy.factor is not None:
         factors = factors_of(node)
@@ -145,7 +144,11 @@ Place = tuple[int, int, tuple[str, ...]]  # operand i or result ~k; dim; the fac
 
 
 def _map_factor_dims(factors: OpFactors) -> dict[str, list[Place]]:
-    """Return, for each factor (named loop dimension), all operand and result dims that it is part of."""
+    """Return, for each factor (named loop dimension) of a sharding rule, all dims that it is part of.
+
+    A dim is given as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of the dim, names of the dim's
+    factors).
+    """
     found: dict[str, list[Place]] = {}
     for i, dims in enumerate(factors.operands):
         for dim, names in enumerate(dims):
@@ -161,11 +164,12 @@ def _map_factor_dims(factors: OpFactors) -> dict[str, list[Place]]:
 def _can_shard_zigzag(
     factors: OpFactors, factor: str, sections: Sections, lengths: Collection[int], num_ranks: int
 ) -> bool:
-    """Whether ``factor`` may be sharded zigzag, where each rank has one piece from each end of the dim.
+    """Return whether ``factor`` (a named loop dimension) may be sharded zigzag, where each rank has one piece from each
+    end of the dim.
 
-    It must be a sequence (its size is in ``lengths``), be divisible by ``2 * num_ranks``, and have no special local
-    operators that need the position of a rank's part. ``sections``: sizes of the parts of the factor that are sharded
-    separately; empty for one part. ``lengths``: sizes that sequences have.
+    Its size must be among ``lengths``, the lengths of sequences, and be divisible by ``2 * num_ranks``, and the
+    operator must not need special local operators for one part. ``sections``: sizes of the parts of the dim that are
+    each divided over all ranks; empty for one part.
     """
     size, lowering = factors.sizes[factor], factors.lower.get(factor)
     is_sequence = all(any(s % n == 0 for n in lengths) for s in sections) if sections else size in lengths
@@ -181,10 +185,12 @@ def _in_forms(
     reads: tuple[Layout, ...],
     num_ranks: int,
 ) -> list[Strategy]:
-    """Return the strategies for an operator's special forms, which shard several factors, such as queries and keys.
+    """Return the strategies of an operator that shard several dims at once, such as attention with sharded queries and
+    keys.
 
-    ``nodes``: the operator's operands. ``reads``: the layout of each operand that the form does not shard. Each form is
-    offered with contiguous shards and with zigzag shards (one piece from each end), if the sizes are divisible.
+    ``nodes``, ``results``: the operator's operands and result tensors. ``reads``: the layout of each operand that is
+    not sharded. Each way is offered with contiguous shards and with zigzag shards (one piece from each end), if the
+    sizes are divisible.
     """
     found = []
     for name, form in factors.forms.items():
@@ -211,12 +217,13 @@ def _shard_factor(
     places: Sequence[Place],
     zigzag: bool = False,
 ) -> Strategy | None:
-    """Return the strategy that shards ``factor`` in all dims ``places``; ``None`` if a tensor cannot be sharded in this
-    way.
+    """Return the strategy that shards ``factor`` (a named loop dimension) in all dims ``places``; ``None`` if a tensor
+    cannot be sharded in this way.
 
     ``places``: each dim as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of the dim, names of the dim's
-    factors). ``reads``: the layouts of operands that do not have the factor. ``sections``: sizes of the parts of the
-    factor that are sharded separately. ``zigzag``: each rank has one piece from each end.
+    factors). ``reads``: the layout of each operand, used for those without the factor. ``sections``: sizes of the parts
+    of the factor that are each divided over all ranks; empty for one part. ``zigzag``: whether each rank has one piece
+    from each end.
     """
     spans = factors.spans if factors.spans is not None and factors.spans.factor == factor else None
     lowering = factors.lower.get(factor)
@@ -240,10 +247,10 @@ def _shard_factor(
 
 
 def _count_outer_and_inner(names: tuple[str, ...], factor: str, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return the product of the factor sizes in front of ``factor`` in a dim, and the product of those behind it.
+    """Return two integers, outer and inner, for ``factor``, one of the named sizes whose product is the size of a dim:
+    the product of the sizes in front of it, and that of the sizes behind it.
 
-    ``names``: the factors of the dim, outermost first. ``sizes``: the size of each factor by name. The dim then
-    consists of ``outer`` repetitions of the factor, and one step of the factor spans ``inner`` elements.
+    ``names``: the factors of the dim, outermost first. ``sizes``: the size of each factor by name.
     """
     outer = inner = 1
     at = names.index(factor)
@@ -256,10 +263,8 @@ def _count_outer_and_inner(names: tuple[str, ...], factor: str, sizes: Mapping[s
 
 # Sections. Below, a factor's sections are always a tuple of positive sizes that add up to it, or () for one section.
 def select_sections_within(sections: Sections, span: tuple[int, int]) -> Sections:
-    """Return the sections that lie in ``span``, a part (start, length) of a factor; it must start and end at section
-    borders.
-
-    Sections are the sizes of consecutive pieces.
+    """Return those ``sections`` (sizes of consecutive pieces of a dim) that lie in ``span``, a part of the dim given as
+    (start, length) in elements. ``span`` must start and end at borders of pieces.
     """
     start, length = span
     ends = accumulate(sections)
@@ -267,9 +272,9 @@ def select_sections_within(sections: Sections, span: tuple[int, int]) -> Section
 
 
 def refine_sections(first: Sections, second: Sections) -> Sections:
-    """Return the coarsest division into consecutive pieces that has all borders of both arguments.
+    """Return the coarsest division of a dim into consecutive pieces that has all borders of both arguments.
 
-    The arguments and the result are piece sizes; ``()`` means one piece.
+    The arguments and the result are sizes of consecutive pieces of the same dim; ``()`` means one piece.
     """
     if not first or not second:
         return first or second
@@ -278,7 +283,8 @@ def refine_sections(first: Sections, second: Sections) -> Sections:
 
 
 def _choose_sections(factors: OpFactors, factor: str, wanted: Iterable[Sections], num_ranks: int) -> list[Sections]:
-    """Return the useful ways to cut ``factor`` into separately sharded sections, each as a tuple of sizes.
+    """Return the useful ways to cut ``factor`` (a named loop dimension) into sections, parts that are each divided over
+    all ranks. Each way is a tuple of sizes, ``()`` for one part.
 
     They have the borders that the operator itself needs and, in further choices, those of each of ``wanted`` and of all
     of them together. ``wanted``: the sections that neighbouring operators prefer. Ways with a section that is not
@@ -302,9 +308,11 @@ def _choose_sections(factors: OpFactors, factor: str, wanted: Iterable[Sections]
 
 
 def _wanted_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Sections]]:
-    """Return, for each factor, the sections (sizes of separately sharded pieces) that produce the ``wanted`` layouts.
+    """Return, for each factor (named loop dimension), the sections that give the layouts that neighbouring operators
+    prefer. Sections are the sizes of the parts of a dim that are each divided over all ranks.
 
-    Layouts that no sections of a factor produce are left out.
+    ``wanted``: the preferred layouts; key ``i`` is operand ``i``, ``~k`` is result ``k``. Layouts that no sections give
+    are left out.
     """
     found: dict[str, list[Sections]] = {}
     for position, layouts in wanted.items():
@@ -331,9 +339,10 @@ def _wanted_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Secti
 def _derive_factor_sections(
     names: tuple[str, ...], factor: str, sizes: Mapping[str, int], sections: Sections
 ) -> Sections:
-    """Return the sections of ``factor`` that cut a dim with the factors ``names`` into ``sections``; ``()`` if none do.
+    """Return the sections of ``factor`` (a named loop dimension) that cut a tensor dim into the given ``sections``;
+    ``()`` if none do. Sections are sizes of consecutive pieces that are each divided over all ranks.
 
-    Sections are sizes of consecutive pieces. ``sizes``: the size of each factor by name.
+    ``names``: the factors whose product is the dim, outermost first. ``sizes``: the size of each factor by name.
     """
     if len(names) == 1:
         return sections

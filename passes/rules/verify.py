@@ -31,9 +31,10 @@ Ranks = list[Tensor]  # one tensor per rank
 
 
 def run_ranks(graph: fx.Graph, inputs: Sequence[Ranks], axes: Mapping[str, int]) -> list[Any]:
-    """Run ``graph`` on all ranks of a mesh in one process; return, for each rank, what the output node returns.
+    """Run ``graph`` on all simulated ranks of a mesh in one process; return, for each rank, what the output node
+    returns.
 
-    ``axes``: the mesh axes and their sizes; the last axis varies fastest with the rank. ``inputs``: for each
+    ``axes``: the size of each mesh axis by its name; the last axis varies fastest with the rank. ``inputs``: for each
     placeholder, the tensors of all ranks.
     """
     num_ranks = math.prod(axes.values())
@@ -57,11 +58,10 @@ def run_ranks(graph: fx.Graph, inputs: Sequence[Ranks], axes: Mapping[str, int])
 
 
 def list_axis_groups(axes: Mapping[str, int], axis: str) -> list[list[int]]:
-    """Return the groups of ranks of a mesh that differ only in their position on ``axis``, each in the order of the
-    axis.
+    """Return the groups of ranks of a mesh that differ only in their position on ``axis``; each group is a list of rank
+    numbers in the order of the axis.
 
-    A group is a list of rank numbers. ``axes``: the mesh axes and their sizes; the last axis varies fastest with the
-    rank.
+    ``axes``: the size of each mesh axis by its name; the last axis varies fastest with the rank.
     """
     grid = torch.arange(math.prod(axes.values())).view(*axes.values())
     lines: list[list[int]] = grid.movedim(list(axes).index(axis), -1).reshape(-1, axes[axis]).tolist()
@@ -69,6 +69,11 @@ def list_axis_groups(axes: Mapping[str, int], axis: str) -> list[list[int]]:
 
 
 def _run_collective(name: str, node: fx.Node, env: dict[fx.Node, list[Any]], axes: Mapping[str, int]) -> list[Any]:
+    """Run the collective ``name`` (such as ``all_gather``) of ``node`` on all simulated ranks; return its result for
+    each rank.
+
+    ``env``: for each earlier node, the values of all ranks. ``axes``: the size of each mesh axis by its name.
+    """
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     options = dict(zip(names, node.args, strict=True))
     assert options["size"] == axes[options["axis"]], f"{node}: the axes are {axes}"
@@ -86,6 +91,10 @@ def _run_collective(name: str, node: fx.Node, env: dict[fx.Node, list[Any]], axe
 
 
 class _CollectiveFunction(torch.autograd.Function):
+    """Autograd function that runs a collective, such as an all-gather, on the tensors of a group of simulated ranks.
+    Its backward runs the collective's transpose on their gradients.
+    """
+
     @staticmethod
     def forward(ctx: Any, name: str, options: dict[str, Any], *ranks: Tensor) -> tuple[Tensor, ...]:
         ctx.name, ctx.options = name, options
@@ -99,19 +108,31 @@ class _CollectiveFunction(torch.autograd.Function):
 
 
 def _sum_over_ranks(ranks: Ranks, options: dict[str, Any]) -> Ranks:
+    """Return the sum of the ranks' tensors, once for each rank. ``options``: the arguments of the collective, which are
+    not needed.
+    """
     return [torch.stack(ranks).sum(0) for _ in ranks]
 
 
 def _take_own_chunks(ranks: Ranks, options: dict[str, Any]) -> Ranks:
+    """Return, for each rank, its own part of its tensor, which is cut along ``options["dim"]`` into as many equal parts
+    as ranks.
+    """
     return [x.chunk(len(ranks), options["dim"])[r] for r, x in enumerate(ranks)]
 
 
 def _pad_with_zeros(ranks: Ranks, options: dict[str, Any]) -> Ranks:
+    """Return, for each rank, its tensor at the rank's position along ``options["dim"]``, with zeros in place of the
+    other ranks.
+    """
     zeros = [[torch.zeros_like(x)] * len(ranks) for x in ranks]
     return [torch.cat([*zeros[r][:r], x, *zeros[r][r + 1 :]], options["dim"]) for r, x in enumerate(ranks)]
 
 
 def _exchange_chunks(ranks: Ranks, split: int, concat: int) -> Ranks:
+    """Return, for each rank, what an all-to-all gives it. ``split``: the dim along which each rank's tensor is cut.
+    ``concat``: the dim along which the received parts are concatenated.
+    """
     pieces = [x.chunk(len(ranks), split) for x in ranks]
     return [torch.cat([p[r] for p in pieces], concat) for r in range(len(ranks))]
 
@@ -150,19 +171,20 @@ def check_strategies(
     wanted: Mapping[int, Collection[Layout]] | None = None,
     grad: bool | Collection[int] = True,
 ) -> list[str]:
-    """Compare every sharding strategy of one operator call with the operator itself; return a text for each difference.
+    """Compare every sharding strategy of one operator call, run on simulated ranks, with the operator itself; return a
+    text for each difference.
 
-    An empty list means that results and gradients agree. Partial sums and the gradients of results are drawn with the
-    current random seed.
+    An empty list means that results and gradients agree. Partial sums and the gradients of results are random numbers
+    from torch's global generator.
 
     Args:
         target: the operator.
         args: arguments of the call, with real tensors; use float64 so that numbers agree closely.
         kwargs: keyword arguments of the call.
         num_ranks: number of ranks to simulate.
-        wanted: further layouts to offer, as for
-            :func:`partitioner.passes.rules.strategies.enumerate_strategies`.
-        grad: whether tensors of floating type get gradients, or the positions of those that do.
+        wanted: further layouts to test; key ``i`` is operand ``i``, ``~k`` is result ``k``.
+        grad: whether floating-point tensors get gradients, or the positions (from 0) among the tensors of those that
+            do.
     """
     node, tensors = node_of(target, args, kwargs or {}, grad)
     factors = factors_of(node)
@@ -176,14 +198,19 @@ def check_strategies(
 def node_of(
     target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], grad: bool | Collection[int] = True
 ) -> tuple[fx.Node, list[Tensor]]:
-    """Return a graph node for an operator call with real tensors, and the tensors in the order of the node's operands.
+    """Return a graph node for an operator call with real tensors, and the list of these tensors in the order of the
+    node's operands.
 
-    ``grad``: whether floating-point tensors get gradients, or the positions of those that do.
+    ``grad``: whether floating-point tensors get gradients, or the positions (from 0) among the tensors of those that
+    do.
     """
     graph = fx.Graph()
     tensors: list[Tensor] = []
 
     def placeholder(leaf: Any) -> Any:
+        """Return a placeholder with meta data in place of a tensor, and append the tensor to the list; return other
+        values unchanged.
+        """
         if not isinstance(leaf, Tensor):
             return leaf
         node = graph.placeholder(f"x{len(tensors)}")
@@ -199,9 +226,11 @@ def node_of(
 
 
 def find_shape_mismatches(factors: OpFactors, operands: Sequence[Tensor], results: Sequence[Tensor]) -> list[str]:
-    """Return a message for each tensor dim whose size is not the product of its factors in the rule.
+    """Return a message for each tensor dim whose size is not the product of its factors (named loop dimensions) in the
+    sharding rule ``factors``.
 
-    A different number of tensors or dims also gives a message. An empty list means that the rule fits.
+    ``operands``, ``results``: the tensors that the operator reads and returns. A different number of tensors or dims
+    also gives a message. An empty list means that the rule fits.
     """
     found: list[str] = []
     if not factors.sizes:
@@ -228,13 +257,15 @@ _TOLERANCE = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.float16: 1e-2, t
 
 
 class OperatorReference:
-    """Runs an operator on one device, with random gradients of its results, as the reference for its sharding
-    strategies.
+    """Results and gradients of an operator on one device, with which its sharded forms are compared.
 
-    ``node``: the operator call. ``tensors``: its operands.
+    ``node``: the operator call. ``tensors``: its operands. The gradients of the results are random.
     """
 
     def __init__(self, node: fx.Node, tensors: list[Tensor]) -> None:
+        """Run the operator once on ``tensors`` with random gradients of its results, and keep the results and
+        gradients.
+        """
         self.node = node
         self.operands = tensors
         self.needs = [bool(o.meta["grad"]) for o in operands_of(node)]
@@ -247,10 +278,8 @@ class OperatorReference:
         self.tolerance = max(_TOLERANCE.get(t.dtype, 1e-9) for t in (*tensors, *self.results))
 
     def check(self, strategy: Strategy, num_ranks: int) -> list[str]:
-        """Run the operator with the layouts of ``strategy`` on ``num_ranks`` simulated ranks; return a message for each
-        difference.
-
-        Results and gradients are compared with those on one device. An empty list means that they agree.
+        """Run the operator with the layouts of ``strategy`` on ``num_ranks`` simulated ranks, and return a message for
+        each result or gradient that differs from that on one device. An empty list means that they agree.
         """
         layouts = (*strategy.operands, *strategy.results)
         for layout, tensor in zip(layouts, (*self.operands, *self.results), strict=True):
@@ -262,6 +291,9 @@ class OperatorReference:
             return [f"fails: {type(error).__name__}: {error}"]
 
     def _check_results(self, strategy: Strategy, num_ranks: int) -> list[str]:
+        """Run the operator on ``num_ranks`` simulated ranks with the layouts of ``strategy``, and return a message for
+        each result or, if all results agree, for each gradient that differs from the one on one device.
+        """
         pairs = list(zip(self.operands, strategy.operands, strict=True))
         shapes = [local_shape(layout, tuple(t.shape), num_ranks) for t, layout in pairs]
         graph = graph_of(self.node, lambda g, local: local_call(self.node, strategy, AXIS, num_ranks, local, g), shapes)
@@ -284,6 +316,10 @@ class OperatorReference:
     def _check_gradients(
         self, strategy: Strategy, leaves: list[Ranks], outputs: list[Any], num_ranks: int
     ) -> list[str]:
+        """Return a message for each operand whose gradient on the simulated ranks differs from the one on one device.
+
+        ``leaves``: for each operand, the tensor of each rank. ``outputs``: for each rank, the results of the operator.
+        """
         if not self.node.meta["grad"]:
             return []
         results: list[Tensor] = []
@@ -310,11 +346,12 @@ def _get_callable_target(node: fx.Node) -> Callable[..., Any]:
 
 
 def graph_of(node: fx.Node, write: Callable[..., fx.Node], shapes: Sequence[tuple[int, ...]] | None = None) -> fx.Graph:
-    """Return a graph with placeholders for the operands of ``node``, the nodes that ``write`` appends, and their
-    results.
+    """Return a graph with placeholders for the operands of ``node``, the nodes that ``write`` appends, and an output of
+    all their tensors.
 
-    ``write`` gets the graph and the operands and returns the last node. ``shapes``: local shapes of the operands;
-    ``None`` keeps the global ones.
+    ``write`` gets the graph and the operands' placeholders, and returns the last node. ``shapes``: the shapes of the
+    operands on one rank. If it is ``None``, the shapes stay as they are, and ``write`` gets the args and kwargs of
+    ``node`` instead of the placeholders.
     """
     graph = fx.Graph()
     operands = []
@@ -338,8 +375,8 @@ def graph_of(node: fx.Node, write: Callable[..., fx.Node], shapes: Sequence[tupl
 def compute_gradients(
     results: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """Return the gradient of each of ``leaves``, given the gradients ``grads`` of ``results``; zeros if none reaches
-    a leaf.
+    """Return the gradient of each tensor in ``leaves``. ``grads``: the gradient of each of ``results``, ``None`` for a
+    result without one. A leaf that no gradient reaches gets zeros.
     """
     pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -354,11 +391,16 @@ _GRADIENT = {"R": Layout("R"), "P": Layout("R"), "R'": Layout("P")}
 
 
 def _gradient_layout(layout: Layout) -> Layout:
+    """Return the layout of the gradient of a tensor with the given layout: whole for a whole tensor and for a partial
+    sum, a partial sum for a whole tensor whose gradient is partial (``R'``), and the same for a sharded one.
+    """
     return _GRADIENT.get(layout.kind, layout)
 
 
 def split_among_ranks(tensor: Tensor, layout: Layout, num_ranks: int) -> Ranks:
-    """Return each rank's part of ``tensor`` in ``layout``; for a partial sum, random addends that sum to ``tensor``."""
+    """Return, for each of ``num_ranks`` ranks, its part of ``tensor`` in ``layout``; for a partial sum, random tensors
+    whose sum is ``tensor``.
+    """
     if layout.kind != "P":
         return [take_shard(tensor, layout, num_ranks, r) for r in range(num_ranks)]
     if is_differentiable(tensor):
@@ -372,10 +414,11 @@ def split_among_ranks(tensor: Tensor, layout: Layout, num_ranks: int) -> Ranks:
 
 
 def describe_differences(ranks: Ranks, expected: Tensor, layout: Layout, tolerance: float) -> list[str]:
-    """Return a message if the ranks' parts in ``layout`` do not make up ``expected``; an empty list if they do.
+    """Return one message if the tensors of the ranks, joined as ``layout`` says, differ from ``expected``; an empty
+    list if they agree.
 
-    ``ranks``: the part of each rank. ``tolerance``: the error that is allowed, relative to the largest magnitude in
-    ``expected``.
+    ``ranks``: the tensor of each rank. ``tolerance``: the error that is allowed, relative to the largest magnitude in
+    ``expected`` or to 1 if that is larger.
     """
     found = [join_shards(ranks, layout)] if layout.kind in ("S", "P") else ranks
     for r, tensor in enumerate(found):
@@ -391,9 +434,7 @@ def describe_differences(ranks: Ranks, expected: Tensor, layout: Layout, toleran
 
 
 def _find_largest_magnitude(tensor: Tensor) -> float:
-    """Return the largest absolute value of a finite element; rounding errors of sums are proportional to it. 0 if
-    there is none.
-    """
+    """Return the largest absolute value of a finite element of ``tensor``; 0 if there is none."""
     sizes = (tensor if tensor.is_complex() else tensor.double()).abs()
     sizes = sizes[torch.isfinite(sizes)]
     return float(sizes.max()) if sizes.numel() else 0.0

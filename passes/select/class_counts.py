@@ -53,12 +53,14 @@ _INSTEAD: dict[Any, str] = {
 
 
 def count_classes(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-    """Rewrite a ``bincount`` or ``one_hot`` node with a fixed number of classes, and return the new node.
-
-    Raises :class:`Unselectable` if no upper bound of the classes is known.
+    """Rewrite ``node``, a ``bincount`` or ``one_hot`` without a given number of classes, with a fixed number of
+    classes, and return the new node. Raise :class:`Unselectable` if no upper bound of the classes is known.
 
     Args:
-        args: the node's arguments in the new graph.
+        build: the rewriter, to whose graph operators are appended.
+        node: the call in the exported graph.
+        args: the positional arguments of the call, with nodes of the new graph.
+        kwargs: the keyword arguments of the call, with nodes of the new graph.
     """
     if node.target is ONE_HOT:
         return _one_hot(build, node, *args)
@@ -66,6 +68,12 @@ def count_classes(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) ->
 
 
 def _one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.Node:
+    """Append ``one_hot`` of ``numbers`` with a fixed number of classes and return its node; if the model's number
+    depends on the data, note a mask of the classes that the model has. Raise :class:`Unselectable` if no bound is
+    known.
+
+    ``build``: the rewriter, to whose graph operators are appended.
+    """
     size, bound = _known_size(node), bound_of(node.args[0])
     if size is None and bound is None:
         raise Unselectable(_INSTEAD[ONE_HOT])
@@ -76,6 +84,13 @@ def _one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.Node:
 def _count_occurrences(
     build: SelectedRows, node: fx.Node, numbers: fx.Node, weights: fx.Node | None = None, minlength: int = 0
 ) -> fx.Node:
+    """Append operators that count how often each class occurs in ``numbers``, as ``bincount`` does, and return the node
+    of the counts; if the model's number of classes depends on the data, note a mask of those that it has.
+
+    ``weights``: the addend of each element, 1 if ``None``. ``minlength``: the smallest number of counts that the model
+    gets. Raise :class:`Unselectable` if no upper bound of the classes is known. ``build``: the rewriter, to whose graph
+    operators are appended.
+    """
     least = minlength if isinstance(minlength, int) else 0
     size, bound = _known_size(node), bound_of(node.args[0])
     if size is None and bound is not None and bound <= least:
@@ -97,10 +112,8 @@ def _count_occurrences(
 
 
 def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, least: int) -> fx.Node:
-    """Append a mask, of length ``bound``, of the classes that ``bincount`` or ``one_hot`` returns in the model. Return
-    it.
-
-    These are the classes up to the largest one in ``numbers``, and at least the first ``least``.
+    """Append a boolean mask, of length ``bound``, of the classes that ``bincount`` or ``one_hot`` returns in the model,
+    and return its node. These are the classes up to the largest one in ``numbers``, and at least the first ``least``.
 
     Args:
         build: the rewriter, to whose graph operators are appended.
@@ -116,6 +129,11 @@ def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, lea
 
 
 def _as_many(build: SelectedRows, made: fx.Node, mask: fx.Node) -> fx.Node:
+    """Note that in the model the last dim of ``made`` has only the classes for which ``mask`` is true, and return
+    ``made``. Raise :class:`Unselectable` if ``made`` already has a mask for another dim.
+
+    ``build``: the rewriter, to whose graph operators are appended.
+    """
     if made in build.rows:  # rows that a mask selects, of classes of which another tells how many
         raise Unselectable
     build.rows[made] = MaskedRows(mask, made.meta["val"].dim() - 1)
@@ -132,8 +150,8 @@ def _known_size(node: fx.Node) -> int | None:
 
 
 def _takes_first(user: fx.Node, most: int) -> bool:
-    """Whether the operator ``user`` reads at most the first ``most`` entries of its operand, or only asserts their
-    number.
+    """Return whether the operator ``user``, which reads the result of a count, needs at most its first ``most``
+    entries, or only asserts how many there are.
     """
     if user.target is not aten.slice.Tensor:
         return _is_asserted(user)
@@ -147,7 +165,7 @@ def _takes_first(user: fx.Node, most: int) -> bool:
 
 
 def _is_asserted(node: fx.Node) -> bool:
-    """Whether only assertions read the number that ``node`` computes."""
+    """Return whether ``node`` is an assertion, or computes a Python number that only assertions read."""
     if isinstance(node.meta.get("val"), Tensor):
         return False
     return node.target in ASSERTS or all(_is_asserted(user) for user in node.users)
@@ -170,14 +188,16 @@ _TAKING = (
 
 
 def bound_of(node: Any) -> int | None:
-    """Return an integer that is greater than all elements of ``node``; ``None`` if no bound is known."""
+    """Return an integer that is greater than all elements of ``node`` (a graph node or a number); ``None`` if no bound
+    is known.
+    """
     found = [b for b in (_bound_by_origin(node), _bound_by_use(node)) if b is not None]
     return min(found) if found else None
 
 
 def _bound_by_origin(node: Any) -> int | None:
-    """Return an exclusive upper bound of ``node`` that follows from the operators that compute it; ``None`` if none is
-    known.
+    """Return an integer that is greater than all elements of ``node`` (a graph node or a number), found from the
+    operators that compute it; ``None`` if none is known.
     """
     if not isinstance(node, fx.Node):
         return node + 1 if isinstance(node, int) and not isinstance(node, bool) else None
@@ -198,17 +218,23 @@ def _bound_by_origin(node: Any) -> int | None:
 
 
 def _all_below(*given: Any) -> int | None:
+    """Return an integer that is greater than all elements of all of ``given`` (nodes or numbers); ``None`` if one of
+    them has no known bound.
+    """
     found = [_bound_by_origin(g) for g in given]
     return None if any(b is None for b in found) else max(b for b in found if b is not None)
 
 
 def _below_either(node: fx.Node) -> int | None:
+    """Return an integer that is greater than all elements of one of the first two operands of ``node``, the smaller if
+    both have a known bound; ``None`` if none has.
+    """
     found = [b for b in map(_bound_by_origin, node.args[:2]) if b is not None]
     return min(found) if found else None
 
 
 def _bound_clamped_numbers(node: fx.Node) -> int | None:
-    """Return an exclusive upper bound of the result of a clamp; ``None`` if none is known."""
+    """Return an integer that is greater than all results of the clamp ``node``; ``None`` if none is known."""
     most, inner = get_node_argument(node, "max"), _bound_by_origin(node.args[0])
     own = most + 1 if isinstance(most, int) else None
     found = [b for b in (own, inner) if b is not None]
@@ -218,22 +244,32 @@ def _bound_clamped_numbers(node: fx.Node) -> int | None:
 
 
 def _bound_remainders(node: fx.Node) -> int | None:
+    """Return the divisor of the remainder ``node``, which is greater than all its results, if it is a positive integer;
+    otherwise ``None``.
+    """
     divisor = node.args[1]
     return divisor if isinstance(divisor, int) and divisor > 0 else None
 
 
 def _sum_bound(node: fx.Node) -> int | None:
+    """Return an integer that is greater than all results of the addition ``node``; ``None`` if none is known."""
     first, second = map(_bound_by_origin, node.args[:2])
     plain = not node.kwargs and len(node.args) == 2
     return first + second - 1 if plain and first is not None and second is not None else None
 
 
 def _arange_bound(node: fx.Node) -> int | None:
+    """Return an integer that is greater than all elements of the ``arange`` ``node``; ``None`` if its end is not a
+    fixed integer or its step is not 1.
+    """
     end, step = get_node_argument(node, "end"), get_node_argument(node, "step", 1)
     return max(end, 1) if isinstance(end, int) and step == 1 else None
 
 
 def _bound_bucket_indices(node: fx.Node) -> int | None:
+    """Return the number of buckets of a ``bucketize`` or ``searchsorted`` node, which is greater than all its results;
+    ``None`` if it is not fixed.
+    """
     edges: Any = node.args[1] if node.target is aten.bucketize.Tensor else node.args[0]
     size = edges.meta["val"].shape[-1]
     return size + 1 if isinstance(size, int) else None
@@ -269,9 +305,9 @@ _BOUNDS: dict[Any, Callable[[fx.Node], int | None]] = {
 
 
 def _bound_by_use(node: Any) -> int | None:
-    """Return an exclusive upper bound of ``node`` that follows from operators that use the same numbers as indices.
-
-    Torch rejects an index out of range, so the indexed dim is a bound. Returns ``None`` if there is no such operator.
+    """Return an integer that is greater than all elements of ``node``, found from operators that use the same numbers
+    as indices; ``None`` if there are none. Torch rejects an index out of range, so the size of the indexed dim is a
+    bound.
     """
     if not isinstance(node, fx.Node):
         return None
@@ -292,8 +328,8 @@ def _find_number_source(node: fx.Node) -> fx.Node:
 
 
 def _read_as_places(reader: fx.Node) -> list[tuple[Any, Any]]:
-    """Return the operands that an operator reads as indices, each with the size of the dim that it indexes (or
-    ``None``).
+    """Return the operands that the operator ``reader`` uses as indices, each as (operand, size of the dim that it
+    indexes). The size is ``None`` if it is not known.
 
     Class labels of a classification loss count as indices of its scores.
     """

@@ -51,8 +51,8 @@ INSTEAD: dict[Any, str] = {
 class MaskedRows:
     """Describes a value of the rewritten graph that has all rows where the model has only those that a mask selects.
 
-    ``mask``: a boolean node with one element for each row; the model selects the rows where it is true. ``dim``: the
-    dim of the rows in the value.
+    ``mask``: a boolean node with one element for each row; the model has the rows where it is true. ``dim``: the index
+    of the value's dim along which the rows lie.
     """
 
     mask: fx.Node
@@ -61,9 +61,11 @@ class MaskedRows:
 
 @dataclass(frozen=True)
 class MaskCoordinate:
-    """Describes a node that holds coordinate ``dim`` of the true elements of ``condition``, whose shape is ``shape``.
+    """Describes a node that holds one coordinate of the true elements of ``condition``, such as one of the results of
+    ``torch.where(condition)``. The node has an entry for every element of ``condition``, true or not.
 
-    ``mask`` is the flattened ``condition``. An example is one of the results of ``torch.where(condition)``.
+    ``dim``: the dim of ``condition`` whose index the node holds. ``shape``: the shape of ``condition``. ``mask``: the
+    flattened ``condition``.
     """
 
     mask: fx.Node
@@ -74,8 +76,8 @@ class MaskCoordinate:
 
 @dataclass(frozen=True)
 class MaskedRowCount:
-    """Stands for the number of rows that ``mask`` selects, if the model asks for a size. ``int()`` gives the number of
-    all rows.
+    """The number of rows that ``mask`` selects, in place of a size that the model asks for and that depends on the
+    data. ``int()`` gives the number of all rows.
     """
 
     mask: fx.Node
@@ -85,10 +87,19 @@ class MaskedRowCount:
 
 
 class Unselectable(Exception):
-    """Raised if an operator cannot keep all rows with a mask. The text, if any, says why and what to write instead."""
+    """Raised if an operator on rows that a mask selects cannot be rewritten to keep all rows with the mask beside them.
+    The text, if any, says why and what to write instead.
+    """
 
 
 def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) -> Any:
+    """Rewrite ``torch.where(condition)`` or ``nonzero``: return nodes with the coordinates of all elements of
+    ``condition``, marked as rows that it selects. Raise :class:`Unselectable` if ``condition`` is itself such a
+    selection, or has no dims.
+
+    ``as_tuple``: return one node for each dim; otherwise one node whose last dim has the coordinates. ``build``: the
+    rewriter, to whose graph operators are appended.
+    """
     if condition in build.rows or not condition.meta["val"].dim():
         raise Unselectable
     found = _build_choice_coordinates(build, condition) or _build_mask_coordinates(
@@ -105,12 +116,11 @@ def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) ->
 
 def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.Node) -> list[fx.Node]:
     """Append one node for each dim of ``condition`` with that coordinate of every element, in row-major order. Return
-    them.
+    the nodes.
 
-    The nodes are marked as rows that ``mask`` selects, so that they stand for the result of ``torch.where(condition)``.
-
-    Args:
-        mask: the flattened ``condition``.
+    ``mask``: the flattened ``condition``. The nodes stand for the results of ``torch.where(condition)``: it is noted
+    that the model has only the rows that ``mask`` selects. ``build``: the rewriter, to whose graph operators are
+    appended.
     """
     shape = tuple(condition.meta["val"].shape)
     inner = number = int(mask.meta["val"].shape[0])
@@ -127,14 +137,15 @@ def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.No
 
 
 def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[fx.Node]:
-    """Return nodes with the coordinates of the true elements of ``condition``, in the memory order of a router's
-    choices.
+    """Return nodes with the coordinates of the true elements of ``condition``, which tests the expert numbers that a
+    router chose, in the memory order of these choices.
 
-    ``condition`` tests which expert numbers the router chose. In this order the choices of a token are adjacent even if
-    ``condition`` is transposed, so that the rows can be sharded by tokens. If ``condition`` tests whether any of a
-    token's k choices is a number, there is a row for each of the k choices. The choices are distinct, so every token is
-    selected at most once, in the same order. Returns an empty list if ``condition`` does not test a router's choices,
-    or is in this order already.
+    In this order the choices of a token are adjacent even if ``condition`` is transposed, so that the rows can be
+    sharded by tokens. If ``condition`` tests whether any of a token's k choices is a given expert, there is a row for
+    each of the k choices; the choices are distinct, so every token is selected at most once, in the same order. The
+    list is empty if ``condition`` does not test a router's choices, or is in this order already.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     found, along = chosen_by_any(condition), list[int]()
     if found is not None:
@@ -159,6 +170,13 @@ def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[f
 
 
 def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
+    """Rewrite ``x[indices]``, where a boolean mask, or coordinates of the true elements of one, select rows. Return the
+    new node, which keeps all rows, and note its mask.
+
+    ``indices``: one entry for each dim of ``x``, ``None`` for a dim without an index. Return ``None`` if no mask is
+    involved. Raise :class:`Unselectable` if there is no form that keeps all rows. ``build``: the rewriter, to whose
+    graph operators are appended.
+    """
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
     first, index = given[0]
     if x in build.rows:
@@ -196,10 +214,11 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
 
 
 def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Node]]) -> fx.Node:
-    """Rewrite an index into rows ``x`` that a mask selects: by a further mask, or by one element of dim 1 for each row.
+    """Rewrite an index into ``x``, rows that a mask selects: by a further mask, or by one element of dim 1 for each
+    row. Return the new node, which keeps all rows.
 
-    ``given``: the indices, each with the dim of ``x`` that it indexes. Returns the new node, which keeps all rows.
-    Raises :class:`Unselectable` for other indices.
+    ``given``: the indices, each as (the dim of ``x`` that it indexes, its node). Raise :class:`Unselectable` for other
+    indices. ``build``: the rewriter, to whose graph operators are appended.
     """
     rows = build.rows[x]
     dim, index = given[0]
@@ -223,8 +242,10 @@ def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Nod
 
 def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     """Rewrite ``x[mask, numbers[mask]]``, which indexes ``x`` by a mask and by values that the same mask selects.
+    Return the new node, which keeps all rows.
 
-    Returns the new node, which keeps all rows. Raises :class:`Unselectable` for other indices.
+    ``indices``: one entry for each dim of ``x``, ``None`` for a dim without an index. Raise :class:`Unselectable` for
+    other indices. ``build``: the rewriter, to whose graph operators are appended.
     """
     spread: list[Any] = []
     for i in indices:
@@ -239,9 +260,9 @@ def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
 
 
 def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
-    """Rewrite ``masked_select``: broadcast ``x`` and ``mask``, and select elements into one dim.
-
-    Returns the new node, which keeps all elements; the rewriter ``build`` remembers the mask.
+    """Rewrite ``masked_select(x, mask)``: broadcast ``x`` and ``mask``, and flatten them into one dim. Return the new
+    node, which keeps all elements, and note its mask in ``build``. Raise :class:`Unselectable` if ``x`` or ``mask`` are
+    rows that another mask selects, unless both have one dim of the same size.
     """
     if x in build.rows or mask in build.rows:
         if x.meta["val"].shape != mask.meta["val"].shape or x.meta["val"].dim() != 1:
@@ -255,19 +276,25 @@ def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
 
 
 def take_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any:
+    """Rewrite ``index_select(x, dim, index)``, where ``index`` holds coordinates of the true elements of a mask. Return
+    the new node, which keeps all rows; ``None`` if the plain operator can be used.
+
+    ``build``: the rewriter, to whose graph operators are appended.
+    """
     if x in build.rows or index.meta["val"].dim() != 1 or not x.meta["val"].dim():
         return None
     return take_rows(build, x, [*[None] * (dim % x.meta["val"].dim()), index])
 
 
 def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values: Any) -> Any:
-    """Rewrite ``index_copy``, or ``index_fill`` with one number, at rows that a mask selects. Return the new node.
-
-    Returns ``None`` if the operands have another form, and raises :class:`Unselectable` if there is no static form.
+    """Rewrite ``index_copy``, or ``index_fill`` with one number, at rows that a mask selects. Return the new node;
+    ``None`` if the operands have another form. Raise :class:`Unselectable` if there is no form with static shapes.
 
     Args:
+        build: the rewriter, to whose graph operators are appended.
+        x: the tensor to write into.
         dim: the dim along which rows are written.
-        index: the rows to write.
+        index: the rows to write, as a node with coordinates of the true elements of a mask.
         values: the new rows, or one number.
     """
     if index.meta["val"].dim() != 1 or not x.meta["val"].dim():
@@ -287,8 +314,10 @@ def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values:
 
 
 def _guard_indices(build: SelectedRows, indices: Any) -> list[Any]:
-    """Return the indices with 0 in place of those of rows that the mask does not select, so that every index is
-    valid.
+    """Return ``indices`` with 0 in place of the entries of rows that the mask does not select, so that every index is
+    valid. Entries without a mask, and ``None``, are unchanged.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     return [build.fill_with_harmless(i, 0) if i in build.rows else i for i in indices]
 
@@ -296,10 +325,12 @@ def _guard_indices(build: SelectedRows, indices: Any) -> list[Any]:
 def _match_mask_coordinates(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]
 ) -> tuple[tuple[int, ...], list[int]]:
-    """Return the shape of the mask that ``indices`` are coordinates of, and the dims of the mask that they index.
+    """Return the shape of the mask whose true elements ``indices`` are coordinates of, and, for each of ``indices``,
+    the dim of the mask that it indexes.
 
     ``first``: the dim of ``x`` at which the indexed dims begin. Both results are empty unless the mask's dims have the
     sizes of ``x`` from dim ``first`` on. If they do, each row has a fixed position, and no index operator is needed.
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     places = [build.places.get(i) for i in indices]
     known = [place for place in places if place is not None]
@@ -311,13 +342,11 @@ def _match_mask_coordinates(
 
 
 def _broadcast_to_mask(build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]) -> fx.Node | None:
-    """Append operators that give ``x[indices]`` by broadcasting ``x`` to one row for each element of a mask. Return the
-    node.
+    """Append operators that give ``x[indices]`` by broadcasting ``x`` to one row for each element of a mask, and return
+    the node. ``None`` if ``indices`` are not coordinates of the true elements of one mask that has the dims of ``x``.
 
-    Returns ``None`` if ``indices`` are not coordinates of the true elements of one mask that has the dims of ``x``.
-
-    Args:
-        first: the dim of ``x`` at which the indexed dims begin.
+    ``first``: the dim of ``x`` at which the indexed dims begin. ``build``: the rewriter, to whose graph operators are
+    appended.
     """
     covered, along = _match_mask_coordinates(build, x, first, indices)
     if not along:
@@ -334,6 +363,12 @@ def _broadcast_to_mask(build: SelectedRows, x: fx.Node, first: int, indices: lis
 
 
 def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, accumulate: bool = False) -> Any:
+    """Rewrite ``x[indices] = values``, or ``+=`` with ``accumulate``, where a mask selects the rows ``values`` and
+    their places. Return the new node. Raise :class:`Unselectable` if there is no form with static shapes.
+
+    ``indices``: one entry for each dim of ``x``, ``None`` for a dim without an index; the others are a boolean mask, or
+    coordinates of its true elements. ``build``: the rewriter, to whose graph operators are appended.
+    """
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
     rows = build.rows.get(values)
     first, index = given[0]
@@ -380,6 +415,11 @@ def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, acc
 
 
 def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, **kwargs: Any) -> Any:
+    """Rewrite ``index_add(x, dim, index, source)``, where one mask selects the rows of both ``index`` and ``source``.
+    Return the new node. Raise :class:`Unselectable` if the operands have another form.
+
+    ``build``: the rewriter, to whose graph operators are appended.
+    """
     if x in build.rows or build.find_common_rows(index).mask is not build.find_common_rows(source).mask:
         raise Unselectable
     dim %= x.meta["val"].dim()
@@ -396,13 +436,15 @@ def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: 
 def _at_places(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node], source: fx.Node, *, chosen: bool = False
 ) -> fx.Node | None:
-    """Append operators that sum the rows of ``source`` at each position of ``x`` to which ``indices`` point. Return the
-    sums.
-
-    Rows that the mask does not select count as zero. Returns ``None`` if this needs an index operator.
+    """Append operators that sum the rows of ``source`` at each position of ``x`` to which ``indices`` point, and return
+    the node of the sums. Rows that the mask does not select count as zero. ``None`` if this needs an index operator.
 
     Args:
+        build: the rewriter, to whose graph operators are appended.
+        x: the tensor whose positions the indices point to.
         first: the dim of ``x`` at which the indexed dims begin.
+        indices: coordinates of the true elements of a mask.
+        source: the rows to sum.
         chosen: whether the caller reads only positions to which a selected row points.
     """
     covered, along = _match_mask_coordinates(build, x, first, indices)
@@ -421,15 +463,11 @@ def _at_places(
 def _permute_coordinates(
     build: SelectedRows, value: fx.Node, first: int, along: list[int], *, back: bool = False
 ) -> fx.Node:
-    """Append a permutation of the dims of ``value`` from ``first`` on, from sorted coordinates into the order
-    ``along``.
+    """Append a permutation of the dims of ``value`` from ``first`` on, which stand for dims of a mask: from ascending
+    order into the order ``along``. Return the new node, or ``value`` if ``along`` is ascending.
 
-    Returns ``value`` itself if the order is sorted.
-
-    Args:
-        back: permute from the order ``along`` into sorted coordinates instead.
-        first: the first dim of ``value`` that stands for a dim of a mask.
-        along: the dims of the mask, in the wanted order.
+    ``along``: the indices of the mask's dims in the wanted order. ``back``: permute from this order into ascending
+    order instead. ``build``: the rewriter, to whose graph operators are appended.
     """
     if along == sorted(along):
         return value
@@ -444,10 +482,10 @@ def _permute_coordinates(
 
 
 def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
-    """Rewrite ``x[indices] = values`` without an index operator, and return the new node.
+    """Rewrite ``x[indices] = values`` without an index operator, and return the new node. ``None`` unless the indices
+    are coordinates of a mask's true elements and point to each position of ``x`` at most once.
 
-    Returns ``None`` unless the indices are coordinates of a mask's true elements and point to each position at most
-    once.
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     covered, along = _match_mask_coordinates(build, x, 0, indices)
     if not along:
@@ -473,7 +511,7 @@ def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: f
 
 
 def _at_most_one(condition: fx.Node, dim: int) -> bool:
-    """Whether the mask ``condition`` is known to have at most one true element along ``dim``."""
+    """Return whether the boolean node ``condition`` is known to have at most one true element along ``dim``."""
     if condition.target is aten.full.default:
         return not condition.args[1]
     choice = choice_of(condition)
@@ -485,9 +523,10 @@ def _at_most_one(condition: fx.Node, dim: int) -> bool:
 
 
 def _find_other_addend(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
-    """Return the other addend if ``values`` is ``x[indices]`` plus another value, which can then be added to ``x``.
+    """Return the other addend if ``values`` is ``x[indices]`` plus another value, which can then be added to ``x``
+    itself; ``None`` if ``values`` has another form.
 
-    Returns ``None`` if ``values`` has another form.
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     args: Any = values.args
     if values.target is not aten.add.Tensor or len(args) != 2 or values.kwargs:

@@ -49,6 +49,11 @@ aten = torch.ops.aten
 
 
 def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
+    """Rewrite ``scatter_add`` of rows that a mask selects: rows that it does not select add zero at index 0. Return the
+    new node. Raise :class:`Unselectable` if the operands have another form.
+
+    ``build``: the rewriter, to whose graph operators are appended.
+    """
     if x in build.rows or build.find_common_rows(index, source).dim != dim % x.meta["val"].dim():
         raise Unselectable
     return build.insert_call(
@@ -57,10 +62,12 @@ def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, sour
 
 
 def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.Node) -> Any:
-    """Rewrite ``masked_scatter`` of rows that a mask selects: sort these rows to the front of the source.
+    """Rewrite ``masked_scatter(x, mask, source)`` where another mask selects the rows of ``source``. The operator reads
+    the rows in order, so the selected ones are sorted to the front. Return the new node.
 
-    This operator reads the rows of its source in order. Returns the new node. Raises :class:`Unselectable` if the
-    operands have another form.
+    Raise :class:`Unselectable` if the operands have another form.
+
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     rows = build.find_common_rows(source)
     if x in build.rows or mask in build.rows or rows.dim != 0:
@@ -74,9 +81,11 @@ def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.N
 
 
 def _split_by_counts(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
-    """Split ``x`` into pieces of data-dependent sizes, and return the pieces.
+    """Split ``x`` along ``dim`` into pieces of data-dependent sizes, and return a tuple of their nodes. Each piece
+    keeps all rows of ``x``, with a mask that is computed from the running sum of the sizes.
 
-    Each piece keeps all rows of ``x``, with a mask that is computed from the running sum of the sizes.
+    ``sizes``: the size of each piece, each a node of ``item()``. Raise :class:`Unselectable` for other sizes.
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     counts = [size.args[0] for size in sizes if isinstance(size, fx.Node) and size.target in ITEMS]
     if x in build.rows or len(counts) != len(sizes):
@@ -103,6 +112,11 @@ def _split_by_counts(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) 
 
 
 def _concatenate_parts(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
+    """Rewrite ``cat`` of ``parts`` along ``dim``, if a mask selects the rows of some of them along this dim. Return the
+    new node; ``None`` if the plain operator can be used.
+
+    ``build``: the rewriter, to whose graph operators are appended.
+    """
     rows, dim = [build.rows.get(part) for part in parts], dim % parts[0].meta["val"].dim()
     if all(r is not None and r.dim != dim for r in rows) or any(r is not None and r.dim != dim for r in rows):
         return None
@@ -111,14 +125,12 @@ def _concatenate_parts(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
 
 
 def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None]) -> fx.Node | None:
-    """Return the concatenation of all pieces of one data-dependent split, in order.
+    """Return a node of the concatenation of ``parts`` if they are all pieces of one data-dependent split, in order;
+    ``None`` if they are something else. Each piece has all rows and a mask, so that one ``where`` for each piece
+    suffices.
 
-    Each piece has all rows and a mask, so that one ``where`` for each piece suffices. Returns ``None`` if ``parts`` are
-    something else.
-
-    Args:
-        parts: the values to concatenate.
-        rows: the mask of each of them; ``None`` for a value without a mask.
+    ``rows``: the mask of each part; ``None`` for a part without one. ``build``: the rewriter, to whose graph operators
+    are appended.
     """
     cut = [build.pieces.get(r.mask) for r in rows if r is not None]
     if not cut or len(cut) != len(parts) or cut[0] is None:
@@ -132,15 +144,13 @@ def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None])
 
 
 def _cat_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
-    """Concatenate values whose rows a mask selects, or values with all rows, and concatenate their masks. Return the
-    node.
+    """Concatenate the values ``parts`` along ``dim``, the dim of their rows, and their masks; return the node. A part
+    without a mask counts as selected in full.
 
     If all parts have the same size, their rows are interleaved, so that the rows of one sample of the batch stay
     together.
 
-    Args:
-        parts: the values to concatenate.
-        dim: the dim of their rows.
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     sizes = [int(part.meta["val"].shape[dim]) for part in parts]
     masks = [_mask_or_all(build, part, size) for part, size in zip(parts, sizes, strict=True)]
@@ -166,6 +176,10 @@ def _cat_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
 
 
 def _mask_or_all(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
+    """Return the mask of the rows of ``part``; a mask that is true for all ``size`` rows if it has none.
+
+    ``build``: the rewriter, to whose graph operators are appended.
+    """
     if part in build.rows:
         return build.rows[part].mask
     if size not in build.all_of:
@@ -174,13 +188,14 @@ def _mask_or_all(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
 
 
 def _make_reshape_rule(target: Any) -> Callable[..., Any]:
-    """Return the rewrite rule of a reshape that merges the dim of rows that a mask selects with other dims, or splits
-    it.
-
-    The rule also reshapes the mask.
+    """Return a function that rewrites calls of the reshape ``target`` which merge the dim of rows that a mask selects
+    with other dims, or split it. The function reshapes the mask, too, and returns the new node.
     """
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any) -> Any:
+        """Append the reshape of ``x``, note the mask and the dim of the rows in the result, and return the node. Raise
+        :class:`Unselectable` if the rows have no dim of their own in the result.
+        """
         try:
             return build.by_rule(target, (x, *args), {})
         except Unselectable:
@@ -256,14 +271,17 @@ _STRIDE_FREE: dict[Any, Any] = {aten.view.default: aten.reshape.default}  # stri
 
 
 class SelectedRows:
-    """Copies the nodes of an exported program to ``graph``, and rewrites operators on rows that a mask selects.
+    """Copies the nodes of an exported program to ``graph``, and rewrites operators on rows that a boolean mask selects:
+    the copies keep all rows, and the mask of each is noted.
 
-    The copies keep all rows; ``rows`` maps each such node to its mask and the dim of its rows. ``places`` maps nodes
-    that hold coordinates of a mask's true elements to a description. ``key`` gives equal numbers to nodes that compute
-    the same value.
+    ``rows`` maps each such copy to its mask and the dim of its rows. ``places`` maps nodes that hold coordinates of a
+    mask's true elements to a description. ``key`` returns equal integers for nodes that compute the same value.
     """
 
     def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+        """Start with an empty record. ``graph``: the graph to append to. ``nodes``: the nodes that will be copied,
+        which show whether some operator reads selected rows in their order.
+        """
         self.graph = graph
         self.in_order = any(_reads_in_order(n) for n in nodes)  # whether rows have to be in the condition's order
         self.rows: dict[fx.Node, MaskedRows] = {}
@@ -282,11 +300,10 @@ class SelectedRows:
         self._where: dict[str, Any] = {}
 
     def concerns_node(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
-        """Whether ``node`` must be rewritten, because it selects rows, or reads selected rows or a data-dependent
-        number.
+        """Return whether ``node`` must be rewritten, because it selects rows by a mask, or reads selected rows or a
+        number that the model computes from the data.
 
-        Args:
-            env: maps original nodes to their copies.
+        ``env``: maps original nodes to their copies.
         """
         given = [env.get(n) for n in node.all_input_nodes]
         kinds = (MaskedRowCount, ComputedSize, tuple, int)
@@ -295,12 +312,10 @@ class SelectedRows:
         )
 
     def reads_rows(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
-        """Whether ``node`` selects rows, or reads selected rows or their number.
+        """Return whether ``node`` selects rows by a mask, or reads selected rows or their number. A number that forward
+        takes out of a tensor by ``item()`` does not count.
 
-        A number that forward takes out of a tensor by ``item()`` does not count.
-
-        Args:
-            env: maps original nodes to their copies.
+        ``env``: maps original nodes to their copies.
         """
         given = [env.get(n) for n in node.all_input_nodes]
         return _is_open(node.meta.get("val")) or any(
@@ -308,13 +323,13 @@ class SelectedRows:
         )
 
     def copy_node(self, node: fx.Node, env: Mapping[fx.Node, Any], where: dict[str, Any]) -> Any:
-        """Rewrite ``node`` and return its replacement: a node, a tuple of nodes, or a data-dependent number.
-
-        Raises :class:`Unselectable` if the operator has no form that keeps all rows.
+        """Append the rewritten form of ``node`` to the graph and return what stands for its result: a node, a tuple of
+        nodes, or a data-dependent number. Raise :class:`Unselectable` if the operator has no form that keeps all rows.
 
         Args:
-            env: maps original nodes to their replacements.
-            where: metadata (path, source, stack) of the new nodes.
+            node: a node of the original graph.
+            env: maps original nodes to what stands for their results.
+            where: metadata (module path, source line, module stack) of the new nodes.
         """
         self._where = where
         args: Any
@@ -348,9 +363,8 @@ class SelectedRows:
         return self._copy_parts(graph, [env[n] for n in operands], where)
 
     def apply_operator(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """Append an operator and return its result.
-
-        If it reads rows that a mask selects, and has a special rewrite rule for them, the rule is used.
+        """Append the operator ``target`` and return its result (a node or a tuple of nodes). If it reads rows that a
+        mask selects, and there is a special rewrite for this, the rewrite is used.
         """
         special = SPECIAL.get(target)
         if special is not None and (target in _SOURCES or any(n in self.rows for n in _collect_nodes((args, kwargs)))):
@@ -360,11 +374,11 @@ class SelectedRows:
         return self.by_rule(target, args, kwargs)
 
     def _copy_parts(self, parts: fx.Graph, operands: list[Any], where: dict[str, Any]) -> Any:
-        """Rewrite an operator through its decomposition ``parts`` into simpler operators. Return its result.
+        """Rewrite an operator as the simpler operators of the graph ``parts``, which computes the same. Return what
+        stands for its result: a node, a tuple of nodes, or a data-dependent number.
 
-        Args:
-            operands: the operator's operands in the new graph, one for each placeholder of ``parts``.
-            where: metadata (path, source, stack) of the new nodes.
+        ``operands``: the operator's operands in the new graph, one for each placeholder of ``parts``. ``where``:
+        metadata (module path, source line, module stack) of the new nodes.
         """
         inner: dict[fx.Node, Any] = dict(zip(parts.find_nodes(op="placeholder"), operands, strict=True))
         for part in parts.nodes:
@@ -376,19 +390,20 @@ class SelectedRows:
         raise AssertionError("a graph ends in an output node")
 
     def _get_dim_size(self, value: fx.Node, dim: int) -> MaskedRowCount | int:
+        """Return the size of dim ``dim`` of ``value``; the number of selected rows if it is the dim of rows that a mask
+        selects.
+        """
         rows, dim = self.rows.get(value), dim % value.meta["val"].dim()
         return MaskedRowCount(rows.mask) if rows is not None and dim == rows.dim else int(value.meta["val"].shape[dim])
 
     # -- what every operator does by its rule -----------------------------------------------------------------------
 
     def by_rule(self, target: Any, args: Any, kwargs: Any, *, plain: bool = False) -> Any:
-        """Append an operator that works on each row by itself, according to its factor rule. Return its result.
+        """Append an operator that works on each row by itself, according to its sharding rule (see ``passes/rules``),
+        and return its result: a node or a tuple of nodes, whose mask is noted. Raise :class:`Unselectable` if the
+        operator combines rows other than by a sum.
 
-        The factor rule names the operator's loop dimensions and says which of them pass through. Raises
-        :class:`Unselectable` if the operator combines rows.
-
-        Args:
-            plain: return the result as a value without a mask, even if an operand has one.
+        ``plain``: whether the result is a value without a mask even if an operand has one.
         """
         sized = [a for a in args if isinstance(a, list | tuple) for a in a if isinstance(a, MaskedRowCount)]
         if any(is_number(a) for a in (*args, *kwargs.values())):
@@ -425,13 +440,10 @@ class SelectedRows:
         return self._mark_selected_rows(made, mask, dims)
 
     def _row_dims(self, target: Any, made: fx.Node, operands: tuple[fx.Node, ...]) -> set[int] | None:
-        """Return the dim of the rows in the results; ``None`` if the operator adds the rows up.
+        """Return the set with the dim of the results along which the selected rows lie; ``None`` if the operator sums
+        over the rows. Raise :class:`Unselectable` if it combines rows in another way.
 
-        Raises :class:`Unselectable` if it combines rows in another way.
-
-        Args:
-            made: a node of the operator on values with all rows.
-            operands: the operands of ``made``.
+        ``made``: a node of the operator ``target`` on values with all rows. ``operands``: the operands of ``made``.
         """
         factors = factors_of(made)
         if factors is None:
@@ -457,6 +469,9 @@ class SelectedRows:
         raise Unselectable
 
     def _mark_selected_rows(self, made: fx.Node, mask: fx.Node, dims: set[int]) -> Any:
+        """Note that ``mask`` selects the rows of ``made`` along the one dim in ``dims``. Return ``made``, or a tuple of
+        its results if it has several. Raise :class:`Unselectable` if ``dims`` has not exactly one element.
+        """
         if len(dims) != 1:
             raise Unselectable
         (dim,) = dims
@@ -468,17 +483,21 @@ class SelectedRows:
         return made
 
     def _raise_unselectable(self) -> Any:
+        """Raise :class:`Unselectable`; a function, so that an expression can raise it."""
         raise Unselectable
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
     def insert_call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Append the operator ``target`` with its meta value to the graph, and return its node."""
         made = insert_operator_node(self.graph, target, args, kwargs)
         made.meta.update(self._where)
         return made
 
     def mask_of(self, condition: fx.Node) -> fx.Node:
-        """Return the one-dimensional mask of a condition. Conditions that compute the same value share one mask."""
+        """Return the node of the one-dimensional mask with all elements of ``condition``. Conditions that compute the
+        same value share one mask.
+        """
         condition = skip_inverse_squeezes(condition)
         while condition.target in RESHAPES:
             condition = skip_inverse_squeezes(condition.args[0])
@@ -499,39 +518,37 @@ class SelectedRows:
         """Return the node that ``make`` builds, or the node that an earlier call with the same ``mask`` and ``kind``
         built.
 
-        Args:
-            kind: a hashable key that says what is built from the mask, such as ``("flat", sizes, at)``.
+        ``kind``: a hashable key that says what is built from the mask, such as ``"count"``.
         """
         if (mask, kind) not in self._made:
             self._made[mask, kind] = make()
         return self._made[mask, kind]
 
     def count_selected(self, mask: fx.Node) -> fx.Node:
-        """Return a scalar node with the number of rows that ``mask`` selects."""
+        """Return a 0-dimensional node with the number of rows that ``mask`` selects (its true elements)."""
         return self.make_once(mask, "count", lambda: self.insert_call(aten.sum.default, mask))
 
     def number_selected(self, mask: fx.Node) -> fx.Node:
-        """Return a node with the running count of the rows that ``mask`` selects, ``[rows]``; it is 1 at the first of
-        them.
-
-        Raises :class:`Unselectable` if the rows are in another order than in the model.
+        """Return a node of shape ``[rows]`` with the running count of the rows that ``mask`` selects; it is 1 at the
+        first of them. Raise :class:`Unselectable` if the rows are in another order than in the model.
         """
         if mask in self.unordered:
             raise Unselectable
         return self.make_once(mask, "nth", lambda: self.insert_call(aten.cumsum.default, mask, 0))
 
     def narrow_mask(self, mask: fx.Node, condition: fx.Node) -> fx.Node:
-        """Return a mask of the rows that ``mask`` selects and for which ``condition`` is true."""
+        """Return the node of a mask that is true where both ``mask`` and ``condition`` are, which have an element for
+        each row.
+        """
         found = self.make_once(
             mask, ("and", self.key(condition)), lambda: self.insert_call(aten.logical_and.default, mask, condition)
         )
         return self._ordered_as(found, mask)
 
     def flat_mask(self, mask: fx.Node, sizes: tuple[int, ...], at: int) -> fx.Node:
-        """Return the mask for dims of ``sizes`` that are flattened into one dim.
+        """Return the node of a mask for the dim that results from flattening dims of ``sizes`` into one.
 
-        Args:
-            at: index of the dim of the rows, to which ``mask`` applies.
+        ``mask``: the mask of the rows, which lie along one of these dims. ``at``: the index of this dim in ``sizes``.
         """
 
         def spread() -> fx.Node:
@@ -546,15 +563,18 @@ class SelectedRows:
         return self._ordered_as(found, mask)
 
     def _ordered_as(self, mask: fx.Node, other: fx.Node) -> fx.Node:
+        """Return ``mask``, and note that its rows are in another order than in the model if those of the mask ``other``
+        are.
+        """
         if other in self.unordered:
             self.unordered.add(mask)
         return mask
 
     def fill_with_harmless(self, value: fx.Node, number: float | None = None) -> fx.Node:
-        """Return ``value`` with the rows that its mask does not select set to ``number``.
+        """Return the node of ``value`` with the rows that its mask does not select set to ``number``, by default 1 for
+        floating-point types and 0 for integers; ``value`` itself if this is not needed.
 
-        The default is 1 for floating-point types and 0 for integers. Values that the model avoids by the selection,
-        such as a zero divisor or an index of -100, then cause no error.
+        Values that the model avoids by the selection, such as a zero divisor or an index of -100, then cause no error.
         """
         dtype = value.meta["val"].dtype
         number = int(dtype.is_floating_point) if number is None else number
@@ -563,14 +583,16 @@ class SelectedRows:
         return self.fill_unselected(value, number)
 
     def fill_unselected(self, value: fx.Node, number: float) -> fx.Node:
-        """Return ``value`` with the rows that its mask does not select set to ``number``."""
+        """Return the node of ``value`` with the rows that its mask does not select set to ``number``. The result has
+        the same mask.
+        """
         filled = self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), number)
         self.rows[filled], self._filled[filled] = self.rows[value], number
         return filled
 
     def mask_unselected(self, value: fx.Node) -> fx.Node:
-        """Return a mask that is true for the rows that the mask of ``value`` does not select, in a shape that
-        broadcasts to ``value``.
+        """Return the node of a mask that is true for the rows that the mask of ``value`` does not select, in a shape
+        that broadcasts to ``value``.
         """
         rows = self.rows[value]
         shape = [1] * value.meta["val"].dim()
@@ -579,12 +601,14 @@ class SelectedRows:
         return left_out if shape == [shape[0]] else self.insert_call(aten.reshape.default, left_out, shape)
 
     def zero_unselected(self, value: fx.Node) -> fx.Node:
+        """Return the node of ``value`` with zeros in the rows that its mask does not select. The result counts as a
+        value without a mask.
+        """
         return self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), 0)
 
     def find_common_rows(self, *values: Any) -> MaskedRows:
-        """Return the mask and the dim of the rows that all ``values`` have in common.
-
-        Raises :class:`Unselectable` if they differ, or if no mask selects the rows of a value.
+        """Return the mask and the dim of the rows that all ``values`` have in common. Raise :class:`Unselectable` if
+        they differ, or if a value has no mask.
         """
         found = {self.rows[v] for v in values if v in self.rows}
         if len(found) != 1 or any(v not in self.rows for v in values):
@@ -596,9 +620,8 @@ _SPREADS = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.defau
 
 
 def _spread_over_last(condition: fx.Node) -> fx.Node | None:
-    """Return the mask with one element for each row from which ``condition`` is expanded to every element of a row.
-
-    Returns ``None`` if ``condition`` is no such expansion.
+    """Return the node of the mask with one element for each row from which ``condition`` is expanded to every element
+    of a row; ``None`` if ``condition`` is no such expansion.
     """
     source: Any = condition.args[0] if condition.target in _SPREADS else None
     if source is None or source.meta["val"].dtype != torch.bool:
@@ -610,21 +633,24 @@ def _spread_over_last(condition: fx.Node) -> fx.Node | None:
 
 
 def _list_row_sizes(condition: fx.Node) -> list[int]:
-    """Return the sizes of the dims of one row of an expanded condition."""
+    """Return the sizes of the last dims of ``condition``, a mask that is expanded from one element for each row to
+    every element of a row.
+    """
     source: Any = condition.args[0]
     before, after = source.meta["val"].shape, condition.meta["val"].shape
     return list(after[max(d + 1 for d, size in enumerate(before) if size > 1) + len(after) - len(before) :])
 
 
 def _reads_in_order(node: fx.Node) -> bool:
-    """Whether an operator reads rows that a mask selects in their order, so that another order would change its
-    result.
+    """Return whether the operator ``node`` reads rows that a mask selects in their order, so that another order would
+    change its result.
     """
     given = [node, *node.all_input_nodes] if node.target in _IN_ORDER else []
     return any(_is_open(n.meta.get("val")) for n in given)
 
 
 def _is_open(value: Any) -> bool:
+    """Return whether ``value``, a tensor or several, has a tensor with a size that depends on the data."""
     values = value if isinstance(value, tuple | list) else (value,)
     return any(isinstance(v, Tensor) and not all(isinstance(s, int) for s in v.shape) for v in values)
 
@@ -636,8 +662,8 @@ def _collect_nodes(args: Any) -> list[fx.Node]:
 
 
 def _of_all_rows(argument: Any) -> Any:
-    """Return the size with all rows kept for an argument that is a data-dependent size; other arguments are
-    unchanged.
+    """Return ``argument``, or, if it is a size that depends on how many rows a mask selects, the size with all rows.
+    Raise :class:`Unselectable` if that size is not known.
     """
     if isinstance(argument, ComputedSize):
         if not isinstance(argument.all_rows, int):
@@ -651,5 +677,6 @@ def _on_meta(argument: Any) -> Any:
 
 
 def _replace_operands(args: Any, old: tuple[fx.Node, ...], new: list[fx.Node]) -> Any:
+    """Return ``args`` with each node of ``old`` in it replaced by the node at the same position of ``new``."""
     instead = dict(zip(old, new, strict=True))
     return fx.node.map_arg(args, lambda n: instead.get(n, n))

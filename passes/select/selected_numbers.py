@@ -31,10 +31,10 @@ _WHOLE, _REAL = torch.int64, torch.float64  # what Python's numbers are
 
 @dataclass(frozen=True, eq=False)
 class ComputedSize:
-    """A number that depends on the data.
+    """A number that the model computes from the data, such as the number of rows that a mask selects.
 
-    ``node`` is the 0-dimensional tensor that holds it; ``None`` if only assertions may read it. ``all_rows`` is its
-    value if every row were selected, which is used for static shapes.
+    ``node``: the 0-dimensional tensor of the rewritten graph that holds it; ``None`` if only assertions may read it.
+    ``all_rows``: the number if the mask selected every row, for static shapes; ``None`` if it is not known.
     """
 
     node: fx.Node | None
@@ -81,11 +81,10 @@ _MAKES = {aten.scalar_tensor.default: 0, aten.full.default: 1, aten.new_full.def
 
 
 def number_of(build: SelectedRows, given: Any) -> ComputedSize:
-    """Return the data-dependent number ``given`` as a :class:`ComputedSize`. Raises :class:`Unselectable` for other
-    values.
+    """Return the data-dependent number ``given`` (the number of rows that a mask selects, or a node of ``item()``) as a
+    :class:`ComputedSize`. Raise :class:`Unselectable` for other values.
 
-    Args:
-        build: the rewriter, to whose graph operators are appended.
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     if isinstance(given, MaskedRowCount):
         return ComputedSize(build.count_selected(given.mask), int(given))
@@ -97,17 +96,17 @@ def number_of(build: SelectedRows, given: Any) -> ComputedSize:
 
 
 def is_number(given: Any) -> bool:
+    """Return whether ``given`` is a number that the model computes from the data: a number of selected rows, a result
+    of arithmetic on one, or a node of ``item()``.
+    """
     return isinstance(given, MaskedRowCount | ComputedSize) or (isinstance(given, fx.Node) and given.target in ITEMS)
 
 
 def compute_number(build: SelectedRows, target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Apply the Python operator ``target`` to numbers, some of which may depend on the data.
+    """Apply the Python operator ``target`` to the numbers ``args``, some of which may depend on the data.
 
-    Returns a Python number, or a :class:`ComputedSize` (a 0-dimensional tensor of the graph) if an operand depends on
-    the data.
-
-    Args:
-        build: the rewriter, to whose graph operators are appended.
+    Return a Python number, or a :class:`ComputedSize` (a 0-dimensional tensor of the graph) if one of them depends on
+    the data. ``build``: the rewriter, to whose graph operators are appended.
     """
     numbers = [number_of(build, a) if is_number(a) else a for a in args]
     if not any(isinstance(n, ComputedSize) for n in numbers):
@@ -127,6 +126,7 @@ def compute_number(build: SelectedRows, target: Callable[..., Any], args: tuple[
 
 
 def _try_arithmetic(target: Callable[..., Any], args: list[Any]) -> Any:
+    """Return ``target(*args)``; ``None`` if it raises an arithmetic error, such as a division by zero."""
     try:
         return target(*args)
     except ArithmeticError:
@@ -134,10 +134,12 @@ def _try_arithmetic(target: Callable[..., Any], args: list[Any]) -> Any:
 
 
 def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Append the operator of ``node`` with 0-dimensional tensors in place of data-dependent numbers. Return its result.
+    """Append the operator of ``node`` with 0-dimensional tensors in place of arguments that are data-dependent numbers,
+    and return its node. ``None`` if there is no such argument.
 
-    Numbers in lists, which are shapes, stay. Returns ``None`` if no argument is a data-dependent number. Raises
-    :class:`Unselectable` if the operator has no form for tensors.
+    ``args``, ``kwargs``: the arguments of ``node`` in the new graph. Numbers in lists, which are shapes, stay. Raise
+    :class:`Unselectable` if the operator has no form for tensors. ``build``: the rewriter, to whose graph operators are
+    appended.
     """
     if not any(is_number(a) for a in (*args, *kwargs.values())):
         return None
@@ -174,9 +176,10 @@ def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> 
 
 
 def number_selected_rows(build: SelectedRows, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Append and return a node with the index 0, 1, .. of each row that ``mask`` selects among these rows.
+    """Append and return a node that gives each row that ``mask`` selects its index (0, 1, ...) among the selected rows.
+    Rows that ``mask`` does not select have arbitrary values.
 
-    Other rows have arbitrary values.
+    ``dtype``: the type of the indices. ``build``: the rewriter, to whose graph operators are appended.
     """
     made = build.insert_call(aten.sub.Tensor, build.number_selected(mask), 1)
     made = made if dtype == _WHOLE else build.insert_call(aten.to.dtype, made, dtype)
@@ -189,6 +192,11 @@ def _is_real(node: fx.Node) -> bool:
 
 
 def _as_tensor(build: SelectedRows, given: Any, dtype: torch.dtype | None) -> fx.Node:
+    """Return ``given`` (a node or a Python number) as a node of type ``dtype``; ``None`` as type keeps a node's type.
+    Raise :class:`Unselectable` if ``given`` is ``None``.
+
+    ``build``: the rewriter, to whose graph operators are appended.
+    """
     if given is None:
         raise Unselectable
     if not isinstance(given, fx.Node):

@@ -32,10 +32,20 @@ _IGNORED = -100
 
 # -- sums and what is made of them -------------------------------------------------------------------------------------
 def _compute_full_mean(build: SelectedRows, x: fx.Node, *, dtype: Any = None) -> Any:
+    """Rewrite the mean over all dims of ``x``, rows that a mask selects, so that it leaves out other rows. Return the
+    new node.
+
+    ``build``: the rewriter, to whose graph operators are appended.
+    """
     return _mean_over(build, x, None, dtype=dtype)
 
 
 def _mean_over(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """Rewrite the mean of ``x``, rows that a mask selects, over ``dims`` (all if empty), so that it leaves out other
+    rows. Return the new node; ``None`` if the mean is not over the rows.
+
+    ``build``: the rewriter, to whose graph operators are appended.
+    """
     over = _find_reduced_dims(build, x, dims)
     if over is None:
         return None
@@ -44,9 +54,10 @@ def _mean_over(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False
 
 
 def _find_reduced_dims(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] | None:
-    """Return the dims that a reduction of ``x`` removes (all if ``dims`` is empty).
+    """Return the dims, as nonnegative indices, that a reduction of ``x`` over ``dims`` removes (all if ``dims`` is
+    empty); ``None`` if the dim of the rows that a mask selects is not among them.
 
-    Returns ``None`` if the dim of the rows, which a mask selects, is not among them.
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     rank = x.meta["val"].dim()
     dims = [dims] if isinstance(dims, int) else dims
@@ -55,9 +66,10 @@ def _find_reduced_dims(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] 
 
 
 def _count_selected_elements(build: SelectedRows, x: fx.Node, over: list[int]) -> fx.Node:
-    """Append and return a node with the number of elements that a reduction of ``x`` over the dims ``over`` combines.
+    """Append and return a node with the number of elements that a reduction of ``x`` over the dims ``over`` combines,
+    counting only rows that the mask of ``x`` selects.
 
-    Only elements in rows that the mask of ``x`` selects are counted.
+    ``build``: the rewriter, to whose graph operators are appended.
     """
     rows, sizes = build.rows[x], x.meta["val"].shape
     others = math.prod(sizes[d] for d in over if d != rows.dim)
@@ -66,11 +78,10 @@ def _count_selected_elements(build: SelectedRows, x: fx.Node, over: list[int]) -
 
 
 def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
-    """Return the rewrite rule of ``var`` or ``std`` over rows that a mask selects; other rows are left out.
+    """Return a function that rewrites ``var`` or ``std`` over rows that a mask selects, so that other rows are left
+    out.
 
-    Args:
-        root: whether the rule is for ``std``.
-        with_mean: whether the operator also returns the mean.
+    ``root``: whether it is for ``std``. ``with_mean``: whether the operator also returns the mean.
     """
 
     def rule(
@@ -82,6 +93,11 @@ def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
         *,
         correction: float | None = None,
     ) -> Any:
+        """Append the variance or deviation of ``x`` over ``dims`` (all if ``None``), and return its node, with that of
+        the mean if the operator returns it; ``None`` if it is not over the selected rows.
+
+        ``unbiased``: subtract 1 from the number of elements; ``correction``: subtract this number instead.
+        """
         if isinstance(dims, bool):  # the form for all dims
             dims, unbiased = None, dims
         over = _find_reduced_dims(build, x, dims)
@@ -109,7 +125,10 @@ def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
 
 
 def _take_square_root(build: SelectedRows, x: fx.Node) -> fx.Node:
-    """Return the square root of ``x`` with a gradient of zero at zero, where that of ``sqrt`` is infinite."""
+    """Return the square root of ``x`` with a gradient of zero at zero, where that of ``sqrt`` is infinite.
+
+    ``build``: the rewriter, to whose graph operators are appended.
+    """
     none = build.insert_call(aten.eq.Scalar, x, 0)
     root = build.insert_call(aten.sqrt.default, build.insert_call(aten.masked_fill.Scalar, x, none, 1))
     return build.insert_call(aten.masked_fill.Scalar, root, none, 0)
@@ -127,14 +146,17 @@ def _get_highest_value(value: Tensor) -> float:
 def _make_filled_reduction(
     target: Any, number: Callable[[Tensor], float], dim_at: int | None = None
 ) -> Callable[..., Any]:
-    """Return the rewrite rule of a reduction over rows that a mask selects: set other rows to ``number``, then reduce.
+    """Return a function that rewrites the reduction ``target`` over rows that a mask selects: it sets other rows to a
+    number that does not change the result, then reduces.
 
-    Args:
-        number: returns the neutral element of the reduction for a given tensor, which depends on its dtype.
-        dim_at: position of the argument with the dims; ``None`` if there is none.
+    ``number``: returns that number for a tensor, whose dtype it depends on. ``dim_at``: the position (from 0) of the
+    argument with the dims; ``None`` if there is none.
     """
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
+        """Append the reduction of ``x`` without the rows that its mask does not select, and return its node; ``None``
+        if it is not over the rows.
+        """
         given = (x, *args)
         dims = None if dim_at is None or dim_at >= len(given) else given[dim_at]
         over = _find_reduced_dims(build, x, kwargs.get("dim", dims))
@@ -146,15 +168,16 @@ def _make_filled_reduction(
 
 
 def _make_extreme_rule(target: Any, number: Callable[[Tensor], float]) -> Callable[..., Any]:
-    """Return the rewrite rule of ``max`` or ``min`` along a dim of rows that a mask selects.
+    """Return a function that rewrites ``max`` or ``min`` along a dim of rows that a mask selects. It sets other rows to
+    the lowest or highest number, and the index in the result counts only selected rows.
 
-    Other rows are set to ``number``, and the index in the result counts only selected rows.
-
-    Args:
-        number: returns the neutral element, the lowest or highest number of a tensor's dtype.
+    ``number``: returns the lowest or highest number of a tensor's dtype.
     """
 
     def rule(build: SelectedRows, x: fx.Node, dim: int, keepdim: bool = False) -> Any:
+        """Append the extreme of ``x`` along ``dim``, and return the nodes of its value and index; ``None`` if ``dim``
+        is not that of the selected rows.
+        """
         if _find_reduced_dims(build, x, dim) is None:
             return None
         made = build.insert_call(target, build.fill_unselected(x, number(x.meta["val"])), dim, keepdim)
@@ -165,7 +188,16 @@ def _make_extreme_rule(target: Any, number: Callable[[Tensor], float]) -> Callab
 
 
 def _extreme_place(target: Any, number: Callable[[Tensor], float]) -> Callable[..., Any]:
+    """Return a function that rewrites ``argmax`` or ``argmin`` over rows that a mask selects. It sets other rows to the
+    lowest or highest number, and the index in the result counts only selected rows.
+
+    ``number``: returns the lowest or highest number of a tensor's dtype.
+    """
+
     def rule(build: SelectedRows, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> Any:
+        """Append the index of the extreme of ``x`` and return its node; ``None`` if it is not over the selected rows.
+        Raise :class:`Unselectable` for an index into all elements of several dims.
+        """
         if _find_reduced_dims(build, x, dim) is None:
             return None
         if dim is None and x.meta["val"].dim() != 1:
@@ -178,7 +210,11 @@ def _extreme_place(target: Any, number: Callable[[Tensor], float]) -> Callable[.
 
 
 def _nth_place(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
-    """Append a node that converts row indices in ``place`` to indices among the rows that the mask of ``x`` selects."""
+    """Append a node that converts row indices in ``place`` to indices among the rows that the mask of ``x`` selects,
+    and return it.
+
+    ``build``: the rewriter, to whose graph operators are appended.
+    """
     nth = build.insert_call(aten.sub.Tensor, build.number_selected(build.rows[x].mask), 1)
     flat = build.insert_call(aten.reshape.default, place, [place.meta["val"].numel()])
     found = build.insert_call(aten.index_select.default, nth, 0, flat)
@@ -186,18 +222,17 @@ def _nth_place(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
 
 
 def _make_norm_rule(target: Any, order_at: int, dim_at: int) -> Callable[..., Any]:
-    """Return the rewrite rule of a norm over rows that a mask selects: set other rows to zero.
+    """Return a function that rewrites the norm ``target`` over rows that a mask selects: it sets other rows to zero. It
+    raises :class:`Unselectable` for a norm of negative order.
 
-    The rule raises :class:`Unselectable` for a norm of negative order.
-
-    Args:
-        target: the norm operator.
-        order_at: position of the norm's order among the operator's arguments.
-        dim_at: position of the argument with the dims.
+    ``order_at``, ``dim_at``: the positions (from 0) of the norm's order and of its dims among the operator's arguments.
     """
     zeroed = _make_filled_reduction(target, lambda value: 0, dim_at)
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
+        """Append the norm of ``x`` without the rows that its mask does not select, and return its node; ``None`` if it
+        is not over the rows.
+        """
         order = args[order_at - 1] if len(args) >= order_at else kwargs.get("ord", kwargs.get("p", 2))
         order = 2 if order is None else order
         if _find_reduced_dims(build, x, args[dim_at - 1] if len(args) >= dim_at else kwargs.get("dim")) is None:
@@ -210,7 +245,14 @@ def _make_norm_rule(target: Any, order_at: int, dim_at: int) -> Callable[..., An
 
 
 def _make_softmax_rule(target: Any) -> Callable[..., Any]:
+    """Return a function that rewrites softmax or log-softmax along rows that a mask selects: it gives other rows a
+    score of minus infinity.
+    """
+
     def rule(build: SelectedRows, x: fx.Node, dim: int, dtype: Any = None) -> Any:
+        """Append the softmax of ``x`` along ``dim`` and return its node, with zeros in rows that the mask does not
+        select; ``None`` if ``dim`` is not that of the selected rows.
+        """
         if _find_reduced_dims(build, x, dim) is None:
             return None
         made = build.insert_call(target, build.fill_unselected(x, -math.inf), dim, dtype)
@@ -221,6 +263,11 @@ def _make_softmax_rule(target: Any) -> Callable[..., Any]:
 
 
 def _compute_cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) -> Any:
+    """Append the running sum along rows that a mask selects, where other rows count as zero, and return its node;
+    ``None`` if ``dim`` is another dim. Raise :class:`Unselectable` if the rows are in another order than in the model.
+
+    ``build``: the rewriter, to whose graph operators are appended.
+    """
     if _find_reduced_dims(build, x, dim) is None:
         return None
     if build.rows[x].mask in build.unordered:
@@ -232,14 +279,16 @@ def _compute_cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) ->
 
 # -- losses ------------------------------------------------------------------------------------------------------------
 def _reduced_terms(target: Any, position: int) -> Callable[..., Any]:
-    """Return the rewrite rule of a loss over rows that a mask selects: compute it unreduced, then reduce the selected
-    terms.
+    """Return a function that rewrites a loss over rows that a mask selects: it computes one term for each element, then
+    reduces the selected terms.
 
-    Args:
-        position: index of the argument ``reduction``.
+    ``target``: the loss operator. ``position``: the position (from 0) of its argument ``reduction``.
     """
 
     def rule(build: SelectedRows, *args: Any, **kwargs: Any) -> Any:
+        """Append the loss, and return the node of the reduced loss, followed by the operator's other results if it has
+        any; ``None`` if the loss is not reduced.
+        """
         given = list(args)
         reduction = kwargs.pop("reduction", MEAN)
         if len(given) > position:
@@ -257,15 +306,19 @@ def _reduced_terms(target: Any, position: int) -> Callable[..., Any]:
 
 
 def _apply_reduction(build: SelectedRows, terms: fx.Node, reduction: int) -> Any:
+    """Append the sum or mean of ``terms``, as torch's code ``reduction`` says, and return its node; ``terms`` itself if
+    the code means no reduction.
+
+    ``build``: the rewriter, to whose graph operators are appended.
+    """
     if reduction == NONE:
         return terms
     return build.apply_operator(aten.sum.default if reduction == SUM else aten.mean.default, terms)
 
 
 def _make_classification_rule(target: Any) -> Callable[..., Any]:
-    """Return the rewrite rule of cross entropy and similar losses over rows that a mask selects.
-
-    The rule gives other rows the class that the loss ignores.
+    """Return a function that rewrites ``target``, a cross entropy or a similar loss, over rows that a mask selects: it
+    gives other rows the class that the loss ignores.
     """
 
     def rule(
@@ -277,6 +330,12 @@ def _make_classification_rule(target: Any) -> Callable[..., Any]:
         ignored: int = _IGNORED,
         *more: Any,
     ) -> Any:
+        """Append the loss of the scores ``x`` and the target ``classes`` (class numbers or probabilities), and return
+        its node; ``None`` for probabilities without a reduction.
+
+        ``reduction``: torch's code of the reduction. ``ignored``: the class number that the loss ignores. Raise
+        :class:`Unselectable` if different masks select the rows of scores and classes.
+        """
         value: Tensor = classes.meta["val"]
         if value.is_floating_point():
             if reduction == NONE:
@@ -297,6 +356,12 @@ def _make_classification_rule(target: Any) -> Callable[..., Any]:
 
 
 def _broadcast_operands(build: SelectedRows, operands: Any) -> Any:
+    """Rewrite ``broadcast_tensors`` where a mask selects the rows of some ``operands``; return the nodes of the
+    results, which all have this mask. Raise :class:`Unselectable` if the operands have different masks, or if one has
+    all rows.
+
+    ``build``: the rewriter, to whose graph operators are appended.
+    """
     shape = torch.broadcast_shapes(*(o.meta["val"].shape for o in operands))
     wide = []
     for operand in operands:

@@ -46,17 +46,19 @@ _ANY_TYPE = frozenset({Tensor.nonzero, torch.nonzero, Tensor.argwhere, torch.arg
 
 @contextmanager
 def selections_traced(is_users: Callable[[str], bool]) -> Iterator[None]:
-    """Context in which masks that are computed alike select the same symbolic number of rows.
+    """Return a context for tracing in which masks that are computed by the same operators on the same inputs select the
+    same symbolic number of rows.
 
     If one of torch's own functions requires that a data-dependent number of classes equals an integer, this is assumed.
-
-    Args:
-        is_users: whether a source file is neither torch's nor this package's.
+    ``is_users``: returns whether a source file is neither torch's nor this package's.
     """
     selections = _Selections(is_users)
     plain = ShapeEnv.evaluate_expr
 
     def evaluate(env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a symbolic condition as torch does. If it cannot be decided, and one of torch's own functions asks
+        whether a number of classes equals an integer, assume that it does.
+        """
         try:
             return plain(env, expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
@@ -70,7 +72,16 @@ def selections_traced(is_users: Callable[[str], bool]) -> Iterator[None]:
 
 
 class _Selections(TorchFunctionMode):
+    """A torch function mode that gives equal masks the same symbolic number of selected rows, and runs torch functions
+    that read values only to check them without the check.
+
+    ``is_users``: returns whether a source file is neither torch's nor this package's.
+    """
+
     def __init__(self, is_users: Callable[[str], bool]) -> None:
+        """Start without known masks. ``is_users``: returns whether a source file is neither torch's nor this
+        package's.
+        """
         super().__init__()
         self.is_users = is_users
         self.graph: fx.Graph | None = None  # of the trace that runs
@@ -79,10 +90,8 @@ class _Selections(TorchFunctionMode):
         self.classes: set[Any] = set()  # symbols of numbers of classes
 
     def needs(self, expr: Any) -> bool:
-        """Whether ``expr`` asks if a data-dependent number of classes equals an integer, on behalf of a function of
-        torch.
-
-        A comparison by the user's own code does not count.
+        """Return whether the condition ``expr`` asks if a data-dependent number of classes equals an integer, on behalf
+        of a function of torch. A comparison by the user's own code does not count.
         """
         sides = expr.args if isinstance(expr, sympy.Eq) else ()
         if not any(s in self.classes for s in sides) or not any(s.is_Integer for s in sides):
@@ -97,6 +106,9 @@ class _Selections(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run ``func`` and return its result. Selections by a mask share the number of rows of an equal mask, and
+        functions that check values are replaced by forms without the check.
+        """
         kwargs = kwargs or {}
         if func in _BY_WHERE:
             return self._by_where(*args, **kwargs)
@@ -109,12 +121,16 @@ class _Selections(TorchFunctionMode):
         return made
 
     def _by_where(self, input: Tensor, mask: Tensor) -> Any:
+        """Return ``masked_select(input, mask)``, computed as an index of the broadcast tensors."""
         if input.shape != mask.shape:
             shape = torch.broadcast_shapes(input.shape, mask.shape)
             input, mask = (v if v.shape == shape else v.expand(shape) for v in (input, mask))
         return self._by_mask(Tensor.__getitem__, (input, mask), {})
 
     def _by_mask(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``func``, which selects rows by a mask among its arguments, and return its result. The mask's symbolic
+        number of rows is that of an earlier equal mask, if there is one, and is noted.
+        """
         masks = []
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, FakeTensor) and (tensor.dtype == torch.bool or func in _ANY_TYPE):
@@ -132,14 +148,18 @@ class _Selections(TorchFunctionMode):
         return made
 
     def _key_of(self, node: fx.Node) -> int:
-        """Return a key of ``node`` that is equal for nodes of the present trace that compute the same value."""
+        """Return an integer for ``node`` that is equal for nodes of the present trace that compute the same value. A
+        new trace starts anew.
+        """
         if node.graph is not self.graph:
             self.graph, self.key, self.counts = node.graph, Numbers(), {}
         return self.key(node)
 
 
 def _is_unwritten(*nodes: fx.Node) -> bool:
-    """Whether no operator writes in place to ``nodes`` or to a value that they are computed from."""
+    """Return whether no operator of the graph writes in place to ``nodes`` or to a value that they are computed
+    from.
+    """
     written = {memory_of(to) for other in nodes[0].graph.nodes for to in written_by(other)}
     return not any(written.intersection(map(memory_of, _collect_ancestors(node))) for node in nodes)
 
@@ -156,9 +176,8 @@ def _collect_ancestors(node: fx.Node) -> set[fx.Node]:
 
 # -- functions of torch that look at numbers ---------------------------------------------------------------------------
 def _cross_entropy(func: Callable[..., Tensor], input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute cross entropy without torch's check whether there are any rows.
-
-    If the targets are probabilities, the unreduced terms are averaged.
+    """Return the cross entropy, ``func(input, target, ...)``. If the targets are probabilities of a data-dependent
+    number of rows, average the unreduced terms, because torch's mean checks whether there are any rows.
     """
     plain = not _is_open(target) or not target.dtype.is_floating_point or kwargs.get("reduction", "mean") != "mean"
     if plain or len(args) > 1:
@@ -167,9 +186,8 @@ def _cross_entropy(func: Callable[..., Tensor], input: Tensor, target: Tensor, *
 
 
 def _one_hot(func: Callable[..., Tensor], input: Tensor, num_classes: int = -1) -> Tensor:
-    """Replace ``one_hot`` without a given number of classes by an operator that can be traced.
-
-    Torch would read the largest class from the data.
+    """Return ``one_hot`` of ``input``. Without a given number of classes, which torch would read from the data, an
+    operator that can be traced computes it.
     """
     if num_classes != -1 or not isinstance(input, FakeTensor):
         return func(input, num_classes)
@@ -180,7 +198,9 @@ def _one_hot(func: Callable[..., Tensor], input: Tensor, num_classes: int = -1) 
 def _compute_logsumexp(
     func: Callable[..., Tensor], input: Tensor, dim: Any, keepdim: bool = False, **kwargs: Any
 ) -> Tensor:
-    """Compute ``logsumexp`` without torch's check whether there are any rows."""
+    """Return ``logsumexp`` of ``input`` over ``dim``. If the number of rows depends on the data, it is computed without
+    torch's check whether there are any rows.
+    """
     if not _is_open(input) or kwargs:
         return func(input, dim, keepdim=keepdim, **kwargs)
     largest = input.detach().amax(dim, keepdim=True)
@@ -190,7 +210,7 @@ def _compute_logsumexp(
 
 
 def _gaussian_nll(func: Callable[..., Tensor], input: Tensor, target: Tensor, var: Any, **kwargs: Any) -> Tensor:
-    """Compute ``gaussian_nll_loss`` without torch's check for negative variances; these give a loss of NaN."""
+    """Return ``gaussian_nll_loss`` without torch's check for negative variances; these give a loss of NaN."""
     if isinstance(var, Tensor):
         var = torch.where(var < 0, torch.nan, var)
     with mock.patch.object(torch, "any", return_value=False):
@@ -198,6 +218,7 @@ def _gaussian_nll(func: Callable[..., Tensor], input: Tensor, target: Tensor, va
 
 
 def _is_open(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` has a size that depends on the data."""
     return any(isinstance(size, torch.SymInt) for size in tensor.shape)
 
 

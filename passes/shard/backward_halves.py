@@ -26,11 +26,12 @@ from partitioner.passes.ir.collectives import collective_name
 def choose_saved_nodes(
     saved: Sequence[fx.Node], again: set[fx.Node], nodes: Sequence[fx.Node], results: Collection[fx.Node | None] = ()
 ) -> tuple[list[fx.Node], set[fx.Node]]:
-    """Choose the nodes to save for backward instead of ``saved``, and the nodes that backward recomputes; return both.
+    """Choose which forward nodes to save for backward instead of ``saved``, and which ones backward computes again.
+    Return (list of saved nodes in the order of ``nodes``, set of nodes to compute again).
 
-    The saved nodes are in the order of ``nodes``. ``saved``: the forward nodes that backward reads. ``again``: nodes
-    that should be recomputed rather than saved; their views and copies are not saved either. ``nodes``: the forward
-    nodes in order. ``results``: nodes that are never recomputed.
+    ``saved``: the forward nodes that backward reads. ``again``: nodes that should be computed again rather than saved;
+    their views and copies are not saved either. ``nodes``: the forward nodes in order. ``results``: nodes that are
+    never computed again.
     """
     again = again.difference(n for n in results if n is not None)
     for node in nodes:
@@ -53,11 +54,11 @@ def choose_saved_nodes(
 
 
 def insert_recomputed_nodes(body: Sequence[fx.Node], remade: set[fx.Node], order: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return ``body`` with the recomputed nodes that it reads, each right before its first reader, to shorten its
-    lifetime.
+    """Return the operators ``body`` with the forward nodes that they need computed again, each right before the first
+    operator that reads it, so that it is in memory only briefly.
 
-    ``body``: operators of backward, in order. ``remade``: all forward nodes that backward recomputes. ``order``: the
-    nodes of the graph of forward and backward, in order.
+    ``body``: operators of backward, in order. ``remade``: all forward nodes that backward computes again. ``order``:
+    the nodes of the graph of forward and backward, in order.
     """
     place = {n: i for i, n in enumerate(order)}
     result: list[fx.Node] = []
@@ -71,9 +72,8 @@ def insert_recomputed_nodes(body: Sequence[fx.Node], remade: set[fx.Node], order
 
 
 def find_recomputed_ancestors(readers: Iterable[fx.Node], remade: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of ``remade`` that ``readers`` depend on through nodes of ``remade`` alone.
-
-    ``remade``: the nodes that backward recomputes.
+    """Return the nodes of ``remade`` (forward nodes that backward computes again) that ``readers`` depend on through
+    nodes of ``remade`` alone.
     """
     found: set[fx.Node] = set()
     stack = [o for n in readers for o in n.all_input_nodes if o in remade]
@@ -86,9 +86,10 @@ def find_recomputed_ancestors(readers: Iterable[fx.Node], remade: set[fx.Node]) 
 
 
 def _can_recompute_node(node: fx.Node, again: set[fx.Node]) -> bool:
-    """Whether backward may recompute ``node``, which must be in ``again``.
+    """Return whether backward may compute the forward node ``node`` again instead of reading its saved result. It must
+    be in ``again``, the nodes that should not be saved.
 
-    One of several results can be recomputed only if its operator is in ``again``, too.
+    One of several results can be computed again only if its operator is in ``again``, too.
     """
     if node.target is operator.getitem:
         source = node.args[0]
@@ -97,8 +98,8 @@ def _can_recompute_node(node: fx.Node, again: set[fx.Node]) -> bool:
 
 
 def _views_kept(node: fx.Node, kept: set[fx.Node]) -> bool:
-    """Whether ``node``, which is not among the saved nodes ``kept``, is a view of a saved value or of a placeholder, so
-    that recomputing it costs nothing.
+    """Return whether ``node``, which is not among the saved nodes ``kept``, is a view of a saved value or of a
+    placeholder, so that computing it again costs nothing.
     """
     if node in kept or node.op == "placeholder":
         return False
@@ -108,12 +109,16 @@ def _views_kept(node: fx.Node, kept: set[fx.Node]) -> bool:
 
 
 def _is_copy(node: fx.Node) -> bool:
+    """Return whether the operator ``node`` returns the values of its one operand: a clone, the collective ``copy``, or
+    a view.
+    """
     if node.op != "call_function":
         return False
     return node.target == torch.ops.aten.clone.default or collective_name(node.target) == "copy" or _is_view(node)
 
 
 def _is_view(node: fx.Node) -> bool:
+    """Return whether the operator ``node`` returns a view of its one operand."""
     if node.target == torch.ops.aten._unsafe_view.default:
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or len(node.all_input_nodes) != 1:
@@ -132,11 +137,12 @@ Half = list[fx.Node]
 
 @dataclass(frozen=True)
 class JointHalves:
-    """Forward and backward of one piece of the model in one graph, to be cut into forward and two halves of backward.
+    """Forward and backward of one piece of the model in one graph. :meth:`cut` divides backward into gradients of
+    inputs and gradients of parameters.
 
     ``nodes``: all nodes, in order. ``forward``, ``backward``: the nodes of each part. ``remade``: forward nodes that
-    backward recomputes. ``start``: the values that are given to backward: saved nodes of forward and the gradients of
-    the outputs.
+    backward computes again. ``start``: the values that are given to backward: saved nodes of forward and the gradients
+    of the outputs.
     """
 
     nodes: Sequence[fx.Node]
@@ -148,11 +154,12 @@ class JointHalves:
     def cut(
         self, of_inputs: Sequence[fx.Node | None], of_states: Sequence[fx.Node | None]
     ) -> tuple[Half, Half, list[fx.Node]]:
-        """Cut backward into a half for the gradients of inputs and a half for the gradients of parameters.
+        """Cut backward into a half that computes the gradients of inputs and a half that computes the gradients of
+        parameters. Return the operators of the first half, those of the second half, and the nodes whose values the
+        first passes to the second.
 
-        Return the operators of the first half, those of the second half, and the values that the first passes to the
-        second. ``of_inputs``, ``of_states``: the gradients that the first and the second half compute; ``None`` is a
-        zero gradient.
+        ``of_inputs``, ``of_states``: the nodes of the gradients of inputs and of parameters; ``None`` is a zero
+        gradient.
         """
         gradients = [g for g in of_states if g is not None]
         through = collect_ancestor_nodes(g for g in of_inputs if g is not None) - set(self.forward)
@@ -176,20 +183,20 @@ class JointHalves:
 
 
 def is_early(size: int, summed: int) -> bool:
-    """Whether the first half of backward should compute a weight gradient, because it is at most a quarter of what it
-    sums over.
+    """Return whether the half of backward that computes input gradients should also compute a weight gradient, because
+    it is at most a quarter of the size of what it sums over.
 
     ``size``: the bytes or elements of the gradient. ``summed``: those of the values that are summed, which would
-    otherwise be kept for the second half.
+    otherwise be kept for the second half of backward.
     """
     return _SMALL * size <= summed
 
 
 def _find_weight_gradient_sums(gradients: Sequence[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of weight gradients that are sums over much larger tensors.
+    """Return the nodes that compute those weight gradients that are sums over much larger tensors. The first half of
+    backward, which computes input gradients, computes them too, so that it need not keep the large tensors.
 
-    The first half of backward computes these, so that it need not pass the large tensors to the second. ``gradients``:
-    the nodes of the weight gradients. ``known``: nodes that forward or the first half computes.
+    ``gradients``: the nodes of the weight gradients. ``known``: nodes that forward or the first half computes anyway.
     """
     found: set[fx.Node] = set()
     for gradient in gradients:
@@ -209,7 +216,7 @@ def _sum_storage_bytes(nodes: Iterable[fx.Node]) -> int:
 
 
 def collect_ancestor_nodes(nodes: Iterable[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """Return ``nodes`` and all nodes that they depend on, stopping at ``known`` nodes."""
+    """Return ``nodes`` and all nodes that they depend on, without nodes in ``known`` and what only these depend on."""
     seen: set[fx.Node] = set()
     stack = [n for n in nodes if n is not None]
     while stack:

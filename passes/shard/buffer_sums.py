@@ -59,11 +59,22 @@ def accumulate_updates(model: FoldedModel, axis: str, parts: int) -> FoldedModel
 
 
 class _NotLinear(Exception):
-    """Raised if the new value of a buffer is not a sum of addends of the microbatches."""
+    """Raised if the new value of a buffer is not a sum with one addend for each microbatch."""
 
 
 class _Accumulation:
+    """Rewrites the graphs of a model of one microbatch so that a buffer whose new value is a sum over the batch gets
+    one addend from each microbatch.
+
+    ``axis``: the mesh axis whose ranks stand for the parts (rank and microbatch) of the global batch. ``parts``: the
+    number of parts. ``meeting``: the nodes whose values depend on samples of several parts. A value is handled as a
+    pair of nodes: the addend of a microbatch, and a term that is added once.
+    """
+
     def __init__(self, model: FoldedModel, axis: str, parts: int) -> None:
+        """Copy the tables of ``model`` and find the nodes that depend on samples of several parts. ``axis``: the mesh
+        axis of the parts of the global batch. ``parts``: their number.
+        """
         self.model, self.axis, self.parts = model, axis, parts
         self.blocks, self.calls, self.values = dict(model.blocks), list(model.calls), dict(model.values)
         self.producer = {v: (c.block, k) for c in self.calls for k, v in enumerate(c.outputs)}
@@ -73,7 +84,9 @@ class _Accumulation:
         self._looking: set[fx.Node] = set()
 
     def _find_combining_nodes(self) -> set[fx.Node]:
-        """Return the collectives that combine samples, and all nodes that depend on them, in all blocks."""
+        """Return, for all blocks (graphs of pieces of the model), the collectives that combine samples, and all nodes
+        that depend on them.
+        """
         found: set[fx.Node] = set()
         values: set[str] = set()
         size = -1
@@ -92,14 +105,16 @@ class _Accumulation:
         return found
 
     def _is_combining_collective(self, node: fx.Node) -> bool:
+        """Return whether ``node`` is a collective that communicates between the parts of the global batch."""
         named = axis_of(node)
         return named is not None and named[0] == self.axis and collective_name(node.target) in COMMUNICATING
 
     def add_up(self, name: str, place: int) -> bool:
-        """Replace one output of a block (a graph) by the addend of one microbatch; return whether it was replaced.
+        """Replace one output of the graph ``name`` of a piece of the model by the addend of one microbatch; return
+        whether it was replaced.
 
-        ``name``: a block's name. ``place``: an index in the block's outputs. The output is not replaced if it is equal
-        in every microbatch, or if it is not a sum.
+        ``place``: the index of the output. It is not replaced if it is equal in every microbatch, or if it is not a
+        sum.
         """
         block = self.blocks[name]
         node = block.outputs[place]
@@ -115,6 +130,10 @@ class _Accumulation:
         return True
 
     def build_model(self, keeps: dict[str, float]) -> FoldedModel:
+        """Return the model with the rewritten graphs, without inputs and outputs that nothing reads any more.
+        ``keeps``: for each buffer that is a sum, the number by which its old value is multiplied before the addends are
+        added.
+        """
         for block in self.blocks.values():
             drop_unused(block.graph)
         passed = {c.outputs[place] for name, place in self._passed for c in self.calls if c.block == name}
@@ -123,10 +142,10 @@ class _Accumulation:
         return self.model.with_(blocks=self.blocks, calls=self.calls, values=self.values, keeps=keeps)
 
     def _drop_unread(self, passed: Collection[str]) -> bool:
-        """Remove from the blocks those inputs and outputs with the values ``passed`` that nothing reads; return whether
+        """Remove from the graphs those inputs and outputs with the values ``passed`` that nothing reads; return whether
         any was removed.
 
-        ``passed``: names of values that calls now pass on as addends.
+        ``passed``: names of values of which addends are now passed on instead.
         """
         read = {v for c in self.calls for v in c.inputs} | set(self.model.updates.values())
         read |= {o.value for o in self.model.outputs if o.value is not None} | {self.model.loss or ""}
@@ -155,10 +174,9 @@ class _Accumulation:
 
     def _build_microbatch_addend(self, name: str, node: fx.Node) -> fx.Node:
         """Return the node of one microbatch's addend of ``node``; that of the first microbatch includes the term that
-        is added once.
+        is added once. Raise :class:`_NotLinear` if ``node`` is not a sum over microbatches.
 
-        Raise :class:`_NotLinear` if ``node`` is not a sum over microbatches. ``name``: the name of the block that
-        contains ``node``.
+        ``name``: the name of the block (graph) that contains ``node``.
         """
         if get_node_tensor(node).dtype == torch.bool:
             raise _NotLinear
@@ -171,6 +189,9 @@ class _Accumulation:
         return build(aten.add.Tensor, adds, build(aten.where.self, first, once, build(aten.zeros_like.default, once)))
 
     def _make_node_builder(self, name: str, node: fx.Node) -> Callable[..., fx.Node]:
+        """Return a function that appends an operator to the graph of the block ``name`` and returns its node, with the
+        module path and source line of ``node``.
+        """
         graph = self.blocks[name].graph
 
         def build(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -180,6 +201,11 @@ class _Accumulation:
         return build
 
     def _find_node_part(self, name: str, node: fx.Node) -> Part:
+        """Return the two parts of the value of ``node``: the node of the addend of a microbatch, and that of the term
+        that is added once; ``None`` for a part that is zero. Raise :class:`_NotLinear` if it is no such sum.
+
+        ``name``: the name of the block (graph) that contains ``node``.
+        """
         if node not in self.meeting:
             return None, node
         if node not in self._found:
@@ -193,6 +219,12 @@ class _Accumulation:
         return self._found[node]
 
     def _compute_node_part(self, name: str, node: fx.Node) -> Part:
+        """Append operators for the two parts of the value of ``node``, the addend of a microbatch and the term that is
+        added once, and return their nodes; ``None`` for a part that is zero. Raise :class:`_NotLinear` if it is no such
+        sum.
+
+        ``name``: the name of the block (graph) that contains ``node``.
+        """
         build = self._make_node_builder(name, node)
         if node.op == "placeholder":
             return self._passed_in(name, node)
@@ -220,8 +252,8 @@ class _Accumulation:
         return _rebuild_with_operands(node, added, build), _rebuild_with_operands(node, terms, build) if some else None
 
     def _with_number(self, node: fx.Node, part: Part, build: Callable[..., fx.Node]) -> Part:
-        """Return the two parts (addend of a microbatch, term that is added once) of the operator ``node``, which is
-        ``x`` plus or minus a number.
+        """Return the nodes of the two parts (addend of a microbatch, term that is added once) of the operator ``node``,
+        which is ``x`` plus or minus a number.
 
         ``part``: the two parts of ``x``. The number goes to the term that is added once. ``build`` appends an operator
         to the graph.
@@ -234,10 +266,11 @@ class _Accumulation:
         return adds, _rebuild_with_operands(node, [once], build)
 
     def _of_rows(self, name: str, node: fx.Node, build: Callable[..., fx.Node]) -> Part:
-        """Return the two parts (addend of a microbatch, term that is added once) of a sum over samples.
+        """Return the nodes of the two parts (addend of a microbatch, term that is added once) of a sum over samples.
 
-        ``name``: the name of the block that contains ``node``. ``node`` either adds rows of samples to its first
-        operand at indices, or reduces all samples. Raise :class:`_NotLinear` for any other operator.
+        ``name``: the name of the block (graph) that contains ``node``. ``node`` either adds rows of samples to its
+        first operand at indices, or reduces all samples; raise :class:`_NotLinear` for any other operator. ``build``
+        appends an operator to the graph.
         """
         operands = operands_of(node)
         rows = _added_rows(node)
@@ -253,10 +286,10 @@ class _Accumulation:
         raise _NotLinear
 
     def _build_microbatch_rows(self, name: str, node: fx.Node, dim: int) -> fx.Node:
-        """Return the node of this microbatch's rows of ``node`` along ``dim``.
+        """Return the node of this microbatch's rows of ``node`` along ``dim``. Raise :class:`_NotLinear` if the rows of
+        a microbatch do not depend on its samples alone.
 
-        ``name``: the name of the block that contains ``node``. Raise :class:`_NotLinear` if the rows of a microbatch do
-        not depend on its samples alone.
+        ``name``: the name of the block (graph) that contains ``node``.
         """
         build = self._make_node_builder(name, node)
         if node not in self.meeting:
@@ -280,10 +313,11 @@ class _Accumulation:
         raise _NotLinear
 
     def _of_samples(self, name: str, node: fx.Node, strategy: Strategy) -> fx.Node:
-        """Append the operator ``node`` on one microbatch's rows of its sharded operands, and return its node.
-
-        ``strategy``: the layouts of the operands, which say along which dim each one is sharded. Raise
+        """Append the operator ``node`` on one microbatch's rows of its sharded operands, and return its node. Raise
         :class:`_NotLinear` if the rows of a microbatch cannot be found.
+
+        ``name``: the name of the block (graph) that contains ``node``. ``strategy``: the layouts of the operands, which
+        say along which dim each one is sharded.
         """
         operands = []
         for operand, layout in zip(operands_of(node), strategy.operands, strict=True):
@@ -298,14 +332,15 @@ class _Accumulation:
             return local_call(node, strategy, self.axis, self.parts, operands, graph)
 
     def _build_row_indices(self, build: Callable[..., fx.Node], length: int) -> fx.Node:
-        """Return the node of the indices of one microbatch's rows among the rows of all microbatches; each has
-        ``length`` rows.
+        """Return the node of the indices of one microbatch's rows among the rows of all microbatches; each microbatch
+        has ``length`` rows. ``build`` appends an operator to the graph.
         """
         start = build(aten.mul.Tensor, build(ops.axis_index.default, self.axis, self.parts), length)
         return build(aten.add.Tensor, build(aten.arange.default, length, device=META), start)
 
     def _build_collective_addend(self, node: fx.Node, build: Callable[..., fx.Node]) -> fx.Node:
-        """Return the node of what one microbatch adds to the result of the collective ``node``.
+        """Return the node of what one microbatch adds to the result of the collective ``node``. ``build`` appends an
+        operator to the graph.
 
         For an all-reduce, it is the operand; for an all-gather, zeros with the operand at the microbatch's rows. Raise
         :class:`_NotLinear` for any other collective.
@@ -323,10 +358,12 @@ class _Accumulation:
         return build(aten.index_add.default, whole, dim, places, mine)
 
     def _passed_in(self, name: str, node: fx.Node) -> Part:
-        """Return the two parts (addend of a microbatch, term that is added once) of a value that earlier calls compute.
+        """Return the nodes of the two parts (addend of a microbatch, term that is added once) of a value that earlier
+        calls compute.
 
-        ``name``: the name of a block. ``node``: the placeholder by which it reads the value. The earlier calls get the
-        two parts as further outputs, and this block as further inputs.
+        ``name``: the name of a block (graph). ``node``: the placeholder by which it reads the value. The earlier calls
+        get the two parts as further outputs, and this block as further inputs. Raise :class:`_NotLinear` if some call
+        reads a value that is equal for all microbatches.
         """
         place = self.blocks[name].inputs.index(node.name)
         sources = {c.inputs[place]: self.producer.get(c.inputs[place]) for c in self.calls if c.block == name}
@@ -342,19 +379,23 @@ class _Accumulation:
         return made[0], made[1]
 
     def _find_output_node(self, output: tuple[str, int]) -> fx.Node:
+        """Return the node of an output of a block. ``output``: (name of the block, index of the output)."""
         block, place = output
         return self.blocks[block].outputs[place]
 
     def _find_further_output(self, value: str, further: int) -> str:
+        """Return the name of one part of ``value``, as the call that computes the value returns it. ``further``: 0 for
+        the addend of a microbatch, 1 for the term that is added once.
+        """
         source = self.producer[value]
         run = next(c for c in self.calls if value in c.outputs)
         return run.outputs[self._passed[source] + further]
 
     def _pass_on(self, output: tuple[str, int]) -> None:
-        """Add two outputs to a block (a graph) and all its runs: the addend of a microbatch, and the term that is added
-        once.
+        """Add two outputs to a block (a graph) and all its calls: the addend of a microbatch, and the term that is
+        added once.
 
-        ``output``: the name of the block and the index of the output that is their sum.
+        ``output``: (name of the block, index of the output that is their sum).
         """
         if output in self._passed:
             return
@@ -375,11 +416,11 @@ class _Accumulation:
                 self.calls[i] = replace(run, outputs=(*run.outputs, *values))
 
     def _add_input(self, name: str, place: int, values: dict[str, str], like: Tensor) -> fx.Node:
-        """Add an input to a block (a graph) and all its runs, and return its placeholder.
+        """Add an input to a block (a graph) and all its calls, and return its placeholder.
 
-        ``name``: the block's name. ``place``: the index of an existing input. ``values``: for each value that a run
-        reads at the input ``place``, the value to read at the new input. ``like``: a tensor of the new input's shape
-        and type.
+        ``name``: the block's name. ``place``: the index of an existing input. ``values``: for the name of each value
+        that a call reads at the input ``place``, the name of the value to read at the new input. ``like``: a tensor of
+        the new input's shape and type.
         """
         block = self.blocks[name]
         with block.graph.inserting_after(block.placeholders[-1]):
@@ -407,9 +448,8 @@ _LINEAR: dict[Any, tuple[frozenset[int], ...]] = {
 
 
 def _linear_in(node: fx.Node) -> tuple[frozenset[int], ...]:
-    """Return the sets of operand positions in which an operator is linear together.
-
-    If the operands of a set are sums of addends, so is the result, with the other operands fixed.
+    """Return sets of operand positions (from 0) of the operator ``node``: if the operands of one set are sums of
+    addends, so is the result, with the other operands fixed.
     """
     factors = factors_of(node)
     known = _LINEAR.get(node.target, () if factors is None else factors.linear)
@@ -419,10 +459,8 @@ def _linear_in(node: fx.Node) -> tuple[frozenset[int], ...]:
 
 
 def _added_rows(node: fx.Node) -> list[int] | None:
-    """Return, for an operator that adds rows at indices (such as ``index_add``), the row dim of each operand but the
-    first.
-
-    ``None`` for any other operator, or if the numbers of rows differ.
+    """Return, for an operator that adds rows at indices (such as ``index_add``), the index of the row dim of each
+    operand but the first; ``None`` for any other operator, or if the numbers of rows differ.
     """
     operands = operands_of(node)
     shapes = [get_node_tensor(o).shape for o in operands]
@@ -442,9 +480,11 @@ def _added_rows(node: fx.Node) -> list[int] | None:
 
 
 def _rebuild_with_operands(node: fx.Node, operands: Sequence[fx.Node], build: Callable[..., fx.Node]) -> fx.Node:
+    """Append the operator ``node`` with other ``operands`` by the function ``build``, and return the new node."""
     args, kwargs = with_operands(node, operands)
     return build(node.target, *args, **kwargs)
 
 
 def _build_result_item(build: Callable[..., fx.Node], node: fx.Node | None, index: Any) -> fx.Node | None:
+    """Append ``node[index]`` by the function ``build`` and return the new node; ``None`` if ``node`` is ``None``."""
     return None if node is None else build(operator.getitem, node, index)

@@ -80,9 +80,8 @@ _BOTH = frozenset((aten.add.Tensor, aten.sub.Tensor))
 
 
 def take_out_zeros(graph: fx.Graph) -> None:
-    """Remove values of ``graph`` that are always zero, in place; replace a sum with such a value by its other operand.
-
-    Requires: no node is an alias of another.
+    """Remove values of ``graph`` that are always zero, such as ``x - x``, in place; replace a sum with such a value by
+    its other operand. No node may be an alias of another.
     """
     zeros: set[fx.Node] = set()
     for node in graph.nodes:
@@ -101,9 +100,8 @@ def take_out_zeros(graph: fx.Graph) -> None:
 
 
 def _is_zero_result(node: fx.Node, first: bool, second: bool) -> bool:
-    """Whether the result of the operator ``node`` is always zero.
-
-    ``first``, ``second``: whether its first and second operands are always zero.
+    """Return whether the result of the operator ``node`` is always zero. ``first``, ``second``: whether its first and
+    second operands are always zero.
     """
     if node.target in _EITHER:
         return first or second
@@ -115,7 +113,7 @@ def _is_zero_result(node: fx.Node, first: bool, second: bool) -> bool:
 
 
 def _can_replace_node(operand: object, node: fx.Node) -> bool:
-    """Whether ``operand`` has the shape, type and strides of ``node``, so that it can replace it."""
+    """Return whether ``operand`` is a node with the shape, type and strides of ``node``, so that it can replace it."""
     if not isinstance(operand, fx.Node):
         return False
     one, other = operand.meta.get("val"), node.meta["val"]
@@ -131,10 +129,10 @@ _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 @dataclass(frozen=True)
 class JointSubgraph:
-    """A function that was cut out of the joint graph of forward and backward.
+    """A function that was cut out of the graph of forward and backward of a piece of the model.
 
-    ``graph`` has one placeholder for each of ``inputs``. ``inputs`` and ``outputs``: names of nodes of the joint graph.
-    An output of ``None`` is a gradient that is zero.
+    ``graph``: the function, with one placeholder for each of ``inputs``. ``inputs`` and ``outputs``: names of nodes of
+    the graph that it was cut out of; an output of ``None`` is a gradient that is zero.
     """
 
     graph: fx.Graph
@@ -148,15 +146,16 @@ class JointSubgraph:
 
 @dataclass(frozen=True)
 class Differentiated:
-    """The functions of a block that a rank runs: forward, backward, and backward in two halves.
+    """The functions of a block (a piece of the model, such as a layer) that a rank runs: forward, backward, and
+    backward in two halves.
 
     ``forward(*states, *inputs) -> (*outputs, *saved)``; ``backward(*saved, *grads of grad_outputs) -> (*grads of
     grad_inputs, *grads of grad_states)``; ``backward_input(*saved, *grads) -> (*grads of grad_inputs, *carried)``;
     ``backward_weight(*carried) -> grads of grad_states``. States are the block's parameters, buffers and constants.
 
-    ``num_outputs``: the number of the block's outputs. ``saved``: names of the nodes of the joint graph of forward and
-    backward that forward keeps for backward. ``grad_outputs``, ``grad_inputs`` and ``grad_states``: positions of the
-    outputs, inputs and states that have a gradient. A gradient of ``None`` is zero.
+    ``num_outputs``: the number of the block's outputs. ``saved``: names of the forward nodes whose values backward
+    reads. ``grad_outputs``, ``grad_inputs`` and ``grad_states``: indices of the outputs, inputs and states that have a
+    gradient. A gradient of ``None`` is zero.
     """
 
     forward: JointSubgraph
@@ -174,9 +173,9 @@ class Differentiated:
 class JointGraph:
     """Forward and backward of a block (a piece of the model, such as a layer) in one graph.
 
-    It maps (states, inputs, output gradients) to (outputs, gradients). States are parameters, buffers and constants.
-    ``needs``: for each state and input, whether it gets a gradient. ``with_grad``: positions of the outputs that have a
-    gradient.
+    ``graph``: maps (states, inputs, gradients of outputs) to (outputs, gradients of states and inputs). States are
+    parameters, buffers and constants. ``needs``: for each state, then each input, whether it gets a gradient.
+    ``with_grad``: the indices of the outputs that have a gradient.
     """
 
     graph: fx.Graph
@@ -185,9 +184,8 @@ class JointGraph:
     with_grad: tuple[int, ...]
 
     def cut(self, again: Collection[str] = ()) -> Differentiated:
-        """Return the forward and backward functions of the block.
-
-        ``again``: names of forward nodes whose results backward recomputes instead of reading saved ones.
+        """Return the forward and backward functions of the block. ``again``: names of forward nodes whose results
+        backward computes again instead of reading saved ones.
         """
         return _cut_joint_graph(self.graph, self.block, self.needs, self.with_grad, frozenset(again))
 
@@ -205,9 +203,10 @@ def differentiate(
     """Return the functions for forward and backward of ``block``, the graph of a piece of the model, such as a layer,
     on one rank.
 
-    ``again``: names of forward nodes whose results backward recomputes instead of reading saved ones. The other
-    arguments are those of :func:`joint_of`: which inputs, states and outputs have a gradient, and on which device the
-    operators run.
+    ``device``: where the operators run. ``needs_input_grad``, ``needs_state_grad``, ``output_grads``: for each input,
+    state (parameter, buffer, constant) and output, whether it has a gradient. ``again``: names of forward nodes whose
+    results backward computes again instead of reading saved ones. ``fused``: use the kernels of accelerators on any
+    device, for analysis only. Raise :class:`UnsupportedError` if an operator has no derivative.
     """
     return joint_of(block, device, needs_input_grad, needs_state_grad, output_grads, fused=fused).cut(again)
 
@@ -221,13 +220,12 @@ def joint_of(
     *,
     fused: bool = False,
 ) -> JointGraph:
-    """Trace forward and backward of ``block``, a piece of the model, into one graph; no numbers are computed.
+    """Return forward and backward of ``block``, a piece of the model, traced into one graph; no numbers are computed.
 
-    ``needs_input_grad``, ``needs_state_grad``, ``output_grads``: which inputs, states (parameters, buffers, constants)
-    and outputs have a gradient. Operators that differ between devices, such as fused attention, are those of
-    ``device``. ``fused``: use the kernels of accelerators on any device, for analysis only. Values between functions
-    are contiguous, because the traced kernels assume it. Raise :class:`UnsupportedError` if an operator has no
-    derivative.
+    ``device``: where the operators run. ``needs_input_grad``, ``needs_state_grad``, ``output_grads``: for each input,
+    state (parameter, buffer, constant) and output, whether it has a gradient. ``fused``: use the kernels of
+    accelerators on any device, for analysis only. Outputs and gradients are contiguous, because the traced kernels
+    assume it. Raise :class:`UnsupportedError` if an operator has no derivative.
     """
     block = kept_sorted(block)
     needs = [*needs_state_grad, *needs_input_grad]
@@ -235,6 +233,9 @@ def joint_of(
     taken: list[int] = []
 
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return the outputs for the states and inputs ``primals``, and the gradient of each of those that need one
+        (``None`` for zero), given the gradients ``tangents`` of the outputs.
+        """
         leaves = [p.detach().requires_grad_() if need else p for p, need in zip(primals, needs, strict=True)]
         with torch.enable_grad():
             outputs = [o.contiguous() for o in _interpret_graph(block.graph, leaves, device, fused)]
@@ -270,10 +271,9 @@ def joint_of(
 
 
 def _build_derivative_error(block: Block, error: RuntimeError) -> Exception:
-    """Return the exception to raise after torch failed to differentiate ``block``.
-
-    It is an :class:`UnsupportedError` that names the operator without a derivative; ``error`` itself if torch failed
-    otherwise.
+    """Return the exception to raise after torch failed with ``error`` to differentiate ``block``, the graph of a piece
+    of the model. It is an :class:`UnsupportedError` that names the operator without a derivative; ``error`` itself if
+    torch failed otherwise.
     """
     named = _NO_DERIVATIVE.search(str(error))
     if named is None:
@@ -288,6 +288,7 @@ def _build_derivative_error(block: Block, error: RuntimeError) -> Exception:
 
 
 def _trace_function(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
+    """Return ``function``, called on ``arguments``, as a graph of plain operators."""
     return make_fx(function, tracing_mode="real", _error_on_data_dependent_ops=False)(*arguments)
 
 
@@ -296,7 +297,9 @@ def _is_mutating_node(node: fx.Node) -> bool:
 
 
 def _functionalize_graph(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.GraphModule:
-    """Return ``traced`` without operators that write into their operands."""
+    """Return ``traced`` as a graph without operators that write into their operands. ``arguments``: tensors like its
+    inputs.
+    """
 
     def run(*flat: Tensor) -> list[Tensor | None]:
         interpreter = fx.Interpreter(traced)
@@ -310,7 +313,7 @@ def _make_empty_tensor(value: Tensor, device: torch.device) -> Tensor:
 
 
 def _interpret_graph(graph: fx.Graph, arguments: list[Tensor], device: torch.device, fused: bool) -> list[Tensor]:
-    """Run ``graph`` on ``arguments`` and return its outputs; operators that create tensors on ``meta`` create them on
+    """Run ``graph`` on ``arguments`` and return the list of its outputs. Operators that create tensors create them on
     ``device``.
 
     ``fused``: use the kernels of accelerators for attention and RMS norm.
@@ -344,7 +347,7 @@ def _select_fused_kernel(node: fx.Node) -> Any:
 
 
 def _fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Stand-in for the fused RMS norm of accelerators, which cannot be traced without one.
+    """Return a result in the place of the fused RMS norm of accelerators, which cannot be traced without one.
 
     It saves values of the same size but computes other numbers, so it is for analysis only.
     """
@@ -363,7 +366,9 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention with the fused kernels of accelerators, which can be traced without an accelerator."""
+    """Return attention computed with the fused kernels of accelerators, which can be traced without an accelerator. The
+    arguments are those of ``scaled_dot_product_attention``.
+    """
     if attn_mask is None and q.shape[-1] == v.shape[-1]:
         flash: Sequence[Tensor] = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)
         return flash[0]
@@ -378,9 +383,8 @@ def _fused_attention(
 
 
 def _settle_sizes(graph: fx.Graph) -> None:
-    """Replace sizes that depend on the routing of rows to experts by the sizes under even routing, in place.
-
-    ``node.meta["open"]`` is set to whether a node had such a size.
+    """Replace sizes in ``node.meta["val"]`` that depend on the routing of rows to experts by the sizes under even
+    routing, in place. ``node.meta["open"]`` is set to whether a node had such a size.
     """
     even: dict[Any, int] = {}
     for node in graph.nodes:
@@ -392,6 +396,9 @@ def _settle_sizes(graph: fx.Graph) -> None:
         return int(size.node.expr.xreplace(even)) if isinstance(size, torch.SymInt) else size
 
     def settle(value: Any) -> Any:
+        """Return ``value``, a size, a tensor or several, with sizes under even routing in place of those that depend on
+        the routing.
+        """
         if isinstance(value, tuple | list):
             return type(value)(map(settle, value))
         if isinstance(value, Tensor) and any(isinstance(s, torch.SymInt) for s in value.shape):
@@ -429,6 +436,7 @@ def _simplify_views(graph: fx.Graph) -> None:
 
 
 def _read_transposed_dims(node: fx.Node) -> set[int]:
+    """Return the two dims that the transpose ``node`` exchanges, as nonnegative indices."""
     return {d % node.meta["val"].dim() for d in node.args[1:3]}
 
 
@@ -457,10 +465,11 @@ def _assign_source_locations(graph: fx.Graph) -> None:
 def _cut_joint_graph(
     graph: fx.Graph, block: Block, needs: Sequence[bool], with_grad: Sequence[int], again: frozenset[str]
 ) -> Differentiated:
-    """Return the forward and backward functions of a block, copied out of the joint graph, which stays unchanged.
+    """Return the forward and backward functions of a block, copied out of ``graph``, which has forward and backward and
+    stays unchanged.
 
-    ``needs``: for each state and input, whether it gets a gradient. ``with_grad``: positions of the outputs with a
-    gradient. ``again``: names of forward nodes that backward recomputes.
+    ``needs``: for each state, then each input, whether it gets a gradient. ``with_grad``: the indices of the outputs
+    with a gradient. ``again``: names of forward nodes that backward computes again.
     """
     nodes = list(graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
@@ -503,6 +512,9 @@ def _select_operators(nodes: list[fx.Node], chosen: set[fx.Node]) -> list[fx.Nod
 def _extract_subgraph(
     body: list[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node | None]
 ) -> JointSubgraph:
+    """Return a function with the operators ``body``, copied in order. ``inputs`` become its placeholders, and
+    ``outputs`` its results; ``None`` is a gradient of zero.
+    """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -517,10 +529,11 @@ def _extract_subgraph(
 
 @dataclass(frozen=True)
 class CollectiveUse:
-    """One collective in a graph. All ranks of its group must call it with equal field values.
+    """One collective in a graph. All ranks that take part in it must call it with equal field values.
 
-    ``node``: the name of its graph node. ``op``: the collective. ``axis``: the mesh axis. ``shape`` and ``dtype``:
-    those of the operand. ``path`` and ``source``: the module path and source line, for messages.
+    ``node``: the name of its graph node. ``op``: the name of the collective, such as ``all_reduce``. ``axis``: the name
+    of the mesh axis. ``shape`` and ``dtype``: those of the operand. ``path`` and ``source``: the module path and source
+    line, for messages.
     """
 
     node: str
@@ -533,7 +546,7 @@ class CollectiveUse:
 
 
 def collectives_of(graph: fx.Graph) -> list[CollectiveUse]:
-    """Return the operators of ``graph`` that communicate, in order."""
+    """Return a description of each collective in ``graph`` that communicates, in order."""
     uses = []
     for node in graph.nodes:
         name = collective_name(node.target) if node.op == "call_function" else None

@@ -29,10 +29,10 @@ _SHARED = "shared"
 
 
 def fold(captured: Captured) -> FoldedModel:
-    """Return the model of a captured graph as blocks and calls of them.
+    """Return the model of a captured graph as blocks and calls of them. The captured graph is changed in place.
 
     A block is a piece of the model with one graph, such as a layer; a call is one run of a block with its own
-    parameters and inputs. Equal layers share one block. The captured graph is changed in place.
+    parameters and inputs. Equal layers share one block.
     """
     graph = captured.graph
     for node in graph.nodes:
@@ -83,8 +83,8 @@ def _join_results(graph: fx.Graph) -> None:
 
 
 def _copy_returned_states(graph: fx.Graph) -> dict[str, str]:
-    """Insert a copy of each parameter or buffer that the model returns unchanged; return a map from old to new node
-    names.
+    """Insert a copy of each parameter or buffer that the model returns unchanged. Return a map from the name of the
+    state's node to the name of the copy.
     """
     output = graph.output_node()
     moved: dict[str, str] = {}
@@ -101,7 +101,7 @@ def _copy_returned_states(graph: fx.Graph) -> dict[str, str]:
 
 # --- values of inputs and constants alone -----------------------------------------------------------------------------
 def _free_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Return the operators that depend on no parameter and on no matrix product."""
+    """Return the operators of ``graph`` that depend on no parameter and on no matrix product."""
     free: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -114,7 +114,9 @@ def _free_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _share_common(graph: fx.Graph, free: set[fx.Node]) -> dict[str, str]:
-    """Merge equal operators among ``free``, in place; return a map from removed node names to the kept ones."""
+    """Merge operators among ``free`` that compute the same, in place; return a map from removed node names to the kept
+    ones.
+    """
     seen: dict[Any, fx.Node] = {}
     merged: dict[str, str] = {}
     for node in list(graph.nodes):
@@ -131,6 +133,7 @@ def _share_common(graph: fx.Graph, free: set[fx.Node]) -> dict[str, str]:
 
 
 def _freeze_argument(argument: Any) -> Any:
+    """Return a hashable key of an operator's argument that is equal for equal arguments."""
     if isinstance(argument, tuple | list):
         return tuple([_freeze_argument(a) for a in argument])
     if isinstance(argument, slice):
@@ -141,12 +144,11 @@ def _freeze_argument(argument: Any) -> Any:
 
 
 def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[fx.Node]], list[Unit]]:
-    """Distribute the operators of ``free`` over the units, which are groups of operators that become the calls of the
-    model.
+    """Distribute the operators ``free`` (those that depend on no parameter and on no matrix product, in order) over
+    ``units``, groups of operators that each become one call of the model.
 
-    ``free``: operators that depend on no parameter and on no matrix product, in order. An operator that only one unit
-    reads moves into that unit. Return the other operators of ``free`` as connected groups, which become shared calls,
-    and the new units.
+    An operator that only one unit reads moves into that unit. Return the other operators of ``free`` as connected
+    groups, each in order, and the new units.
     """
     if not units:
         return [], [Unit("", list(free))] if free else []
@@ -170,9 +172,10 @@ def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[f
 
 
 def _before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Return ``nodes`` with each needed operator of ``free`` inserted just before its first reader.
+    """Return the operators ``nodes`` with each needed operator of ``free`` inserted just before the first one that
+    reads its result.
 
-    ``free``: maps each operator to its position in the graph.
+    ``free``: maps each operator that may be inserted to its position in the graph.
     """
     placed: dict[fx.Node, None] = {}
     for node in nodes:
@@ -188,8 +191,8 @@ def _before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[f
 
 
 def _mark_copied(graph: fx.Graph) -> None:
-    """Mark operators (``node.meta["copied"]``) that every reader computes itself because this is cheaper than storing
-    the result.
+    """Set ``node.meta["copied"]`` of each node of ``graph``: whether each part of the model that reads the operator's
+    result computes it by itself, because this is cheaper than storing the result.
 
     These are operators without operands, and the element indices of random numbers.
     """
@@ -204,9 +207,8 @@ def _is_copied(node: fx.Node) -> bool:
 
 
 def _find_connected_components(nodes: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
-    """Return the connected groups of ``nodes`` in the graph, each in execution order.
-
-    ``order``: maps each node to its position; the groups are ordered by their first node.
+    """Return the connected groups of ``nodes`` in the graph, each in execution order. ``order``: maps each node to its
+    position; the groups are ordered by their first node.
     """
     parent = {n: n for n in nodes}
 
@@ -232,11 +234,14 @@ class _Folder:
 
     ``shared``: groups of operators that become shared calls, which every pipeline stage may repeat. ``units``: groups
     that become the other calls, such as one for each layer. ``keys``: for each call, the key of its block in
-    ``blocks``; equal computations have equal keys. ``value_of``: the name of the value for every node that passes
-    between calls.
+    ``blocks``; equal computations have equal keys. ``value_of``: for every node whose value passes between calls, the
+    name of the value.
     """
 
     def __init__(self, captured: Captured, shared: list[list[fx.Node]], units: list[Unit]) -> None:
+        """Start without blocks and calls. ``captured``: the captured model. ``shared``: groups of operators that become
+        shared calls. ``units``: groups that become the other calls.
+        """
         self.captured = captured
         self.shared = shared
         self.units = units
@@ -251,12 +256,18 @@ class _Folder:
                 self.value_of[node] = captured.placeholders[node.name]
 
     def make_calls(self) -> None:
+        """Create the calls (runs of one graph with its own parameters and inputs) for all groups of operators, shared
+        ones first.
+        """
         for group in self.shared:
             self.make_call(Unit(_SHARED, group), shared=True)
         for unit in self.units:
             self.make_call(unit)
 
     def make_call(self, unit: Unit, shared: bool = False) -> None:
+        """Create the call (a run of one graph with its own parameters and inputs) for the operators of ``unit``, and
+        its graph if no equal one exists. ``shared``: whether every pipeline stage may repeat it.
+        """
         inside = set(unit.nodes)
         outputs = [n for n in unit.nodes if any(u not in inside for u in n.users)]
         outputs = [n for n in outputs if isinstance(n.meta["val"], Tensor) and not _is_copied(n)]
@@ -274,13 +285,14 @@ class _Folder:
         self.keys.append(sign.key)
 
     def make_unique_path(self, path: str) -> str:
+        """Return ``path``, with a number behind ``#`` if an earlier call has this path."""
         count = self.paths[path]
         self.paths[path] += 1
         return path if count == 0 else self.make_unique_path(f"{path}#{count}")
 
     def named_blocks(self) -> dict[str, Block]:
-        """Name the blocks after the modules that run them, set these names in the calls, and return the blocks by
-        name.
+        """Name the blocks (graphs that equal layers share) after the modules that run them, set these names in the
+        calls, and return the blocks by name.
         """
         paths: dict[Any, list[str]] = {}
         for key, call in zip(self.keys, self.calls, strict=True):
@@ -297,7 +309,9 @@ class _Folder:
 
 
 def _common_name(paths: Sequence[str]) -> str:
-    """Return a common pattern of ``paths``: ``model.layers.*`` for ``model.layers.0`` and ``model.layers.1``."""
+    """Return a pattern that fits all of ``paths``, such as ``model.layers.*`` for ``model.layers.0`` and
+    ``model.layers.1``; the first path if there is none.
+    """
     if len(paths) == 1:
         return paths[0]
     patterns = {re.sub(r"(?<![^.])\d+(?![^.@#])|[@#]\d+", "*", p).replace("**", "*") for p in paths}
@@ -305,6 +319,9 @@ def _common_name(paths: Sequence[str]) -> str:
 
 
 def _make_block(unit: Unit, sign: Signature, outputs: Sequence[fx.Node]) -> Block:
+    """Return a block (a graph of its own) with copies of the operators of ``unit`` and the results ``outputs``.
+    ``sign``: the parameters and other values that the operators read, which become placeholders.
+    """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     prefix = unit.path.partition("@")[0] + "."
@@ -331,10 +348,12 @@ def _make_placeholder(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
 
 
 def _format_identifier(name: str) -> str:
+    """Return ``name`` with ``_`` in place of characters that are not allowed in an identifier."""
     return re.sub(r"\W", "_", name)
 
 
 def _operator_name(target: Any) -> str:
+    """Return the name of the operator ``target`` without its namespace, such as ``linear``."""
     if target is operator.getitem:
         return "getitem"
     return str(target._schema.name).rpartition("::")[2]

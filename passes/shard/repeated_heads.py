@@ -47,9 +47,9 @@ _CASTS = frozenset((aten._to_copy.default, aten.to.dtype))
 class _RepeatedDim:
     """Describes a tensor that was repeated along one dim, and where in it the copies are.
 
-    ``shape``: the shape of the tensor without copies. ``dim``: the repeated dim. ``outer``: the number of slices into
-    which the dim is cut. ``inner``: the number of elements of a slice along the dim. ``times``: how often each slice
-    appears, one copy after the other.
+    ``shape``: the shape of the tensor without copies. ``dim``: the index of the repeated dim. ``outer``: the number of
+    slices into which the dim is cut. ``inner``: the number of elements of a slice along the dim. ``times``: how often
+    each slice appears, one copy after the other.
     """
 
     shape: tuple[int, ...]
@@ -65,8 +65,8 @@ class RepeatedHeads:
     copies.
 
     ``source``: the node without copies. ``steps``: what the model applies to it besides the repetition, in order; a
-    step is a shape (a reshape to it) or an operator node. ``times``: how often each head appears, one copy after the
-    other.
+    step is a tuple of sizes (a reshape to it) or an operator node. ``times``: how often each head appears, one copy
+    after the other.
     """
 
     source: fx.Node
@@ -74,7 +74,9 @@ class RepeatedHeads:
     times: int
 
     def build(self, graph: fx.Graph) -> fx.Node:
-        """Append the operators for the tensor without copies of its heads to ``graph``, and return its node."""
+        """Append to ``graph`` the operators that compute the keys or values without copies of their heads, and return
+        the last node.
+        """
         made, given = self.source, self.source.meta.get("grad")
         for step in self.steps:
             if isinstance(step, fx.Node):
@@ -88,7 +90,9 @@ class RepeatedHeads:
 
 
 def repeated_heads(value: fx.Node) -> RepeatedHeads | None:
-    """Return how the heads of ``value``, ``[..., heads, positions, d]``, are repeated; ``None`` if they are not."""
+    """Return how the heads of the node ``value``, keys or values ``[..., heads, positions, d]``, were repeated;
+    ``None`` if they were not.
+    """
     chain: list[fx.Node] = []
     node = value
     while (place := _find_repeated_dim(node)) is None:
@@ -117,7 +121,9 @@ def repeated_heads(value: fx.Node) -> RepeatedHeads | None:
 
 
 def _find_repeated_dim(node: fx.Node) -> _RepeatedDim | None:
-    """Return where ``node`` repeats its operand along one dim; ``None`` if it does not."""
+    """Return along which dim, and how often, ``node`` repeats its operand; ``None`` if it does not repeat along exactly
+    one dim.
+    """
     if node.op != "call_function":
         return None
     if node.target is aten.repeat_interleave.self_int:
@@ -140,7 +146,9 @@ def _find_repeated_dim(node: fx.Node) -> _RepeatedDim | None:
 
 
 def _find_dim_order(node: fx.Node) -> tuple[int, ...] | None:
-    """Return the operand dim of each result dim of a transpose or permutation; ``None`` for other operators."""
+    """Return, for each dim of the result of a transpose or permutation, the index of the operand's dim; ``None`` for
+    other operators.
+    """
     if node.op != "call_function" or node.target not in (aten.transpose.int, aten.permute.default):
         return None
     rank = len(get_meta_shape(node))
@@ -153,9 +161,8 @@ def _find_dim_order(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _reshape_repeated_dim(place: _RepeatedDim, after: Sequence[int]) -> _RepeatedDim | None:
-    """Return where the copies are after a reshape to ``after``; ``None`` if a dim of the result splits the copies.
-
-    ``place``: where the copies are before. ``after``: the shape that the reshape gives.
+    """Return where the copies of slices are in a repeated tensor after a reshape to the sizes ``after``; ``None`` if a
+    dim of the result splits the copies. ``place``: where they are before the reshape.
     """
     before = math.prod(place.shape[: place.dim]) * place.outer  # slices that are repeated
     reached = 1
@@ -171,7 +178,9 @@ def _reshape_repeated_dim(place: _RepeatedDim, after: Sequence[int]) -> _Repeate
 
 
 def _reshaped_from(node: fx.Node, dims: tuple[int, ...]) -> fx.Node | None:
-    """Return ``node``, or the node it was reshaped from, that has the shape ``dims``; ``None`` if there is none."""
+    """Return the node of shape ``dims`` among ``node`` and the nodes that it was reshaped from; ``None`` if there is
+    none.
+    """
     while get_meta_shape(node) != dims:
         if node.op != "call_function" or node.target not in _RESHAPES:
             return None
@@ -180,8 +189,8 @@ def _reshaped_from(node: fx.Node, dims: tuple[int, ...]) -> fx.Node | None:
 
 
 def count_head_repetitions(attention: fx.Node) -> int:
-    """Return how many copies of each key and value head the attention reads, if it could read them unrepeated;
-    otherwise 1.
+    """Return how many copies of each key and value head the operator ``attention`` reads, if it could read them without
+    copies; otherwise 1.
     """
     if find_attention_band(attention) is None:
         return 1
@@ -196,28 +205,27 @@ def count_head_repetitions(attention: fx.Node) -> int:
 
 
 def exchanged_times(heads: int, times: int, tp: int) -> int:
-    """Return how many copies of each key head ranks must exchange so that the heads split evenly over ``tp`` ranks.
+    """Return how many copies of each key head must remain so that the heads split evenly over ``tp`` ranks: the
+    smallest such divisor of ``times``, or ``times`` itself.
 
-    It is the smallest such divisor of ``times``, or ``times`` itself. ``heads``: the number of key heads including
-    copies. ``times``: the number of copies of each. ``tp``: the number of ranks that share the heads.
+    ``heads``: the number of key heads including copies. ``times``: the number of copies of each. ``tp``: the number of
+    ranks that share the heads.
     """
     once = heads // times
     return next(n for n in range(1, times + 1) if times % n == 0 and (once * n % tp == 0 or n == times))
 
 
 def group_queries(block: Block, tp: int = 1) -> Block:
-    """Reduce the copies of key and value heads that attention over a sharded sequence reads in ``block``.
-
-    The fewest copies remain with which the heads split evenly over ``tp`` ranks. ``block`` is changed and returned.
+    """Reduce, in the graph of ``block``, the copies of key and value heads that attention over a sharded sequence
+    reads, and return ``block``. The fewest copies remain with which the heads split evenly over ``tp`` ranks.
     """
     _read_once(block, ops.context_attention.default, tp)
     return block
 
 
 def read_heads_once(block: Block) -> bool:
-    """Remove repeated key and value heads from every attention in ``block`` that can do without, in place.
-
-    Return whether anything changed.
+    """Remove the copies of key and value heads in the graph of ``block``, in place, for every attention that can read
+    each head once. Return whether anything changed.
     """
     targets = aten.scaled_dot_product_attention.default, ops.band_attention.default
     changed = [_read_once(block, target, 1) for target in targets]
@@ -225,6 +233,9 @@ def read_heads_once(block: Block) -> bool:
 
 
 def _read_once(block: Block, target: Any, tp: int) -> bool:
+    """Reduce the copies of key and value heads that attention operators of the kind ``target`` read in the graph of
+    ``block``, in place, to the fewest that split evenly over ``tp`` ranks. Return whether anything changed.
+    """
     changed = False
     for node in list(block.graph.nodes):
         if node.op != "call_function" or node.target is not target:
@@ -245,8 +256,8 @@ def _read_once(block: Block, target: Any, tp: int) -> bool:
 
 
 def _with_heads(graph: fx.Graph, value: fx.Node, times: int) -> fx.Node:
-    """Return the keys or values ``value`` with each head repeated ``times`` times, instead of as often as the model
-    repeats it.
+    """Append operators that compute the keys or values ``value`` with each head repeated ``times`` times, instead of as
+    often as the model repeats it; return the node.
     """
     found = repeated_heads(value)
     assert found is not None, value

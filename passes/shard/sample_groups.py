@@ -35,11 +35,11 @@ _SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
 
 @dataclass
 class Recurrences:
-    """How forward changes the buffers of the model in one step.
+    """How forward changes the buffers of the model in one step, which is a mean over groups of samples.
 
-    ``updates``: for each buffer that forward changes, the name of the node with its new value or, if the groups of
-    samples add up, with one group's addend. ``keeps``: for each buffer that is such a sum, the number by which its old
-    value is multiplied over the whole step.
+    ``updates``: for the name of each buffer that forward changes, the name of the node with its new value or, if the
+    groups' values add up, with one group's addend. ``keeps``: for each buffer that is such a sum, the number by which
+    its old value is multiplied over the whole step.
     """
 
     updates: dict[str, str] = field(default_factory=dict)
@@ -47,12 +47,12 @@ class Recurrences:
 
 
 def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) -> Recurrences:
-    """Rewrite the buffer updates in the graph of one group of samples so that the groups' addends can be summed in any
-    order.
+    """Rewrite, in place, the buffer updates in the graph of one group of samples so that the values of all groups can
+    be summed in any order. Return the updates.
 
-    The graph is changed in place; the updates are returned. ``num_groups``: the number of groups in a step. ``apart``:
-    the nodes whose values differ between groups, because they depend on samples or random numbers. Raise
-    :class:`UnsupportedError` for a buffer whose update needs the result of the previous group in another way.
+    ``num_groups``: the number of groups in a step. ``apart``: the nodes whose values differ between groups, because
+    they depend on samples or random numbers. Raise :class:`UnsupportedError` for a buffer whose update needs the result
+    of the previous group in another way.
     """
     found = Recurrences(dict(group.updates))
     if num_groups == 1 or not group.updates:
@@ -103,6 +103,9 @@ _KIND = "what the groups leave in it, of type {kind}, cannot be added up"
 
 
 def _format_buffer_refusal(state: ModelState, why: str) -> str:
+    """Return the text of the error that the buffer ``state`` cannot be kept exact over groups of samples. ``why``: the
+    reason.
+    """
     return (
         f"forward changes the buffer {state.name!r}: with couple='microbatch' each group of samples changes it after "
         f"the one before, and {why}; plan with couple='batch', or keep it as it is (model.eval())"
@@ -110,11 +113,13 @@ def _format_buffer_refusal(state: ModelState, why: str) -> str:
 
 
 def _format_source_line(node: fx.Node | None) -> str:
+    """Return the source line of ``node`` in brackets, with a blank in front; empty if it is not known."""
     source = node.meta.get("source") if node is not None else None
     return f" ({source})" if source else ""
 
 
 def _collect_dependent_nodes(old: fx.Node, output: fx.Node) -> set[fx.Node]:
+    """Return all nodes that depend on ``old``, without the graph's output node ``output``."""
     found, stack = set[fx.Node](), [old]
     while stack:
         for user in stack.pop().users:
@@ -128,8 +133,8 @@ def _find_linear_factor(node: Any, old: fx.Node | None, chain: Collection[fx.Nod
     """Return the number ``a`` if ``node`` has the form ``a * old + b`` with ``b`` independent of ``old``; ``None``
     otherwise.
 
-    ``old``: the node with a buffer's old value; ``None`` if forward does not read it. ``chain``: all nodes that depend
-    on ``old``.
+    ``node``: an argument of an operator. ``old``: the node with a buffer's old value; ``None`` if forward does not read
+    it. ``chain``: all nodes that depend on ``old``.
     """
     if node is old:
         return 1.0
@@ -162,11 +167,11 @@ def _find_linear_factor(node: Any, old: fx.Node | None, chain: Collection[fx.Nod
 def _build_group_addend(
     graph: fx.Graph, new: fx.Node, old: fx.Node | None, chain: Collection[fx.Node], factor: float, num_groups: int
 ) -> fx.Node:
-    """Append the operators for the addend of one group to a buffer, and return the node.
+    """Append the operators for the addend of one group of samples to a buffer, and return the node.
 
-    It is ``factor^(n - 1 - i) * b`` for group i of n, where the buffer's new value is ``factor * old + b``. ``new``,
-    ``old``: the nodes of the new and the old value; ``old`` is ``None`` if forward does not read it. ``num_groups``: n.
-    ``chain``: all nodes that depend on ``old``.
+    It is ``factor^(n - 1 - i) * b`` for group i of n (from 0), where the buffer's new value is ``factor * old + b``.
+    ``new``, ``old``: the nodes of the new and the old value; ``old`` is ``None`` if forward does not read it.
+    ``num_groups``: n. ``chain``: all nodes that depend on ``old``.
     """
     build = Builder(graph, new)
     if old is not None and new in chain:
@@ -189,12 +194,13 @@ def _build_group_addend(
 
 @dataclass(frozen=True)
 class GroupModel:
-    """The graph that computes one group of samples, and how inputs are cut into groups and results are combined.
+    """The graph that computes one group of consecutive samples of the batch, and how inputs are cut into groups and
+    results are combined.
 
-    A group is a number of consecutive samples of the batch, which do not interact with samples outside of it.
-    ``inputs``: for each input path, the dim of its samples; ``None`` if every group reads the whole input. ``outputs``:
-    for each output path, the layout that says how the results of the groups combine: sharded means joined, partial
-    means summed, whole means equal.
+    ``captured``: the graph. ``inputs``: for the path of each input in forward's arguments, the index of its dim of
+    samples; ``None`` if every group reads the whole input. ``outputs``: for the path of each output in forward's
+    result, the layout that says how the results of the groups combine: sharded means joined, partial means summed,
+    whole means equal.
     """
 
     captured: Captured
@@ -202,8 +208,8 @@ class GroupModel:
     outputs: dict[str, Layout]
 
     def whole_shape(self, path: str, count: int) -> tuple[int, ...]:
-        """Return the shape that an input of the model has for ``count`` groups together. ``path``: its place in the
-        arguments.
+        """Return the shape that an input of the model has for ``count`` groups of samples together. ``path``: its place
+        in forward's arguments.
         """
         part = next(i.spec.shape for i in self.captured.inputs if i.path == path)
         return tuple(size * count if d == self.inputs[path] else size for d, size in enumerate(part))
@@ -215,11 +221,11 @@ def mean_over_groups(
     """Return the model of one group of consecutive samples, whose loss is its share of the mean over ``num_groups``
     groups.
 
-    ``group``: the captured model of one group; samples of different groups do not interact. ``dims``: the dim of
-    samples of each input, by path (default: the first). ``twice``: captures the model with twice the samples, which
-    shows the dims of samples in its results. Results with such a dim are joined along it. Other results are averaged,
-    or left alone if they depend on no sample. Raise :class:`UnsupportedError` for a result or changed buffer that
-    cannot be combined in these ways.
+    ``group``: the captured model of one group; samples of different groups do not interact. ``dims``: the index of each
+    input's dim of samples, by the input's path (0 if absent); ``None`` if every group reads the whole input. ``twice``:
+    captures the model with twice the samples, which shows the dims of samples in its results. Results with such a dim
+    are joined along it. Other results are averaged, or left alone if they depend on no sample. Raise
+    :class:`UnsupportedError` for a result or changed buffer that cannot be combined in these ways.
     """
     inputs = {i.path: dims.get(i.path, 0) if i.spec.shape else None for i in group.inputs}
     nodes = {n.name: n for n in group.graph.nodes}
@@ -250,14 +256,14 @@ def mean_over_groups(
 
 
 def _result_shapes(captured: Captured) -> dict[str, list[int]]:
+    """Return the list of sizes of each output of a captured model, by the output's path in forward's result."""
     by_name = {n.name: n for n in captured.graph.nodes}
     return {o.path: list_node_sizes(by_name[o.value]) for o in captured.outputs if o.value is not None}
 
 
 def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
-    """Return the nodes that depend on samples or on random numbers.
-
-    ``paths``: the inputs that have a dim of samples, by their place in the arguments.
+    """Return the nodes that depend on samples or on random numbers. ``paths``: the inputs that have a dim of samples,
+    by their path in forward's arguments.
     """
     values = {i.value for i in captured.inputs if i.path in paths}
     found: set[fx.Node] = set()
@@ -271,12 +277,13 @@ def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
 
 
 def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, apart: bool) -> Layout:
-    """Return the layout that says how the results that the groups of samples have for the output ``node`` combine:
-    joined along a dim, summed, or equal.
+    """Return the layout that says how the results that groups of samples have for the output ``node`` combine: sharded
+    means joined along a dim, partial means summed, whole means equal. Raise :class:`UnsupportedError` if they do not
+    combine.
 
-    ``path``: the place of ``node`` in the model's result, for messages. ``larger``: the shape that ``node`` has in a
-    model with twice the samples, where the dim of samples is larger; ``None`` if that model was not captured.
-    ``apart``: whether ``node`` depends on samples.
+    ``path``: the place of ``node`` in the model's result, for messages. ``larger``: the sizes that ``node`` has with
+    twice the samples, where the dim of samples is larger; ``None`` if they are not known. ``apart``: whether ``node``
+    depends on samples.
     """
     one = list_node_sizes(node)
     if larger is not None and len(larger) != len(one):
@@ -301,7 +308,7 @@ def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, apar
 
 
 def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_groups: int) -> dict[str, str]:
-    """Divide each of ``nodes``, which are outputs of the graph, by the number of groups; return a map from old to
+    """Divide each of ``nodes``, which are outputs of the graph, by ``num_groups``, in place; return a map from old to
     new node names.
     """
     if num_groups == 1:
@@ -317,10 +324,8 @@ def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_grou
 
 
 def _draw_apart(graph: fx.Graph, num_groups: int) -> None:
-    """Offset the element indices of random operators by the index of the group of samples, so that every group draws
-    other numbers.
-
-    The graph is changed in place. ``num_groups``: the number of groups in a step.
+    """Offset the element indices that random operators read by the index of the group of samples, in place, so that
+    every group draws other numbers. ``num_groups``: the number of groups in a step.
     """
     for node in list(graph.nodes) if num_groups > 1 else ():
         if node.target not in DRAWS:

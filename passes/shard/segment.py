@@ -29,7 +29,8 @@ _SHARE = 0.5  # least share of the operators that must be in the repetition
 
 
 def split_by_period(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Cut ``nodes`` into the repetitions of the most repeated pattern of operators, and return the pieces in order.
+    """Cut ``nodes`` (operators, in order) into the repetitions of the most repeated pattern of operators, and return
+    the pieces in order.
 
     The cuts are placed where the fewest values cross them. There is one piece if no pattern covers at least half of the
     operators.
@@ -48,18 +49,22 @@ def split_by_period(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _number_operators(nodes: Sequence[fx.Node]) -> np.ndarray[Any, Any]:
-    """Return an array with a number for each operator, equal for operators with equal targets, constants and shapes."""
+    """Return an array with an integer for each operator, equal for operators with equal targets, constants and
+    shapes.
+    """
     numbers: dict[Any, int] = {}
     return np.array([numbers.setdefault(_build_operator_key(n), len(numbers)) for n in nodes])
 
 
 def _build_operator_key(node: fx.Node) -> Any:
+    """Return a hashable key of ``node`` that is equal for operators with equal targets, constants and shapes."""
     operands = tuple((n.op, _build_shape_key(n)) for n in node.all_input_nodes)
     constants = repr(fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: None))
     return node.target, constants, operands, _build_shape_key(node)
 
 
 def _build_shape_key(node: fx.Node) -> Any:
+    """Return a hashable key of the shape (and type, for a single tensor) of the result of ``node``."""
     value = node.meta["val"]
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
@@ -67,8 +72,8 @@ def _build_shape_key(node: fx.Node) -> Any:
 
 
 def _find_frequent_periods(tokens: np.ndarray[Any, Any]) -> list[int]:
-    """Return the most frequent distances between consecutive equal tokens (numbers of equal operators), most
-    frequent first.
+    """Return the most frequent distances between consecutive equal elements of ``tokens``, most frequent first.
+    ``tokens``: an integer for each operator, equal for equal operators.
     """
     last: dict[int, int] = {}
     distances: Counter[int] = Counter()
@@ -80,11 +85,10 @@ def _find_frequent_periods(tokens: np.ndarray[Any, Any]) -> list[int]:
 
 
 def _find_longest_repetition(tokens: np.ndarray[Any, Any], period: int) -> tuple[int, int, int]:
-    """Return (length, start, period) of the longest stretch of ``tokens`` that repeats with ``period``; length 0 if
-    none does.
+    """Return (length, start, period) of the longest stretch of ``tokens`` in which each element equals the one
+    ``period`` places later; length 0 if there is none. Length and start count elements.
 
-    ``tokens``: a number for each operator, equal for equal operators. ``period``: the distance of a token to the equal
-    one.
+    ``tokens``: an integer for each operator, equal for equal operators.
     """
     equal = np.concatenate([[False], tokens[:-period] == tokens[period:], [False]])
     edges = np.flatnonzero(equal[1:] != equal[:-1])
@@ -96,7 +100,9 @@ def _find_longest_repetition(tokens: np.ndarray[Any, Any], period: int) -> tuple
 
 
 def _count_crossing_values(nodes: Sequence[fx.Node]) -> list[int]:
-    """Return, for each position in ``nodes``, how many values are computed before it and read at or after it."""
+    """Return, for each position in ``nodes`` (and the end), how many values are computed before it and read at or after
+    it.
+    """
     place = {n: i for i, n in enumerate(nodes)}
     change = [0] * (len(nodes) + 1)
     for i, node in enumerate(nodes):
@@ -119,10 +125,11 @@ _DOMINANT = 0.5  # share of a module's work that repeated children must do to co
 
 @dataclass
 class Unit:
-    """Consecutive operators that become one call of the folded model, such as the run of one layer.
+    """Consecutive operators that become one call of the model, such as the run of one layer.
 
-    ``path``: the path of the module that they belong to. ``nodes``: the operators. ``glue``: they belong to no module
-    that is a unit and read no parameter. ``leaf``: they are one module without submodules that have parameters.
+    ``path``: the path of the module that they belong to. ``nodes``: the operators. ``glue``: whether they belong to no
+    module that is a unit and read no parameter. ``leaf``: whether they are one module without submodules that have
+    parameters.
     """
 
     path: str
@@ -137,8 +144,8 @@ class _ModuleCall:
 
     ``name``: the module's path, with a number behind ``@`` for a repeated call. ``parent``: the call around it.
     ``children``: the calls of submodules by name, in order. ``nodes``: all operators inside, in order. ``parameters``:
-    how often its operators read a parameter. ``work``: a rough number of arithmetic operations. ``key``: equal for
-    calls of equal structure.
+    how often its operators read a parameter. ``work``: a rough number of arithmetic operations. ``key``: an integer
+    that is equal for calls of equal structure.
     """
 
     name: str
@@ -169,10 +176,10 @@ class _ModuleCall:
 
 
 def segment_operators(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[Unit]:
-    """Cut ``nodes`` (operators, in order) into units, which become the calls of the model, such as the run of one
-    layer.
+    """Cut ``nodes`` (operators, in order) into consecutive groups, which become the calls of the model, such as the run
+    of one layer.
 
-    Every node is in exactly one unit. ``classes``: the class name of each module path.
+    Every node is in exactly one group. ``classes``: the class name of each module, by the module's path.
     """
     root = _call_tree(nodes, classes)
     atoms: list[_ModuleCall] = []
@@ -188,6 +195,9 @@ def segment_operators(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> l
 
 
 def _call_tree(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> _ModuleCall:
+    """Return the call of the whole model, with the calls of its submodules and their operators inside. ``nodes``: the
+    operators, in order. ``classes``: the class name of each module, by the module's path.
+    """
     root = _ModuleCall("", "", None)
     for node in nodes:
         work = _estimate_operator_work(node)
@@ -210,7 +220,7 @@ def _is_parameter(node: fx.Node) -> bool:
 
 
 def _estimate_operator_work(node: fx.Node) -> float:
-    """Return a rough number of arithmetic operations of an operator."""
+    """Return a rough number of arithmetic operations of the operator ``node``."""
     value = node.meta["val"]
     result = sum(math.prod(v.shape) for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Tensor))
     if not is_product(node):
@@ -223,15 +233,17 @@ def _estimate_operator_work(node: fx.Node) -> float:
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether an operator is a product (matrix product, convolution, attention), which does many operations per
-    operand element.
+    """Return whether the operator ``node`` is a product (matrix product, convolution, attention), which does many
+    operations per operand element.
     """
     return is_product_name(getattr(getattr(node.target, "_schema", None), "name", "").rpartition("::")[2])
 
 
 # --- which module calls are units -------------------------------------------------------------------------------------
 def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall], is_root: bool = False) -> None:
-    """Append to ``atoms`` the module calls inside ``call`` that become units (calls of the folded model)."""
+    """Append to ``atoms`` those module calls inside ``call`` that each become one call of the model's graph, such as
+    the run of one layer. ``is_root`` is not read.
+    """
     parts = call.parts
     for part in parts:
         part.key = hash(compute_signature(part.nodes).key)
@@ -250,7 +262,9 @@ def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall], is_root: bo
 
 
 def _is_unit_container(call: _ModuleCall) -> bool:
-    """Whether a module that occurs once is divided into units (calls of the folded model) instead of being one unit."""
+    """Return whether a module that occurs once is divided into its submodules, which become calls of their own, instead
+    of being one call.
+    """
     parts = call.parts
     if not parts:
         return False
@@ -261,10 +275,8 @@ def _is_unit_container(call: _ModuleCall) -> bool:
 
 
 def _longest_chain(call: _ModuleCall) -> int:
-    """Return the number of equal submodule calls that follow one another, in ``call`` or in a child that does most of
-    its work.
-
-    Chains that do less than half of the work of their parent count as 0.
+    """Return the number of calls of equal submodules that follow one another, in ``call`` or in a child that does most
+    of its work. Chains that do less than half of the work of their parent count as 0.
     """
     groups: dict[int, list[_ModuleCall]] = {}
     for part in call.parts:
@@ -277,7 +289,7 @@ def _longest_chain(call: _ModuleCall) -> int:
 
 
 def _is_call_chain(calls: Sequence[_ModuleCall]) -> bool:
-    """Whether each module call in ``calls`` reads, directly or indirectly, a result of the one before it."""
+    """Return whether each module call in ``calls`` reads, directly or indirectly, a result of the one before it."""
     for before, after in itertools.pairwise(calls):
         last = after.nodes[-1]
         reached = set(before.nodes)
@@ -298,6 +310,9 @@ def _is_call_chain(calls: Sequence[_ModuleCall]) -> bool:
 
 # --- runs and glue ----------------------------------------------------------------------------------------------------
 def _group_nodes_by_call(nodes: Sequence[fx.Node], owner: Mapping[fx.Node, _ModuleCall]) -> list[Unit]:
+    """Return ``nodes`` cut into runs of consecutive operators that belong to the same module call, or to none.
+    ``owner``: the module call of each operator that has one.
+    """
     units: list[Unit] = []
     current: Any = ()
     for node in nodes:
@@ -313,13 +328,14 @@ def _group_nodes_by_call(nodes: Sequence[fx.Node], owner: Mapping[fx.Node, _Modu
 
 
 def _own_path(node: fx.Node) -> str:
+    """Return the name of the innermost module call around ``node``; empty if there is none."""
     stack = node.meta.get("stack", ())
     return stack[-1] if stack else ""
 
 
 def _merge_glue(units: list[Unit]) -> list[Unit]:
-    """Return ``units`` with the glue (operators between modules) added to neighbouring units, so that equal units
-    stay equal.
+    """Return ``units`` (groups of operators, such as layers) with the operators between modules added to neighbouring
+    groups, so that equal groups stay equal.
     """
     keys = [hash(compute_signature(u.nodes).key) for u in units]
     counts = Counter(k for u, k in zip(units, keys, strict=True) if not u.glue)

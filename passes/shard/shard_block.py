@@ -33,7 +33,7 @@ aten = torch.ops.aten
 class Reshard:
     """The collectives that change a tensor from one layout to another.
 
-    ``forward``: the collective of forward. ``backward``: that for the tensor's gradient. ``None`` means no
+    ``forward``: the name of the collective in forward. ``backward``: that for the tensor's gradient. ``None`` means no
     communication.
     """
 
@@ -65,8 +65,8 @@ class BlockSharding:
     """The layouts chosen for one block (a piece of the model with one graph) on one mesh axis.
 
     ``strategies``: the layouts of each operator's operands and results, by node name. ``inputs``, ``states``: the
-    layouts of the placeholders for activations and for parameters and buffers, by name. ``outputs``: the layouts of the
-    outputs, in order.
+    layouts of the placeholders of activations, and of those of parameters, buffers and constants, by name. ``outputs``:
+    the layouts of the outputs, in order.
     """
 
     strategies: dict[str, Strategy]
@@ -81,10 +81,11 @@ class BlockSharding:
 
 
 def shard_block(block: Block, sharding: BlockSharding, axis: str, num_ranks: int) -> Block:
-    """Return the graph of ``block``, a piece of the model such as a layer, as one rank of ``axis`` runs it.
+    """Return ``block``, a piece of the model such as a layer, with the graph that one rank of the mesh axis ``axis``
+    runs.
 
-    It has local shapes and explicit collectives. ``sharding``: the layouts of all tensors. ``num_ranks``: the size of
-    the axis; the block itself is returned if it is 1.
+    The graph has local shapes and explicit collectives. ``sharding``: the layouts of all tensors. ``num_ranks``: the
+    size of the axis; if it is 1, the block itself is returned.
     """
     if num_ranks == 1:
         return block
@@ -102,14 +103,15 @@ def shard_block(block: Block, sharding: BlockSharding, axis: str, num_ranks: int
 
 
 class _Rewriter:
-    """Builds the local graph that one rank of a mesh axis runs, with collectives where a layout changes.
+    """Builds the graph that one rank of a mesh axis runs, with collectives where a layout changes.
 
-    ``axis``, ``num_ranks``: the name of the mesh axis and its size. ``made``: for each pair of a node of the global
-    graph and a layout, the local node that has this value in this layout. ``produced``: the layouts in which the
-    results of a global node are computed.
+    ``axis``, ``num_ranks``: the name of the mesh axis and its size. ``made``: for each pair of a node of the whole
+    graph and a layout, the node of the rank's graph that has this value in this layout. ``produced``: the layouts in
+    which the results of a node of the whole graph are computed.
     """
 
     def __init__(self, axis: str, num_ranks: int) -> None:
+        """Start with an empty graph. ``axis``, ``num_ranks``: the name of the mesh axis and its size."""
         self.graph = fx.Graph()
         self.axis = axis
         self.num_ranks = num_ranks
@@ -117,6 +119,7 @@ class _Rewriter:
         self.produced: dict[fx.Node, tuple[Layout, ...]] = {}
 
     def add_placeholder(self, node: fx.Node, layout: Layout) -> None:
+        """Append a placeholder for ``node`` with the shape that ``layout`` has on one rank."""
         local = self.graph.create_node("placeholder", node.name, name=node.name)
         local.meta.update(node.meta)
         shape = local_shape(layout, tuple(node.meta["val"].shape), self.num_ranks)
@@ -125,6 +128,9 @@ class _Rewriter:
         self.made[node, layout] = local
 
     def add_operator(self, node: fx.Node, strategies: dict[str, Strategy]) -> None:
+        """Append the operators that one rank runs for ``node``, with its operands in the layouts that ``strategies``
+        has for it, by node name.
+        """
         if node.target is operator.getitem:
             source, index = node.args
             assert isinstance(source, fx.Node) and isinstance(index, int)
@@ -141,8 +147,8 @@ class _Rewriter:
         self.made[node, strategy.results[0]] = local
 
     def read_in_layout(self, node: fx.Node, to: Layout) -> fx.Node:
-        """Return the local node with the value of ``node`` in the layout ``to``; insert collectives if it was computed
-        in another layout.
+        """Return the node of the rank's graph with the value of ``node`` in the layout ``to``; insert collectives if it
+        was computed in another layout.
         """
         if (node, to) not in self.made:
             (layout,) = self.produced[node]
@@ -150,19 +156,26 @@ class _Rewriter:
         return self.made[node, to]
 
     def insert_reshard(self, node: fx.Node, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        """Append the operators that change ``local`` from the layout ``source`` to ``to``, and return the last node.
+        ``node``: the node of the whole graph, for the message.
+        """
         assert (source.kind, to.kind) in RESHARDS, f"{node.name}: no way from {source} to {to}"
         return _STEPS[source.kind, to.kind](self, local, source, to)
 
     # Each of the steps below appends nodes and returns the resharded value.
 
     def insert_collective(self, name: str, local: fx.Node, *args: object) -> fx.Node:
+        """Append the collective ``name``, such as ``all_gather``, of ``local`` with the further arguments ``args``, and
+        return its node.
+        """
         return insert_operator_node(self.graph, getattr(ops, name).default, (local, *args), like=local)
 
     def rank_major(self, local: fx.Node, layout: Layout) -> fx.Node:
-        """Reorder the dim of ``layout`` in a whole tensor so that an even split into contiguous parts gives each rank
-        its shard.
+        """Append a reordering of the sharded dim of a whole tensor so that an even split into contiguous parts gives
+        each rank its shard of ``layout``; return the node.
 
-        Only a dim with separately sharded sections, or a zigzag layout, needs this.
+        Only a layout with sections (parts that are each divided over all ranks) or a zigzag layout needs this;
+        otherwise ``local`` is returned.
         """
         if not layout.sections and not layout.zigzag:
             return local
@@ -170,7 +183,9 @@ class _Rewriter:
         return self.reorder_parts(local, layout.dim, parts, order)
 
     def section_major(self, local: fx.Node, layout: Layout) -> fx.Node:
-        """Undo the reordering of :meth:`rank_major`: restore the order of a gathered dim."""
+        """Append a reordering of a gathered dim, whose parts are in the order of ranks, to the dim's own order, and
+        return the node. ``layout``: the layout before the gather.
+        """
         if not layout.sections and not layout.zigzag:
             return local
         parts, order = _order_dim_pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
@@ -180,23 +195,36 @@ class _Rewriter:
         return self.reorder_parts(local, layout.dim, [parts[piece] for piece in order], back)
 
     def reorder_parts(self, local: fx.Node, dim: int, parts: list[int], order: list[int]) -> fx.Node:
+        """Append operators that cut ``dim`` of ``local`` into pieces and join them in another order; return the node.
+        ``parts``: the sizes of the pieces. ``order``: their indices in the new order.
+        """
         split = insert_operator_node(self.graph, aten.split_with_sizes.default, (local, parts, dim), like=local)
         pieces = [insert_operator_node(self.graph, operator.getitem, (split, i), like=local) for i in order]
         return insert_operator_node(self.graph, aten.cat.default, (pieces, dim), like=local)
 
     def gather_shards(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        """Append an all-gather of the shards ``local`` and return its node. Its gradient is summed over the ranks if
+        ``to`` says that each rank has a part of it.
+        """
         grad = "reduce" if to.kind == "R'" else "slice"
         whole = self.insert_collective("all_gather", local, source.dim, self.axis, self.num_ranks, grad)
         return self.section_major(whole, source)
 
     def slice_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        """Append the operator that takes this rank's shard of the whole tensor ``local`` in the layout ``to``, and
+        return its node.
+        """
         name = "shard_narrow" if source.kind == "R'" else "shard_slice"
         return self.insert_collective(name, self.rank_major(local, to), to.dim, self.axis, self.num_ranks)
 
     def scatter_partials(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        """Append a reduce-scatter of the partial sums ``local`` to shards in the layout ``to``, and return its node."""
         return self.insert_collective("reduce_scatter", self.rank_major(local, to), to.dim, self.axis, self.num_ranks)
 
     def exchange_shards(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        """Append an all-to-all that changes the sharded dim from that of ``source`` to that of ``to``, or, for other
+        sections of the same dim, a gather and a slice; return the last node.
+        """
         if source.dim == to.dim:  # other sections of the same dim
             return self.slice_whole(self.gather_shards(local, source, REPLICATED), REPLICATED, to)
         local = self.rank_major(local, to)
@@ -204,29 +232,35 @@ class _Rewriter:
         return self.section_major(local, source)
 
     def reduce_partials(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        """Append an all-reduce of the partial sums ``local`` and return its node. Its gradient is summed over the ranks
+        if ``to`` says that each rank has a part of it.
+        """
         return self.insert_collective(
             "all_reduce", local, self.axis, self.num_ranks, "reduce" if to.kind == "R'" else "copy"
         )
 
     def copy_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        """Append the collective ``copy``, which returns the whole tensor ``local`` and sums its gradient over the
+        ranks; return its node.
+        """
         return self.insert_collective("copy", local, self.axis, self.num_ranks)
 
     def spread_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Turn a tensor that is whole on every rank into a partial sum: each rank divides it by the number of ranks.
-
-        ``source``, ``to``: the layouts before and after.
+        """Append operators that turn the tensor ``local``, which is whole on every rank, into a partial sum: each rank
+        divides it by the number of ranks. Return the node. ``source``, ``to``: the layouts before and after.
         """
         if source.kind == "R" and local.meta.get("grad"):
             local = self.copy_whole(local, source, to)
         return insert_operator_node(self.graph, aten.mul.Tensor, (local, 1.0 / self.num_ranks), like=local)
 
     def keep_value(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        """Return ``local``, because the change of layout from ``source`` to ``to`` needs no operator."""
         return local
 
 
 def _order_dim_pieces(layout: Layout, size: int, num_ranks: int) -> tuple[list[int], list[int]]:
-    """Return the sizes of the pieces into which a layout cuts a dim, and the indices of the pieces in the order of
-    ranks.
+    """Return the sizes of the pieces into which ``layout`` cuts a dim, in the order of the dim, and the indices of the
+    pieces in the order of ranks.
 
     ``size``: the number of elements of the dim. ``num_ranks``: the number of ranks that share it.
     """
@@ -257,7 +291,8 @@ assert _STEPS.keys() == RESHARDS.keys()
 
 
 def fuse_bias(block: Block) -> Block:
-    """Return a copy of ``block`` in which a matrix product and the addition of a bias to it are one operator.
+    """Return a copy of ``block``, a piece of the model with one graph, in which a matrix product and the addition of a
+    bias to it are one operator.
 
     ``linear(x, w) + b`` becomes ``linear(x, w, b)``, and ``mm(x, w) + b`` becomes ``addmm(b, x, w)``.
     """
@@ -274,6 +309,9 @@ def fuse_bias(block: Block) -> Block:
 
 
 def _can_fuse_bias(product: object, bias: object, node: fx.Node) -> bool:
+    """Return whether ``node``, the sum of ``product`` and ``bias``, can become one operator with the product: nothing
+    else reads the product, and the bias is a vector over its last dim, of the same type.
+    """
     if not (isinstance(product, fx.Node) and isinstance(bias, fx.Node)) or len(product.users) != 1:
         return False
     if product.target not in (aten.linear.default, aten.mm.default) or len(product.args) != 2:
@@ -283,6 +321,7 @@ def _can_fuse_bias(product: object, bias: object, node: fx.Node) -> bool:
 
 
 def _fuse_product_with_bias(node: fx.Node, product: fx.Node, bias: fx.Node) -> None:
+    """Replace ``node``, the sum of the matrix product ``product`` and ``bias``, by one operator, in place."""
     with node.graph.inserting_before(node):
         if product.target == aten.linear.default:
             fused = node.graph.call_function(aten.linear.default, (*product.args, bias))

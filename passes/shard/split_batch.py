@@ -48,9 +48,10 @@ def split_batch(
     """Return the model of one microbatch on one data-parallel rank.
 
     ``model``: the model on the global batch, as blocks (graphs of layers) and their calls. ``blocks`` and ``values``:
-    the layouts of each block and value on the axis ``data``, which stands for all parts of the global batch. ``parts``:
-    the number of parts of the global batch. ``num_microbatches``: the number of parts that each rank runs. Raise
-    :class:`UnsupportedError` if samples depend on each other in a way that several microbatches cannot compute exactly.
+    the layouts of each block and of each value, by name, on the axis ``data``, which stands for all parts of the global
+    batch. ``parts``: the number of parts of the global batch. ``num_microbatches``: the number of parts that each rank
+    runs. Raise :class:`UnsupportedError` if samples depend on each other in a way that several microbatches cannot
+    compute exactly.
     """
     if parts == 1:
         return model
@@ -68,18 +69,16 @@ def split_batch(
 
 
 def couples_samples(model: FoldedModel) -> bool:
-    """Whether a model that was split by :func:`split_batch` still has collectives between samples.
-
-    Its result then depends on the number of microbatches.
+    """Return whether ``model``, a model of one microbatch, still has collectives between samples of different parts of
+    the batch. Its result then depends on the number of microbatches.
     """
     nodes = (node for block in model.blocks.values() for node in block.graph.nodes)
     return any(collective_name(node.target) and {"dp", DATA}.intersection(map(str, node.args)) for node in nodes)
 
 
 def _extract_totals(model: FoldedModel) -> FoldedModel:
-    """Move sums over the global batch that depend on inputs alone into prologue calls, which run before the pipeline.
-
-    Return the new model; its other calls read the sums as inputs.
+    """Move sums over the global batch that depend on inputs alone into calls that run before the pipeline. Return the
+    new model; its other calls read the sums as inputs.
     """
     producers = {v: (i, k) for i, c in enumerate(model.calls) for k, v in enumerate(c.outputs)}
     prologue: list[Call] = []
@@ -106,10 +105,11 @@ def _extract_totals(model: FoldedModel) -> FoldedModel:
 def _is_independent_total(
     model: FoldedModel, call: Call, node: fx.Node, producers: Mapping[str, tuple[int, int]]
 ) -> bool:
-    """Whether ``node``, a sum over the batch in ``call``, depends on no parameter and on no other sum over the batch.
+    """Return whether ``node``, a sum over the batch in ``call``, depends on no parameter and on no other sum over the
+    batch.
 
-    ``call``: the run of a block that contains ``node``. ``producers``: for each value by name, the index of the call
-    that computes it, and the value's index among the call's outputs.
+    ``call``: the run of a block (a graph) that contains ``node``. ``producers``: for each value by name, the index of
+    the call that computes it, and the value's index among the call's outputs.
     """
     block = model.blocks[call.block]
     bound = dict(zip(block.states, call.states, strict=True))
@@ -128,6 +128,7 @@ def _is_independent_total(
 
 
 def _list_ancestor_nodes(node: fx.Node) -> list[fx.Node]:
+    """Return ``node`` and all nodes that it depends on, once each."""
     seen: dict[fx.Node, None] = {}
     stack = [node]
     while stack:
@@ -141,12 +142,11 @@ def _list_ancestor_nodes(node: fx.Node) -> list[fx.Node]:
 def _totals_block(
     model: FoldedModel, call: Call, totals: list[fx.Node], name: str, producers: Mapping[str, tuple[int, int]]
 ) -> tuple[Block, tuple[str, ...], tuple[str, ...]]:
-    """Return a new block (a graph) that computes the operands of the sums ``totals``, and the names of the states and
-    inputs it reads.
+    """Return a new block (a graph) that computes the operands of the sums ``totals``, the names of the states
+    (parameters, buffers, constants) that it reads, and those of its inputs.
 
-    ``call``: the run of a block that contains the nodes ``totals``. ``name``: the new block's name. States are
-    parameters, buffers and constants. ``producers``: for each value by name, the index of the call that computes it,
-    and the value's index among the call's outputs.
+    ``call``: the run of a block that contains the nodes ``totals``. ``name``: the new block's name. ``producers``: for
+    each value by name, the index of the call that computes it, and the value's index among the call's outputs.
     """
     body = _CallInliner(model, producers)
     here = model.calls.index(call)
@@ -163,6 +163,9 @@ class _CallInliner:
     """
 
     def __init__(self, model: FoldedModel, producers: Mapping[str, tuple[int, int]]) -> None:
+        """Start with an empty graph. ``producers``: for each value by name, the index of the call in ``model`` that
+        computes it, and the value's index among the call's outputs.
+        """
         self.model = model
         self.producers = producers
         self.graph = fx.Graph()
@@ -171,6 +174,9 @@ class _CallInliner:
         self.first: fx.Node | None = None
 
     def copy_value(self, index: int, node: fx.Node) -> fx.Node:
+        """Return the node of the new graph with the value of ``node``, which is in the graph of the call number
+        ``index`` (from 0) of the model; copy it and all operators that it depends on if this was not done before.
+        """
         if (index, node) not in self.copied:
             if node.op == "placeholder":
                 self.copied[index, node] = self.resolve_placeholder(index, node)
@@ -181,10 +187,10 @@ class _CallInliner:
         return self.copied[index, node]
 
     def resolve_placeholder(self, index: int, node: fx.Node) -> fx.Node:
-        """Return the node in the new graph for the value that the placeholder ``node`` of the call ``index`` reads.
+        """Return the node in the new graph for the value that the placeholder ``node`` reads in the call number
+        ``index`` (from 0) of the model.
 
-        ``index``: the index of the call in the model. A value of another call is copied with its operators; a model
-        input or state becomes a placeholder.
+        A value of another call is copied with its operators; a model input or state becomes a placeholder.
         """
         call = self.model.calls[index]
         block = self.model.blocks[call.block]
@@ -199,6 +205,9 @@ class _CallInliner:
         return self.leaves[outer]
 
     def build_block(self, name: str) -> tuple[Block, tuple[str, ...], tuple[str, ...]]:
+        """Return a block (a graph) named ``name`` with the copied operators, the names of the states that it reads, and
+        those of its inputs. Placeholders come first, in this order.
+        """
         states = tuple(k for k in self.leaves if k in self.model.states)
         inputs = tuple(k for k in self.leaves if k not in self.model.states)
         order = [self.leaves[k] for k in (*states, *inputs)]
@@ -213,8 +222,8 @@ class _CallInliner:
 
 
 def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
-    """Return ``block`` with the nodes ``totals`` (sums over the batch) as additional inputs instead of computed
-    values.
+    """Return a copy of ``block`` with the nodes ``totals`` (sums over the batch) as additional inputs, after the
+    others, instead of computed values.
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -232,7 +241,8 @@ def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
 
 
 def _localise_data_collectives(model: FoldedModel, num_microbatches: int) -> None:
-    """Move collectives from the axis ``data`` to ``dp`` if each rank runs one microbatch, in place.
+    """Move collectives from the axis ``data`` (all parts of the global batch) to ``dp`` (the data-parallel ranks) if
+    each rank runs one microbatch, in place.
 
     ``num_microbatches``: the number of microbatches of each rank. With several, replace slices by an index of the
     microbatch, and raise :class:`UnsupportedError` for a collective that communicates.
@@ -256,8 +266,8 @@ def _localise_data_collectives(model: FoldedModel, num_microbatches: int) -> Non
 
 
 def _describe_combining_operator(model: FoldedModel, block: Block, node: fx.Node) -> str:
-    """Return a text that names the operator which combines samples: ``node`` itself or the first reader of its
-    result.
+    """Return a text that names the operator which combines samples: the collective ``node`` itself or the first
+    operator that reads its result. ``block``: the graph that contains ``node``.
     """
     reader = node if collective_name(node.target) in _ADDING else _find_first_reader(model, block, node) or node
     where = f"{reader.meta.get('path') or 'the model'} ({reader.meta.get('source') or 'source unknown'})"
@@ -274,10 +284,9 @@ _MOVING = (aten.split_with_sizes.default, aten.cat.default, operator.getitem)
 
 
 def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.Node | None:
-    """Return the first operator that reads the result of the collective ``node``, in this block or in one that runs
-    later.
-
-    Operators that belong to the collective itself are skipped. ``None`` if there is none.
+    """Return the first operator that reads the result of the collective ``node``, in ``block`` (the graph that contains
+    it) or in one that runs later; ``None`` if there is none. Operators that belong to the collective itself are
+    skipped.
     """
     place = node.meta.get("path"), node.meta.get("source")
     waiting: list[tuple[Block, fx.Node]] = [(block, node)]
@@ -295,9 +304,8 @@ def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.No
 
 
 def _passed_on(model: FoldedModel, block: Block, output: fx.Node) -> list[tuple[Block, fx.Node]]:
-    """Return (block, placeholder) for each placeholder through which a later call reads ``output`` of ``block``.
-
-    A block is a graph, such as that of a layer, and a call is one run of it.
+    """Return (block, placeholder) for each placeholder through which a later call reads the node ``output``, an output
+    of ``block``. A block is a graph, such as that of a layer, and a call is one run of it.
     """
     number = block.outputs.index(output)
     values = {c.outputs[number] for c in model.calls if c.block == block.name}
@@ -310,7 +318,9 @@ def _passed_on(model: FoldedModel, block: Block, output: fx.Node) -> list[tuple[
 
 
 def _slice_by_index(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace the shard slice ``node`` by an index look-up, because its start depends on which microbatch runs."""
+    """Replace the shard slice ``node`` by an index look-up, in place, because its start depends on which microbatch
+    runs.
+    """
     whole, dim, axis, size = node.args
     length = node.meta["val"].shape[dim]
     with graph.inserting_before(node):
@@ -333,8 +343,9 @@ Results = tuple[Samples, ...]  # one map for each result of an operator
 def sample_dims(model: FoldedModel, dims: Mapping[str, int | None], count: int) -> dict[fx.Node, Results]:
     """Return, for each graph node of the model, which dims of its results hold the ``count`` samples of the batch.
 
-    ``dims``: the batch dim of each input value, by name. There is one map for each result of a node, from dim to the
-    number of samples in it; it is empty for a result without a batch dim.
+    ``dims``: the index of the batch dim of each input value, by name; ``None`` or absent if it has none. The result
+    has, for each result of a node, a map from the index of a dim to the number of samples in it; it is empty without a
+    batch dim.
     """
     found: dict[fx.Node, Results] = {}
     seen: set[str] = set()
@@ -353,15 +364,17 @@ def sample_dims(model: FoldedModel, dims: Mapping[str, int | None], count: int) 
 
 
 def splits_samples(samples: Samples, layout: Layout) -> bool:
-    """Whether a shard of ``layout`` holds only some of the samples of a value.
-
-    ``samples``: the number of samples in each dim of the value.
+    """Return whether a shard of ``layout`` holds only some of the samples of a value. ``samples``: the number of
+    samples in each dim of the value that has any, by the dim's index.
     """
     count = samples.get(layout.dim, 1) if layout.is_shard else 1
     return count > 1 and max(1, len(layout.sections)) % count != 0
 
 
 def _of_block(block: Block, given: Mapping[str, Samples]) -> dict[fx.Node, Results]:
+    """Return, for each node of ``block`` and each of its results, a map from the index of a dim to the number of
+    samples in it. ``given``: such a map for each placeholder that has samples, by name.
+    """
     found: dict[fx.Node, Results] = {}
     for node in block.graph.nodes:
         if node.op == "placeholder":
@@ -375,6 +388,9 @@ def _of_block(block: Block, given: Mapping[str, Samples]) -> dict[fx.Node, Resul
 
 
 def _of_operator(node: fx.Node, operands: Sequence[Samples]) -> Results:
+    """Return, for each result of the operator ``node``, a map from the index of a dim to the number of samples in it.
+    ``operands``: such a map for each operand.
+    """
     rule = factors_of(node)
     if rule is None or not any(operands):
         return ({},)
@@ -390,9 +406,10 @@ def _of_operator(node: fx.Node, operands: Sequence[Samples]) -> Results:
 
 
 def _select_outer_factors(factors: Sequence[str], count: int, sizes: Mapping[str, int]) -> Sequence[str]:
-    """Return the leading factors of a dim whose sizes multiply to ``count``; empty if no leading factors do.
+    """Return the leading factors of a dim whose sizes multiply to ``count``; empty if no leading factors do. Factors
+    are named sizes whose product is the size of the dim.
 
-    ``factors``: the names of the dim's factors (loop dimensions), outermost first. ``sizes``: the size of each by name.
+    ``factors``: their names, outermost first. ``sizes``: the size of each by name.
     """
     product = 1
     for place, name in enumerate(factors):

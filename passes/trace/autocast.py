@@ -43,10 +43,10 @@ _known: dict[Any, Any] = {}
 
 @contextmanager
 def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
-    """Context in which autocast casts traced operators as if the tensors were on the device type ``device``.
+    """Return a context in which autocast casts traced operators as if the tensors were on the device type ``device``.
+    With ``None`` nothing is cast, which is right for a model in float64.
 
-    With ``device=None`` nothing is cast, which is right for a model in float64. Tensors are on the CPU during a trace,
-    so a region that forward opens for the CPU is opened for ``device`` instead.
+    Tensors are on the CPU during a trace, so a region that forward opens for the CPU is opened for ``device`` instead.
 
     Args:
         device: ``cpu``, ``cuda`` or ``None``.
@@ -59,6 +59,9 @@ def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
         plain_init(self, own, *args, **kwargs)
 
     def call(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
+        """Trace one operator call in place of torch's own function: cast its operands as autocast would, or, if
+        autocast casts inside of it, trace the operators that it consists of. Return its result.
+        """
         asked = _read_autocast_request(device)
         with _disable_torch_autocast():
             if asked is None or not pre_dispatch:
@@ -92,15 +95,15 @@ def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
 
 
 def autocast_on() -> Asked | None:
-    """Return the device type and dtype of the autocast region that the caller is in, or ``None`` outside of any
-    region.
-    """
+    """Return (device type, dtype) of the autocast region that the caller is in; ``None`` outside of any region."""
     return next(filter(None, map(_read_autocast_request, DEVICES)), None)
 
 
 @contextmanager
 def _disable_torch_autocast() -> Iterator[None]:
-    """Context in which torch itself casts no operands. Autocast is switched on again afterwards where it was on."""
+    """Return a context in which torch itself casts no operands. Autocast is switched on again afterwards where it was
+    on.
+    """
     on = [device for device in DEVICES if torch.is_autocast_enabled(device)]
     for device in on:
         torch.set_autocast_enabled(device, False)
@@ -115,6 +118,7 @@ without_autocast = _disable_torch_autocast
 
 
 def _read_autocast_request(device: str | None) -> Asked | None:
+    """Return (device type, dtype) of autocast if it is on for ``device``; ``None`` otherwise."""
     if device is None or not torch.is_autocast_enabled(device):
         return None
     return device, torch.get_autocast_dtype(device)
@@ -129,26 +133,31 @@ def _enter_autocast_region(self: Any) -> Any:
 
 
 def _exit_autocast_region(self: Any, *_: Any) -> bool:
+    """Replace ``autocast.__exit__``: restore the autocast flags from before the region."""
     torch.set_autocast_enabled(self.device, self.prev[0])
     torch.set_autocast_dtype(self.device, self.prev[1])
     return False
 
 
 def _is_cast(value: Any) -> bool:
-    """Whether autocast may cast a value: whether it is a floating-point tensor of a dtype other than float64."""
+    """Return whether autocast may cast ``value``: whether it is a floating-point tensor of a dtype other than
+    float64.
+    """
     return isinstance(value, Tensor) and value.dtype.is_floating_point and value.dtype != torch.float64
 
 
 def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[], str]) -> Any:
-    """Return the dtype to which autocast casts the operands of an operator, or ``None`` if it does not cast them.
+    """Return the dtype to which autocast casts the operands of an operator; ``None`` if it does not cast them; the
+    constant ``_APART`` if the operator must be decomposed and its parts traced, because autocast casts inside of it.
 
-    Returns the constant ``_APART`` if the operator must be decomposed and its parts traced, because autocast casts
-    inside of it. Raises :class:`UnsupportedError` for an operator that autocast changes in another way.
+    Raise :class:`UnsupportedError` for an operator that autocast changes in another way.
 
     Args:
-        asked: device type and narrow dtype of the autocast region.
+        func: the operator.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        asked: (device type, narrow dtype) of the autocast region.
         line: returns the present line of forward, for error messages.
-        func: the operator; ``args`` and ``kwargs`` are its arguments.
     """
     device, narrow = asked
     if func in _WHOLE_ON_GPU and device == "cuda":
@@ -182,6 +191,9 @@ def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[],
 
 
 def _format_autocast_refusal(func: Any, asked: Asked, line: Callable[[], str], why: str) -> str:
+    """Return the text of the error that the operator ``func`` cannot be kept exact in an autocast region. ``asked``:
+    (device type, narrow dtype) of the region. ``line``: returns the present line of forward. ``why``: the reason.
+    """
     return (
         f"{func.name()}{line()} in a region of torch.autocast({asked[0]!r}, {asked[1]}) cannot be kept exact ({why}): "
         "take it out of the region, or cast its operands yourself within autocast(enabled=False)"
@@ -189,18 +201,22 @@ def _format_autocast_refusal(func: Any, asked: Asked, line: Callable[[], str], w
 
 
 class _Spec(NamedTuple):
+    """The shape, strides and dtype of a tensor."""
+
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
 
 def _build_tensor_spec(tensor: Tensor) -> _Spec:
+    """Return the shape, strides and dtype of ``tensor``. Raise :class:`TypeError` if a size depends on data."""
     return _Spec(
         tuple(map(_require_plain_value, tensor.shape)), tuple(map(_require_plain_value, tensor.stride())), tensor.dtype
     )
 
 
 def _require_plain_value(value: Any) -> Any:
+    """Return ``value``. Raise :class:`TypeError` if it is a number that depends on data."""
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         raise TypeError("depends on numbers")
     return value
@@ -225,15 +241,15 @@ def _in_thread(function: Callable[[], Any]) -> Any:
 
 
 def _observe_operand_cast(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked) -> Any:
-    """Find the operand dtype with which an operator computes the same without autocast as it does with autocast.
-
-    Tries no cast, the narrow dtype of the region and float32, in this order. Returns ``None`` for no cast, and the
-    constant ``_APART`` if no single dtype reproduces what autocast does.
+    """Return the operand dtype with which the operator ``func`` computes the same without autocast as it does with
+    autocast: ``None`` for no cast, the narrow dtype of the region or float32, tried in this order. Return the constant
+    ``_APART`` if none of them does.
 
     Args:
+        func: the operator.
         shown: the flattened arguments; tensors are given by shape, stride and dtype.
-        asked: device type and narrow dtype of the autocast region.
         tree: the structure of the arguments, which turns the flattened list into (args, kwargs).
+        asked: (device type, narrow dtype) of the autocast region.
     """
     _, narrow = asked
     with mock.patch.object(fake_tensor, "init_gpu_context"):
@@ -253,24 +269,31 @@ def _observe_operand_cast(func: Any, shown: list[Any], tree: pytree.TreeSpec, as
 
 
 def _is_left_alone(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked) -> bool:
-    """Whether autocast has a rule neither for an operator nor for the operators that it decomposes into.
+    """Return whether autocast has a rule neither for the operator ``func`` nor for the operators that it decomposes
+    into.
 
-    The operator is run on fake CPU tensors, because some operators cannot be run for a GPU on a machine without one.
+    It is run on fake CPU tensors, because some operators cannot be run for a GPU on a machine without one.
 
     Args:
+        func: the operator.
         shown: the flattened arguments; tensors are given by shape, stride and dtype.
-        asked: device type and narrow dtype of the autocast region.
         tree: the structure of the arguments, which turns the flattened list into (args, kwargs).
+        asked: (device type, narrow dtype) of the autocast region.
     """
     log, _ = _run_with_cast_operands(func, shown, tree, ("cpu", asked[1]), None, on=False)
     return not any(_is_listed(name, asked[0]) for name in (func.name(), *log.names))
 
 
 def _is_listed(name: str, device: str) -> bool:
+    """Return whether autocast has a rule for the operator ``name`` on the device type ``device``."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, f"Autocast{device.upper()}")
 
 
 def _log_operator_run(*call: Any, on: bool) -> Any:
+    """Run an operator on fake tensors and return (record of the operators that computed something, floating-point
+    dtypes of its results). ``call``: the operator, its flattened arguments, their structure, the (device type, dtype)
+    of autocast, and the dtype to cast operands to. ``on``: whether autocast is on.
+    """
     log, made = _run_with_cast_operands(*call, on=on)
     return log.entries, made
 
@@ -278,14 +301,16 @@ def _log_operator_run(*call: Any, on: bool) -> Any:
 def _run_with_cast_operands(
     func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked, to: torch.dtype | None, *, on: bool
 ) -> tuple[_AutocastLog, list[torch.dtype]]:
-    """Run an operator on fake tensors whose floating-point operands are cast to ``to`` (``None``: not cast).
-
-    Returns the log of the operators that computed something, and the floating-point dtypes of the results.
+    """Run the operator ``func`` on fake tensors whose floating-point operands are cast to ``to`` (``None``: not cast).
+    Return the log of the operators that computed something, and the floating-point dtypes of the results.
 
     Args:
+        func: the operator.
         shown: the flattened arguments; tensors are given by shape, stride and dtype.
-        on: whether autocast is on during the run.
         tree: the structure of the arguments, which turns the flattened list into (args, kwargs).
+        asked: (device type, narrow dtype) of autocast.
+        to: the dtype of the operands.
+        on: whether autocast is on during the run.
     """
     device, narrow = asked
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -311,8 +336,8 @@ def _run_with_cast_operands(
 
 
 class _AutocastLog(TorchDispatchMode):
-    """Dispatch mode that records each operator that computes, with the floating-point dtypes that it reads and
-    returns.
+    """Dispatch mode that records each operator that computes something, as (operator, floating-point dtypes that it
+    reads, those that it returns) in ``entries``, and its name in ``names``.
     """
 
     def __init__(self) -> None:
@@ -321,6 +346,7 @@ class _AutocastLog(TorchDispatchMode):
         self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func``, record it with its dtypes unless it only moves numbers, and return its result."""
         made = func(*args, **(kwargs or {}))
         read, gives = _list_floating_dtypes((args, kwargs or {})), _list_floating_dtypes(made)
         if gives and func.overloadpacket not in _MOVES and not func.is_view:
@@ -332,11 +358,14 @@ class _AutocastLog(TorchDispatchMode):
 
 
 def _casts_itself(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator casts its input to the dtype of its result, as ``sum(x, dtype=...)`` does."""
+    """Return whether the operator ``func`` casts its input to the dtype of its result, as ``sum(x, dtype=...)``
+    does.
+    """
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     return given.get("dtype") is not None or bool(given.get("half_to_float"))
 
 
 def _list_floating_dtypes(values: Any) -> list[torch.dtype]:
+    """Return the dtypes of all floating-point tensors in ``values``, which may be nested, in order."""
     tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, Tensor)]
     return [t.dtype for t in tensors if t.dtype.is_floating_point]

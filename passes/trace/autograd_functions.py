@@ -78,10 +78,14 @@ torch.library.register_fake("partition::own", lambda x, *_: torch.empty_like(x),
 
 
 def _keep_counts(ctx: Any, inputs: tuple[Tensor, list[Tensor], list[Tensor]], output: Tensor) -> None:
+    """Store in ``ctx`` the numbers of loss terms and of inputs of the operator ``partition::own``, for its backward."""
     ctx.counts = len(inputs[1]), len(inputs[2])
 
 
 def _pass_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, list[None], list[None]]:
+    """Return the gradients of the operator ``partition::own``: ``grad`` for its result, none for its loss terms and
+    inputs.
+    """
     terms, inputs = ctx.counts
     return grad, [None] * terms, [None] * inputs
 
@@ -94,11 +98,12 @@ _CHECKPOINT_ARGUMENTS = 2  # of CheckpointFunction.apply: the function and wheth
 
 
 class _Context(FunctionCtx):
-    """Replacement of the ``ctx`` object through which ``forward`` of a ``Function`` passes tensors and flags to
-    ``backward``.
+    """Replacement of the ``ctx`` object through which ``forward`` of a ``torch.autograd.Function`` passes tensors and
+    flags to ``backward``.
     """
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        """Start with nothing saved. ``needs_input_grad``: for each argument of forward, whether it needs a gradient."""
         self.needs_input_grad = needs_input_grad
         self.to_save: tuple[Any, ...] = ()
         self.non_differentiable: tuple[Any, ...] = ()
@@ -112,13 +117,17 @@ class _Context(FunctionCtx):
 
 @contextlib.contextmanager
 def traced_with_own_gradients() -> Iterator[None]:
-    """Context in which user-defined ``torch.autograd.Function`` classes are traced together with their ``backward``.
+    """Return a context in which user-defined ``torch.autograd.Function`` classes are traced together with their
+    ``backward``.
 
-    Calling such a function raises :class:`UnsupportedError` if its ``backward`` is not affine, that is not a linear
-    function of the incoming gradient plus a part that does not depend on it.
+    Calling such a function in it raises :class:`UnsupportedError` if its ``backward`` is not affine, that is not a
+    linear function of the incoming gradient plus a part that does not depend on it.
     """
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Replace ``Function.apply``: trace a user-defined function with its gradient, and return its result. Torch's
+        own functions, and calls without a gradient, run as usual; a checkpointed function is simply called.
+        """
         if cls is CheckpointFunction:  # the plan decides on recomputation, see ``LeftToPlan``
             return args[0](*args[_CHECKPOINT_ARGUMENTS:])
         takes_grad = any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values()))
@@ -127,6 +136,9 @@ def traced_with_own_gradients() -> Iterator[None]:
         return _apply_custom_function(cls, _bind_positional_arguments(cls, args, kwargs))
 
     def transformed(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Replace torch's call of a ``Function`` inside a transform of ``torch.func``: raise :class:`UnsupportedError`
+        for one of the user's.
+        """
         if not _is_torchs(cls):
             raise UnsupportedError(
                 f"{_format_class_name(cls)}.apply is called inside a transform of torch.func (vmap, grad, "
@@ -144,12 +156,13 @@ def traced_with_own_gradients() -> Iterator[None]:
 
 
 def _is_torchs(cls: type) -> bool:
+    """Return whether the class ``cls`` is defined by torch."""
     return cls.__module__.split(".")[0] == "torch"
 
 
 def _bind_positional_arguments(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return all arguments of a call in the order of forward's parameters, which is the order of backward's
-    gradients.
+    """Return all arguments of a call of the ``torch.autograd.Function`` ``cls`` in the order of forward's parameters,
+    which is the order of backward's gradients. Raise :class:`UnsupportedError` if some can be passed only by keyword.
     """
     if not kwargs:
         return args
@@ -164,6 +177,12 @@ def _bind_positional_arguments(cls: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _apply_custom_function(cls: Any, args: tuple[Any, ...]) -> Any:
+    """Call the user's ``torch.autograd.Function`` ``cls`` with ``args`` in a trace, and return its results, whose
+    traced gradient is what the function's ``backward`` returns.
+
+    Each result is ``forward``'s plus a term that is zero and has this gradient. Raise :class:`UnsupportedError` if the
+    gradient cannot be traced.
+    """
     needs = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)
     ctx = _Context(needs)
     inputs = _select_needing_gradient(args, needs)
@@ -202,7 +221,7 @@ def _apply_custom_function(cls: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _build_gradient_term(constant: Tensor, change: Tensor) -> Tensor:
-    """Build a scalar that is zero if ``change`` is zero, and whose gradient with respect to ``change`` is
+    """Return a scalar that is zero if ``change`` is zero, and whose gradient with respect to ``change`` is
     ``constant``.
     """
     if change.is_complex():
@@ -211,15 +230,22 @@ def _build_gradient_term(constant: Tensor, change: Tensor) -> Tensor:
 
 
 def _select_needing_gradient(args: Sequence[Any], needs: Sequence[bool]) -> list[Tensor]:
+    """Return those of ``args`` for which ``needs`` is true."""
     return [a for a, need in zip(args, needs, strict=True) if need]
 
 
 def _marks_dirty(cls: Any) -> bool:
+    """Return whether the source of the ``torch.autograd.Function`` ``cls`` calls ``mark_dirty``, by which it says that
+    it writes to its arguments.
+    """
     functions = (inspect.unwrap(function) for function in (cls.forward, cls.setup_context))
     return any("mark_dirty" in f.__code__.co_names for f in functions if hasattr(f, "__code__"))
 
 
 def _copy_tensor_argument(argument: Any) -> Any:
+    """Return a copy of ``argument`` that requires a gradient if ``argument`` does; a value that is no tensor
+    unchanged.
+    """
     if not isinstance(argument, Tensor):
         return argument
     return argument.detach().clone().requires_grad_(argument.requires_grad)
@@ -233,16 +259,20 @@ def _transpose_custom_backward(
     outputs: Sequence[Any],
     which: Sequence[int],
 ) -> Transposed:
-    """Transpose ``backward`` of the function ``cls``: map changes of its inputs to changes of its outputs.
+    """Return the transpose of ``backward`` of the ``torch.autograd.Function`` ``cls``, which maps changes of its inputs
+    to changes of its outputs.
 
-    ``ctx``: the context that forward has filled. ``args``: forward's arguments. ``needs``: whether each argument needs
-    a gradient. ``outputs``: forward's results. ``which``: the indices of the results that take part. Raises
-    :class:`UnsupportedError` if ``backward`` fails, cannot be traced or is not affine.
+    ``ctx``: the context that forward has filled. ``args``: forward's arguments. ``needs``: for each argument, whether
+    it needs a gradient. ``outputs``: forward's results. ``which``: the indices of the results that can have a gradient.
+    Raise :class:`UnsupportedError` if ``backward`` fails, cannot be traced or is not affine.
     """
 
     own = cls.backward if cls.vjp is Function.vjp else cls.vjp
 
     def backward(*grads: Tensor | None) -> list[Tensor | None]:
+        """Run the user's ``backward`` with ``grads``, those of the results that can have one, and return the gradients
+        of the arguments that need one; ``None`` for zero.
+        """
         zeros = [torch.zeros_like(y) if isinstance(y, Tensor) and ctx.materialize_grads else None for y in outputs]
         given = dict(enumerate(zeros)) | dict(zip(which, grads, strict=True))
         with torch.no_grad(), _side_effects_refused(cls):
@@ -283,11 +313,11 @@ def _transpose_custom_backward(
 
 
 def _as_inputs(found: Sequence[Any], args: Sequence[Any], needs: Sequence[bool]) -> list[Tensor | None]:
-    """Convert what ``backward`` returns to gradients for the arguments that need one, as autograd does.
+    """Return the gradients for the arguments that need one, made from what the user's ``backward`` returned as autograd
+    does: broadcast dims are summed and dtypes cast. ``None`` is a gradient of zero.
 
-    ``found``: what ``backward`` returned. ``args``: forward's arguments. ``needs``: whether each argument needs a
-    gradient. Sums broadcast dims and casts dtypes. Raises :class:`_Wrong` if number, types or shapes do not match the
-    arguments.
+    ``found``: what ``backward`` returned. ``args``: forward's arguments. ``needs``: for each argument, whether it needs
+    a gradient. Raise :class:`_Wrong` if number, types or shapes do not match the arguments.
     """
     if len(found) < len(args) or any(g is not None for g in found[len(args) :]):
         raise _Wrong(f"it returns {len(found)} gradients for {len(args)} arguments")
@@ -299,7 +329,9 @@ def _as_inputs(found: Sequence[Any], args: Sequence[Any], needs: Sequence[bool])
 
 
 def _as_input(grad: Tensor, x: Tensor) -> Tensor:
-    """Return a gradient summed to the shape and cast to the dtype of ``x``, the tensor that it is the gradient of."""
+    """Return the gradient ``grad`` summed to the shape and cast to the dtype of ``x``, the tensor that it is the
+    gradient of. Raise :class:`_Wrong` if its shape does not fit.
+    """
     if grad.shape != x.shape:
         behind = grad.shape[max(grad.dim() - x.dim(), 0) :]
         if len(behind) < x.dim() or any(have not in (size, 1) for have, size in zip(x.shape, behind, strict=True)):
@@ -311,22 +343,26 @@ def _as_input(grad: Tensor, x: Tensor) -> Tensor:
 
 
 class _Wrong(Exception):
-    """Raised if ``backward`` fails by its own fault, or if autograd would refuse what it returns."""
+    """Raised if a user's ``backward`` fails by its own fault, or if autograd would refuse what it returns."""
 
 
 class _Untraced(Exception):
-    """Raised if ``backward`` fails on fake tensors, for example because it reads their numbers."""
+    """Raised if a user's ``backward`` fails on fake tensors, for example because it reads their numbers."""
 
 
 def _format_error_reason(error: Exception) -> str:
+    """Return the first line of the message of ``error``, or its type if it has no message."""
     return next(iter(str(error).splitlines()), "").rstrip(".") or f"{type(error).__name__} is raised"
 
 
 @contextlib.contextmanager
 def _side_effects_refused(cls: Any) -> Iterator[None]:
-    """Context that refuses a ``backward`` that calls ``torch.autograd.backward`` or assigns ``tensor.grad``."""
+    """Return a context in which :class:`UnsupportedError` is raised if the ``backward`` of ``cls``, a user's
+    ``torch.autograd.Function``, calls ``torch.autograd.backward`` or assigns ``tensor.grad``.
+    """
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        """Raise :class:`UnsupportedError`, in place of ``torch.autograd.backward``."""
         raise UnsupportedError(
             f"{_format_class_name(cls)}.backward runs layers again and calls backward() on them, so that "
             "gradients of weights come as a side effect, of which a plan cannot know; expected a backward that returns "
@@ -339,13 +375,16 @@ def _side_effects_refused(cls: Any) -> Iterator[None]:
 
 
 class _SettingGrad(TorchFunctionMode):
-    """Function mode that raises :class:`UnsupportedError` on an assignment ``tensor.grad = ...``."""
+    """Torch function mode that raises :class:`UnsupportedError` on an assignment ``tensor.grad = ...``. ``cls``: the
+    ``torch.autograd.Function`` whose ``backward`` runs, for the message.
+    """
 
     def __init__(self, cls: Any) -> None:
         super().__init__()
         self.cls = cls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func`` and return its result, unless it assigns ``tensor.grad``."""
         if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is Tensor.grad:
             raise UnsupportedError(
                 f"{_format_class_name(self.cls)}.backward sets the gradient of a tensor as a side effect, "
@@ -376,13 +415,14 @@ _GLOBAL_FORWARD = {"_global_forward_hooks": (MODEL, GIVEN, GIVEN), "_global_forw
 
 
 def check_hooks(model: nn.Module, *, train: bool) -> tuple[str, ...]:
-    """Check the hooks of ``model`` and return a note for the user on each hook that a plan does not call.
+    """Return a note for the user on each hook of ``model`` that a plan does not call: the hooks that only observe,
+    which return ``None`` and change nothing.
 
-    Hooks that only observe (they return ``None`` and change nothing) are noted. Raises :class:`UnsupportedError` if a
-    hook on gradients, or a forward hook on all modules, does more. Forward hooks of single modules that do more are
-    neither noted nor refused.
+    Raise :class:`UnsupportedError` if a hook on gradients, or a forward hook on all modules, does more. Forward hooks
+    of single modules that do more are neither noted nor refused.
 
     Args:
+        model: the model.
         train: whether gradients are computed; if not, hooks on gradients are not checked.
     """
     notes = []
@@ -409,13 +449,15 @@ def check_hooks(model: nn.Module, *, train: bool) -> tuple[str, ...]:
 
 
 def _of_tables(owner: Any, tables: dict[str, tuple[HookValue, ...]]) -> list[tuple[Any, tuple[HookValue, ...]]]:
+    """Return (hook, kinds of its arguments) for all hooks of ``owner``. ``tables``: for the name of each attribute with
+    hooks, the kinds of the arguments that these get, such as a module or a value.
+    """
     return [(hook, given) for table, given in tables.items() for hook in getattr(owner, table).values()]
 
 
 def _forward_hooks(module: nn.Module) -> dict[tuple[str, int], tuple[Any, tuple[HookValue, ...]]]:
-    """Return the forward hooks of a module by (name of the hook table, key), each with the kinds of its arguments.
-
-    A kind tells the analysis of hooks what an argument is, such as a module or a value.
+    """Return the forward hooks of ``module``: for each (name of the hook table, key), the hook and the kinds of its
+    arguments. A kind tells the analysis of hooks what an argument is, such as a module or a value.
     """
     found = {}
     for table, given in _FORWARD.items():
@@ -426,29 +468,35 @@ def _forward_hooks(module: nn.Module) -> dict[tuple[str, int], tuple[Any, tuple[
 
 
 def forward_hooks_of(model: nn.Module) -> list[Any]:
-    """Return all forward hooks and forward pre-hooks of the model and its submodules."""
+    """Return a list of all forward hooks and forward pre-hooks of the model and its submodules."""
     return [hook for module in model.modules() for hook, _ in _forward_hooks(module).values()]
 
 
 def _check_hook_effects(hook: Any, given: Sequence[HookValue], what: str) -> None:
+    """Raise :class:`UnsupportedError` if ``hook`` may do more than observe its arguments. ``given``: the kind of each
+    argument, such as a module or a value. ``what``: the start of the message.
+    """
     reason = what_it_does(hook, given)
     if reason is not None:
         raise UnsupportedError(f"{what}, {_ADVICE}. The hook is {_format_hook_location(hook)}; it {reason}")
 
 
 def _format_hook_note(hook: Any, of: str, at: str) -> str:
+    """Return a note for the user that a plan does not call ``hook``, which only observes. ``of``: what the hook is
+    registered on. ``at``: what it observes.
+    """
     return f"the hook {_format_hook_location(hook)} {of} only looks at {at}: the plan does not call it"
 
 
 def _format_hook_location(hook: Any) -> str:
+    """Return the name of ``hook`` with its file and line, if it is a Python function."""
     name, code = code_of(hook)
     return f"{name} ({shorten_file_path(code.co_filename)}:{code.co_firstlineno})" if code is not None else name
 
 
 def drop_looking_hooks(model: nn.Module) -> None:
-    """Remove from ``model``, in place, the hooks that only observe: they return ``None`` and change nothing.
-
-    The model should be a copy of the user's.
+    """Remove from ``model``, in place, the hooks that only observe: they return ``None`` and change nothing. ``model``
+    should be a copy of the user's.
     """
     for module in model.modules():
         for table, given in _BACKWARD.items():
@@ -462,9 +510,8 @@ def drop_looking_hooks(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def global_hooks_dropped() -> Iterator[None]:
-    """Context in which hooks on all modules (``register_module_*_hook``) are not called if they only observe.
-
-    A hook only observes if it returns ``None`` and changes nothing.
+    """Return a context in which hooks on all modules (``register_module_*_hook``) are not called if they only observe,
+    that is return ``None`` and change nothing.
     """
     with contextlib.ExitStack() as stack:
         for table, given in (*_GLOBAL_BACKWARD.items(), *_GLOBAL_FORWARD.items()):
@@ -476,15 +523,21 @@ def global_hooks_dropped() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hooks_refused(notes: list[str]) -> Iterator[None]:
-    """Context in which forward cannot register hooks on gradients, except hooks that return ``None`` and change
-    nothing.
+    """Return a context in which forward cannot register hooks on gradients: one that only observes (returns ``None``
+    and changes nothing) is ignored, any other raises :class:`UnsupportedError`.
 
-    Such a hook is not registered either, and a text on it is appended to ``notes``. Any other hook raises
-    :class:`UnsupportedError`. Activation checkpointing and ``save_on_cpu`` in forward are noted as well.
+    ``notes``: receives a text on each ignored hook, and on activation checkpointing and ``save_on_cpu`` in forward.
     """
 
     def checked(given: Sequence[HookValue], what: str) -> Callable[..., RemovableHandle]:
+        """Return a replacement for a function that registers a hook on ``what``. ``given``: the kinds of the hook's
+        arguments.
+        """
+
         def register(owner: Any, hook: Any, *args: Any, **kwargs: Any) -> RemovableHandle:
+            """Note ``hook`` without registering it, and return a handle. Raise :class:`UnsupportedError` if it may do
+            more than observe.
+            """
             reason = what_it_does(hook, given)
             if reason is not None:
                 raise UnsupportedError(
@@ -503,7 +556,7 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
         return refuse
 
     class WatchedNode:
-        """An autograd node (``tensor.grad_fn``) that refuses hooks."""
+        """An autograd node (``tensor.grad_fn``) on which registering a hook raises :class:`UnsupportedError`."""
 
         register_hook, register_prehook = refused("grad_fn"), refused("grad_fn")
 
@@ -537,7 +590,8 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def looking_hooks_skipped() -> Iterator[None]:
-    """Context in which hooks on gradients are not called if they only observe: return ``None`` and change nothing.
+    """Return a context in which hooks on gradients are not called if they only observe, that is return ``None`` and
+    change nothing.
 
     ``Tensor.register_hook`` ignores them, and they are removed from the hooks on all modules.
     """
@@ -559,7 +613,7 @@ _REENTRANT_NOTE = (
 
 @dataclass
 class LeftToPlan:
-    """Places in forward that control memory by themselves, which a plan replaces by its own decisions.
+    """Places in a model's forward that control memory by themselves, which a plan replaces by its own decisions.
 
     Each set has texts with file and line. ``checkpointed``: activation checkpointing. ``offloaded``: activations that
     are offloaded to host memory. ``without_gradients``: checkpointed calls to which torch would give no gradient.
@@ -571,6 +625,7 @@ class LeftToPlan:
 
     @property
     def notes(self) -> tuple[str, ...]:
+        """Return one text for the user on each kind of place that was found."""
         told = (
             (CHECKPOINT_NOTE, self.checkpointed),
             (OFFLOAD_NOTE, self.offloaded),
@@ -581,15 +636,19 @@ class LeftToPlan:
 
 @contextlib.contextmanager
 def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
-    """Context in which activation checkpointing and ``save_on_cpu`` in forward are noted in ``notes``.
+    """Return a context in which activation checkpointing and ``save_on_cpu`` in forward are noted in ``notes``.
 
-    ``save_on_cpu`` has no effect. Other hooks on tensors that are saved for backward raise :class:`UnsupportedError`.
+    ``save_on_cpu`` has no effect in it. Other hooks on tensors that are saved for backward raise
+    :class:`UnsupportedError`.
     """
     left = LeftToPlan()
     enter, leave = graph.saved_tensors_hooks.__enter__, graph.saved_tensors_hooks.__exit__
     run_later, run_twice = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.apply
 
     def entered(hooks: Any) -> Any:
+        """Replace ``saved_tensors_hooks.__enter__``: note ``save_on_cpu`` without entering it, and raise
+        :class:`UnsupportedError` for hooks of the user.
+        """
         if isinstance(hooks, graph.save_on_cpu):
             left.offloaded.add(_format_user_line())
             return None
@@ -607,6 +666,9 @@ def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
             leave(hooks, *error)
 
     def noted(run: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note that ``function`` is checkpointed, and whether torch would give it no gradient; then checkpoint it with
+        ``run`` and return the result.
+        """
         name = _class_of(function)
         left.checkpointed.add(f"{name} at {_format_user_line()}" if name else _format_user_line())
         takes_gradient = any(isinstance(a, Tensor) and a.requires_grad for a in args)
@@ -627,7 +689,9 @@ def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
 
 
 def _class_of(function: Any) -> str:
-    """Return the class name of the module that a checkpointed function runs, or an empty text if that is not known."""
+    """Return the class name of the module that the checkpointed function ``function`` runs; an empty text if that is
+    not known.
+    """
     if isinstance(function, functools.partial):
         return _class_of(function.func) or next((_class_of(a) for a in function.args if isinstance(a, nn.Module)), "")
     module = getattr(function, "__self__", function)
@@ -641,6 +705,9 @@ def _format_user_line() -> str:
 
 
 def _format_user_location() -> str:
+    """Return file, line and text of the user's code that is running now, with a blank and ``at`` in front; empty if it
+    is not known.
+    """
     frames = [f for f in traceback.extract_stack()[:-1] if is_users(f.filename)]
     return f" at {shorten_file_path(frames[-1].filename)}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
 
@@ -653,9 +720,8 @@ _NO_OWNERS = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, typ
 
 @contextlib.contextmanager
 def collections_kept(model: nn.Module, notes: list[str]) -> Iterator[None]:
-    """Context after which everything that forward hooks store outside of the model is restored to its state before.
-
-    A text on each hook that had stored something is appended to ``notes``.
+    """Return a context at whose end everything that forward hooks have stored outside of the model is restored to its
+    state before. ``notes``: receives a text on each hook that had stored something.
     """
     before = [
         (hook, name, _HookState.of(hook))
@@ -674,9 +740,10 @@ def collections_kept(model: nn.Module, notes: list[str]) -> Iterator[None]:
 
 
 class _HookState:
-    """Snapshot of the closure variables and containers (lists, dicts, sets, deques) that a hook function can reach.
+    """Snapshot of the closure variables and containers (lists, dicts, sets, deques) that a hook function can reach. It
+    is taken before a trace, to undo what the hook stores during the trace.
 
-    It is taken before a trace, to undo what the hook stores during the trace.
+    ``cells``: the closure variables. ``containers``: the containers.
     """
 
     def __init__(self, cells: Sequence[Any], containers: Sequence[Any]) -> None:
@@ -685,6 +752,9 @@ class _HookState:
 
     @staticmethod
     def of(hook: Any) -> _HookState:
+        """Return the snapshot of what ``hook`` can reach: closure variables, default arguments, globals, attributes of
+        these objects, and containers one level deep in them.
+        """
         function = getattr(hook, "func", hook)
         function = getattr(function, "__func__", function)
         code = getattr(function, "__code__", None)
@@ -715,12 +785,14 @@ class _HookState:
 
 
 def _is_same_object(a: Any, b: Any) -> bool:
+    """Return whether ``a`` and ``b`` are one object, or pairs of the same two objects."""
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) == 2:
         return a[0] is b[0] and a[1] is b[1]
     return a is b
 
 
 def _is_set(cell: Any) -> bool:
+    """Return whether the closure variable ``cell`` has a value."""
     try:
         return cell.cell_contents is not cell
     except ValueError:
@@ -728,12 +800,12 @@ def _is_set(cell: Any) -> bool:
 
 
 def with_terms_added(captured: Captured) -> Captured:
-    """Remove the ``partition::own`` markers from a captured graph and add their terms to the loss.
+    """Remove the ``partition::own`` operators from a captured graph, in place, and add their terms to the loss. Return
+    ``captured`` with outputs, loss and updates under their new node names.
 
-    A marker is on the result of a ``torch.autograd.Function`` whose ``backward`` adds a part that does not depend on
-    the incoming gradient. Its terms have this part as gradient. They are added only if autograd reaches the marker from
-    the loss. The graph is changed in place. Returns ``captured`` with outputs, loss and updates under their new node
-    names.
+    Such an operator is on the result of a ``torch.autograd.Function`` whose ``backward`` adds a part that does not
+    depend on the incoming gradient. Its terms have this part as gradient. They are added only if autograd reaches the
+    operator from the loss.
     """
     graph = captured.graph
     marks = [n for n in graph.nodes if n.target is OWN]
@@ -764,6 +836,7 @@ def with_terms_added(captured: Captured) -> Captured:
 
 
 def _add_terms_to_loss(graph: fx.Graph, loss: fx.Node, terms: Iterable[fx.Node]) -> fx.Node:
+    """Append the sum of ``loss`` and all ``terms``, cast to its dtype, and return the node."""
     with graph.inserting_before(graph.output_node()):
         for term in terms:
             added = _insert_call_like(graph, aten._to_copy.default, (term,), {"dtype": loss.meta["val"].dtype}, loss)
@@ -774,14 +847,17 @@ def _add_terms_to_loss(graph: fx.Graph, loss: fx.Node, terms: Iterable[fx.Node])
 def _insert_call_like(
     graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node
 ) -> fx.Node:
+    """Append the operator ``target`` with its meta value, and the module path, source line and module stack of
+    ``like``; return its node.
+    """
     node = insert_operator_node(graph, target, args, kwargs, like=like)
     node.meta["stack"] = like.meta.get("stack", ())
     return node
 
 
 def _joined_by_gradients(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that depend on the nodes ``marks`` and that autograd reaches from ``loss``, even by a zero
-    gradient.
+    """Return the nodes, among ``marks`` and those that depend on them, that autograd reaches from ``loss``, even by a
+    zero gradient.
     """
     behind = set(marks)
     for node in graph.nodes:
@@ -795,7 +871,9 @@ def _joined_by_gradients(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node
 
 
 def _has_edge(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether autograd connects the result of ``node`` with ``operand``, so that a gradient can flow to the operand."""
+    """Return whether autograd connects the result of ``node`` with ``operand``, so that a gradient can flow to the
+    operand.
+    """
     if not is_differentiable(operand.meta["val"]) or not is_differentiable(node.meta["val"]):
         return False
     if node.target is OWN:

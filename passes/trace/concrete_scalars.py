@@ -44,13 +44,14 @@ _MOST_NUMBERS = 1 << 28  # of all values that are made anew for an answer
 def numbers_known(
     model: nn.Module, held: Mapping[str, Tensor], asked: set[str], drawn: list[str] | None = None
 ) -> Iterator[None]:
-    """Context in which forward of ``model`` may read tensors as numbers (``item``, ``bool``) if they depend on no
-    input.
+    """Return a context in which forward of ``model``, while it is traced, may read tensors as numbers (``item``,
+    ``bool``) if they depend on no input, parameter or random number.
 
     Args:
+        model: the model.
         held: buffers with real numbers, by name.
-        asked: receives the names of the buffers that an answer depends on.
-        drawn: receives the random operators that a number depends on that could not be answered.
+        asked: receives the names of the buffers that such a number depends on.
+        drawn: receives the names of the random operators that a number which could not be computed depends on.
     """
     known, forward = _ConcreteScalarMode(held, asked, [] if drawn is None else drawn), model.forward
 
@@ -64,13 +65,22 @@ def numbers_known(
 
 
 class _ConcreteScalarMode(TorchFunctionMode):
+    """A torch function mode that answers functions such as ``Tensor.item`` in a trace with real numbers, if these
+    follow from constants and buffers of the model.
+
+    ``held``: buffers with real numbers, by name. ``asked``: receives the names of the buffers that an answer depends
+    on. ``drawn``: receives the random operators that a number which could not be computed depends on.
+    """
+
     def __init__(self, held: Mapping[str, Tensor], asked: set[str], drawn: list[str]) -> None:
         super().__init__()
         self.held, self.asked, self.drawn = held, asked, drawn
         self.placeholders: dict[fx.Node, str] = {}  # those of buffers in the present trace
 
     def enter(self, model: nn.Module) -> None:
-        """Find the placeholders of the model's buffers in the trace that begins; called at the start of forward."""
+        """Find the placeholders of the model's buffers in the trace that begins, and remember them; called at the start
+        of forward.
+        """
         self.placeholders, mode = {}, get_proxy_mode()
         if mode is None:
             return
@@ -82,6 +92,9 @@ class _ConcreteScalarMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run ``func`` and return its result; on real numbers if it reads traced tensors as numbers that can be
+        computed.
+        """
         kwargs = kwargs or {}
         mode = get_proxy_mode() if func in _ASKING else None
         if mode is not None:
@@ -96,7 +109,7 @@ class _ConcreteScalarMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _compute_tensor_numbers(self, tensors: list[Tensor], tracer: Any) -> list[Tensor] | None:
-        """Return traced tensors with their real numbers, or ``None`` if these depend on more than constants and
+        """Return the traced ``tensors`` with their real numbers; ``None`` if these depend on more than constants and
         buffers.
         """
         slots = [get_proxy_slot(t, tracer, None) for t in tensors]
@@ -118,17 +131,17 @@ class _ConcreteScalarMode(TorchFunctionMode):
 
 @contextmanager
 def _suspend_tracing() -> Iterator[None]:
-    """Context in which no operator is traced and autocast is off."""
+    """Return a context in which no operator is traced and autocast is off."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), without_autocast():
         yield
 
 
 def _find_needed_nodes(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node] | None:
-    """Return the nodes that must run to compute the values of ``wanted``, in graph order.
+    """Return the nodes that must run to compute the values of ``wanted``, in graph order, with those that write in
+    place to memory that is read.
 
-    Includes the nodes that write in place to memory that is read. Returns ``None`` if one of the nodes is neither in
-    ``given`` nor computable from the model alone (an input, a parameter, a random operator), or if the values are too
-    large.
+    ``given``: nodes whose values are known. Return ``None`` if a node is neither known nor computable from the model
+    alone (an input, a parameter, a random operator), or if the values are too large.
     """
     order = {node: place for place, node in enumerate(wanted[0].graph.nodes)}
     writers: dict[fx.Node, list[fx.Node]] = {}
@@ -165,7 +178,7 @@ def _draws_behind(wanted: list[fx.Node]) -> list[str]:
 
 
 def _is_fixed(node: fx.Node) -> bool:
-    """Whether a node is deterministic: it computes equal results from equal operands."""
+    """Return whether ``node`` is deterministic: it computes equal results from equal operands."""
     if node.op == "get_attr" or node.target is operator.getitem:
         return True
     overload = node.target
@@ -175,7 +188,7 @@ def _is_fixed(node: fx.Node) -> bool:
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """Return the operands to which an operator of a traced graph writes in place."""
+    """Return the operands to which the operator ``node`` writes in place; an empty list if it writes to none."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     arguments = node.target._schema.arguments
@@ -185,8 +198,8 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def memory_of(node: fx.Node) -> fx.Node:
-    """Return the node that allocated the memory of ``node``, found by following views and in-place results to their
-    base.
+    """Return the node that allocated the memory of ``node``, found by following views and results of in-place operators
+    to the tensor that they share memory with.
     """
     while node.all_input_nodes:
         schema = getattr(node.target, "_schema", None)
@@ -200,14 +213,17 @@ def memory_of(node: fx.Node) -> fx.Node:
 
 
 def is_written(first: fx.Node, memory: set[fx.Node]) -> bool:
-    """Whether the operator ``first`` or a later one writes in place to memory that one of the nodes ``memory``
-    allocated.
+    """Return whether the operator ``first`` or a later one in its graph writes in place to memory that one of the nodes
+    ``memory`` allocated.
     """
     nodes = list(first.graph.nodes)
     return any(memory_of(to) in memory for node in nodes[nodes.index(first) :] for to in written_by(node))
 
 
 def _evaluate_nodes(nodes: list[fx.Node], root: nn.Module, given: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Any]:
+    """Run ``nodes``, in order, and return the value of each. ``root``: the module that holds the graph's constants.
+    ``given``: the values of nodes that are known.
+    """
     values: dict[fx.Node, Any] = {}
     for node in nodes:
         if node in given:
@@ -226,16 +242,19 @@ def _evaluate_nodes(nodes: list[fx.Node], root: nn.Module, given: Mapping[fx.Nod
 
 @contextmanager
 def conversions_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
-    """Context in which forward can call ``module.to``, ``float`` and similar methods that change neither dtype nor
-    device.
-
-    Raises :class:`UnsupportedError` if a parameter or buffer would get another dtype or device.
+    """Return a context in which forward, while it is traced, can call ``module.to``, ``float`` and similar methods that
+    change neither dtype nor device. Raise :class:`UnsupportedError` in it if a parameter or buffer would get another
+    dtype or device.
 
     Args:
-        double: the whole model is in float64, so a conversion to another floating-point dtype is ignored.
+        model: the model.
+        double: whether the whole model is in float64, so that a conversion to another floating-point dtype is ignored.
     """
 
     def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Return ``module`` unchanged, in place of ``nn.Module._apply``. Raise :class:`UnsupportedError` if
+        ``function`` would change the dtype or device of one of its tensors.
+        """
         with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), _disable_current_modes():
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 made = function(torch.empty((0,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device))
@@ -255,4 +274,7 @@ def conversions_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
 
 
 def _both_float(made: Any, tensor: Tensor) -> bool:
+    """Return whether ``made``, the converted form of ``tensor``, is floating-point on the same device, and ``tensor``
+    is in float64.
+    """
     return bool(made.dtype.is_floating_point and tensor.dtype == torch.float64 and made.device == tensor.device)

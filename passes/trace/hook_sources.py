@@ -34,14 +34,17 @@ _MOST_OBJECTS, _MOST_DEPTH, _MOST_ROUNDS = 256, 6, 8
 
 @dataclass(frozen=True)
 class HookValue:
+    """What a value in a hook's source can be, as the analysis of hooks knows it without running the hook.
+
+    ``kind``: whether it is an argument of the hook or a view of one, a module or what it holds, one of ``objects``
+    (which exist already), a new value that the hook makes, ``None``, or unknown.
+    """
+
     kind: Kind
     objects: tuple[Any, ...] = ()  # those that a ``known`` value may be
 
     def joined(self, other: HookValue) -> HookValue:
-        """Return the abstract value of an expression that can have either this abstract value or ``other``.
-
-        An abstract value says of which kind a value in a hook's source can be.
-        """
+        """Return what an expression can be that has either this value or ``other``."""
         if self.kind == other.kind:
             return HookValue("known", (*self.objects, *other.objects)[:_MOST_OBJECTS]) if self.kind == "known" else self
         kinds = {self.kind, other.kind}
@@ -64,13 +67,10 @@ class _SideEffect(Exception):
 
 
 def what_it_does(hook: Callable[..., Any], given: Sequence[HookValue]) -> str | None:
-    """Describe in words what ``hook`` does or may do besides observing its arguments.
+    """Return a text that says what ``hook`` does or may do besides observing its arguments; ``None`` if it only
+    observes, that is returns ``None`` and changes nothing. The hook is not called; its source is analysed.
 
-    Returns ``None`` if it only observes: it returns ``None`` and changes nothing. The hook is not called; its source is
-    analysed.
-
-    Args:
-        given: for each argument of the hook, what kind of value it is.
+    ``given``: for each argument of the hook, what kind of value it is, such as a module or a tensor that it gets.
     """
     try:
         returned = _evaluate_call(hook, list(given), {}, 0)
@@ -80,7 +80,7 @@ def what_it_does(hook: Callable[..., Any], given: Sequence[HookValue]) -> str | 
 
 
 def code_of(hook: Callable[..., Any]) -> tuple[str, types.CodeType | None]:
-    """Return the qualified name of the function behind a hook, and its code object (``None`` if it is no Python
+    """Return the qualified name of the function behind ``hook``, and its code object (``None`` if it is no Python
     function).
     """
     function, _, _ = _unwrap_callable(hook)
@@ -88,10 +88,8 @@ def code_of(hook: Callable[..., Any]) -> tuple[str, types.CodeType | None]:
 
 
 def _unwrap_callable(called: Any) -> tuple[Any, list[HookValue], dict[str, HookValue]]:
-    """Unwrap a partial, a bound method or a callable object.
-
-    Returns the function behind it, and the positional and keyword arguments that the wrapper passes in addition, as
-    kinds of values for the analysis.
+    """Return the function behind a partial, a bound method or a callable object, and the positional and keyword
+    arguments that this object passes in addition, as kinds of values for the analysis of hooks.
     """
     first: list[HookValue] = []
     named: dict[str, HookValue] = {}
@@ -120,6 +118,9 @@ _PLAIN = (str, bytes, int, float, complex, bool, torch.dtype, torch.device, torc
 
 
 def _of_object(value: Any) -> HookValue:
+    """Return the kind of value that an existing object is for the analysis of hooks: that of ``None``, that of a new
+    value for a number, text or the like, else the object itself.
+    """
     if value is None:
         return NONE
     return FRESH if isinstance(value, _PLAIN) else HookValue("known", (value,))
@@ -161,26 +162,28 @@ _TORCHS_ACTING = ("torch.distributed", "torch.optim", "torch.amp", "torch.autogr
 
 
 def _is_state(value: Any) -> bool:
-    """Whether an object is a part of training that a hook must not change: module, tensor, generator, optimizer or
-    scaler.
+    """Return whether ``value`` is a part of training that a hook must not change: module, tensor, generator, optimizer
+    or scaler.
     """
     acting = type(value).__module__.startswith(("torch.optim", "torch.amp", "torch.distributed"))
     return isinstance(value, nn.Module | Tensor | torch.Generator | torch.optim.Optimizer) or acting
 
 
 def _in_place(name: str) -> bool:
+    """Return whether a method or function of this name writes to its tensor or takes part in training, such as ``add_``
+    or ``backward``.
+    """
     return name in _WRITING or name in _TRAINING or (name.endswith("_") and not name.endswith("__"))
 
 
 def _evaluate_call(called: Any, args: list[HookValue], named: dict[str, HookValue], depth: int) -> HookValue:
-    """Analyse a call in a hook's source without running it, and return what kind of value the call returns.
-
-    Raises :class:`_SideEffect` if the call may change its arguments, the model or other state.
+    """Return what kind of value a call in a hook's source returns, without running it. Raise :class:`_SideEffect` if
+    the call may change its arguments, the model or other state.
 
     Args:
         called: the function or object that is called.
         args: kinds of the positional arguments.
-        named: kinds of the keyword arguments.
+        named: kinds of the keyword arguments, by name.
         depth: number of calls that enclose this one; the analysis stops at a limit.
     """
     function, first, more = _unwrap_callable(called)
@@ -217,6 +220,7 @@ def _evaluate_call(called: Any, args: list[HookValue], named: dict[str, HookValu
 
 
 def _hashable_in(function: Any, table: set[Any]) -> bool:
+    """Return whether ``function`` is in ``table``; false for an object without a hash."""
     try:
         return function in table
     except TypeError:
@@ -224,13 +228,16 @@ def _hashable_in(function: Any, table: set[Any]) -> bool:
 
 
 def _find_home_module(function: Any) -> str:
+    """Return the name of the module in which ``function`` is defined, or, for a method without one, that of its
+    object's class.
+    """
     owner = getattr(function, "__self__", None)
     home = getattr(function, "__module__", None) or type(owner if owner is not None else function).__module__
     return str(home)
 
 
 def _is_own(function: types.FunctionType) -> bool:
-    """Whether a function is user code, whose source can be analysed, and not from an installed package or from
+    """Return whether ``function`` is user code, whose source can be analysed, and not from an installed package or from
     Python.
     """
     file = function.__code__.co_filename
@@ -241,6 +248,12 @@ _PYTHON = str(Path(logging.__file__).parent.parent)
 
 
 def _call_torch(name: str, home: str, owner: Any, values: list[HookValue], touched: list[HookValue]) -> HookValue:
+    """Return what kind of value a call of a torch function, or of a method of a tensor or module, returns. Raise
+    :class:`_SideEffect` if it may change something.
+
+    ``name``: the function's name. ``home``: the name of its module. ``owner``: the object of a method, else ``None``.
+    ``values``: the kinds of all arguments. ``touched``: those of them that the call must not change.
+    """
     if home.startswith(_TORCHS_LOOKING):
         return FRESH
     if isinstance(owner, nn.Module) or any(isinstance(o, nn.Module) for v in values[:1] for o in v.objects):
@@ -253,13 +266,17 @@ def _call_torch(name: str, home: str, owner: Any, values: list[HookValue], touch
 
 
 def _join_value_elements(value: HookValue) -> HookValue:
-    """Return the kind of value that an element of a container in a hook's source can be."""
+    """Return the kind of value that an element of ``value``, a value in a hook's source such as a container, can be."""
     if value.kind != "known":
         return FRESH if value.kind == "none" else value
     return functools.reduce(HookValue.joined, map(_join_object_elements, value.objects))
 
 
 def _join_object_elements(owner: Any) -> HookValue:
+    """Return the kind of value that an element of the existing object ``owner`` can be for the analysis of hooks;
+    unknown for anything but a container with a limited number of elements (at least one). A tensor stands for its own
+    elements.
+    """
     if isinstance(owner, Tensor):
         return HookValue("known", (owner,))
     held = (
@@ -274,7 +291,8 @@ def _join_object_elements(owner: Any) -> HookValue:
 
 # --- one function -----------------------------------------------------------------------------------------------------
 class _HookReader:
-    """Analyses the source of one function without running it.
+    """Analyses the source of one Python function, such as a hook, without running it. ``depth``: the number of calls
+    that enclose it.
 
     A local name has one kind of value in the whole function, and the statements are read until no kind changes. The
     order of statements and the number of loop iterations therefore do not matter.
@@ -287,6 +305,9 @@ class _HookReader:
         self.result: HookValue | None = None
 
     def find_returned_value(self, args: list[HookValue], named: dict[str, HookValue]) -> HookValue:
+        """Return what kind of value the function returns for arguments of the kinds ``args`` and, by name, ``named``.
+        Raise :class:`_SideEffect` if it may change something, or cannot be analysed.
+        """
         self._bind_parameters(args, named)
         for _ in range(_MOST_ROUNDS):
             before, self.result = dict(self.names), None
@@ -298,6 +319,7 @@ class _HookReader:
         raise _SideEffect("is too involved to be read")
 
     def _bind_parameters(self, args: list[HookValue], named: dict[str, HookValue]) -> None:
+        """Set the kind of value of each parameter's name from ``args``, ``named`` and the defaults."""
         parameters = self.node.args
         names = [a.arg for a in (*parameters.posonlyargs, *parameters.args)]
         defaults = dict(zip(reversed(names), reversed(self.function.__defaults__ or ()), strict=False))
@@ -310,15 +332,22 @@ class _HookReader:
                 self.names[extra.arg] = functools.reduce(HookValue.joined, rest, FRESH)
 
     def create_side_effect(self, what: str, node: ast.AST) -> _SideEffect:
+        """Return the exception that says ``what`` the function may do, with the line of the syntax tree node
+        ``node``.
+        """
         return _SideEffect(f"{what} (line {getattr(node, 'lineno', '?')})")
 
     # statements
 
     def read_statements(self, body: Sequence[ast.stmt]) -> None:
+        """Analyse all statements of ``body``. Raise :class:`_SideEffect` if one may change something."""
         for statement in body:
             self.read_statement(statement)
 
     def read_statement(self, node: ast.stmt) -> None:
+        """Analyse one statement: set the kinds of values of the names that it assigns, and of what it returns. Raise
+        :class:`_SideEffect` if it may change something, raise an error, or cannot be analysed.
+        """
         match node:
             case ast.Return():
                 found = NONE if node.value is None else self.evaluate_node(node.value)
@@ -367,6 +396,7 @@ class _HookReader:
                 raise self.create_side_effect(f"has a statement that is not read ({type(node).__name__.lower()})", node)
 
     def _bind_imported_names(self, node: ast.Import | ast.ImportFrom) -> None:
+        """Set the value of each name that an import statement binds; unknown if its module is not loaded."""
         for alias in node.names:
             name = alias.asname or alias.name.partition(".")[0]
             if isinstance(node, ast.Import):
@@ -376,6 +406,9 @@ class _HookReader:
             self.names[name] = UNKNOWN if found is None else HookValue("known", (found,))
 
     def store_value(self, target: ast.expr, found: HookValue) -> None:
+        """Set the kind of value of what is assigned, ``target``, to ``found``, or to what both it and the former kind
+        can be. Raise :class:`_SideEffect` if the assignment may change an object that the hook has not made.
+        """
         match target:
             case ast.Name():
                 held = self.names.get(target.id)
@@ -395,6 +428,9 @@ class _HookReader:
     # expressions
 
     def evaluate_node(self, node: ast.expr) -> HookValue:
+        """Return what kind of value the expression ``node`` has. Raise :class:`_SideEffect` if it may change something,
+        or cannot be analysed.
+        """
         match node:
             case ast.Constant():
                 return NONE if node.value is None else FRESH
@@ -431,12 +467,14 @@ class _HookReader:
         return FRESH if isinstance(node, ast.Compare | ast.JoinedStr | ast.FormattedValue) else _join_held_values(parts)
 
     def evaluate_either(self, *nodes: ast.expr) -> HookValue:
+        """Return what kind of value one of the expressions ``nodes`` has; ``NONE`` only if all of them are ``None``."""
         found = [self.evaluate_node(n) for n in nodes]
         if all(f.kind == "none" for f in found):
             return NONE
         return functools.reduce(HookValue.joined, [FRESH if f.kind == "none" else f for f in found])
 
     def evaluate_comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> HookValue:
+        """Return what kind of value the comprehension ``node`` has, after setting the kinds of its loop names."""
         for loop in node.generators:
             self.store_value(loop.target, _join_value_elements(self.evaluate_node(loop.iter)))
             for test in loop.ifs:
@@ -445,6 +483,9 @@ class _HookReader:
         return _join_held_values([self.evaluate_node(p) for p in parts])
 
     def evaluate_name(self, name: str) -> HookValue:
+        """Return what kind of value ``name`` has in the function: a local name, a closure variable, a global or a
+        builtin; unknown if it is none of these.
+        """
         if name in self.names:
             return self.names[name]
         cells = dict(zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True))
@@ -459,6 +500,7 @@ class _HookReader:
         return UNKNOWN
 
     def evaluate_attribute(self, base: HookValue, name: str) -> HookValue:
+        """Return what kind of value the attribute ``name`` of an object of the kind ``base`` has."""
         if base.kind != "known":
             return FRESH if base.kind == "none" or name in _DESCRIBING else base
         found = FRESH
@@ -473,6 +515,9 @@ class _HookReader:
         return found
 
     def evaluate_call(self, node: ast.Call) -> HookValue:
+        """Return what kind of value the call ``node`` returns. Raise :class:`_SideEffect`, with the line of the call,
+        if it may change something or cannot be analysed.
+        """
         args = [self.evaluate_node(a) for a in node.args]
         named = {k.arg or "**": self.evaluate_node(k.value) for k in node.keywords}
         text = ast.unparse(node.func)
@@ -496,10 +541,8 @@ class _HookReader:
             raise found_out if "(line " in str(found_out) else self.create_side_effect(str(found_out), node) from None
 
     def evaluate_method_call(self, function: ast.Attribute, base: HookValue, values: list[HookValue]) -> HookValue:
-        """Analyse a method call in a hook's source, and return what kind of value it returns.
-
-        This is for methods of objects that are not known before the hook runs. Raises :class:`_SideEffect` if the
-        method may change its object or an argument.
+        """Return what kind of value a method call in a hook's source returns, for an object that is not known before
+        the hook runs. Raise :class:`_SideEffect` if the method may change its object or an argument.
 
         Args:
             function: the expression ``object.method`` of the call.
@@ -530,7 +573,7 @@ _DESCRIBING = {
 
 
 def _join_held_values(values: Sequence[HookValue]) -> HookValue:
-    """Return the kind of a value that is made of ``values`` or holds them, such as a list.
+    """Return the kind of a value in a hook's source that is made of ``values`` or holds them, such as a list.
 
     Known objects that are no part of training (modules, tensors, optimizers) count as harmless, newly created values.
     """
@@ -541,6 +584,7 @@ def _join_held_values(values: Sequence[HookValue]) -> HookValue:
 
 
 def _all_containers(value: HookValue) -> bool:
+    """Return whether ``value`` is known to be a list, dict, set or deque that exists already."""
     return value.kind == "known" and all(isinstance(o, _CONTAINERS) for o in value.objects)
 
 
@@ -549,8 +593,8 @@ Definition = ast.FunctionDef | ast.Lambda
 
 
 def _find_code_definition(code: types.CodeType) -> Definition:
-    """Return the syntax tree node that the code object was compiled from. Raises :class:`_SideEffect` if it is not
-    found.
+    """Return the syntax tree node of the function that ``code`` was compiled from. Raise :class:`_SideEffect` if it is
+    not found.
     """
     text = "".join(linecache.getlines(code.co_filename))
     try:
@@ -576,16 +620,21 @@ def _find_code_definition(code: types.CodeType) -> Definition:
 
 
 def _build_code_key(code: types.CodeType) -> tuple[str, int, bytes]:
+    """Return the name, first line and bytecode of ``code``."""
     return code.co_name, code.co_firstlineno, code.co_code
 
 
 @lru_cache(maxsize=64)
 def _parse_and_compile(text: str, file: str) -> tuple[ast.Module, tuple[types.CodeType, ...]]:
+    """Return the syntax tree of the source ``text`` of the file ``file``, and the code objects of all functions
+    in it.
+    """
     whole = compile(text, file, "exec", dont_inherit=True)
     return ast.parse(text), tuple(_iterate_nested_code(whole))
 
 
 def _iterate_nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield all code objects inside ``code``, outer ones first."""
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield constant
@@ -597,15 +646,20 @@ def _iterate_function_nodes(tree: ast.Module) -> Iterator[Definition]:
 
 
 def _first_line(node: Definition) -> int:
+    """Return the first line (from 1) of a function definition, with its decorators."""
     decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
     return min([node.lineno, *(d.lineno for d in decorators)])
 
 
 def _has_name_of_code(node: Definition, code: types.CodeType) -> bool:
+    """Return whether ``node`` defines a function of the name of ``code``; a lambda has the name ``<lambda>``."""
     return code.co_name == (node.name if isinstance(node, ast.FunctionDef) else "<lambda>")
 
 
 def _has_position_inside(node: Definition, place: tuple[int | None, int | None, int | None, int | None]) -> bool:
+    """Return whether a position of source code is inside the definition ``node``. ``place``: (line, end line, column,
+    end column).
+    """
     line, _, column, _ = place
     start, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
     return start <= (line or 0, column or 0) <= end

@@ -42,7 +42,9 @@ _PLAIN_FLAG: Any = torch._C.TensorBase.requires_grad
 
 
 def _of_reals(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Restrict a decomposition to real tensors, because some of its operators have no derivative for complex ones."""
+    """Return the decomposition ``function`` restricted to real tensors: it returns ``NotImplemented`` for complex ones,
+    because some of its operators have no derivative for them.
+    """
 
     def simpler(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, Tensor) and x.is_complex() for x in args):
@@ -73,13 +75,11 @@ _UNUSED = (
 
 @contextlib.contextmanager
 def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
-    """Context in which traced code can compute gradients by ``torch.autograd.grad``, ``torch.func`` and
-    ``torch.autograd.functional``.
+    """Return a context in which traced code can compute gradients by ``torch.autograd.grad``, ``torch.func`` and
+    ``torch.autograd.functional``. It raises :class:`UnsupportedError` for gradients that cannot be traced, such as
+    those inside of ``torch.vmap``.
 
-    Raises :class:`UnsupportedError` for gradients that cannot be traced, such as those inside of ``torch.vmap``.
-
-    Args:
-        line: returns the present line of forward, for error messages.
+    ``line``: returns the present line of forward, for error messages.
     """
     gradients = _InnerGradients(line)
     with (
@@ -100,17 +100,20 @@ def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
 
 @dataclass
 class _InnerGradients:
-    """Replacements of torch's gradient functions during one trace.
+    """Replacements of torch's gradient functions during one trace of a model's forward.
 
-    ``line``: returns the present line of forward, for error messages. ``begun`` has, for each node whose tensor was set
-    to require a gradient, the number of nodes in the graph at that time. Nodes before that are not connected with it by
-    autograd.
+    ``line``: returns the present line of forward, for error messages. ``begun``: for each node whose tensor was set to
+    require a gradient, the number of nodes in the graph at that time. Autograd does not connect nodes before that with
+    it.
     """
 
     line: Callable[[], str]
     begun: dict[fx.Node, int] = field(default_factory=dict)
 
     def request_gradient(self, tensor: Tensor, flag: bool = True) -> Tensor:
+        """Replace ``tensor.requires_grad_(flag)``: note where in the graph the tensor begins to require a gradient, and
+        return it.
+        """
         tracer = _find_active_tracer()
         node = _node_of(tensor, tracer) if tracer is not None else None
         if node is not None and flag and not _PLAIN_FLAG.__get__(tensor):
@@ -118,6 +121,7 @@ class _InnerGradients:
         return _plain_requires_grad_(tensor, flag)
 
     def assign_requires_grad(self, tensor: Tensor, flag: bool) -> None:
+        """Replace the assignment ``tensor.requires_grad = flag``."""
         self.request_gradient(tensor, flag)
 
     def run_engine(
@@ -130,11 +134,11 @@ class _InnerGradients:
         allow_unreachable: bool = False,
         accumulate_grad: bool = False,
     ) -> tuple[Any, ...]:
-        """Replace the autograd engine: return the gradients of ``outputs`` with respect to ``inputs``, computed by
-        traced operators.
+        """Replace the autograd engine: return a tuple with the gradient of ``outputs`` with respect to each of
+        ``inputs``, computed by traced operators; ``None`` for an input on which no output depends.
 
-        The arguments are those of the engine. Raises :class:`UnsupportedError` for ``backward()``, which stores
-        gradients on tensors.
+        The arguments are those of the engine. Raise :class:`UnsupportedError` for ``backward()``, which stores
+        gradients on tensors, and :class:`RuntimeError` for an unused input unless ``allow_unreachable``.
         """
         tracer = _find_active_tracer()
         if tracer is None:
@@ -156,7 +160,7 @@ class _InnerGradients:
         return tuple(g if create_graph or g is None else g.detach() for g in grads)
 
     def refuse_inside_vmap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``function`` so that a call inside of ``torch.vmap`` raises :class:`UnsupportedError`."""
+        """Return ``function`` wrapped so that a call inside of ``torch.vmap`` raises :class:`UnsupportedError`."""
 
         def checked(*args: Any, **kwargs: Any) -> Any:
             self.check_unmapped()
@@ -165,6 +169,9 @@ class _InnerGradients:
         return checked
 
     def check_unmapped(self) -> None:
+        """Raise :class:`UnsupportedError` inside of a transform such as ``torch.vmap``, where a gradient cannot be
+        traced.
+        """
         if get_dynamic_layer_stack_depth():
             raise self.create_error(
                 "takes a gradient inside of torch.vmap",
@@ -172,6 +179,7 @@ class _InnerGradients:
             )
 
     def create_error(self, does: str, why: str) -> UnsupportedError:
+        """Return the error that forward ``does`` something at its present line which ``why`` says cannot be traced."""
         return UnsupportedError(f"forward {does}{self.line()}, which {why}")
 
 
@@ -179,9 +187,10 @@ class _InnerGradients:
 class _GradientBody:
     """The part of a trace that a gradient is taken of.
 
-    ``body`` has the operators between ``inputs`` and ``outputs`` in graph order. ``given`` has the values that the body
-    reads from outside, and the inputs that do not depend on another input. ``outputs`` and ``inputs`` are nodes;
-    ``None`` for a tensor that is not part of the trace. ``tensors`` has the outputs as tensors.
+    ``outputs``, ``inputs``: nodes of the tensors whose gradient is taken, and of those with respect to which; ``None``
+    for a tensor that is not in the trace. ``body``: the operators between them, in graph order. ``given``: the nodes
+    that the body reads from outside, and the inputs that do not depend on another input. ``tensors``: the outputs as
+    tensors.
     """
 
     outputs: list[fx.Node | None]
@@ -192,6 +201,12 @@ class _GradientBody:
 
     @classmethod
     def of(cls, tracer: Any, gradients: _InnerGradients, outputs: list[Any], inputs: list[Any]) -> _GradientBody:
+        """Return the part of the trace between the tensors ``inputs`` and ``outputs``. Raise :class:`UnsupportedError`
+        if it has an operator that cannot be computed a second time.
+
+        ``tracer``: records forward's operators. ``gradients``: the replacements of torch's gradient functions in this
+        trace.
+        """
         if not all(isinstance(x, Tensor) for x in (*outputs, *inputs)):
             raise gradients.create_error("takes the gradient of a GradientEdge", "is followed for tensors alone")
         ends, starts = ([_node_of(x, tracer) for x in tensors] for tensors in (outputs, inputs))
@@ -221,12 +236,13 @@ class _GradientBody:
     def differentiate(
         self, tracer: Any, gradients: _InnerGradients, grad_outputs: list[Any], create_graph: bool
     ) -> list[Any]:
-        """Compute the gradients of the inputs by traced operators; ``None`` for an input on which no output depends.
+        """Return the gradients of the inputs, computed by traced operators; ``None`` for an input on which no output
+        depends.
 
         Args:
             tracer: records forward's operators.
             gradients: the replacements of torch's gradient functions in this trace.
-            grad_outputs: the gradient of each output; ``None`` is zero.
+            grad_outputs: the gradient of each output.
             create_graph: whether the gradients can be differentiated again.
         """
         values = [n.meta["val"] for n in self.given]
@@ -234,6 +250,9 @@ class _GradientBody:
         reached: list[bool] = []
 
         def derivative(*flat: Tensor) -> list[Tensor]:
+            """Compute the body again from the values ``flat`` of the given nodes, followed by the gradients of the
+            outputs. Return the gradients of the inputs that have one, and the outputs.
+            """
             env: dict[fx.Node, Any] = dict(zip(self.given, flat, strict=False))
             for node in self.inputs:
                 if node in env:
@@ -279,12 +298,13 @@ class _GradientBody:
 
 
 def _find_active_tracer() -> Any:
-    """Return the tracer that records forward's operators, or ``None`` if nothing is traced now."""
+    """Return the tracer that records forward's operators; ``None`` if nothing is traced now."""
     mode = _get_dispatch_mode_pre_dispatch(_TorchDispatchModeKey.PROXY)
     return None if mode is None else mode.tracer
 
 
 def _node_of(tensor: Tensor, tracer: Any) -> fx.Node | None:
+    """Return the node of ``tensor`` in the trace of ``tracer``; ``None`` if it is not in the trace."""
     slot: Any = get_proxy_slot(tensor, tracer, None)
     return None if slot is None else slot.proxy.node
 
@@ -294,7 +314,9 @@ def _make_empty_like(value: Tensor) -> Tensor:
 
 
 def _make_tracked_tensor(tracer: Any, node: fx.Node, value: Tensor) -> Tensor:
-    """Create a tensor that stands for the result of ``node`` in the trace."""
+    """Return a new tensor that stands for the result of ``node`` in the trace. ``value``: a tensor of the same shape,
+    strides and type.
+    """
     made = _make_empty_like(value)
     if made.is_floating_point() or made.is_complex():
         _plain_requires_grad_(made)
@@ -304,7 +326,9 @@ def _make_tracked_tensor(tracer: Any, node: fx.Node, value: Tensor) -> Tensor:
 
 # --- operators --------------------------------------------------------------------------------------------------------
 def _is_gradient_stopped(node: fx.Node) -> bool:
-    """Whether no gradient flows from the result of a node to its operands (detach, integer results, random fills)."""
+    """Return whether no gradient flows from the result of ``node`` to its operands, as for ``detach``, integer results
+    and random fills.
+    """
     value = node.meta.get("val")
     leaves = [v for v in pytree.tree_leaves(value) if isinstance(v, Tensor)]
     if node.target in _DETACHES or not any(v.is_floating_point() or v.is_complex() for v in leaves):
@@ -314,11 +338,9 @@ def _is_gradient_stopped(node: fx.Node) -> bool:
 
 
 def _check_recomputable(node: fx.Node, reached: set[fx.Node], gradients: _InnerGradients) -> None:
-    """Raise :class:`UnsupportedError` for an operator that cannot be computed a second time with an equal result.
+    """Raise :class:`UnsupportedError` if the operator ``node`` cannot be computed a second time with an equal result.
 
-    Args:
-        reached: nodes through which a gradient flows to the inputs.
-        gradients: creates the error.
+    ``reached``: nodes through which a gradient flows to the inputs. ``gradients``: creates the error.
     """
     if node.target is operator.getitem:
         return
@@ -344,8 +366,8 @@ def _check_recomputable(node: fx.Node, reached: set[fx.Node], gradients: _InnerG
 
 
 def _find_written_values(node: fx.Node) -> list[fx.Node]:
-    """Return the values that a chain of in-place operators writes to, which all are one tensor; the last one created
-    it.
+    """Return the values that a chain of in-place operators ending in ``node`` writes to, which all are one tensor; the
+    last of them is the node that created it. Empty if ``node`` does not write in place.
     """
     found = []
     while isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
@@ -355,6 +377,7 @@ def _find_written_values(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_random_operator(node: fx.Node) -> bool:
+    """Return whether the operator ``node`` draws random numbers; a dropout does not if it is switched off."""
     tagged = torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -367,7 +390,9 @@ def _is_random_operator(node: fx.Node) -> bool:
 
 
 def _replay_without_writes(node: fx.Node, env: dict[fx.Node, Any]) -> None:
-    """Compute ``node`` again into ``env`` by an out-of-place operator, so that no operand is changed."""
+    """Compute ``node`` again by an out-of-place operator, so that no operand is changed, and store the value in
+    ``env``, which has the value of each node.
+    """
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
     target: Any = node.target
     if target in _UPDATING and len(args) > _UPDATING[target][-1] and args[_UPDATING[target][-1]]:
@@ -379,11 +404,12 @@ def _replay_without_writes(node: fx.Node, env: dict[fx.Node, Any]) -> None:
 
 
 def _is_mutating_node(node: fx.Node) -> bool:
+    """Return whether the operator ``node`` writes in place."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _functionalize_graph(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.GraphModule:
-    """Return ``traced`` as a graph in which no operator writes in place."""
+    """Return ``traced`` as a graph in which no operator writes in place. ``arguments``: tensors like its inputs."""
 
     def run(*flat: Tensor) -> list[Any]:
         return list(fx.Interpreter(traced).run(*flat, enable_io_processing=False))
@@ -392,9 +418,8 @@ def _functionalize_graph(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.
 
 
 def _take_out_detached(traced: fx.GraphModule) -> None:
-    """Remove ``detach`` nodes from a derivative's graph.
-
-    They come from tensors that autograd saved, and would stop a gradient of the derivative.
+    """Remove ``detach`` operators from the graph of a derivative, in place. They come from tensors that autograd saved,
+    and would stop a gradient of the derivative.
     """
     for node in list(traced.graph.nodes):
         if node.target in _DETACHES:
@@ -405,10 +430,12 @@ def _take_out_detached(traced: fx.GraphModule) -> None:
 
 
 def _check_derivable(traced: fx.GraphModule, arguments: list[Tensor], gradients: _InnerGradients) -> None:
-    """Raise :class:`UnsupportedError` if torch would differentiate the derivative wrongly.
+    """Raise :class:`UnsupportedError` if torch would differentiate the graph ``traced``, which is a derivative,
+    wrongly.
 
-    This happens if the derivative reads a secondary result of an operator, such as the mean of a norm, that torch
-    treats as a constant although it depends on the operands.
+    This happens if it reads a secondary result of an operator, such as the mean of a norm, that torch treats as a
+    constant although it depends on the operands. ``arguments``: tensors like the inputs of the graph. ``gradients``:
+    creates the error.
     """
     env: dict[fx.Node, Any] = {}
     floating = (
@@ -434,9 +461,11 @@ def _check_derivable(traced: fx.GraphModule, arguments: list[Tensor], gradients:
 def _gradient_of_input(
     grad: Tensor, input: Tensor, weight: Tensor, bias_sizes: Any, *how: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | Any:
-    """Decompose ``convolution_backward`` for the input's gradient alone into a transposed convolution.
+    """Decompose ``convolution_backward`` into a transposed convolution if only the input's gradient is wanted: return
+    (gradient, ``None``, ``None``). Return ``NotImplemented`` if other gradients are wanted too.
 
-    Returns ``NotImplemented`` if other gradients are wanted too.
+    ``how``: stride, padding, dilation, whether the convolution is transposed, output padding, number of groups, and the
+    three wanted gradients as booleans.
     """
     stride, padding, dilation, transposed, _, groups, wanted = how
     if list(wanted) != [True, False, False]:
@@ -460,8 +489,10 @@ _SIMPLER[aten.convolution_backward.default] = _gradient_of_input
 def _grad_and_value(
     func: Callable[..., Any], argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Replace ``torch.func.grad_and_value(func, argnums, has_aux)(*args, **kwargs)``: return gradients and (output,
-    aux).
+    """Replace ``torch.func.grad_and_value(func, argnums, has_aux)(*args, **kwargs)``: return (gradients, output), or
+    (gradients, (output, further result of ``func``)) with ``has_aux``.
+
+    ``argnums``: the index or indices of the arguments that are differentiated.
     """
     with torch.enable_grad():
         args, chosen = _separate_arguments(args, argnums)
@@ -477,11 +508,10 @@ def _grad_and_value(
 def _compute_output_and_vjp(
     func: Callable[..., Any], *primals: Any, argnums: Any = None, has_aux: bool = False
 ) -> tuple[Any, ...]:
-    """Replace ``torch.func.vjp``: return the output and the function from output gradients to input gradients (and
-    aux).
+    """Replace ``torch.func.vjp``: return the output of ``func`` and the function from output gradients to input
+    gradients; with ``has_aux`` also the further result of ``func``.
 
-    Args:
-        argnums: the arguments that are differentiated; ``None`` means all.
+    ``argnums``: the index or indices of the arguments that are differentiated; ``None`` means all.
     """
     with torch.enable_grad():
         primals, chosen = _separate_arguments(primals, argnums)
@@ -502,7 +532,8 @@ def _compute_output_and_vjp(
 def _compute_output_and_jvp(
     func: Callable[..., Any], primals: Any, tangents: Any, argnums: Any, *, strict: bool = False, has_aux: bool = False
 ) -> tuple[Any, ...]:
-    """Replace ``torch.func.jvp``: return the output and its directional derivative along ``tangents`` (and aux).
+    """Replace ``torch.func.jvp``: return the output of ``func`` and its directional derivative along ``tangents``; with
+    ``has_aux`` also the further result of ``func``.
 
     A vector-Jacobian product is linear in its cotangents, so its own gradient is the Jacobian-vector product.
     """
@@ -516,9 +547,12 @@ def _compute_output_and_jvp(
 
 
 def _unroll_vmap_rows(func: Callable[..., Any], in_dims: Any = 0, out_dims: int = 0, **_: Any) -> Callable[..., Any]:
-    """Replace ``torch.vmap`` by a loop over the rows of the arguments; torch.func computes Jacobians with it."""
+    """Replace ``torch.vmap(func)`` by a loop over the rows of the arguments (dim 0); torch.func computes Jacobians with
+    it. Return the function; it stacks the results of the rows along ``out_dims``.
+    """
 
     def mapped(*args: Any) -> Any:
+        """Call ``func`` for each row of ``args`` and return its results, stacked."""
         leaves, spec = pytree.tree_flatten(args)
         rows = [func(*pytree.tree_unflatten([x[i] for x in leaves], spec)) for i in range(leaves[0].shape[0])]
         parts = [pytree.tree_flatten(row) for row in rows]
@@ -530,12 +564,10 @@ def _unroll_vmap_rows(func: Callable[..., Any], in_dims: Any = 0, out_dims: int 
 
 
 def _separate_arguments(args: tuple[Any, ...], argnums: Any) -> tuple[tuple[Any, ...], Any]:
-    """Replace the arguments that are differentiated by separate tensors that require gradients.
+    """Return ``args`` with those that are differentiated replaced by separate tensors that require gradients, and the
+    replaced ones alone (a single one if ``argnums`` is an integer).
 
-    Returns all arguments, and the replaced ones alone (a single one if ``argnums`` is an integer).
-
-    Args:
-        argnums: indices of the arguments that are differentiated; ``None`` means all.
+    ``argnums``: the index or indices of the arguments that are differentiated; ``None`` means all.
     """
     numbers = range(len(args)) if argnums is None else (argnums,) if isinstance(argnums, int) else argnums
     numbers = [number % len(args) for number in numbers]
@@ -546,11 +578,14 @@ def _separate_arguments(args: tuple[Any, ...], argnums: Any) -> tuple[tuple[Any,
 
 
 def _make_separate_tensor(value: Any) -> Any:
-    """Return a new tensor that requires a gradient; if ``value`` required one, it stays connected with ``value``."""
+    """Return a new tensor with the values of ``value`` that requires a gradient; if ``value`` required one, it stays
+    connected with ``value``. A value that is no tensor is returned unchanged.
+    """
     if not isinstance(value, Tensor):
         return value
     return aten.alias.default(value) if value.requires_grad else value.detach().requires_grad_()
 
 
 def _zeros_for_none(grads: Sequence[Tensor | None], of: Sequence[Tensor]) -> list[Tensor]:
+    """Return ``grads`` with zeros like the tensor at the same position of ``of`` in place of each ``None``."""
     return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, of, strict=True)]

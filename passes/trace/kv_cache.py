@@ -36,8 +36,8 @@ _MOST_TOLD = 1 << 16  # of a value that is told by them
 
 
 def switch_caches_off(model: nn.Module) -> tuple[Any, ...]:
-    """Set ``use_cache`` to False in every configuration object that the model's modules hold. Return those in which it
-    was True.
+    """Set ``use_cache`` to False in every configuration object that the model's modules hold. Return a tuple of those
+    in which it was True.
     """
     found = []
     for module in model.modules():
@@ -51,11 +51,12 @@ def switch_caches_off(model: nn.Module) -> tuple[Any, ...]:
 
 
 def caches_matter(model: nn.Module, mode: FakeTensorMode, configs: Sequence[Any], run: Callable[[], Any]) -> bool:
-    """Whether ``model`` computes something else with generation caches than without them.
+    """Return whether ``model`` computes something else with generation (key/value) caches than without them.
 
     Args:
+        model: the model.
         mode: the fake tensor mode of the model's tensors.
-        configs: configurations in which the caches were switched off, from :func:`switch_caches_off`.
+        configs: configuration objects in which ``use_cache`` was set to False.
         run: calls forward outside of the mode, and returns its result or the exception that it raises. If both runs
             raise exceptions of one type, their last calls of torch functions are compared instead of results.
     """
@@ -74,6 +75,7 @@ def caches_matter(model: nn.Module, mode: FakeTensorMode, configs: Sequence[Any]
 
 @contextmanager
 def _switched_on(configs: Sequence[Any]) -> Iterator[None]:
+    """Return a context in which ``use_cache`` is True in all of ``configs``; it is False afterwards."""
     for config in configs:
         config.use_cache = True
     try:
@@ -86,12 +88,14 @@ def _switched_on(configs: Sequence[Any]) -> Iterator[None]:
 def _name_output_tensors(
     model: nn.Module, groups: Sequence[ModuleGroup], named: _TensorNamingMode, run: Callable[[], Any]
 ) -> tuple[dict[Any, int] | Exception, Any]:
-    """Run forward, and return the identifiers of its output tensors and its last call of a torch function.
+    """Run forward, and return an integer identifier of each of its output tensors, by the tensor's path in the output,
+    and forward's last call of a torch function. If forward raises an exception, it is returned in place of the
+    identifiers.
 
-    Identifiers are equal for tensors that were computed by the same operations. They are keyed by the path in the
-    output. If forward raises an exception, it is returned in their place.
+    Tensors that were computed by the same operations have equal identifiers.
 
     Args:
+        model: the model.
         groups: groups of equal modules, of which only one member is run.
         named: the mode that gives tensors identifiers.
         run: calls forward, and returns its result or the exception that it raises.
@@ -109,13 +113,10 @@ def _name_output_tensors(
 
 @contextmanager
 def _standing_in(groups: Sequence[ModuleGroup], named: _TensorNamingMode) -> Iterator[None]:
-    """Context in which only the first member of each group of equal modules runs for each kind of arguments.
+    """Return a context in which only the first call in each group of equal modules runs, for each kind of arguments.
+    Other calls return new tensors of the same shapes, identified by the call's operands.
 
-    A call of another member returns new tensors of the same shapes, identified by the call's operands.
-
-    Args:
-        named: the mode that gives tensors identifiers.
-        groups: the groups of equal modules.
+    ``groups``: the groups of equal modules. ``named``: the mode that gives tensors identifiers.
     """
     try:
         for group in groups:
@@ -137,6 +138,12 @@ def _run_once_per_kind(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """Call ``forward`` of ``module`` and return its result; if an equal module was called with arguments of this kind
+    before, return new tensors of the same shapes instead, identified by the call's operands.
+
+    ``first``: the result of the first call for each kind of arguments; it is added to. ``named``: the mode that gives
+    tensors identifiers.
+    """
     with torch._C.DisableTorchFunction():
         leaves, tree = pytree.tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -157,14 +164,17 @@ def _run_once_per_kind(
 
 
 class _TensorNamingMode(TorchFunctionMode):
-    """Function mode that gives every tensor an integer identifier; equal computations get equal identifiers.
+    """Torch function mode that gives every tensor an integer identifier, which is equal for tensors that equal
+    computations make.
 
-    Args:
-        mode: fake tensor mode of the model's tensors.
-        names: the identifiers so far, by key; shared between runs that are compared.
+    ``mode``: the fake tensor mode of the model's tensors. ``names``: the identifiers so far, by a key of the
+    computation; shared between runs that are compared. ``last``: the last call of a torch function, as a key.
     """
 
     def __init__(self, mode: FakeTensorMode, names: dict[Any, int]) -> None:
+        """Start without tensors. ``mode``: the fake tensor mode of the model's tensors. ``names``: the identifiers so
+        far, by a key of the computation.
+        """
         super().__init__()
         self.mode, self.names = mode, names
         self.last: Any = None  # what was asked last
@@ -174,9 +184,8 @@ class _TensorNamingMode(TorchFunctionMode):
         self._instead: dict[int, Tensor] = {}  # a tensor that had numbers -> that which stands for it without
 
     def give(self, tensor: Tensor, key: Any) -> Tensor:
-        """Give a tensor an identifier if it has none, and return the tensor.
-
-        The identifier depends on the tensor's values if it is small and has values, otherwise on ``key``.
+        """Give ``tensor`` an identifier if it has none, and return the tensor. The identifier depends on the tensor's
+        values if it is small and has values, otherwise on ``key``.
         """
         if id(tensor) not in self._by_id:
             self._held.append(tensor)
@@ -184,20 +193,23 @@ class _TensorNamingMode(TorchFunctionMode):
         return tensor
 
     def of(self, tensor: Tensor) -> int:
-        """Return the identifier of a tensor's present value, which takes in-place writes to its memory into account.
-
-        A tensor of unknown origin gets an identifier of its own.
+        """Return the identifier of the present value of ``tensor``, which takes in-place writes to its memory into
+        account. A tensor of unknown origin gets an identifier of its own.
         """
         self.give(tensor, ("other", id(tensor)))
         name, written = self._by_id[id(tensor)], self._written.get(_identify_storage(tensor))
         return name if written is None else self._assign_key_number((name, written))
 
     def _assign_key_number(self, key: Any) -> int:
+        """Return the integer of ``key``; equal keys have equal integers."""
         return self.names.setdefault(key, len(self.names))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run ``func`` on real values or fake tensors and return its result. Give the new tensors identifiers, and
+        those that it wrote to new ones.
+        """
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
             if self._instead:
@@ -222,9 +234,8 @@ class _TensorNamingMode(TorchFunctionMode):
         return result
 
     def _with_numbers(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call ``func`` on tensors with real values and return the result.
-
-        If a result would be too large, the function runs on fake tensors, and the results have no values.
+        """Call ``func`` on tensors with real values and return the result. If a result would be too large, the function
+        runs on fake tensors, and the results have no values.
         """
         if getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)
@@ -241,9 +252,8 @@ class _TensorNamingMode(TorchFunctionMode):
         return self.mode.from_tensor(tensor, static_shapes=True)
 
     def _without_numbers(self, tensor: Tensor, asked: Any) -> Tensor:
-        """Create a fake copy of ``tensor`` that replaces it in all later calls, and return it.
-
-        This is done before a value of unknown content is written into ``tensor``.
+        """Return a fake copy of ``tensor``, which replaces it in all later calls, because a value of unknown content
+        will be written into it. ``asked``: a key of the call that writes.
         """
         fake = self._make_fake_tensor(tensor.clone())
         self._held.append(fake)
@@ -265,9 +275,8 @@ class _TensorNamingMode(TorchFunctionMode):
 
 
 def _find_value_source(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> Tensor | None:
-    """Return the operand whose values the result has; ``None`` if there is none.
-
-    An example is a clone, or a concatenation of one tensor with empty ones.
+    """Return the operand whose values ``result`` has, as for a clone, or a concatenation of one tensor with empty ones;
+    ``None`` if there is none.
     """
     first: Any = args[0] if args else None
     if func in _SAME and isinstance(first, Tensor):
@@ -280,7 +289,7 @@ def _find_value_source(func: Callable[..., Any], args: tuple[Any, ...], result: 
 
 
 def _read_small_tensor(tensor: Tensor) -> Any:
-    """Return dtype, shape and bytes of a small tensor; ``None`` if the tensor is large or has no values."""
+    """Return (dtype, shape, bytes) of a small tensor; ``None`` if the tensor is large or has no values."""
     if isinstance(tensor, FakeTensor) or type(tensor) is not Tensor or tensor.numel() > _MOST_TOLD or tensor.is_meta:
         return None
     numbers = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -288,10 +297,11 @@ def _read_small_tensor(tensor: Tensor) -> Any:
 
 
 def _is_in_place_function(func: Callable[..., Any]) -> bool:
-    """Whether a function writes to its first operand, judged by the function's name."""
+    """Return whether ``func`` writes to its first operand, judged by the function's name."""
     name = getattr(func, "__name__", "")
     return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
 def _identify_storage(tensor: Tensor) -> int:
+    """Return an integer that is equal for tensors that share memory."""
     return int(tensor.untyped_storage()._cdata)

@@ -37,14 +37,15 @@ class Unlike(Exception):
 
 
 class Unread:
-    """Placeholder for an attribute's value that forward must not read. Every use except an ``is`` test raises
-    :class:`Unlike`.
+    """Placeholder for an attribute's value that forward must not read, because it differs between modules that should
+    compute the same. Every use except an ``is`` test raises :class:`Unlike`. ``kept``: the value.
     """
 
     def __init__(self, kept: Any) -> None:
         self.kept = kept  # the value
 
     def _refuse_attribute_use(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise :class:`Unlike`."""
         raise Unlike("forward reads an attribute that each layer has for itself")
 
     __getattr__ = __call__ = __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = (
@@ -68,8 +69,8 @@ class Unread:
 class ModuleGroup:
     """Modules of the model that compute the same with different weights, such as the decoder layers.
 
-    ``names``: the path of each of ``members`` in the model. ``own`` lists, as (path of a submodule, attribute name),
-    the attributes in which all members differ, such as an index.
+    ``members``: the modules. ``names``: the path of each of them in the model. ``own``: the attributes in which all
+    members differ, such as an index, as (path of a submodule in the member, attribute name).
     """
 
     members: tuple[nn.Module, ...]
@@ -78,13 +79,11 @@ class ModuleGroup:
 
 
 def find_equal_layers(model: nn.Module, least: int) -> list[ModuleGroup]:
-    """Return groups of equal modules that are in lists (``nn.ModuleList``, ``nn.Sequential``) of ``model``.
+    """Return groups of equal modules that are in lists (``nn.ModuleList``, ``nn.Sequential``) of ``model``, with at
+    least ``least`` members each.
 
     Modules are equal if they have the same class, submodules, attributes, and shapes of parameters and buffers. An
     integer or text attribute, such as an index, may differ between all members.
-
-    Args:
-        least: number of members that a group must have.
     """
     counts: dict[int, int] = {}
     for name, _ in model.named_modules(remove_duplicate=False):
@@ -108,15 +107,12 @@ def find_equal_layers(model: nn.Module, least: int) -> list[ModuleGroup]:
 
 
 def _with_own(members: Sequence[_Member], least: int) -> Iterable[ModuleGroup]:
-    """Split modules that are equal except for integer and text attributes into groups, and yield each group.
+    """Split ``members``, modules that are equal except for integer and text attributes, into groups that can be traced
+    as one, and yield each group of at least ``least`` modules.
 
-    An attribute whose values differ between all ``members``, such as a layer's index, is recorded as different in each
-    member. Modules are then in one group if all other attributes are equal. No module is in two groups, and modules of
-    smaller groups than ``least`` are left out.
-
-    Args:
-        members: (name, module, integer and text attributes) of each module.
-        least: number of members that a group must have.
+    An attribute whose values differ between all members, such as a layer's index, is noted in the group. Members of one
+    group are equal in all other attributes. ``members``: each as (name, module, the values of its integer and text
+    attributes by (submodule path, attribute name)).
     """
     if len(members) < least:
         return
@@ -135,13 +131,15 @@ def _with_own(members: Sequence[_Member], least: int) -> Iterable[ModuleGroup]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether a module has parameters and is more than a single operator of ``torch.nn``, such as ``nn.Linear``."""
+    """Return whether ``module`` has parameters and is more than a single operator of ``torch.nn``, such as
+    ``nn.Linear``.
+    """
     single = type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
     return not single and next(module.parameters(), None) is not None
 
 
 def has_call_hooks(module: nn.Module) -> bool:
-    """Whether a hook of any kind is registered on ``module`` or on one of its submodules."""
+    """Return whether a hook of any kind is registered on ``module`` or on one of its submodules."""
     return any(value for m in module.modules() for name, value in vars(m).items() if name.endswith("_hooks"))
 
 
@@ -149,8 +147,8 @@ def has_call_hooks(module: nn.Module) -> bool:
 class Description:
     """What a module computes, for comparison with other modules.
 
-    ``key``: equal for modules that are equal except for the values of integer and text attributes. ``texts``: the
-    values of these attributes, by (submodule path, attribute name).
+    ``key``: a hashable value that is equal for modules that are equal except for the values of integer and text
+    attributes. ``texts``: the values of these attributes, by (submodule path, attribute name).
     """
 
     key: Any
@@ -158,9 +156,8 @@ class Description:
 
 
 def describe_layer_module(module: nn.Module) -> Description:
-    """Return a key and the integer and text attributes of a module, to find modules that compute the same.
-
-    Raises :class:`Unlike` if the module has hooks or a ``forward`` that is set on the instance.
+    """Return what ``module`` computes, in a form that can be compared with other modules. Raise :class:`Unlike` if the
+    module has hooks or a ``forward`` that is set on the instance.
     """
     if has_call_hooks(module) or any("forward" in vars(m) for m in module.modules()):
         raise Unlike("hooked")
@@ -171,9 +168,8 @@ def describe_layer_module(module: nn.Module) -> Description:
 def state_of(module: nn.Module, texts: dict[tuple[str, str], Any] | None = None) -> Any:
     """Return a hashable value that describes ``module``: submodules, attributes, and shapes and flags of its tensors.
 
-    Args:
-        texts: if given, integer and text attributes are stored there by (submodule path, name), and only their types
-            are part of the returned value.
+    ``texts``: if given, integer and text attributes are stored there by (submodule path, attribute name), and only
+    their types are part of the returned value.
     """
     parts = list(module.named_modules(remove_duplicate=False))
     inside = {id(m): name for name, m in reversed(parts)}  # by the first of a module's names
@@ -201,8 +197,8 @@ def state_of(module: nn.Module, texts: dict[tuple[str, str], Any] | None = None)
 
 
 def tensor_spec(tensor: Tensor) -> tuple[Any, ...]:
-    """Return everything of a tensor that a trace can depend on, except its numbers: shape, stride, dtype, device and
-    flags.
+    """Return a tuple of everything of a tensor that a trace can depend on, except its numbers: whether it is a
+    parameter, shape, strides, dtype, device, layout, and whether it requires a gradient.
     """
     return (
         type(tensor) is nn.Parameter,
@@ -216,19 +212,15 @@ def tensor_spec(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def is_simple(value: Any) -> bool:
-    """Whether a value is of a plain type (number, text, dtype and the like), which its ``repr`` describes
+    """Return whether ``value`` is of a plain type (number, text, dtype and the like), which its ``repr`` describes
     completely.
     """
     return type(value) in _PLAIN
 
 
 def build_value_key(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
-    """Return a hashable key of a value that is equal for equal values in two runs.
-
-    An object that cannot be compared is identified by its ``id``.
-
-    Args:
-        of_tensor: returns the key of a tensor.
+    """Return a hashable key of ``value`` that is equal for equal values in two runs. An object that cannot be compared
+    is identified by its ``id``. ``of_tensor``: returns the key of a tensor.
     """
     if isinstance(value, Tensor):
         return of_tensor(value)
@@ -244,10 +236,10 @@ def build_value_key(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
 
 
 class _Frozen:
-    """Build hashable keys of attribute values, equal for equal values; unknown objects are identified by their ``id``.
+    """Builds hashable keys of attribute values, equal for equal values; unknown objects are identified by their ``id``.
 
-    Args:
-        inside: names of a module's submodules by identity; a reference to one is keyed by its name.
+    ``inside``: the name of each submodule of the described module, by the submodule's ``id``; a reference to one is
+    keyed by its name.
     """
 
     def __init__(self, inside: dict[int, str]) -> None:
@@ -255,6 +247,9 @@ class _Frozen:
         self._known: dict[int, tuple[Any, Any]] = {}  # by identity, which the value keeps: all parts have one config
 
     def of(self, value: Any) -> Any:
+        """Return a hashable key of ``value`` that is equal for equal values. Containers and dataclasses are described
+        by their contents, an unknown object by its ``id``.
+        """
         kind = type(value)
         if kind in _PLAIN:
             return kind, repr(value)
@@ -283,30 +278,34 @@ class _Frozen:
         return kind, id(value)
 
     def _build_dict_key(self, value: dict[Any, Any]) -> Any:
+        """Return a hashable key of a dict: its type, and the keys of its items in order."""
         columns = tuple(value), tuple(value.values())
         if all(_EXACT.issuperset(map(type, column)) for column in columns):  # labels may be tens of thousands
             return type(value), columns, tuple([tuple(map(type, column)) for column in columns])
         return type(value), tuple([(self.of(k), self.of(v)) for k, v in value.items()])
 
     def _fields(self, value: Any) -> Any:
+        """Return a hashable key of a dataclass instance: its type, and the keys of its fields in order."""
         return type(value), self.of(tuple([_read_stored_field(value, f.name) for f in dataclasses.fields(value)]))
 
 
 def _read_stored_field(value: Any, name: str) -> Any:
-    """Read a dataclass field from the instance's ``__dict__`` if it is there, because a descriptor may refuse to be
-    read.
+    """Return the dataclass field ``name`` of ``value``, from the instance's ``__dict__`` if it is there, because a
+    descriptor may refuse to be read.
     """
     held = getattr(value, "__dict__", {})
     return held[name] if name in held else getattr(value, name)
 
 
 class ParkedParameterError(Unlike):
-    """Raised if the traced code looks for a parameter that was removed by :class:`ParkedParameters`."""
+    """Raised if the traced code looks for a parameter that was removed from its module for the time of the trace."""
 
 
 class _ParkedParameterDict(dict[str, Any]):
-    """Empty replacement of a module's ``_parameters`` that raises :class:`ParkedParameterError` on use while the model
-    runs.
+    """Empty replacement of a module's ``_parameters`` that raises :class:`ParkedParameterError` if it is listed, or
+    asked for a removed parameter, while the model runs.
+
+    ``names``: the names of the removed parameters. ``running``: returns whether the model runs.
     """
 
     def __init__(self, names: Sequence[str], running: Callable[[], bool]) -> None:
@@ -319,6 +318,7 @@ class _ParkedParameterDict(dict[str, Any]):
         return False
 
     def _list_as_empty_dict(self) -> dict[str, Any]:
+        """Return an empty dict. Raise :class:`ParkedParameterError` while the model runs."""
         if self._running():
             raise ParkedParameterError("a layer's weights are listed outside of its call")
         return {}
@@ -343,8 +343,8 @@ class _ParkedParameterDict(dict[str, Any]):
 class ParkedParameters:
     """Removes parameters of modules while the model is traced, because the time of a trace grows with their number.
 
-    ``names`` has, for each such module by identity, the names of its parameters in the order of its submodules, and
-    ``None`` for each buffer. ``numbers`` gives each such module an index, by the module's ``id``. ``parameters``: the
+    ``names``: for the ``id`` of each such module, the names of its parameters in the order of its submodules, and
+    ``None`` for each buffer. ``numbers``: a number (from 0) for each such module, by its ``id``. ``parameters``: the
     removed parameters, by name.
     """
 
@@ -358,9 +358,8 @@ class ParkedParameters:
     def put(self, module: nn.Module, name: str, like: nn.Module) -> None:
         """Select the parameters of ``module`` to be removed during the trace, unless another module shares one of them.
 
-        Args:
-            name: name of ``module`` in the model.
-            like: a module of equal structure, whose parameters :meth:`lend` can put in their place.
+        ``name``: the path of ``module`` in the model. ``like``: a module of equal structure, whose parameters
+        :meth:`lend` can put in their place.
         """
         inside = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         if any(self._uses[p] != count for p, count in inside.items()):
@@ -382,6 +381,9 @@ class ParkedParameters:
         self._uses = Counter(id(p) for _, p in self.model.named_parameters(remove_duplicate=False))
 
     def by_number(self) -> dict[int, tuple[str | None, ...]]:
+        """Return, for the number of each module whose parameters are removed, the names of its parameters in order, and
+        ``None`` for each buffer.
+        """
         return {self.numbers[module]: names for module, names in self.names.items()}
 
     def close(self) -> None:
@@ -398,9 +400,8 @@ class ParkedParameters:
                 part.__dict__["_parameters"] = own
 
     def lend(self, module: nn.Module) -> list[tuple[nn.Module, Any]]:
-        """Give ``module``, whose parameters are removed, those of a module of equal structure.
-
-        Returns the former parameter tables of the submodules, which :meth:`take_back` needs to undo this.
+        """Give ``module``, whose parameters are removed, those of a module of equal structure. Return (submodule, its
+        former parameter table) for each submodule; :meth:`take_back` needs it to undo this.
         """
         lent = []
         for part, twin, _ in self._held[id(module)]:
@@ -409,15 +410,19 @@ class ParkedParameters:
         return lent
 
     def take_back(self, lent: list[tuple[nn.Module, Any]]) -> None:
+        """Take the lent parameters out of a module again. ``lent``: what :meth:`lend` returned, (submodule, its former
+        parameter table) for each submodule.
+        """
         for part, away in lent:
             part.__dict__["_parameters"] = away
 
     def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the model's ``forward`` so that an access to removed parameters raises :class:`ParkedParameterError`
-        while it runs.
+        """Return the model's ``forward`` wrapped so that an access to removed parameters raises
+        :class:`ParkedParameterError` while it runs.
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            """Run forward and return its result. While it runs, access to removed parameters raises an error."""
             self._running = True
             try:
                 return forward(*args, **kwargs)

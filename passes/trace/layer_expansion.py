@@ -21,8 +21,7 @@ from partitioner.passes.trace.layer_reuse import LAYER
 
 class Unrepeated(Exception):
     """Raised if calls of equal layers, of which only one was traced, cannot be shown to run the same operators.
-
-    ``number`` identifies the group of calls.
+    ``number``: an integer that identifies the group of calls.
     """
 
     def __init__(self, number: int) -> None:
@@ -34,9 +33,9 @@ class Unrepeated(Exception):
 class _Body:
     """The traced operators of one call of a layer, which are copied for the calls of equal layers.
 
-    ``nodes``: the operators, in order. ``operands``: what the call reads. ``results``: the nodes whose values it
-    returns. ``stack`` has the paths of the module calls around them, with the layer itself last. ``key`` is equal for
-    bodies with the same operators.
+    ``nodes``: the operators, in order. ``operands``: the nodes that the call reads. ``results``: the nodes whose values
+    it returns. ``stack``: the paths of the module calls around them, with the layer itself last. ``key``: a hashable
+    value that is equal for calls with the same operators.
     """
 
     nodes: list[fx.Node]
@@ -53,15 +52,12 @@ class _Body:
 def expand_layer_operators(
     captured: Captured, away: Mapping[int, Sequence[ModelState | None]] | None = None
 ) -> Captured:
-    """Replace each ``partition::layer`` operator, which stands for a call of a layer, by the operators of an equal
-    layer.
+    """Replace each ``partition::layer`` operator in the graph of ``captured``, which stands for a call of a layer, by
+    copies of the operators of an equal layer, in place. Return ``captured`` with the node names, states and
+    placeholders of the new graph. Raise :class:`Unrepeated` if it cannot be shown that the calls are equal.
 
-    The graph of ``captured`` is changed in place. Returns ``captured`` with the node names, states and placeholders of
-    the new graph. Raises :class:`Unrepeated` if it cannot be shown that the calls are equal.
-
-    Args:
-        away: for each module, by number, whose parameters were removed during the trace: its states in order, with
-            ``None`` for states that the trace saw.
+    ``away``: for the number of each module whose parameters were removed during the trace, its parameters and buffers
+    in order, with ``None`` for those that the trace saw.
     """
     graph = captured.graph
     restored = _Restored(captured, away or {})
@@ -117,9 +113,8 @@ def expand_layer_operators(
 
 
 def in_order(captured: Captured, names: Iterable[str]) -> Captured:
-    """Return ``captured`` with its states and their placeholders sorted by their position in ``names``.
-
-    States whose names are not in ``names`` come last.
+    """Return ``captured`` with its states (parameters, buffers, constants) and their placeholders sorted by the
+    position of the state's name in ``names``; others come last. The graph is changed in place.
     """
     place = {name: i for i, name in enumerate(dict.fromkeys(names))}
     last = len(place)
@@ -136,11 +131,16 @@ def in_order(captured: Captured, names: Iterable[str]) -> Captured:
 class _Restored:
     """Creates placeholders for the parameters of modules that were removed while the model was traced.
 
-    ``away``: for each such module, by number, its states in order; ``None`` for a state that the trace saw.
-    ``placeholders``: the state name of each new placeholder.
+    ``away``: for the number of each such module, its parameters and buffers in order; ``None`` for those that the trace
+    saw. ``states``: the removed parameters by name. ``placeholders``: the parameter's name for each new placeholder, by
+    the placeholder's name. ``nodes``: the new placeholders.
     """
 
     def __init__(self, captured: Captured, away: Mapping[int, Sequence[ModelState | None]]) -> None:
+        """Start without placeholders. ``captured``: the model whose graph gets them. ``away``: for the number of each
+        module whose parameters were removed, its parameters and buffers in order; ``None`` for those that the trace
+        saw.
+        """
         self.graph, self.away = captured.graph, away
         self.states = {state.name: state for of_module in away.values() for state in of_module if state is not None}
         self.placeholders: dict[str, str] = {}
@@ -149,17 +149,18 @@ class _Restored:
         self._first = next(iter(captured.graph.nodes))
 
     def operands(self, member: int, seen: Sequence[fx.Node]) -> list[fx.Node]:
-        """Return all operands of a layer's call: those that the trace saw, and placeholders of the removed parameters.
+        """Return the nodes of all operands of a layer's call: those that the trace saw, and placeholders of the removed
+        parameters.
 
-        Args:
-            member: number of the module whose parameters were removed; -1 if none were.
-            seen: the operands that the trace saw.
+        ``member``: the number of the module whose parameters were removed; -1 if none were. ``seen``: the operands that
+        the trace saw, in order.
         """
         left = iter(seen)
         states = self.away[member] if member >= 0 else ()
         return [*(next(left) if state is None else self._ensure_state_placeholder(state) for state in states), *left]
 
     def _ensure_state_placeholder(self, state: ModelState) -> fx.Node:
+        """Return the placeholder of the parameter ``state``; create it in front of all nodes if it does not exist."""
         if state.name not in self._nodes:
             with self.graph.inserting_before(self._first):
                 name = "p_" + state.name.replace(".", "_").lower()
@@ -173,24 +174,22 @@ class _Restored:
 
 
 def _parse_layer_call(call: fx.Node) -> tuple[list[fx.Node], list[fx.Node], int, int]:
-    """Return the arguments of a ``partition::layer`` node, which stands for a call of a layer.
-
-    These are: operands; results (empty if the call was not run); number of the group of equal calls; number of the
-    module whose parameters were removed (-1 if none were).
+    """Return the arguments of a ``partition::layer`` node, which stands for a call of a layer: the nodes of its
+    operands, those of its results (empty if the call was not run), the number of the group of equal calls, and the
+    number of the module whose parameters were removed (-1 if none were).
     """
     operands, results, number, member = cast(Any, call.args)
     return list(operands), list(results), int(number), int(member)
 
 
 def _read_result_index(item: fx.Node) -> int:
-    """Return the index that a ``getitem`` node reads."""
+    """Return the index that the ``getitem`` node ``item`` reads."""
     return int(cast(Any, item.args[1]))
 
 
 def _collect_layer_body(call: fx.Node) -> _Body:
-    """Collect the operators between the operands and the results of a layer's call that was traced.
-
-    Raises :class:`Unrepeated` if one of them belongs to a module outside of the layer.
+    """Return the operators between the operands and the results of ``call``, the node of a layer's call that was
+    traced. Raise :class:`Unrepeated` if one of them belongs to a module outside of the layer.
     """
     operands, results, number, _ = _parse_layer_call(call)
     stack = call.meta["stack"]
@@ -216,12 +215,11 @@ def _collect_layer_body(call: fx.Node) -> _Body:
 def _build_body_key(
     nodes: Sequence[fx.Node], operands: Sequence[fx.Node], results: Sequence[fx.Node], stack: Any
 ) -> Any:
-    """Return a key that is equal for calls of layers that run the same operators on corresponding operands.
+    """Return a hashable key that is equal for calls of layers that run the same operators on corresponding operands;
+    ``None`` if an operator belongs to a module outside of the layer.
 
-    Returns ``None`` if an operator belongs to a module outside of the layer.
-
-    Args:
-        stack: paths of the module calls around the operators, with the layer itself last.
+    ``nodes``, ``operands``, ``results``: the operators of the call in order, the nodes that it reads, and those that it
+    returns. ``stack``: paths of the module calls around the operators, with the layer itself last.
     """
     place: dict[fx.Node, Any] = {}
     for i, node in enumerate(operands):
@@ -230,6 +228,7 @@ def _build_body_key(
         place[node] = ("node", i)
 
     def encoded(argument: Any) -> Any:
+        """Return a hashable key of an operator's argument, with a node given by its position in the call."""
         if isinstance(argument, fx.Node):
             return place[argument]
         if isinstance(argument, tuple | list):
@@ -253,14 +252,11 @@ def _build_body_key(
 def _rename_path_and_stack(
     meta: dict[str, Any], old: tuple[str, ...], new: tuple[str, ...]
 ) -> tuple[str, tuple[str, ...]] | None:
-    """Return the module path and the enclosing module calls of a node for another layer.
+    """Return the module path and the enclosing module calls that a node of one layer has when it is copied for another;
+    ``None`` if the node belongs to a module outside of the layer.
 
-    Args:
-        meta: metadata of the node in the layer that was traced.
-        old: module calls around that layer, with the layer itself last.
-        new: the same for the other layer.
-
-    Returns ``None`` if the node belongs to a module outside of the layer.
+    ``meta``: metadata of the node. ``old``: the paths of the module calls around the layer that was traced, with the
+    layer itself last. ``new``: the same for the other layer.
     """
     before, after = old[-1], new[-1]
     inner = meta.get("stack", ())[len(old) :]
@@ -272,6 +268,7 @@ def _rename_path_and_stack(
 
 
 def _build_value_spec(value: Any) -> Any:
+    """Return a hashable key of a node's value: shape, strides and type of a tensor, or a tuple of such keys."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     return tuple([_build_value_spec(v) for v in value]) if isinstance(value, tuple | list) else repr(value)
@@ -280,12 +277,11 @@ def _build_value_spec(value: Any) -> Any:
 def _copy_layer_body(
     graph: fx.Graph, call: fx.Node, operands: Sequence[fx.Node], body: _Body, classes: dict[str, str]
 ) -> list[fx.Node]:
-    """Insert copies of a layer's operators before ``call``, reading ``operands``. Return the nodes of the results.
+    """Insert copies of a layer's operators before ``call``, the node that stands for the call of another layer. Return
+    the nodes of the results.
 
-    Args:
-        call: the node that stands for the call of another layer.
-        body: the operators.
-        classes: class names by module path; those of the other layer's submodules are added.
+    ``operands``: the nodes that the copies read. ``body``: the operators. ``classes``: class names by module path;
+    those of the other layer's submodules are added.
     """
     env: dict[fx.Node, fx.Node] = dict(zip(body.operands, operands, strict=True))
     stack = call.meta["stack"]

@@ -53,13 +53,16 @@ _SYMBOLS = (SymInt, SymFloat, SymBool)
 
 
 class Journal(TorchFunctionMode):
-    """Function mode that records every call of a torch function with its arguments, in ``entries``.
+    """Torch function mode that records every call of a torch function, so that two calls of equal modules can be
+    compared.
 
-    Tensors are named by their origin, so that two calls of equal modules can be compared. ``needs_trace`` says whether
-    only a real trace can tell what the call computes: if sizes depend on data, or if autocast is on.
+    ``entries``: for each call, the function, keys of its arguments and numbers of its results. Tensors are named by
+    their origin. ``needs_trace``: whether only a real trace can tell what a call computes, because sizes depend on data
+    or autocast is on. ``operands``: the tensors that the recorded call of a module reads, in order.
     """
 
     def __init__(self, operands: Sequence[Tensor]) -> None:
+        """Start without entries. ``operands``: the tensors that the recorded call of a module reads, in order."""
         super().__init__()
         self.entries: list[Any] = []
         self.needs_trace = False
@@ -71,6 +74,7 @@ class Journal(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run ``func``, record the call, and return its result."""
         kwargs = kwargs or {}
         asked = self._build_argument_key(args), self._build_argument_key(kwargs)
         self.needs_trace |= autocast_on() is not None
@@ -79,19 +83,20 @@ class Journal(TorchFunctionMode):
         return result
 
     def mark(self) -> tuple[int, int]:
-        """Return the present length of the record, from which :meth:`sum_up` can replace entries."""
+        """Return (number of entries so far, number of known tensors); :meth:`sum_up` replaces the entries after
+        that.
+        """
         return len(self.entries), len(self._held)
 
     def sum_up(self, mark: tuple[int, int], number: int, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Replace all entries since ``mark`` by one entry for a nested call of a module.
-
-        The entry is equal whether the nested call was run in full or was replaced by one operator.
+        """Replace all entries since ``mark`` by one entry for a nested call of a module. The entry is equal whether the
+        nested call was run in full or was replaced by one operator.
 
         Args:
+            mark: what :meth:`mark` returned before the nested call.
             number: identifies the group of equal calls to which the nested call belongs.
             operands: tensors that the nested call reads.
             results: tensors that it returns.
-            mark: what :meth:`mark` returned before the nested call.
         """
         entries, held = mark
         del self.entries[entries:]
@@ -102,16 +107,17 @@ class Journal(TorchFunctionMode):
         self.entries.append((number, asked, self._record_result_places(list(results))))
 
     def _assign_tensor_place(self, tensor: Tensor) -> int:
+        """Return the number (from 0) of ``tensor`` in the order in which tensors became known; give it the next one if
+        it is new.
+        """
         if id(tensor) not in self._places:
             self._places[id(tensor)] = len(self._held)
             self._held.append(tensor)
         return self._places[id(tensor)]
 
     def _record_result_places(self, result: Any) -> Any:
-        """Number the tensors in a result in the order of their first appearance, and return the numbers in its
-        structure.
-
-        Values that are no tensors are represented by ``None``.
+        """Return, in the structure of ``result``, the number of each tensor in the order in which tensors became known;
+        ``None`` for values that are no tensors. New tensors get the next numbers.
         """
         if isinstance(result, Tensor):
             with torch._C.DisableTorchFunction():
@@ -123,26 +129,29 @@ class Journal(TorchFunctionMode):
         return None
 
     def _build_argument_key(self, value: Any) -> Any:
-        """Return a key of a value that is equal for corresponding values of two calls. Unknown objects are keyed by
-        ``id``.
+        """Return a hashable key of an argument that is equal for corresponding arguments of two calls. Unknown objects
+        are keyed by their ``id``.
         """
         return build_value_key(value, self._build_tensor_key)
 
     def _build_tensor_key(self, tensor: Tensor) -> tuple[str, Any]:
+        """Return ("tensor", its number), or ("other", its ``id``) for a tensor that neither is an operand nor was made
+        by the recorded call.
+        """
         place = self._places.get(id(tensor))
         return ("tensor", place) if place is not None else ("other", self._keep_foreign_tensor(tensor))
 
     def _keep_foreign_tensor(self, tensor: Tensor) -> int:
-        """Return the ``id`` of a tensor that neither is an operand nor was made by the call, and keep the tensor
-        alive.
-        """
+        """Keep alive a tensor that neither is an operand nor was made by the recorded call, and return its ``id``."""
         self._held.append(tensor)
         return id(tensor)
 
 
 @contextlib.contextmanager
 def run_without_tracing(operands: Sequence[Tensor]) -> Iterator[None]:
-    """Context inside a trace in which operators are computed on fake tensors but do not become part of the graph."""
+    """Return a context inside a trace in which operators are computed on fake tensors but do not become part of the
+    graph. ``operands``: fake tensors of the trace.
+    """
     with contextlib.ExitStack() as stack:
         for _ in torch.overrides._get_current_function_mode_stack():
             stack.enter_context(torch.overrides._pop_mode_temporarily())
@@ -155,8 +164,7 @@ def run_without_tracing(operands: Sequence[Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pause_trace_and_journal() -> Iterator[None]:
-    """Context inside a trace in which operators are recorded neither by the trace nor by a :class:`Journal`.
-
+    """Return a context inside a trace in which operators are recorded neither by the trace nor by a :class:`Journal`.
     Function modes of the model's own code stay active.
     """
     modes = torch.overrides._get_current_function_mode_stack()
@@ -186,13 +194,11 @@ _library.define("layer(Tensor[] operands, Tensor[] results, int memo, int member
 
 
 def _make_layer_results(operands: list[Tensor], results: list[Tensor], memo: int, member: int) -> list[Tensor]:
-    """Fake implementation of ``partition::layer``, which stands for a call of a module: return tensors of the results'
-    shapes.
-
-    The operator stands in a graph that is being captured, and is never run.
+    """Return tensors of the shapes of a module call's results: the fake implementation of ``partition::layer``, an
+    operator that stands for the call in a graph that is being captured, and is never run.
 
     Args:
-        operands: states and tensor arguments that the call reads.
+        operands: parameters, buffers and tensor arguments that the call reads.
         results: the tensors that the call returned, if it was run; if empty, the shapes are those of an earlier equal
             call.
         memo: number of the group of equal calls.
@@ -211,10 +217,10 @@ LAYER = torch.ops.partition.layer.default
 class _CallMemo:
     """Facts about equal calls: calls of modules of equal structure, with arguments of the same kind.
 
-    ``number`` identifies the group of calls. ``shown`` counts the calls that were run in full. ``leaves`` describes
-    each value of the result: ("made", index of a new tensor), ("operand", index of an operand that is returned
-    unchanged) or ("plain", (type, value)). ``tree`` is the structure of the result. ``journal`` has the torch functions
-    that the first call called. ``alone``: each call must be traced, because the first could not stand for others.
+    ``number``: identifies the group of calls. ``shown``: how many calls were run in full. ``journal``: the torch
+    functions that the first call called. ``alone``: whether each call must be traced, because the first could not stand
+    for others. ``leaves``: for each value of the result, ("made", index of a new tensor), ("operand", index of an
+    operand that is returned unchanged) or ("plain", (type, value)). ``tree``: the structure of the result.
     """
 
     number: int
@@ -229,8 +235,9 @@ class _CallMemo:
 class Repeats:
     """Groups of modules of equal structure, and what one trace found out about their calls.
 
-    ``memos`` has the facts about equal calls, by the index of their group and a key of the call. ``refused`` lists the
-    groups of which each call must be traced. ``away`` holds the parameters that are removed during the trace.
+    ``groups``: the groups. ``memos``: the facts about equal calls, by (index of their group, key of the call).
+    ``refused``: the groups of which each call must be traced. ``away``: the parameters that are removed during the
+    trace; ``None`` if none are.
     """
 
     groups: list[ModuleGroup]
@@ -243,12 +250,14 @@ class Repeats:
 
     @classmethod
     def of(cls, model: nn.Module) -> Repeats:
+        """Return the groups of equal modules of ``model`` that are large enough to be traced once."""
         return cls(find_equal_layers(model, _LEAST))
 
     def put_away(self, model: nn.Module) -> Repeats:
-        """Select the parameters of modules whose calls will not be traced, to be removed during the trace. Return self.
+        """Select the parameters of modules whose calls will not be traced, to be removed from ``model`` during the
+        trace. Return self.
 
-        The first members of each group, in the order of names, keep their parameters, because their calls are run.
+        The first members of each group of equal modules keep their parameters, because their calls are run.
         """
         self.away = ParkedParameters(model)
         outer = {name for group in self.groups for name in group.names}
@@ -260,13 +269,15 @@ class Repeats:
         return self
 
     def without(self, refused: Sequence[ModuleGroup]) -> Repeats:
-        """Return an object for another trace that has all these groups of equal modules except the ``refused`` ones."""
+        """Return an object for another trace of the model that has all these groups of equal modules except the
+        ``refused`` ones, and no facts about calls.
+        """
         names = {group.names for group in refused}
         return Repeats([g for g in self.groups if g.names not in names])
 
     def refuse(self, number: int) -> None:
-        """Mark a group of equal modules as one of which each call must be traced. ``number``: that of its
-        :class:`_CallMemo`.
+        """Note that each call of a group of equal modules must be traced. ``number``: the number by which a
+        :class:`_CallMemo` identifies calls of this group.
         """
         for (group, _), memo in self.memos.items():
             if memo.number == number:
@@ -274,10 +285,8 @@ class Repeats:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Context in which the first call in a group of equal modules is traced, and later ones become one operator
-        each.
-
-        The second call is run as well, to compare it with the first. The operator is ``partition::layer``.
+        """Return a context for a trace in which the first call in a group of equal modules is traced, and later ones
+        become one operator ``partition::layer`` each. The second call is run as well, to compare it with the first.
         """
         root = self.away.model if self.away is not None else None
         before = root.__dict__.get("forward") if root is not None else None
@@ -305,6 +314,10 @@ class Repeats:
     def _run_or_reuse_call(
         self, index: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
+        """Call ``module``, a member of the group number ``index`` of equal modules, and return its output. It is run or
+        traced if this is one of the first calls or cannot stand for others; otherwise the operator ``partition::layer``
+        stands for it.
+        """
         if self.away is not None and id(module) in self.away.names:
             return self._stand_in(self.away, index, module, args, kwargs)
         again = id(module) in self._called
@@ -346,17 +359,18 @@ class Repeats:
         own: tuple[tuple[str, str], ...],
         forward: Callable[[], Any],
     ) -> tuple[Any, list[Tensor] | None]:
-        """Run one of the two calls in a group of equal modules that stand for all others.
+        """Run one of the two calls in a group of equal modules that stand for all others. Return its output and the
+        list of its result tensors that are in the graph (empty if the call was not traced); the list is ``None`` if the
+        first call cannot stand for others.
 
-        Returns the call's output and the list of its result tensors that are in the graph (empty if the call was not
-        traced). The list is ``None`` if the first call cannot stand for others. Raises :class:`Unlike` if the second
-        call differs from the first.
+        Raise :class:`Unlike` if the second call differs from the first.
 
         Args:
             memo: facts about these equal calls.
             call: the tensors that the call reads.
-            forward: runs the module and returns its output.
+            module: the module that is called.
             own: attributes in which the modules differ, as (path of a submodule, attribute name).
+            forward: runs the module and returns its output.
         """
         with _hide_own_attributes(module, own if memo.shown else ()):
             before, buffers = _read_module_state(module), _list_module_buffers(module)
@@ -377,8 +391,8 @@ class Repeats:
         return output, results if traced else []
 
     def _run_once(self, memo: _CallMemo, call: _RepeatedCall, forward: Callable[[], Any]) -> tuple[Any, bool]:
-        """Run one of the two calls in a group of equal modules. Return its output and whether its operators are in the
-        graph.
+        """Run one of the two calls in a group of equal modules that stand for all others. Return its output and whether
+        its operators are in the graph.
 
         The first is traced. The second is traced only if nothing else tells what it computes; otherwise it runs outside
         of the graph, and :class:`Unlike` is raised if it calls other torch functions than the first.
@@ -409,6 +423,7 @@ class Repeats:
 
     @contextlib.contextmanager
     def _in_journal(self, journal: Journal) -> Iterator[None]:
+        """Return a context in which ``journal`` records the calls of torch functions."""
         self._journals.append(journal)
         try:
             with journal:
@@ -417,10 +432,11 @@ class Repeats:
             self._journals.pop()
 
     def _stand_in(self, away: ParkedParameters, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Append an operator ``partition::layer`` in place of a call of a module whose parameters are removed.
+        """Append an operator ``partition::layer`` in place of a call of ``module``, whose parameters are removed, and
+        return the call's output. Raise :class:`ParkedParameterError` if no equal call was run before.
 
-        ``away``: the removed parameters. ``index``: the index of the module's group. Returns the call's output. Raises
-        :class:`ParkedParameterError` if no equal call was run before.
+        ``away``: the removed parameters. ``index``: the index of the module's group. ``args``, ``kwargs``: the
+        arguments of the call.
         """
         again = id(module) in self._called
         self._called.add(id(module))
@@ -443,10 +459,8 @@ class Repeats:
 
 @contextlib.contextmanager
 def _hide_own_attributes(module: nn.Module, own: tuple[tuple[str, str], ...]) -> Iterator[None]:
-    """Context in which reading an attribute that differs between equal modules raises :class:`Unlike`.
-
-    Args:
-        own: these attributes as (path of a submodule, attribute name).
+    """Return a context in which reading an attribute that differs between equal modules raises :class:`Unlike`.
+    ``own``: these attributes as (path of a submodule of ``module``, attribute name).
     """
     kept = [(vars(module.get_submodule(path)), name) for path, name in own]
     values = [held[name] for held, name in kept]
@@ -463,9 +477,9 @@ def _hide_own_attributes(module: nn.Module, own: tuple[tuple[str, str], ...]) ->
 class _RepeatedCall:
     """The tensors that a call of a module reads, and a key that is equal for calls that run the same operators.
 
-    ``operands``: the module's parameters and buffers, then the tensors among the arguments. ``versions``: torch's
-    counter of in-place writes to each operand before the call. ``given``: the positional and keyword arguments.
-    ``leaves``: the values in them, in order.
+    ``operands``: the module's parameters and buffers, then the tensors among the arguments. ``key``: a hashable value.
+    ``versions``: torch's counter of in-place writes to each operand before the call. ``leaves``: the values in the
+    arguments, in order. ``given``: (positional arguments, keyword arguments).
     """
 
     operands: list[Tensor]
@@ -476,12 +490,10 @@ class _RepeatedCall:
 
     @classmethod
     def of(cls, module: nn.Module, own: tuple[tuple[str, str], ...], args: Any, kwargs: Any) -> _RepeatedCall | None:
-        """Describe a call of ``module`` by the tensors that it reads and a key for comparison.
+        """Return the description of a call of ``module``: the tensors that it reads and a key for comparison; ``None``
+        if the call may depend on more than the key contains, such as hooks or objects.
 
-        Returns ``None`` if the call may depend on more than the key contains, such as hooks or objects.
-
-        Args:
-            own: attributes that are left out of the key, as (path of a submodule, attribute name).
+        ``own``: attributes that are left out of the key, as (path of a submodule, attribute name).
         """
         if not torch.is_grad_enabled() or has_call_hooks(module):
             return None
@@ -517,30 +529,34 @@ class _RepeatedCall:
         return cls(operands, key, [t._version for t in operands], leaves, (args, kwargs))
 
     def unchanged(self) -> bool:
-        """Whether the call wrote to none of its tensors, lists and dictionaries; to be asked after the call."""
+        """Return whether the call, which has been run, wrote to none of its tensors, lists and dictionaries."""
         leaves = pytree.tree_leaves(self.given)
         same = len(leaves) == len(self.leaves) and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
         return same and self.versions == [t._version for t in self.operands]
 
 
 def _read_module_state(module: nn.Module) -> Any:
+    """Return a hashable value that describes ``module``: submodules, attributes, and shapes and flags of its
+    tensors.
+    """
     with torch._C.DisableTorchFunction():
         return state_of(module)
 
 
 def _list_module_buffers(module: nn.Module) -> list[Tensor | None]:
+    """Return all buffers of ``module`` and its submodules, in order."""
     return [buffer for m in module.modules() for buffer in m._buffers.values()]
 
 
 def _identify_storage(tensor: Tensor) -> int:
+    """Return an integer that is equal for tensors that share memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _record_call_results(memo: _CallMemo, call: _RepeatedCall, output: Any) -> list[Tensor]:
-    """Store in ``memo`` the structure of a call's output, and return the list of tensors that the call made.
-
-    Raises :class:`Unlike` if the output contains a view of an operand or an object that is no plain value, or differs
-    from that of the first equal call.
+    """Store in ``memo`` the structure of a call's output, and return the list of tensors that the call made. Raise
+    :class:`Unlike` if the output contains a view of an operand or an object that is no plain value, or differs from
+    that of the first equal call.
     """
     values, tree = pytree.tree_flatten(output)
     results: list[Tensor] = []
@@ -573,6 +589,9 @@ def _record_call_results(memo: _CallMemo, call: _RepeatedCall, output: Any) -> l
 
 
 def _rebuild_call_output(memo: _CallMemo, operands: list[Tensor], made: list[Tensor]) -> Any:
+    """Return the output of a call that was not run, in the structure that ``memo`` has from an equal call.
+    ``operands``: the tensors that the call reads. ``made``: the new tensors in the output.
+    """
     assert memo.tree is not None
     leaves = [
         made[what] if kind == "made" else operands[what] if kind == "operand" else what[1] for kind, what in memo.leaves

@@ -40,12 +40,12 @@ ASKS_NUMBERS = (GuardOnDataDependentSymNode, DataDependentOutputException, Dynam
 
 @dataclass(frozen=True)
 class Transposed:
-    """Transpose of a function ``backward(g) = B g + c``, as a graph.
+    """Transpose of a function ``backward(g) = B g + c``, which maps gradients ``g`` of another function's results to
+    gradients of its inputs. ``B`` is a matrix, and ``c`` does not depend on ``g``.
 
-    ``backward`` maps gradients ``g`` of a function's results to gradients of its inputs; ``B`` is a matrix, and ``c``
-    does not depend on ``g``. The graph takes changes of the inputs and the tensors ``held`` that backward reads. It
-    returns ``num_results`` changes of the results (by ``B`` transposed), and then the parts ``c`` for the inputs at the
-    indices ``constant``. ``complete`` is whether every result depends on every input and there is no ``c``.
+    ``graph``: takes changes of the inputs and the tensors ``held`` that backward reads; returns ``num_results`` changes
+    of the results (by ``B`` transposed), then the parts ``c`` for the inputs at the indices ``constant``. ``complete``:
+    whether every result depends on every input and there is no ``c``.
     """
 
     graph: fx.GraphModule
@@ -55,9 +55,8 @@ class Transposed:
     complete: bool
 
     def __call__(self, changes: Sequence[Tensor]) -> tuple[Sequence[Tensor], dict[int, Tensor]]:
-        """Apply the transpose of ``backward(g) = B g + c`` to changes of the inputs.
-
-        Returns the changes of the results, and the non-zero parts ``c`` by index of the input.
+        """Apply the transpose of ``backward(g) = B g + c`` to ``changes`` of the inputs. Return the changes of the
+        results, and the non-zero parts ``c`` by index of the input.
         """
         found: Any = self.graph(*changes, *self.held)
         return found[: self.num_results], dict(zip(self.constant, found[self.num_results :], strict=True))
@@ -67,12 +66,9 @@ def transpose_backward(
     backward: Backward, results: Sequence[Tensor], inputs: Sequence[Tensor], *, some: bool = False
 ) -> Transposed:
     """Trace ``backward``, which maps gradients of ``results`` to gradients of ``inputs``, and return its transpose.
+    Raise :class:`NotAffine` if ``backward`` is not a linear function plus a part that does not depend on the gradients.
 
-    Raises :class:`NotAffine` if ``backward`` is not a linear function plus a part that does not depend on the
-    gradients.
-
-    Args:
-        some: whether ``backward`` receives ``None`` instead of gradients of zero.
+    ``some``: whether ``backward`` can get ``None`` instead of gradients of zero, so that both must give the same.
     """
     seeds = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in results]
     changes = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
@@ -91,11 +87,11 @@ def transpose_backward(
 
 @dataclass(frozen=True)
 class _Traced:
-    """Functional graph of a ``backward`` function.
+    """Functional graph of a ``backward`` function, which maps gradients of results to gradients of inputs.
 
+    ``seeds``: the placeholders of the incoming gradients. ``held``: the other tensors that it reads, by placeholder.
     ``results``: the nodes of the gradients that it returns; ``None`` is zero. ``parts``: how each node's value depends
-    on the incoming gradients. ``seeds`` are the placeholders of the incoming gradients, ``held`` has the other tensors
-    that it reads by placeholder.
+    on the incoming gradients.
     """
 
     graph: fx.Graph
@@ -106,6 +102,10 @@ class _Traced:
 
     @classmethod
     def of(cls, backward: Backward, seeds: Sequence[Tensor]) -> _Traced:
+        """Return the graph of ``backward``, traced with gradients like ``seeds``. Raise :class:`NotAffine` if it reads
+        numbers of tensors, has side effects, or is not a linear function of the gradients plus a part that does not
+        depend on them.
+        """
         try:
             module, tensors = _trace_functional_graph(backward, seeds)
         except ASKS_NUMBERS as error:
@@ -126,9 +126,18 @@ class _Traced:
 
     @property
     def constant(self) -> tuple[int, ...]:
+        """Return the indices of the returned gradients that have a part which does not depend on the incoming
+        gradients.
+        """
         return tuple(i for i, n in enumerate(self.results) if n is not None and not self.parts[n].zero)
 
     def transpose(self, seeds: Sequence[Tensor], changes: Sequence[Tensor]) -> list[Tensor]:
+        """Return the changes of the results of a function, given ``changes`` of its inputs, by the transposed matrix of
+        its ``backward``; then, for each index in ``constant``, the part of the returned gradient that does not depend
+        on the incoming gradients.
+
+        ``seeds``: tensors like the incoming gradients.
+        """
         grads = [g.detach().requires_grad_() for g in seeds]
         env: dict[fx.Node, Any] = {**self.held, **dict(zip(self.seeds, grads, strict=True))}
         for node in self.graph.nodes:
@@ -152,9 +161,7 @@ def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Tra
     """Raise :class:`NotAffine` if ``backward`` computes something else for a gradient ``None`` than for a gradient of
     zero.
 
-    Args:
-        seeds: tensors like the incoming gradients.
-        whole: the graph of ``backward`` with all gradients given.
+    ``seeds``: tensors like the incoming gradients. ``whole``: the graph of ``backward`` with all gradients given.
     """
     numbers = range(len(seeds))
     if len(seeds) > _MOST_RESULTS:
@@ -179,18 +186,17 @@ def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Tra
 
 class _Expressions:
     """Gives the values in graphs integer identifiers, which are equal for values that equal operators compute from
-    equal operands.
+    equal operands. ``numbers``: the identifiers so far, by a key of the computation.
     """
 
     def __init__(self) -> None:
         self.numbers: dict[Any, int] = {}
 
     def of(self, traced: _Traced, names: Sequence[int], zeros: Sequence[fx.Node]) -> list[Any]:
-        """Return the identifiers of a graph's results; ``None`` for results that are zero.
+        """Return the identifiers of the results of the graph ``traced``; ``None`` for results that are zero.
 
-        Args:
-            names: an identifier for each of the graph's gradient inputs, in order.
-            zeros: gradient inputs that are taken to be zero.
+        ``names``: an identifier for each of the graph's gradient inputs, in order. ``zeros``: gradient inputs that are
+        taken to be zero.
         """
         held_zero = [n for n, tensor in traced.held.items() if _is_zero(tensor)]
         parts = parts_of(traced.graph, zeros, held_zero)
@@ -213,10 +219,10 @@ class _Expressions:
 
 
 class _AtZero:
-    """Evaluates the nodes of a graph for incoming gradients of zero.
+    """Evaluates the nodes of the graph of a ``backward`` function for incoming gradients of zero.
 
-    Args:
-        env: values of the nodes for other gradients; those that do not depend on the gradients are used.
+    ``parts``: how each node's value depends on the incoming gradients. ``env``: values of the nodes for other
+    gradients; those that do not depend on the gradients are used.
     """
 
     def __init__(self, parts: Mapping[fx.Node, AffinePart], env: Mapping[fx.Node, Any]) -> None:
@@ -224,6 +230,7 @@ class _AtZero:
         self.known = {n: value for n, value in env.items() if not parts[n].depends}
 
     def value(self, node: fx.Node | None) -> Any:
+        """Return the value of ``node`` for incoming gradients of zero."""
         assert node is not None
         if node not in self.known:
             self.known[node] = (
@@ -235,6 +242,9 @@ class _AtZero:
         return _make_zeros_like(node.meta["val"])
 
     def _compute_value_at_zero(self, node: fx.Node) -> Any:
+        """Run the operator ``node`` on the values of its operands for incoming gradients of zero, and return
+        its value.
+        """
         other = _other_addend(node, self.parts)
         if other is not None:
             return self.value(other)
@@ -243,6 +253,7 @@ class _AtZero:
 
 
 def _is_known(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` has values: it is neither fake nor on the meta device."""
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
@@ -256,7 +267,7 @@ def _read_tensor_numbers(tensor: Tensor) -> Any:
 
 
 def _is_zero(tensor: Tensor) -> bool:
-    """Whether a tensor has values and all of them are zero."""
+    """Return whether ``tensor`` has values and all of them are zero."""
     if not _is_known(tensor):
         return False
     with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -268,10 +279,10 @@ def _make_zeros_like(value: Tensor) -> Tensor:
 
 
 def _other_addend(node: fx.Node, parts: Mapping[fx.Node, AffinePart]) -> fx.Node | None:
-    """Return the operand that a sum is equal to because the other operand is zero; ``None`` if there is none.
+    """Return the operand that the sum ``node`` is equal to because its other operand is zero; ``None`` if there is
+    none.
 
-    Args:
-        parts: how each node's value depends on the incoming gradients, and whether it is zero.
+    ``parts``: for each node, how its value depends on the incoming gradients, and whether it is zero.
     """
     if node.target is not aten.add.Tensor or node.kwargs:
         return None
@@ -285,6 +296,7 @@ def _other_addend(node: fx.Node, parts: Mapping[fx.Node, AffinePart]) -> fx.Node
 
 
 def _run_node_target(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
+    """Run the operator ``node`` and return its result. ``value``: returns the value of each operand node."""
     assert callable(node.target), node
     return node.target(*fx.node.map_arg(node.args, value), **fx.node.map_arg(node.kwargs, value))
 
@@ -292,9 +304,9 @@ def _run_node_target(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
 def _trace_functional_graph(
     function: Callable[..., Any], arguments: Sequence[Tensor]
 ) -> tuple[fx.GraphModule, list[Tensor]]:
-    """Trace ``function`` into a graph without in-place operators.
-
-    Returns the graph and the tensors that it takes as inputs after ``arguments``.
+    """Trace ``function``, called with ``arguments``, into a graph without in-place operators. Return the graph and the
+    list of tensors that it takes as inputs after ``arguments``. Raise :class:`NotAffine` if the function runs other
+    functions as operators, such as ``torch.cond``.
     """
     with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
         raw = make_fx(function, tracing_mode="real")(*arguments)
@@ -317,14 +329,18 @@ def _trace_functional_graph(
 
 @cache
 def _spelled_out() -> dict[Any, Callable[..., Any]]:
-    """Return decompositions by operator, for backward operators that have no sharding rule of their own."""
+    """Return a decomposition into simpler operators for each backward operator that has no sharding rule, and for
+    ``convolution_backward``, by operator.
+    """
     known = [op for op in decomposition_table if isinstance(op, torch._ops.OpOverload)]
     table = {op: decomposition_table[op] for op in known if "_backward" in op._schema.name and not has_rule(op)}
     return table | {aten.convolution_backward.default: _convolution_input_gradient}
 
 
 class ConvolutionGeometry(NamedTuple):
-    """Parameters of a convolution, in the order in which torch's operators take them."""
+    """Parameters of a convolution, in the order in which torch's operators take them. ``stride``, ``padding``,
+    ``dilation`` and ``output_padding`` have one entry for each dim of positions.
+    """
 
     stride: list[int]
     padding: list[int]
@@ -335,12 +351,11 @@ class ConvolutionGeometry(NamedTuple):
 
 
 def _convolution_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *how: Any) -> Any:
-    """Compute ``convolution_backward`` for the input's gradient alone by a convolution that does not read the input.
+    """Decompose ``convolution_backward`` into a convolution that does not read the input if only the input's gradient
+    is wanted: return (gradient, ``None``, ``None``). Return ``NotImplemented`` if other gradients are wanted too.
 
-    Returns ``NotImplemented`` if other gradients are wanted too.
-
-    Args:
-        how: the convolution's geometry, then the mask of wanted gradients.
+    ``how``: stride, padding, dilation, whether the convolution is transposed, output padding, number of groups, and the
+    three wanted gradients as booleans.
     """
     *geometry, output_mask = how
     if list(output_mask) != [True, False, False]:
@@ -355,7 +370,7 @@ def _convolution_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias_si
 
 
 class _KeepingValues(fx.Interpreter):
-    """Interpreter of a graph in which attributes (``get_attr``) are read from given tensors."""
+    """Interpreter of a graph in which attributes (``get_attr`` nodes) are read from the tensors ``held``, by name."""
 
     def __init__(self, module: fx.GraphModule, held: Mapping[str, Tensor]) -> None:
         super().__init__(module)
@@ -366,8 +381,9 @@ class _KeepingValues(fx.Interpreter):
 
 
 def _check_effects(graph: fx.Graph, seeds: Sequence[fx.Node]) -> None:
-    """Raise :class:`NotAffine` if ``graph`` has side effects: random draws, or in-place writes to tensors it did not
-    make.
+    """Raise :class:`NotAffine` if ``graph`` has side effects: it draws random numbers, or writes in place to tensors
+    that it did not make. Remove the final writes to the placeholders ``seeds``, which a graph without other in-place
+    operators has at its end.
     """
     for node in list(graph.nodes):
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -381,7 +397,7 @@ def _check_effects(graph: fx.Graph, seeds: Sequence[fx.Node]) -> None:
 
 
 def _drops_nothing(node: fx.Node) -> bool:
-    """Whether a random operator draws only for a dropout that is switched off."""
+    """Return whether the random operator ``node`` draws nothing, because it is a dropout that is switched off."""
     given = dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False)) | node.kwargs  # type: ignore[union-attr]
     return bool(given.get("dropout_p", given.get("p")) == 0 or given.get("train", True) is False)
 
@@ -397,13 +413,8 @@ _SHAPE_ALONE = frozenset(
 
 
 def _drop_seeds(made: fx.GraphModule, num_seeds: int) -> None:
-    """Remove the placeholders of gradients from a transposed graph, which a linear ``backward`` does not need.
-
-    Raises :class:`NotAffine` if their values are read.
-
-    Args:
-        made: the transposed graph.
-        num_seeds: number of these placeholders, which are the first ones.
+    """Remove the first ``num_seeds`` placeholders from the graph ``made``, in place: the gradients that a linear
+    ``backward`` does not need to be transposed. Raise :class:`NotAffine` if their values are read.
     """
     graph = made.graph
     for node in list(graph.nodes):

@@ -80,10 +80,10 @@ def message_time(num_bytes: float, link: Link) -> float:
 
 
 def link_of_parts(link: Link, size: int, gathering: Group | None) -> Link:
-    """Return an equivalent link for a message that ``size`` ranks hold in common. Each rank sends a part of it over
-    ``link`` to its peer, and the peers all-gather the parts (Narayanan et al. 2021, section 4.1). A message over the
-    equivalent link takes as long as all of this. ``gathering``: the group of the peers; ``None``: the all-gather takes
-    no time."""
+    """Return a link on which one message takes as long as the following transfer: each of ``size`` ranks sends its part
+    of a tensor over ``link`` to its peer in the next stage, and the peers all-gather the parts (Narayanan et al. 2021,
+    section 4.1). ``gathering``: the group of the peers; ``None``: the all-gather takes no time.
+    """
     latency, per_byte = link.latency, 1 / (size * link.bandwidth)
     if gathering is not None:
         latency += max(group.one_way_start for group in gathering.every)

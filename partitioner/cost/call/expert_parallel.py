@@ -34,7 +34,7 @@ _ALONE = Group(1)
 @hashed_once
 @dataclass(frozen=True)
 class Spread:
-    """How a call is distributed over ranks besides ``tp`` and ``cp``.
+    """How a call is distributed over ranks by expert parallelism and ZeRO-3, besides ``tp`` and ``cp``.
 
     - ``tp``: number of ranks of the axis ``tp``. ``experts``: the group over which experts are distributed (``ep``).
       ``sharers``: the group of ranks that share one expert. ``expert_tensor``: ratio of ``tp`` to the number of these
@@ -79,8 +79,8 @@ NO_SPREAD = Spread()
 
 
 def expected_loads(tokens: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
-    """Return the expected load of the fullest of ``ranks`` ranks relative to the mean, for each number in ``tokens``.
-    Each token goes to a random rank.
+    """Return, for each number of tokens in ``tokens``, the expected load of the fullest of ``ranks`` ranks relative to
+    the mean load. Each token goes to a random rank.
 
     The expected maximum of a binomial is ``1 + sqrt(2 ln r (r - 1) / t)`` (Raab and Steger 1998).
     """
@@ -92,7 +92,7 @@ def expected_loads(tokens: NDArray[np.float64], ranks: int) -> NDArray[np.float6
 
 @dataclass(frozen=True)
 class ExpertProducts:
-    """The matrix products of a block's experts.
+    """The matrix products of the experts of one block.
 
     ``products``: the nodes of these products. ``entries``: the values sent to the experts. ``exits``: the values that
     come back. ``states``: the names of the experts' weights. ``known``: the planner can distribute these products over
@@ -178,7 +178,9 @@ def _count_row_copies(node: fx.Node) -> float:
 
 def expert_exchanges(region: ExpertProducts, spread: Spread) -> float:
     """Return the seconds of sending tokens to their experts and back, for one pass (forward or backward). ``region``:
-    the products of the block's experts."""
+    the products of the block's experts. ``spread``: how the experts are distributed over ranks. 0 if each rank has all
+    experts, or if the graph contains these collectives already.
+    """
     if spread.ep == 1 or spread.divided:
         return 0.0
     if spread.profile.dispatch == "rows":
@@ -194,12 +196,13 @@ def expert_exchanges(region: ExpertProducts, spread: Spread) -> float:
 
 
 def sorting_seconds(region: ExpertProducts, held: int, spread: Spread, device: DeviceType) -> float:
-    """Return the seconds of sorting received rows by expert and of undoing it, for one pass. ``held``: number of
-    experts in the graph.
+    """Return the seconds of sorting received rows (tokens) by expert and of undoing it, for one pass (forward or
+    backward). ``region``: the products of experts. ``held``: number of experts in the graph. ``spread``: how experts
+    are distributed.
 
     Rows arrive in the order of the sending ranks (``passes/experts/sorted_rows.py``; Megatron-Core's
-    ``sort_chunks_by_idxs``). There is nothing to sort if the rank has one expert, or if the dispatch (``once``) writes
-    rows in sorted order.
+    ``sort_chunks_by_idxs``). There is nothing to sort if the rank has one expert, or if the exchange itself writes rows
+    in sorted order (``dispatch`` ``"once"``).
     """
     if not region.sorts or held * spread.of_experts <= 1 or spread.profile.dispatch == "once":
         return 0.0

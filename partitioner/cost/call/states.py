@@ -35,9 +35,9 @@ class StateCost:
     """Bytes of one state (parameter or buffer) on one rank, with its gradient and optimizer states.
 
     - ``parameter``, ``gradient``, ``optimizer``: bytes of the parameter or buffer itself, of its gradient and of its
-      optimizer states.
-    - ``grad_axes``: the mesh axes over which its gradient is summed. ``stage``: the ZeRO stage. ``replicas``: the
-      number of ranks that shard it under ZeRO. ``hybrid``: these are only a part of the data-parallel ranks.
+      optimizer states, before ZeRO shards them.
+    - ``grad_axes``: the mesh axes over which its gradient is summed. ``stage``: the ZeRO stage (0: none). ``replicas``:
+      the number of ranks that shard it under ZeRO. ``hybrid``: these are only a part of the data-parallel ranks.
       ``expert``: it belongs to experts.
     - ``hosted``: its optimizer states are in host memory, and the optimizer runs there. ``disk``: they are on the
       node's disk and are read for each step. ``passing``: the parameter itself is in host memory, too.
@@ -75,8 +75,9 @@ class StateCost:
 
     @cached_property
     def kind(self) -> Hashable:
-        """Key that is equal for parameters and buffers whose costs differ only in bytes, so that they can be added
-        up."""
+        """Key that is equal for parameters and buffers whose costs differ only in bytes, so that their bytes can be
+        added up.
+        """
         flags = self.stage, self.replicas, self.expert, self.hybrid, self.hosted, self.passing, self.disk
         return self.grad_axes, flags, self.gradient > 0
 
@@ -98,8 +99,9 @@ class StateCost:
 
     @property
     def late(self) -> float:
-        """The part of :attr:`total` that is not allocated before the first reduce-scatter: under ZeRO-2 and ZeRO-3 the
-        shard of the gradient, otherwise 0."""
+        """Bytes that stay on the rank but are not allocated before the first reduce-scatter: under ZeRO-2 and ZeRO-3
+        the shard of the gradient, otherwise 0.
+        """
         return self.gradient_piece if self.stage >= 2 and self.replicas > 1 else 0.0
 
     @property
@@ -155,7 +157,7 @@ class StateCost:
     def zero(
         self, stage: int, replicas: int, expert: bool = False, by_rows: bool = False, hybrid: bool = False
     ) -> StateCost:
-        """Return the cost of this parameter under ZeRO stage ``stage``, sharded over ``replicas`` ranks.
+        """Return the cost of this parameter under ZeRO stage ``stage`` (0: none), sharded over ``replicas`` ranks.
 
         ``expert``: it belongs to experts. ``by_rows``: the ranks of ``tp`` hold different experts. ``hybrid``: only a
         part of the data-parallel ranks shards it.
@@ -199,10 +201,10 @@ class StateCosts(dict[str, StateCost]):
 class Sharded:
     """How parameters, gradients and optimizer states are sharded in addition to ``tp``.
 
-    ``zero``: the ZeRO stage, over ``replicas`` ranks. ``of_experts``: the fraction of the experts' weights that a rank
-    holds. ``expert_replicas``: the number of ranks over which ZeRO shards experts. ``by_rows``: the ranks of ``tp``
-    hold different experts. ``hybrid``: only a part of the data-parallel ranks shards a parameter, and the parts are
-    replicas.
+    ``zero``: the ZeRO stage (0: none), over ``replicas`` ranks. ``of_experts``: the fraction of the experts' weights
+    that a rank holds. ``expert_replicas``: the number of ranks over which ZeRO shards experts. ``by_rows``: the ranks
+    of ``tp`` hold different experts. ``hybrid``: only a part of the data-parallel ranks shards a parameter, and the
+    parts are replicas of each other.
     """
 
     zero: int = 0
@@ -217,8 +219,9 @@ WHOLE = Sharded()
 
 
 def sum_state_costs(costs: Iterable[StateCost]) -> list[StateCost]:
-    """Return the sums of ``costs`` of parameters and buffers, one sum for each kind. Costs of one kind differ in bytes
-    alone."""
+    """Return the sums of the bytes of ``costs``, one for each group of parameters and buffers that differ in bytes
+    alone.
+    """
     kinds: dict[Hashable, tuple[StateCost, list[float]]] = {}
     for cost in costs:
         sums = kinds.setdefault(cost.kind, (cost, [0.0, 0.0, 0.0, 0.0, 0.0]))[1]
@@ -236,9 +239,9 @@ def sum_state_costs(costs: Iterable[StateCost]) -> list[StateCost]:
 class StateKinds(NamedTuple):
     """Parameters and buffers (states) grouped by equal cost.
 
-    ``of_state``: for each name, the index of its kind. ``kinds``: for each kind, one of its states, its layout over
-    ``tp``, whether it belongs to experts, whether every rank of ``cp`` computes its whole gradient, and whether ZeRO-3
-    does not shard it.
+    ``of_state``: name of a state -> index of its group in ``kinds``. ``kinds``: for each group a tuple (one of its
+    states, its layout over ``tp``, whether it belongs to experts, whether every rank of ``cp`` computes its whole
+    gradient, whether ZeRO-3 leaves it whole).
     """
 
     of_state: dict[str, int]
@@ -252,6 +255,12 @@ def kinds_of(
     complete: Collection[str] = (),
     left_whole: Collection[str] = (),
 ) -> StateKinds:
+    """Group ``states`` (name -> parameter or buffer) by equal cost, and return the groups.
+
+    ``layouts``: name -> layout over ``tp``; replicated if absent. ``experts``: names of weights of experts.
+    ``complete``: names of parameters whose whole gradient every rank of ``cp`` computes. ``left_whole``: names of
+    parameters that ZeRO-3 does not shard.
+    """
     numbers: dict[Hashable, int] = {}
     kinds: list[tuple[ModelState, Layout, bool, bool, bool]] = []
     of_state: dict[str, int] = {}
@@ -276,15 +285,15 @@ def state_costs(
     short_gradients: bool = False,
     offload: Collection[str] = (),
 ) -> StateCosts:
-    """Return the cost of each state (parameter or buffer) on a rank that holds it.
+    """Return the cost of each state (parameter or buffer) on a rank that holds it, by name.
 
     The gradient of a parameter is summed over ``dp`` and ``cp``, and over ``tp`` if its layout says that each rank
-    computes a partial sum (``R'``). If every rank of ``cp`` computes the whole gradient, ``cp`` is left out. ZeRO
-    (Rajbhandari et al. 2020) shards optimizer states (1), also gradients (2), and also parameters (3).
+    computes a partial sum (``R'``). If every rank of ``cp`` computes the whole gradient, ``cp`` is left out.
 
-    ``kinds``: the states, grouped by equal cost. ``mesh``: the size of each axis. ``sharded``: how ZeRO and ``ep``
-    shard them. ``offload``: the kinds of data in host memory. ``short_gradients``: a gradient has its parameter's type,
-    even if that is shorter than float32.
+    ``kinds``: the states, grouped by equal cost. ``mesh``: mesh axis -> number of ranks. ``optimizer``: its name.
+    ``sharded``: how ZeRO and ``ep`` shard the states. ``offload``: the kinds of data in host memory (``"optimizer"``,
+    ``"parameters"``) or on ``"disk"``. ``short_gradients``: a gradient has its parameter's dtype, even if that is
+    shorter than float32.
     """
 
     def find(state: ModelState, layout: Layout, expert: bool, complete: bool, small: bool) -> StateCost:
@@ -327,6 +336,11 @@ def _build_state_cost(
     trained: bool,
     short_gradients: bool,
 ) -> StateCost:
+    """Return the cost of one parameter or buffer on a rank, without ZeRO. ``spec``: its whole shape and dtype.
+    ``layout``: its layout over the ``ranks`` ranks of ``tp``. ``mesh``: mesh axis -> number of ranks. ``trained``: it
+    has a gradient and optimizer states. ``short_gradients``: the gradient has the parameter's dtype, even if that is
+    shorter than float32.
+    """
     local = TensorSpec(local_shape(layout, spec.shape, ranks), spec.dtype)
     if not trained:
         return StateCost(local.nbytes)

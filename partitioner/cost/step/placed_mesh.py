@@ -49,7 +49,7 @@ HERE = Link(name="here", bandwidth=1e30, latency=0.0, level=-1)
 @hashed_once
 @dataclass(frozen=True)
 class RankProfile:
-    """The facts that decide how long a block, such as a layer, takes on a rank.
+    """The facts that decide how long one call of a block, such as a layer, takes on a rank.
 
     ``kind``: name of the device type. ``speed``: factor on the type's compute rates and memory bandwidth. ``groups``:
     pairs of a mesh axis and the communication group of the rank along that axis.
@@ -98,9 +98,10 @@ class PlacedMesh:
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)  # shared by copies
 
     def compute_once(self, key: Hashable, find: Callable[[], Found]) -> Found:
-        """Return ``find()``, which is called once for each ``key``. All copies that ``dataclasses.replace`` makes of
-        this object share the results. The ``key`` must therefore contain every field that the result depends on and
-        that copies may change."""
+        """Return the result of ``find()``, which is called once for each ``key``. All copies that
+        ``dataclasses.replace`` makes of this object share the results. The ``key`` must therefore contain every field
+        that the result depends on and that copies may change.
+        """
         if key not in self.memo:
             self.memo[key] = find()
         found: Found = self.memo[key]
@@ -112,21 +113,23 @@ class PlacedMesh:
         return self.topology.types[reference_type(self.topology)]
 
     def group(self, *axes: str) -> Group:
-        """Return the slowest of all groups that the ranks form over ``axes``, on any stage."""
+        """Return the slowest of all groups of ranks along the mesh axes ``axes``, on any pipeline stage."""
         if "pp" in axes:
             return axis_group(self.topology, self.mesh, *axes, devices=self.devices)
         return select_slowest_group(self.stage_groups(*axes))
 
     @cached_property
     def groups(self) -> dict[str, Group]:
-        """The slowest group of each mesh axis with more than one rank (axis -> group). Collectives inside blocks use
-        them."""
+        """The slowest group of ranks along each mesh axis with more than one rank (axis -> group). Costs of collectives
+        inside blocks are computed with them.
+        """
         return {axis: self.group(axis) for axis in AXES if self.mesh.get(axis, 1) > 1}
 
     def stage_groups(self, *axes: str) -> tuple[Group, ...]:
-        """Return, for each stage, the slowest of the groups that its ranks form over ``axes``. ``axes`` excludes
-        ``pp``. The axis ``"experts"`` means the ranks that hold replicas of the same expert; the axes of
-        ``HYBRID_AXES`` are allowed, too."""
+        """Return, for each pipeline stage, the slowest of the groups that its ranks form along the mesh axes ``axes``,
+        which exclude ``pp``. The axis ``"experts"`` means the ranks that hold replicas of the same expert. The axes of
+        hybrid sharding (``dp_replicate``, ``dp_shard``, ``edp_replicate``, ``edp_shard``) are allowed, too.
+        """
         if any(a in HYBRID_AXES for a in axes):
             return self.grid_groups(self.hybrid_grid("edp_shard" in axes or "edp_replicate" in axes), axes)
         others = tuple(a for a in axes if a != "experts")
@@ -162,8 +165,9 @@ class PlacedMesh:
     def _find_slowest_groups(
         self, mesh: Mapping[str, int], axes: tuple[str, ...], ring: bool = False
     ) -> tuple[Group, ...]:
-        """Return, for each stage, the slowest of the groups that its ranks form over ``axes`` of ``mesh``. ``ring``:
-        the groups include the links of messages that ranks send around a ring."""
+        """Return, for each pipeline stage, the slowest of the groups that its ranks form along ``axes`` of ``mesh``
+        (axis -> number of ranks). ``ring``: the groups include the links of messages that ranks send around a ring.
+        """
 
         def find() -> tuple[Group, ...]:
             if self.nested and is_nested([mesh.get(axis, 1) for axis in reversed(AXES)], self.nested):
@@ -186,8 +190,10 @@ class PlacedMesh:
         return hybrid_mesh({**self.mesh, "ep": self.ep}, self.etp, self.dp_shard)
 
     def hybrid_grid(self, experts: bool) -> dict[str, int]:
-        """Return the mesh (axis -> size, outermost first) with ``dp`` divided into ``dp_replicate`` and ``dp_shard``.
-        If ``experts``, return the mesh of the experts, divided into ``edp_replicate`` and ``edp_shard``."""
+        """Return a mesh of the same ranks (axis -> size, outermost first) with ``dp`` divided into ``dp_replicate`` and
+        ``dp_shard``. With ``experts``, return the mesh in which experts are distributed, with the axes
+        ``edp_replicate``, ``edp_shard``, ``ep`` and ``etp``.
+        """
         parts, mesh, pp = self.hybrid_mesh, self.mesh, {"pp": self.mesh.get("pp", 1)}
         if experts:
             edp = {axis: parts[axis] for axis in ("edp_replicate", "edp_shard")}
@@ -232,6 +238,7 @@ class PlacedMesh:
         return self.compute_once(("spread", *used), self._build_spread)
 
     def _build_spread(self) -> Spread:
+        """Return how expert parallelism and ZeRO-3 distribute block calls over the ranks of this mesh."""
         tp = self.mesh.get("tp", 1)
         plain = self.ep == 1 and self.zero != 3 and self.expert_tp == tp
         if plain and self.precision != "fp8" and not self.num_experts and not self.profile.differences:
@@ -303,6 +310,9 @@ class PlacedMesh:
         return self.compute_once(("seats", self.ep, self.expert_tp), self._build_rank_profiles)
 
     def _build_rank_profiles(self) -> tuple[Seats, ...]:
+        """Return, for each pipeline stage, the distinct profiles of its ranks (device type, speed factor, groups along
+        each axis).
+        """
         inner = [axis for axis in AXES if axis != "pp" and self.mesh.get(axis, 1) > 1]
         of_axes = [self.stage_groups(axis) for axis in inner]
         if self.ep > 1:
@@ -329,6 +339,9 @@ class PlacedMesh:
         return self.compute_once(key, lambda: tuple(dict.fromkeys(self.pipelines)))
 
     def _build_pipeline_profiles(self) -> tuple[tuple[Seats, ...], ...]:
+        """Return, for each rank of ``dp``, a tuple with one entry per pipeline stage: the distinct profiles (device
+        type, speed factor, groups) of the ranks of this replica on this stage.
+        """
         dp, expert_mesh = self.mesh.get("dp", 1), self.expert_mesh
         if dp == 1 or self.nested:
             return (self.seats,) * dp
@@ -362,8 +375,10 @@ class PlacedMesh:
         return [self.topology.paced_type(seat.kind, seat.speed) for seat in self.seats[stage]]
 
     def host(self, stage: int) -> HostShare | None:
-        """Return a lower bound on the share of a host that each rank of ``stage`` has: the least bandwidths and memory,
-        and the longest latency. ``None`` if the topology does not describe one of the hosts."""
+        """Return a lower bound on the part of a host's memory and bandwidth that each rank of the stage with index
+        ``stage`` has: the least bandwidths and memory, and the longest latency. ``None`` if the topology does not
+        describe one of the hosts.
+        """
 
         def find() -> tuple[HostShare | None, ...]:
             shares = self.topology.host_shares

@@ -324,7 +324,7 @@ def _backward_peak(block: Block) -> int:
 
 
 def _list_new_values(node: fx.Node) -> list[Value]:
-    """Return the results for which ``node`` allocates memory, as pairs (node, index of the result); empty for a view."""
+    """Return the results for which ``node`` allocates memory, as pairs (node, index); empty for a view."""
     if is_view(node) or collective_name(node.target) == "copy":
         return []
     return [(node, i) for i in range(len(results_of(node)))]

@@ -88,8 +88,8 @@ def without_laggards(
     Clusters with a power of two of nodes are returned even if they are only as fast.
 
     ``lower_bound_s``: function that returns a lower bound on the step with all devices; it is called only if the
-    devices are equal. ``space_of``: returns the search space of a job. ``best``: returns the best plan of a job that
-    takes less than the given seconds.
+    devices are equal. ``space_of``: returns the search space of a job, given its bounds. ``best``: returns the best
+    plan of a job that takes less than the given seconds.
     """
     found = []
     clusters = [(topology, _WORTH) for topology in _list_smaller_clusters(job.topology, best_s, lower_bound_s)]
@@ -150,8 +150,10 @@ def batches_near(global_batch: int, num_devices: int) -> list[int]:
 
 def faster_batches(job: Job, best_s: float, job_of: JobOf, space_of: SpaceOf, best: Best) -> tuple[Baseline, ...]:
     """Return the nearest global batch whose samples take clearly less time each than those of a step of ``best_s``
-    seconds, with its plan; empty if there is none. ``job_of``: returns the job with another batch. ``space_of``,
-    ``best``: see :func:`without_laggards`."""
+    seconds, with its plan; empty if there is none. ``job_of``: returns the job with another batch. ``space_of``:
+    returns the search space of a job, given its bounds. ``best``: returns the best plan of a job that takes less than
+    the given seconds.
+    """
     pinned = job.constraints
     if not job.train or pinned.group_size is not None or pinned.data_shares is not None:
         return ()

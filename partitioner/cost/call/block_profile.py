@@ -368,7 +368,7 @@ class _BlockProfiler:
         return read + is_written * sum(result.nbytes for result in results)
 
     def _runs_each(self, node: fx.Node) -> bool:
-        """Whether ``node`` is a product of experts that is launched separately for each expert."""
+        """Return whether ``node`` is a product of experts that is launched separately for each expert."""
         return self.expert_kernels == "each" and node in self.region.products
 
     def _is_issued(self, node: fx.Node) -> bool:
@@ -534,7 +534,7 @@ def fan_out(node: fx.Node) -> list[Kernel]:
 
 
 def is_state(node: fx.Node, states: set[str]) -> bool:
-    """Whether ``node`` is a parameter or buffer (one of ``states``), or a view of one."""
+    """Return whether ``node`` is a parameter or buffer (one of ``states``), or a view of one."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1 and is_view(node):
         node = node.all_input_nodes[0]
     return node.op == "placeholder" and node.name in states

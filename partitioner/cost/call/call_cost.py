@@ -126,6 +126,7 @@ class CallCost:
 
     @cached_property
     def _selective_cost(self) -> CallCost:
+        """Return this cost with the saved bytes, working bytes and seconds of selective recomputation."""
         return replace(
             self,
             saved_bytes=self.saved_bytes - self.selective_bytes,
@@ -138,8 +139,8 @@ class CallCost:
 
     @cached_property
     def later_s(self) -> float:
-        """Seconds of the backward that may run after the gradients of inputs are sent to the previous stage; at most
-        half of ``backward_s``.
+        """Return the seconds of the backward that may run after the gradients of inputs are sent to the previous
+        pipeline stage; at most half of ``backward_s``.
         """
         return min(self.weights_s, self.backward_s / 2)
 
@@ -149,7 +150,7 @@ class CallCost:
 
     @cached_property
     def recompute_s(self) -> float:
-        """Seconds that recomputation of the whole block adds to backward."""
+        """Return the seconds that recomputation of the whole block adds to backward."""
         return self.forward_total_s - self.forward_only_s
 
     @cached_property
@@ -219,12 +220,14 @@ class CallWork:
 
     @cached_property
     def again(self) -> frozenset[fx.Node]:
-        """The nodes that selective recomputation runs again if every rank holds all experts; empty without training."""
+        """Return the nodes that selective recomputation runs again if every rank holds all experts; empty without
+        training.
+        """
         return self._again(self.block, ()) if self.train else frozenset()
 
     @cached_property
     def _again_apart(self) -> frozenset[fx.Node]:
-        """The nodes that selective recomputation runs again if experts are distributed over several ranks."""
+        """Return the nodes that selective recomputation runs again if experts are distributed over several ranks."""
         entries = self.asked(False).region.entries
         return self._again(self.block, entries) if entries and self.train else self.again
 
@@ -234,7 +237,7 @@ class CallWork:
 
     @cached_property
     def has_experts(self) -> bool:
-        """Whether the block contains experts, so that its cost depends on their distribution over ranks."""
+        """Return whether the block contains experts, so that its cost depends on their distribution over ranks."""
         found = expert_region(self.block)  # the full `asked` may never be needed, and takes long to compute
         return bool(found.entries or found.exits or found.products or found.states & set(self.block.states))
 
@@ -343,7 +346,7 @@ class CallWork:
 
     @cached_property
     def _input_output_bytes(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Bytes of each input and of each output."""
+        """Return the bytes of each input and of each output."""
         placeholders = {n.name: n for n in self.block.placeholders}
         ahead = [placeholders[name] for name in self.block.inputs]
         of_inputs, of_outputs = ([float(n.meta["val"].nbytes) for n in nodes] for nodes in (ahead, self.block.outputs))
@@ -369,9 +372,11 @@ class CallWork:
 
 
 def _count_issued_operators(asked: BlockProfile, half: int, spread: Spread) -> float:
-    """Return the number of operators that the host issues in one part of a block call (``half`` 0: forward, 1: backward
-    for inputs, 2: backward for weights). Operators in recorded CUDA graphs do not count. ``spread``: how the call is
-    distributed over the ranks of experts. The number is a fraction if a rank holds a fraction of an expert."""
+    """Return the number of operators that the host launches in one part of a block call (``half`` 0: forward, 1:
+    backward for inputs, 2: backward for weights). Operators in recorded CUDA graphs do not count. ``asked``: kernels
+    and operators of the block. ``spread``: how experts are distributed over ranks. The number is a fraction if a rank
+    holds a fraction of an expert.
+    """
     of_experts, others = _issued_each(asked, half, spread), float(asked.issued[half])
     if half == 0 and spread.profile.expert_kernels == "each" and asked.held:
         others += max(0, _ROUTING[spread.profile.dispatch] - asked.routing)

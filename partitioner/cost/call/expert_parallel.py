@@ -63,15 +63,16 @@ class Spread:
 
     @property
     def without_experts(self) -> Spread:
-        """This distribution with all fields for experts reset to their defaults, as it applies to a block without
-        experts."""
+        """Return this distribution with all fields for experts reset to their defaults, as it applies to a block
+        without experts.
+        """
         return replace(
             self, experts=_ALONE, expert_shards=_ALONE, expert_tensor=1.0, num_experts=0, sharers=_ALONE, divided=False
         )
 
     @property
     def of_experts(self) -> float:
-        """Fraction of the graph's expert weights that a rank holds."""
+        """Return the fraction of the graph's expert weights that a rank holds."""
         return 1.0 if self.divided else self.expert_tensor / self.ep
 
 
@@ -106,7 +107,7 @@ class ExpertProducts:
     known: bool = False
 
     def reads_entry(self, product: fx.Node) -> bool:
-        """Whether ``product`` directly reads a value that is sent to the experts, apart from views and casts."""
+        """Return whether ``product`` directly reads a value that is sent to the experts, apart from views and casts."""
         return any(
             _skip_views_and_casts(o) in self.entries
             for o in product.all_input_nodes
@@ -115,13 +116,14 @@ class ExpertProducts:
 
     @property
     def sorts(self) -> bool:
-        """Whether the products need rows sorted by expert."""
+        """Return whether the products need rows sorted by expert."""
         return any(operator_name(node) in EXPERT_PRODUCTS for node in self.products)
 
     @property
     def copies(self) -> float:
-        """Number of copies of each row that are sent to experts (such as the ``k`` of top-k routing), as far as the
-        graph shows it; 1 if unknown."""
+        """Return the number of copies of each row that are sent to experts (such as the ``k`` of top-k routing), as far
+        as the graph shows it; 1 if unknown.
+        """
         return max((_count_row_copies(node) for node in self.entries), default=1.0)
 
 

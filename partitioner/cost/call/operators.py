@@ -52,12 +52,12 @@ class Operand(NamedTuple):
 
     @property
     def traffic(self) -> float:
-        """Bytes that are read from memory. Repeated elements are read once and then come from caches."""
+        """Return the bytes that are read from memory. Repeated elements are read once and then come from caches."""
         return self.nbytes / self.repeats
 
     @property
     def gradient(self) -> Operand:
-        """The gradient of the operand, as an operand of the same shape without repeated elements."""
+        """Return the gradient of the operand, as an operand of the same shape without repeated elements."""
         return self if self.repeats == 1.0 else self._replace(repeats=1.0)
 
 
@@ -190,7 +190,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node's result shares its operand's memory."""
+    """Return whether the node's result shares its operand's memory."""
     name = operator_name(node)
     return node.target is operator.getitem or (
         name in VIEWS and not (name in _MAYBE_COPIES and _is_copying_reshape(node))
@@ -210,13 +210,13 @@ def repeats_of(node: fx.Node, copied: bool = False) -> float:
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether the operator is a matrix product, convolution, einsum or fused attention."""
+    """Return whether the operator is a matrix product, convolution, einsum or fused attention."""
     name = operator_name(node)
     return name in _PRODUCTS or name in _ATTENTION or name == "einsum"
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Whether the operator is a fused attention."""
+    """Return whether the operator is a fused attention."""
     return operator_name(node) in _ATTENTION
 
 
@@ -229,7 +229,9 @@ def _only_sends(node: fx.Node) -> bool:
 
 
 def _is_strided_shard(node: fx.Node) -> bool:
-    """Whether the operator copies a rank's part of a whole tensor, because the part is not contiguous in memory."""
+    """Return whether the operator copies a rank's part of a whole tensor, because this part is not contiguous in
+    memory.
+    """
     if collective_name(node.target) not in ("shard_slice", "shard_narrow"):
         return False
     dim = get_node_argument(node, "dim")
@@ -237,7 +239,7 @@ def _is_strided_shard(node: fx.Node) -> bool:
 
 
 def _is_copying_reshape(node: fx.Node) -> bool:
-    """Whether a reshape has to copy, because its operand is not contiguous in memory."""
+    """Return whether a reshape has to copy, because its operand is not contiguous in memory."""
     source = node.args[0]
     if not isinstance(source, fx.Node):
         return False
@@ -249,7 +251,7 @@ def _is_copying_reshape(node: fx.Node) -> bool:
 
 @lru_cache(maxsize=1024)
 def _copies_to_reshape(shape: Shape, strides: tuple[int, ...], target: Shape) -> bool:
-    """Whether a tensor of ``shape`` with these ``strides`` has no view of shape ``target``."""
+    """Return whether a tensor of ``shape`` with these ``strides`` has no view of shape ``target``."""
     try:
         torch.empty_strided(shape, strides, device="meta").view(target)
     except RuntimeError:

@@ -369,8 +369,9 @@ def _depends_on_inputs(block: Block) -> set[fx.Node]:
 
 
 def _is_sum(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether the gradient of ``operand`` is a sum over a much larger tensor. It is then computed in the half of
-    backward for inputs."""
+    """Return whether the gradient of ``operand`` is a sum over a much larger tensor. It is then computed in the half of
+    backward for inputs.
+    """
     return not is_product(node) and is_early(size_of(value_of(operand)), size_of(value_of(node)))
 
 

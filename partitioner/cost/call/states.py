@@ -61,13 +61,17 @@ class StateCost:
 
     @cached_property
     def scatter_axes(self) -> tuple[str, ...]:
-        """The axes over which its gradient is reduce-scattered to shards; empty without ZeRO."""
+        """Return the mesh axes over which the gradient of the parameter is reduce-scattered to shards; empty without
+        ZeRO.
+        """
         shared = tuple(a for a in self.grad_axes if a != "tp") if self.stage else ()
         return tuple(INNER[a] for a in shared) if self.hybrid else shared
 
     @cached_property
     def rest_axes(self) -> tuple[str, ...]:
-        """The axes over which its gradient, or the shard that a reduce-scatter leaves, is all-reduced."""
+        """Return the mesh axes over which the gradient of the parameter, or the shard that a reduce-scatter leaves, is
+        all-reduced.
+        """
         if not self.stage:
             return self.grad_axes
         outer = (OUTER[a] for a in self.grad_axes if self.hybrid and a in OUTER)
@@ -75,16 +79,17 @@ class StateCost:
 
     @cached_property
     def kind(self) -> Hashable:
-        """Key that is equal for parameters and buffers whose costs differ only in bytes, so that their bytes can be
-        added up.
+        """Return a key that is equal for parameters and buffers whose costs differ only in bytes, so that their bytes
+        can be added up.
         """
         flags = self.stage, self.replicas, self.expert, self.hybrid, self.hosted, self.passing, self.disk
         return self.grad_axes, flags, self.gradient > 0
 
     @cached_property
     def kept(self) -> dict[str, float]:
-        """Bytes that stay on the rank, by kind of data (``"parameters"``, ``"gradients"``, ``"optimizer"``,
-        ``"residuals"``). ZeRO-1 keeps both the whole gradient and its shard."""
+        """Return the bytes that stay on the rank, by kind of data (``"parameters"``, ``"gradients"``, ``"optimizer"``,
+        ``"residuals"``). ZeRO-1 keeps both the whole gradient and its shard.
+        """
         sizes = {"parameters": (self.parameter, 3), "gradients": (self.gradient, 2), "optimizer": (self.optimizer, 1)}
         kept = {kind: size / self.replicas if self.stage >= at else size for kind, (size, at) in sizes.items()}
         if self.stage == 1 and self.replicas > 1:
@@ -99,15 +104,16 @@ class StateCost:
 
     @property
     def late(self) -> float:
-        """Bytes that stay on the rank but are not allocated before the first reduce-scatter: under ZeRO-2 and ZeRO-3
-        the shard of the gradient, otherwise 0.
+        """Return the bytes that stay on the rank but are not allocated before the first reduce-scatter: under ZeRO-2
+        and ZeRO-3 the shard of the gradient, otherwise 0.
         """
         return self.gradient_piece if self.stage >= 2 and self.replicas > 1 else 0.0
 
     @property
     def in_host(self) -> float:
-        """Bytes in host memory: offloaded optimizer states with their parameter and its gradient, or an offloaded
-        parameter."""
+        """Return the bytes in host memory: offloaded optimizer states with their parameter and its gradient, or an
+        offloaded parameter.
+        """
         share = self.replicas if self.stage else 1
         if self.hosted and self.gradient:
             states = 0.0 if self.disk else self.optimizer
@@ -116,30 +122,34 @@ class StateCost:
 
     @property
     def on_disk(self) -> float:
-        """Bytes on disk: optimizer states, including the float32 copy of the parameter if there is one."""
+        """Return the bytes on disk: optimizer states, including the float32 copy of the parameter if there is one."""
         return self.optimizer / (self.replicas if self.stage else 1) if self.disk and self.gradient else 0.0
 
     @property
     def disk_traffic(self) -> float:
-        """Bytes that one step reads from and writes to the disk. Everything there is read and written, and the copy of
-        the parameter that is sent to the device is read once more."""
+        """Return the bytes that one optimizer step reads from and writes to the disk. All optimizer states on disk are
+        read and written, and the copy of the parameter that is sent to the device is read once more.
+        """
         share = self.replicas if self.stage else 1
         return (2 * self.optimizer + self.master) / share if self.disk and self.gradient else 0.0
 
     @cached_property
     def total(self) -> float:
-        """Bytes that stay on the rank, of all kinds together."""
+        """Return the bytes that stay on the rank, of all kinds together."""
         return sum(self.kept.values())
 
     @property
     def gradient_piece(self) -> float:
-        """Bytes of the gradient that are left on a rank after the reduce-scatter; the whole gradient without ZeRO."""
+        """Return the bytes of the gradient that are left on a rank after the reduce-scatter; the whole gradient without
+        ZeRO.
+        """
         return self.gradient / self.replicas if self.stage else self.gradient
 
     @property
     def update(self) -> float:
-        """Bytes that an optimizer step reads and writes: the parameter and the optimizer states both ways, the gradient
-        once."""
+        """Return the bytes that an optimizer step reads and writes: the parameter and the optimizer states both ways,
+        the gradient once.
+        """
         whole = 2 * (self.parameter + self.optimizer) + self.gradient if self.gradient else 0.0
         return whole / self.replicas if self.stage else whole
 
@@ -182,18 +192,19 @@ class StateCosts(dict[str, StateCost]):
 
     @cached_property
     def scattered(self) -> dict[str, StateCost]:
-        """The costs of the parameters that ZeRO shards among several ranks, by name."""
+        """Return the costs of the parameters that ZeRO shards among several ranks, by name."""
         return {name: cost for name, cost in self.items() if cost.stage and cost.replicas > 1}
 
     @cached_property
     def gradient(self) -> float:
-        """Bytes of all gradients before they are reduce-scattered."""
+        """Return the bytes of all gradients before they are reduce-scattered."""
         return sum(cost.gradient for cost in self.values())
 
     @cached_property
     def late(self) -> dict[str, float]:
-        """Bytes of each parameter that are not allocated before its gradient is first reduce-scattered, by name. Under
-        ZeRO-2 and ZeRO-3 this is the shard of the gradient."""
+        """Return the bytes of each parameter that are not allocated before its gradient is first reduce-scattered, by
+        name. Under ZeRO-2 and ZeRO-3 this is the shard of the gradient.
+        """
         return {name: cost.late for name, cost in self.items() if cost.late}
 
 
@@ -297,6 +308,10 @@ def state_costs(
     """
 
     def find(state: ModelState, layout: Layout, expert: bool, complete: bool, small: bool) -> StateCost:
+        """Return the cost of one group of equal parameters or buffers, given one of them, its layout over ``tp``,
+        whether it belongs to ``expert``s, whether every rank of ``cp`` computes its ``complete`` gradient, and whether
+        ZeRO-3 leaves it whole (``small``).
+        """
         trained = train and state.requires_grad
         apart = complete and trained and not expert
         own = {**mesh, "cp": 1} if apart else mesh

@@ -76,17 +76,17 @@ class GroupSpeeds:
 
     @cached_property
     def number(self) -> int:
-        """Number of groups."""
+        """Return the number of groups of ranks."""
         return int(self.counts.sum())
 
     @cached_property
     def together(self) -> float:
-        """Sum of the speeds of all groups."""
+        """Return the sum of the speeds of all groups of ranks."""
         return float(self.speeds @ self.counts)
 
     @cached_property
     def fastest(self) -> float:
-        """Speed of the fastest group."""
+        """Return the speed of the fastest group of ranks."""
         return float(self.speeds[0])
 
     def fastest_together(self, number: Counts) -> Vector:

@@ -255,7 +255,9 @@ def lost_by(machine: PlacedMesh, constraints: Constraints) -> Callable[[StateCos
 
 
 def may_be_hierarchical(topology: Topology, constraints: Constraints) -> bool:
-    """Whether the program may reduce gradients hierarchically, by separate collectives inside and between nodes."""
+    """Return whether the program may reduce gradients hierarchically, by separate collectives inside nodes and between
+    nodes.
+    """
     if constraints.hierarchical is None:
         return topology.single_ring and topology.num_nodes > 1
     return constraints.hierarchical
@@ -298,7 +300,9 @@ class GradientReduction:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """All fields except ``by_axes``, in the order of their declaration."""
+        """Return six durations in seconds: all reductions, the last bucket, gathers of parameters, reduce-scatters per
+        further microbatch, compression, compression per further microbatch.
+        """
         return self.total_s, self.last_s, self.gather_s, self.again_s, self.coding_s, self.coding_again_s
 
     def exposed(

@@ -109,7 +109,7 @@ class PlacedMesh:
 
     @cached_property
     def device(self) -> DeviceType:
-        """The device type for which layouts are chosen: the most common one of the topology."""
+        """Return the device type for which layouts are chosen: the most common one of the topology."""
         return self.topology.types[reference_type(self.topology)]
 
     def group(self, *axes: str) -> Group:
@@ -120,8 +120,8 @@ class PlacedMesh:
 
     @cached_property
     def groups(self) -> dict[str, Group]:
-        """The slowest group of ranks along each mesh axis with more than one rank (axis -> group). Costs of collectives
-        inside blocks are computed with them.
+        """Return the slowest group of ranks along each mesh axis with more than one rank (axis -> group). Costs of
+        collectives inside blocks are computed with them.
         """
         return {axis: self.group(axis) for axis in AXES if self.mesh.get(axis, 1) > 1}
 
@@ -179,8 +179,9 @@ class PlacedMesh:
 
     @cached_property
     def expert_mesh(self) -> dict[str, int]:
-        """The mesh of the same ranks from the experts' point of view (axis -> size). ``dp`` counts the replicas of an
-        expert, ``cp`` stands for ``ep``, and ``tp`` for ``etp``."""
+        """Return a mesh of the same ranks (axis -> size) in which groups for experts are found: ``dp`` counts the
+        replicas of an expert, ``cp`` stands for ``ep``, and ``tp`` for ``etp``.
+        """
         room = math.prod(self.mesh.get(axis, 1) for axis in ("dp", "cp", "tp"))
         etp = self.expert_tp
         return {"pp": self.mesh.get("pp", 1), "dp": room // (self.ep * etp), "cp": self.ep, "tp": etp, "ep": 1}
@@ -203,30 +204,33 @@ class PlacedMesh:
 
     @property
     def hybrid(self) -> bool:
-        """Whether ZeRO shards parameters, gradients and optimizer states over a part of the ``dp`` ranks (hybrid
-        sharding). The parts are then replicas of each other."""
+        """Return whether ZeRO shards parameters, gradients and optimizer states over a part of the ``dp`` ranks (hybrid
+        sharding). The parts are then replicas of each other.
+        """
         return self.zero > 0 and self.dp_shard not in (0, self.mesh.get("dp", 1))
 
     @property
     def expert_tp(self) -> int:
-        """Number of ranks that share one expert."""
+        """Return the number of ranks that share one expert."""
         return self.etp or self.mesh.get("tp", 1)
 
     @property
     def by_rows(self) -> bool:
-        """Whether the ranks of ``tp`` hold different whole experts and process different rows (tokens), instead of
-        sharing each expert."""
+        """Return whether the ranks of ``tp`` hold different whole experts and process different rows (tokens), instead
+        of sharing each expert.
+        """
         return split_of(self.mesh.get("tp", 1), self.ep, self.etp) == "rows"
 
     @property
     def replicas(self) -> int:
-        """Number of ranks among which ZeRO shards a parameter that does not belong to experts."""
+        """Return the number of ranks among which ZeRO shards a parameter that does not belong to experts."""
         return (self.dp_shard or self.mesh.get("dp", 1)) * self.mesh.get("cp", 1)
 
     @property
     def spread(self) -> Spread:
-        """How block calls are distributed over ranks by expert parallelism and ZeRO-3. The groups are the slowest of
-        any stage."""
+        """Return how block calls are distributed over ranks by expert parallelism and ZeRO-3. The groups are the
+        slowest of any stage.
+        """
         used = (
             self.ep,
             self.etp,
@@ -259,7 +263,7 @@ class PlacedMesh:
 
     @property
     def sharded(self) -> Sharded:
-        """How parameters, gradients and optimizer states are sharded in addition to ``tp``."""
+        """Return how parameters, gradients and optimizer states are sharded in addition to ``tp``."""
         held = self.spread.of_experts
         sharers = self.hybrid_mesh["edp_shard"]
         return Sharded(self.zero, self.replicas, held, sharers, self.by_rows, self.hybrid)
@@ -284,14 +288,15 @@ class PlacedMesh:
 
     @property
     def capacity(self) -> tuple[int, ...]:
-        """Usable bytes of a rank, for each stage. The smallest device of a stage counts."""
+        """Return the usable bytes of a rank, for each stage. The smallest device of a stage counts."""
         whole = self.compute_once("capacity", lambda: stage_capacity(self.topology, self.mesh, self.devices))
         return tuple(max(0, room - self.reserve) for room in whole) if self.reserve else whole
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """The link from each stage to the next, ``pp - 1`` entries. It is the slowest link between ranks of the two
-        stages."""
+        """Return the link from each stage to the next, ``pp - 1`` entries. It is the slowest link between ranks of the
+        two stages.
+        """
         return self.compute_once("links", lambda: stage_links(self.topology, self.mesh, self.devices))
 
     def link(self, stage: int, other: int) -> Link:
@@ -305,8 +310,9 @@ class PlacedMesh:
 
     @property
     def seats(self) -> tuple[Seats, ...]:
-        """For each stage, the distinct profiles of its ranks: device type, speed factor and communication groups. The
-        groups are the slowest ones of the stage. Equal tuples are one object."""
+        """Return, for each stage, the distinct profiles of its ranks: device type, speed factor and communication
+        groups. The groups are the slowest ones of the stage. Equal tuples are one object.
+        """
         return self.compute_once(("seats", self.ep, self.expert_tp), self._build_rank_profiles)
 
     def _build_rank_profiles(self) -> tuple[Seats, ...]:
@@ -327,14 +333,17 @@ class PlacedMesh:
 
     @property
     def pipelines(self) -> tuple[tuple[Seats, ...], ...]:
-        """For each rank of ``dp``, a tuple with one entry per stage: the distinct profiles (device type, speed factor,
-        groups) of the ranks of this replica on this stage. Replicas do not wait for each other inside the pipeline, so
-        each has its own groups. Equal tuples are one object."""
+        """Return, for each rank of ``dp``, a tuple with one entry per stage: the distinct profiles (device type, speed
+        factor, groups) of the ranks of this replica on this stage. Replicas do not wait for each other inside the
+        pipeline, so each has its own groups. Equal tuples are one object.
+        """
         return self.compute_once(("pipelines", self.ep, self.expert_tp), self._build_pipeline_profiles)
 
     @property
     def distinct_pipelines(self) -> tuple[tuple[Seats, ...], ...]:
-        """The distinct entries of :attr:`pipelines`, in the order of the first rank of ``dp`` that has them."""
+        """Return the distinct pipelines among the ranks of ``dp``, in the order of the first rank that has them. A
+        pipeline is a tuple with the distinct rank profiles (device type, speed factor, groups) of each stage.
+        """
         key = "distinct pipelines", self.ep, self.expert_tp
         return self.compute_once(key, lambda: tuple(dict.fromkeys(self.pipelines)))
 
@@ -381,6 +390,9 @@ class PlacedMesh:
         """
 
         def find() -> tuple[HostShare | None, ...]:
+            """Return, for each pipeline stage, the least share of a host that its ranks have; ``None`` if some host is
+            not described.
+            """
             shares = self.topology.host_shares
             if len(self.topology.different_host_shares) == 1:
                 return (shares[0],) * self.mesh.get("pp", 1)
@@ -393,7 +405,7 @@ class PlacedMesh:
 
     @cached_property
     def peak(self) -> float:
-        """Sum of the peak FLOP/s of all devices in ``precision``."""
+        """Return the sum of the peak FLOP/s of all devices in ``precision``."""
         paces, of_device = self.topology.paces
         counts = np.bincount(
             of_device[map_ranks_to_devices(self.topology, self.mesh, self.devices)], minlength=len(paces)

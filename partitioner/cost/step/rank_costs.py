@@ -40,7 +40,7 @@ class CallCostCache:
 
     @cached_property
     def _communication_axes(self) -> frozenset[str]:
-        """The mesh axes over which some block has a collective."""
+        """Return the mesh axes over which some block has a collective."""
         nodes = [
             n for block in self.blocks.values() for n in block.graph.nodes if collective_name(n.target) is not None
         ]
@@ -48,7 +48,7 @@ class CallCostCache:
 
     @cached_property
     def _call_works(self) -> dict[str, CallWork]:
-        """For each block name, the object that computes the costs of the block's calls on any device."""
+        """Return, for each block name, the object that computes the costs of the block's calls on any device."""
         for block in self.blocks.values():
             key = SameObject(block)
             if key not in self.works:

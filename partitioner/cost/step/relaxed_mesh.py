@@ -190,7 +190,7 @@ def _best_hops(topology: Topology, size: int) -> tuple[Hop, ...]:
 
 
 def no_slower(group: Group, other: Group) -> bool:
-    """Whether no collective and no message takes longer over ``group`` than over ``other``, up to rounding."""
+    """Return whether no collective and no message takes longer over ``group`` than over ``other``, up to rounding."""
     # pairs of groups; a collective time is a start plus a slope
     lines = [(own, least) for own in group.every for least in other.every]
     hops = [pair for own, least in lines if own.hops and least.hops for pair in zip(own.hops, least.hops, strict=True)]
@@ -236,6 +236,10 @@ def _enumerate_groups(
     alike = bool((topology.network_share == topology.network_share[0]).all())
 
     def further(number: int, parts: int, below: _Range, tiers: tuple[Tier, ...], ring: float) -> Iterator[Group]:
+        """Yield the groups whose inner levels are decided. ``number``: index of the next level. ``parts``: number of
+        parts on the level below. ``below``: range of the size of the smallest part there. ``tiers``: the levels decided
+        so far. ``ring``: bandwidth of a ring over them.
+        """
         if number == len(storeys):
             if parts == 1:
                 yield Group(size, tiers, ring=ring)

@@ -57,6 +57,9 @@ def stage_buckets(
     ]
 
     def priced(members: Sequence[tuple[int, StateCost]]) -> GradientBucket:
+        """Return the bucket of ``members``, with the time of its collectives. A member is a pair (index of the first
+        block call that reads the parameter, cost of the parameter).
+        """
         cost = members[0][1]
         gradients = sum(c.gradient for _, c in members)
         place = min(p for p, _ in members)

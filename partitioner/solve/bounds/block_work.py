@@ -298,7 +298,7 @@ class DeviceKinds:
 
     @property
     def differ(self) -> bool:
-        """Whether the topology has several device types."""
+        """Return whether the topology has several device types."""
         return len(self.counts) > 1
 
     def seconds(self, blocks: Mapping[str, BlockWork], candidates: Sequence[MeshCandidate]) -> tuple[Matrix, Matrix]:

@@ -258,7 +258,7 @@ class ModelBounds:
         return pool_of(speeds, self._kinds.counts, size, candidate.dp if apart else 1)
 
     def may_differ(self, candidate: MeshCandidate) -> bool:
-        """Whether faster ranks of ``dp`` may compute more microbatches than slower ones."""
+        """Return whether faster ranks of ``dp`` may compute more microbatches than slower ones."""
         return self._kinds.differ and self.job.goes_apart(candidate)
 
     def rounds(self, candidate: MeshCandidate) -> float:
@@ -383,7 +383,7 @@ class ModelBounds:
 
     @cached_property
     def _equal_rooms(self) -> bool:
-        """Whether programs may use equally many bytes on all devices."""
+        """Return whether programs may use equally many bytes on all devices."""
         kinds = {self.topology.types[kind].communicator for kind, _ in self.topology.paces[0]}
         return len(kinds) == 1 and bool(self.topology.usable.min() == self.topology.usable.max())
 

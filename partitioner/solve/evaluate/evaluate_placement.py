@@ -194,8 +194,9 @@ class PlacementEvaluator:
 
     @property
     def _has_floor(self) -> bool:
-        """Whether a quick lower bound on the step time exists: the schedule is simulated and has one stage on each
-        rank."""
+        """Return whether a quick lower bound on the step time exists: the schedule is simulated and has one stage on
+        each rank.
+        """
         return not is_formula(self.candidate.schedule) and is_plain(
             self.candidate.schedule, self.candidate.virtual_stages
         )

@@ -156,8 +156,8 @@ class CandidateEvaluator:
 
     @property
     def without_share_history(self) -> CandidateEvaluator:
-        """A copy of this evaluator that does not know which divisions of the batch among ranks were good on earlier
-        placements.
+        """Return a copy of this evaluator that does not know which divisions of the batch among ranks were good on
+        earlier placements.
         """
         return replace(self, _records=defaultdict(ShareRecord))
 
@@ -178,8 +178,9 @@ class CandidateEvaluator:
         return seconds
 
     def tries_all(self, candidate: MeshCandidate) -> bool:
-        """Whether :meth:`solve` covers all placements of the candidate and all divisions of the batch among the ranks
-        of ``dp``."""
+        """Return whether :meth:`solve` covers all placements of the candidate and all divisions of the batch among the
+        ranks of ``dp``.
+        """
         complete, nested = self.placements.complete(candidate.grid), self.placements.nested(candidate.grid)
         return complete and (nested or not self.job.goes_apart(candidate))  # nested replicas are equal
 
@@ -232,9 +233,10 @@ class CandidateEvaluator:
     def expect(
         self, floors: Iterable[tuple[MeshCandidate, int]], shardings: Iterable[tuple[MeshCandidate, int]]
     ) -> None:
-        """Announce calls of :meth:`floor` and solutions of sharding problems that will be needed, so that a second
-        process can compute them ahead. Both are pairs of a candidate and a microbatch size, approximately in order of
-        use."""
+        """Announce what will be needed, so that a second process can compute it ahead. ``floors``: lower bounds on
+        blocks. ``shardings``: solutions of sharding problems. Both are pairs of a candidate and a microbatch size in
+        samples, approximately in order of use.
+        """
         wanted = (self._wanted(p, size, self._is_whole(p, size)) for p, size in shardings)
         self.locals.expect(wanted, self._readings(floors))
 
@@ -348,12 +350,13 @@ class CandidateEvaluator:
 
     @property
     def _has_mixed_speeds(self) -> bool:
-        """Whether devices have different speeds."""
+        """Return whether devices have different speeds."""
         return len(self.job.topology.paces[0]) > 1
 
     def _is_at_best(self, candidate: MeshCandidate) -> bool:
-        """Whether lower bounds on calls assume the devices and groups that the shardings are optimized for. Only then
-        can bounds be scaled from one microbatch size to another."""
+        """Return whether lower bounds on calls assume the devices and groups that the shardings are optimized for. Only
+        then can bounds be scaled from one microbatch size to another.
+        """
         if self.placements.complete(candidate.grid):
             return True
         groups = dict(self.locals.reference_seat(candidate.tp, candidate.cp).groups).values()

@@ -131,8 +131,9 @@ class LocalModels:
 
     @cached_property
     def coupled(self) -> bool:
-        """Whether samples of the batch interact, so that the graphs depend on whether all samples of a rank are one
-        microbatch."""
+        """Return whether samples of the batch interact, so that the graphs depend on whether all samples of a rank are
+        one microbatch.
+        """
         if self.job.constraints.group_size is not None:
             return False  # a microbatch is one group, however many the rank has
         batch, samples = self.job.batch, self.job.global_batch

@@ -101,7 +101,7 @@ class ReducedProblem:
 
     @property
     def nodes(self) -> list[int]:
-        """The indices of the nodes that are not yet decided."""
+        """Return the indices of the nodes that are not yet decided."""
         return [i for i, done in enumerate(self._done) if not done]
 
     def run(self, *, dominance: bool = True) -> None:

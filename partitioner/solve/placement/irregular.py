@@ -64,7 +64,9 @@ def group_size(mesh: Mapping[str, int]) -> int:
 
 
 def has_all_arrangements(topology: Topology) -> bool:
-    """Whether :func:`list_arrangements` returns every possible placement. This is the case for at most four devices."""
+    """Return whether :func:`list_arrangements` returns every possible placement. This is the case for at most four
+    devices.
+    """
     return topology.num_devices <= _EVERY
 
 

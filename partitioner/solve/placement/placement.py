@@ -115,9 +115,10 @@ class Placements:
         self._levels = equal_levels(self.topology)
 
     def nested(self, mesh: Mapping[str, int]) -> bool:
-        """Whether all devices are equal, all links at one distance are equal, and no axis of ``mesh`` straddles a level
-        of links, as an axis of 2 ranks would in nodes of 3 devices. Then placements differ only in which part of each
-        axis lies inside a node, between nodes, and so on."""
+        """Return whether all devices are equal, all links at one distance are equal, and no axis of ``mesh`` straddles
+        a level of links, as an axis of 2 ranks would in nodes of 3 devices. Then placements differ only in which part
+        of each axis lies inside a node, between nodes, and so on.
+        """
         return self._levels is not None and is_regular_nesting(mesh, self._levels)
 
     def complete(self, mesh: Mapping[str, int]) -> bool:
@@ -148,8 +149,9 @@ class Placements:
 
     @property
     def _differ_inside(self) -> bool:
-        """Whether single pairs of devices have links of their own. Then it matters which devices form a group
-        together."""
+        """Return whether single pairs of devices have links of their own. Then it matters which devices form a group
+        together.
+        """
         return bool(self.topology.own_links or self.topology.pattern_kinds)
 
     def best_group(self, size: int, everywhere: bool = False) -> Group:
@@ -316,9 +318,10 @@ class Placements:
         return best
 
     def _is_better(self, found: BestPlacement[Result], best: BestPlacement[Result]) -> bool:
-        """Whether ``found`` costs less than ``best``. If both cost the same and single pairs of devices have links of
-        their own, ``found`` is also better if its groups communicate faster in total. This helps if several groups are
-        equally slow, so that making one faster does not change the cost yet."""
+        """Return whether ``found`` costs less than ``best``. If both cost the same and single pairs of devices have
+        links of their own, ``found`` is also better if its groups communicate faster in total. This helps if several
+        groups are equally slow, so that making one faster does not change the cost yet.
+        """
         if found.cost < best.cost * (1 - _BETTER):
             return True
         alike = self._differ_inside and found.cost <= best.cost * (1 + _BETTER)

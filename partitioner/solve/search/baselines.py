@@ -404,6 +404,9 @@ def no_candidates(found: Sequence[StandardLayout], names: Collection[str]) -> li
 def _plan_candidate_report(
     candidate: MeshCandidate, evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate], cutoff_s: float = math.inf
 ) -> Candidate:
+    """Plan ``candidate`` with ``evaluate``, and return its row for the report, with the reason if there is no plan.
+    ``cutoff_s``: plans of at least this many seconds per step are of no interest.
+    """
     try:
         return build_candidate_report(candidate, evaluate(candidate, cutoff_s))
     except PartitionError as error:

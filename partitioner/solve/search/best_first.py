@@ -51,8 +51,10 @@ class Bounds(Protocol):
 
     @property
     def family_bounds(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
-        """Return the functions that compute a lower bound in seconds for a family of candidates, to be called in order.
-        Their arguments are the candidates of the family and a cutoff in seconds; a bound above it need not be exact."""
+        """Return the functions that compute a lower bound in seconds for a family (candidates that are bounded
+        together), to be called in order. Their arguments are the candidates of the family and a cutoff in seconds; a
+        bound above it need not be exact.
+        """
 
     @property
     def candidate_bounds(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
@@ -92,6 +94,7 @@ class SearchProgress:
         return format_html_figures("Search in progress", self._list_figures())
 
     def _list_figures(self) -> list[tuple[str, str]]:
+        """Return the figures of the report as pairs (name, text)."""
         return [
             ("solved", f"{self.num_evaluated:,}"),
             ("bounds", f"{self.num_bounded:,}"),
@@ -435,7 +438,7 @@ class BestFirstSearch:
 
 
 def _has_virtual_stages(candidate: MeshCandidate) -> bool:
-    """Whether a rank has several stages, or the number of microbatches that it holds has no closed formula."""
+    """Return whether a rank has several stages, or the number of microbatches that it holds has no closed formula."""
     return not is_plain(candidate.schedule, candidate.virtual_stages)
 
 

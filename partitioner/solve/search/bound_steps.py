@@ -112,15 +112,16 @@ class BoundCascade:
 
     @property
     def family_bounds(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
-        """The functions that bound a family (candidates that differ in ZeRO alone), in the order in which they are
-        called. The first two use the sharding of the largest microbatch: an even division into stages, then the best
-        stages in the memory of the member that needs least. The last two do the same with the family's own sharding.
+        """Return the functions that bound a family (candidates that differ in ZeRO alone), in the order in which they
+        are called. The first two use the sharding of the largest microbatch: an even division into stages, then the
+        best stages in the memory of the member that needs least. The last two do the same with the family's own
+        sharding.
         """
         return self._even, self._bound_least_memory_stages, self._own_even, self._own_lean
 
     @cached_property
     def candidate_bounds(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
-        """The functions that bound one candidate, increasingly tight.
+        """Return the functions that bound one candidate, increasingly tight.
 
         The first checks whether parameters and optimizer states fit. The next ones use the sharding of the largest
         microbatch: an even division into stages with the collectives of ZeRO, and the best stages. Then the same with

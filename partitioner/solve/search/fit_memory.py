@@ -261,8 +261,8 @@ class _MemoryShortfall:
 
 
 def can_fit_program(job: Job, chosen: SolvedCandidate) -> bool:
-    """Whether the program of ``chosen`` fits in device memory, or exceeds it by no more than a small tolerance. Returns
-    ``True`` for plans that are only estimated, because they have no program.
+    """Return whether the program of ``chosen`` fits in device memory, or exceeds it by no more than a small tolerance.
+    Returns ``True`` for plans that are only estimated, because they have no program.
     """
     if planned_only(job, chosen.candidate, job.constraints):
         return True

@@ -65,7 +65,7 @@ class CandidateOutcome:
 
     @property
     def is_open(self) -> bool:
-        """Whether the candidate was neither evaluated nor found infeasible."""
+        """Return whether the candidate was neither evaluated nor found infeasible."""
         return self.evaluated is None and self.error is None
 
     @property
@@ -78,7 +78,7 @@ class CandidateOutcome:
 
     @property
     def says(self) -> bool:
-        """Whether the bound of this candidate counts in the bound of the whole search."""
+        """Return whether the bound of this candidate counts in the bound of the whole search."""
         return self.status == "bounded" or (self.evaluated is not None and self.evaluated.least is not None)
 
 

@@ -329,6 +329,7 @@ def _search_candidates(
     as_long_s = max(_LEAST_S, search_s)
 
     def others() -> tuple[Baseline, ...]:
+        """Return the outcomes of the layouts, smaller clusters and batches with which the report compares the plan."""
         if not compare:
             return ()
         until = min(deadline, time.monotonic() + as_long_s)

@@ -150,8 +150,9 @@ class SearchSpace:
         return self.global_batch // (self.constraints.group_size or 1)
 
     def splits(self, dp: int) -> bool:
-        """Whether the batch can be distributed over ``dp`` ranks: evenly or, if that is not required, with at least one
-        unit for each rank."""
+        """Return whether the batch can be distributed over ``dp`` ranks: evenly or, if that is not required, with at
+        least one unit for each rank.
+        """
         return self.units % dp == 0 or (not self.even and dp <= self.units)
 
     @property

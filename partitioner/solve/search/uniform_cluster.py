@@ -167,8 +167,9 @@ class UniformClusterBound:
 
     @cached_property
     def _are_near(self) -> bool:
-        """Whether the mean peak FLOP/s of the devices is near that of the best device, so that the bound is not
-        loose."""
+        """Return whether the mean peak FLOP/s of the devices is near that of the best device, so that the bound is not
+        loose.
+        """
         job = self._evaluator.job
         paces, of_device = job.topology.paces
         rates = np.array([job.topology.types[kind].peak_of(job.precision) * speed for kind, speed in paces])

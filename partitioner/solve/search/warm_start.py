@@ -81,7 +81,7 @@ class WarmStart:
                 return
 
     def _is_worth(self, candidate: MeshCandidate) -> bool:
-        """Whether a candidate is allowed, was not tried, and may be a better plan by its quick bounds."""
+        """Return whether a candidate is allowed, was not tried, and may be a better plan by its quick bounds."""
         if candidate in self._found or candidate not in self.candidates:
             return False
         try:

@@ -229,8 +229,8 @@ class _ContextRules:
         )
 
     def _splits_weights(self, node: fx.Node, strategy: Strategy) -> bool:
-        """Whether ``strategy`` shards a weight of a matrix product or embedding. Other weights may be sharded, because
-        they have an element for each position, as learned position embeddings do.
+        """Return whether ``strategy`` shards a weight of a matrix product or embedding. Other weights may be sharded,
+        because they have an element for each position, as learned position embeddings do.
         """
         if not (is_product(node) or "embedding" in str(node.target)):
             return False

@@ -223,7 +223,7 @@ class _Operator:
 
     @cached_property
     def _key_head_reduction(self) -> int:
-        """Factor by which the number of key heads shrinks if repeated heads are not materialised."""
+        """Return the factor by which the number of key heads shrinks if repeated heads are not materialised."""
         times = count_head_repetitions(self.node)
         return times // exchanged_times(self._operands[1][0][1], times, self._tp) if times > 1 else 1
 

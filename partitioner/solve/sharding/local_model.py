@@ -36,8 +36,8 @@ class LocalModel:
 
     @property
     def complete(self) -> frozenset[str]:
-        """The names of the parameters and buffers whose gradient every rank of ``cp`` computes completely, so that no
-        reduction over ``cp`` is needed.
+        """Return the names of the parameters and buffers whose gradient every rank of ``cp`` computes completely, so
+        that no reduction over ``cp`` is needed.
         """
         if self.context is None:
             return frozenset()
@@ -45,7 +45,7 @@ class LocalModel:
 
     @cached_property
     def left_whole(self) -> frozenset[str]:
-        """The names of the parameters and buffers that ZeRO-3 does not shard, because they are small."""
+        """Return the names of the parameters and buffers that ZeRO-3 does not shard, because they are small."""
         return states_left_whole(self.model)
 
     def spread(self, tp: int, ep: int, etp: int) -> LocalModel:

@@ -75,6 +75,9 @@ class Reshards:
         return self._tables[key]
 
     def _reshard_seconds(self, spec: TensorSpec, grad: bool, source: Layout, target: Layout) -> float:
+        """Return the cost of one change of layout from the cache, or compute it; infinite if it is impossible.
+        ``spec``: whole shape and dtype. ``grad``: whether the backward must also change the layout of the gradient.
+        """
         if source == target and source.kind != "P":
             return 0.0
         key = (spec, grad, source, target)

@@ -546,8 +546,9 @@ def gradient_bytes_of(placeholder: fx.Node) -> int:
 
 
 def _build_accumulation_kernels(placeholder: fx.Node, states: set[str]) -> list[Kernel]:
-    """Return the kernel that adds a parameter's gradient to that of earlier microbatches, as a list. Empty if the
-    placeholder is no parameter or has no gradient. ``states``: names of the block's parameters and buffers."""
+    """Return a list with the kernel that adds a parameter's gradient to that of earlier microbatches. It is empty if
+    ``placeholder`` is no parameter or has no gradient. ``states``: names of the block's parameters and buffers.
+    """
     if placeholder.name not in states or not needs_gradient(placeholder):
         return []
     value = placeholder.meta["val"]

@@ -391,8 +391,8 @@ def _issued_each(asked: BlockProfile, half: int, spread: Spread) -> float:
 
 
 def _issued_late(asked: BlockProfile, device_s: float, spread: Spread, device: DeviceType) -> float:
-    """Return the seconds that a forward waits for the host to launch the kernels of each expert, which run ``device_s``
-    on the device.
+    """Return the seconds that a forward waits for the host to launch the kernels of each expert. ``asked``: kernels and
+    operators of the block. ``device_s``: seconds that the device takes for these kernels.
 
     The host knows the number of rows of each expert only after the device has counted them, so it cannot launch ahead
     (Megatron-LM, deepseek-v3-gb200-optimization, section 3.1). There is no wait if each expert's rows are padded to one

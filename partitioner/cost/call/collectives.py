@@ -52,10 +52,9 @@ def moved_share(op: str, size: int) -> float:
 
 
 def dispatch_time(num_bytes: float, group: Group, copies: float) -> float:
-    """Return the seconds of an all-to-all in which each row goes to ``copies`` ranks. A row crosses to each node only
-    once and is copied to the other ranks inside the node (as in DeepEP).
-
-    ``num_bytes``: size of all copies together. With one copy the time is that of a plain all-to-all.
+    """Return the seconds of an all-to-all over ``group`` in which each row (token) goes to ``copies`` ranks. A row
+    crosses to each node only once and is copied to the other ranks inside the node (as in DeepEP). ``num_bytes``: size
+    of all copies on all ranks together. With one copy the time is that of a plain all-to-all.
     """
     if group.size == 1:
         return 0.0

@@ -83,8 +83,9 @@ _ALIKE = {
 
 
 def memory_rate(kind: str, device: DeviceType, num_bytes: float | None = None) -> float:
-    """Return the memory traffic in bytes/s that kernels of ``kind`` reach if each moves ``num_bytes``; ``None``: at the
-    best size."""
+    """Return the memory traffic in bytes/s that kernels of ``kind`` (such as ``"pointwise"``) reach on ``device`` if
+    each moves ``num_bytes``; ``None``: at the best size.
+    """
     return device.memory_bandwidth * min(memory_efficiency(kind, device), _largest_factor(num_bytes, device))
 
 

@@ -121,8 +121,9 @@ def find_score_nodes(block: Block) -> frozenset[fx.Node]:
 
 
 def _find_input_free_nodes(block: Block, scores: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Return the operators that ``scores`` are computed from and that depend on no input of the block and on no
-    parameter."""
+    """Return the operators from which ``scores`` (nodes of attention scores) are computed and that depend on no input
+    of the block and on no parameter.
+    """
     free: set[fx.Node] = set()
     placeholders = {
         n for n in block.placeholders if n.name not in block.inputs and not is_differentiable(n.meta["val"])

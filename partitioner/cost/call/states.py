@@ -179,8 +179,9 @@ class StateCost:
 
 
 class StateCosts(dict[str, StateCost]):
-    """Costs of parameters and buffers on a rank, by name. The dict must not be changed, because sums over it are
-    cached."""
+    """Costs of parameters and buffers on a rank: a dict name -> cost. It must not be changed, because sums over it are
+    cached.
+    """
 
     @classmethod
     def of(cls, costs: Mapping[str, StateCost]) -> StateCosts:

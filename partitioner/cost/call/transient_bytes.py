@@ -62,8 +62,10 @@ def passing_bytes(
     """
 
     def at(own: GatheredBytes, copied: float = 0.0, lingers: bool = several) -> tuple[GatheredBytes, AtEnds]:
-        """Return ``own``, and the temporary bytes if the block call is at an end of a stage. ``copied``: bytes of the
-        copy from which gradients are sent. ``lingers``: gradients are still being sent during the next microbatch."""
+        """Return ``own`` (temporary bytes at any position), and the temporary bytes if the block call is the first or
+        last of a stage. ``copied``: bytes of the copy from which gradients are sent. ``lingers``: gradients are still
+        being sent during the next microbatch.
+        """
         closing = max(copied, own.sent)
         ends = AtEnds(cost.working_bytes + own.whole, own.sent * lingers, closing and closing + cost.working_bytes)
         return own, ends

@@ -268,9 +268,10 @@ def _build_stage_paces(
 
 
 def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...]:
-    """Return ``paces`` with the overhead of all virtual stages but the first of each rank set to zero. The overhead is
-    the cost of the block calls that every rank runs once. ``paces``: for each virtual stage, the costs of all calls.
-    ``ranks``: the rank of each virtual stage."""
+    """Return ``paces`` (for each virtual stage, the costs of all block calls on its devices) with the overhead of all
+    virtual stages but the first of each rank set to zero. The overhead is the cost of the calls that every rank runs
+    once. ``ranks``: the rank of each virtual stage.
+    """
     without = {SameObject(pace): replace(pace, overhead=CallCost()) for pace in paces}
     first = {rank: k for k, rank in reversed([*enumerate(ranks)])}
     every = enumerate(zip(paces, ranks, strict=True))
@@ -444,7 +445,7 @@ def _sum_collective_seconds(problem: StageProblem, stage: StagePlan) -> float:
 
 
 def _list_stage_states(problem: StageProblem, stage: StagePlan, states: Mapping[str, StateCost]) -> list[str]:
-    """Return the names of the distinct parameters and buffers that a stage reads, restricted to ``states``."""
+    """Return the names of the distinct parameters and buffers that ``stage`` reads and that are keys of ``states``."""
     read = dict.fromkeys(name for place in stage.places for name in problem.calls[place].states)
     return [name for name in read if name in states]
 

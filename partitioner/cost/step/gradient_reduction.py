@@ -84,7 +84,7 @@ class Reducer:
         return self._time_once("all_reduce", num_bytes, axes, lambda: self._find_all_reduce_time(num_bytes, axes))
 
     def all_gather(self, num_bytes: float, axes: Axes) -> CommunicationTime:
-        """Return the time of gathering ``num_bytes`` of updated parameters over ``axes``."""
+        """Return the time of gathering ``num_bytes`` of updated parameters over the mesh axes ``axes``."""
         return self._time_once(
             "all_gather",
             num_bytes,
@@ -365,8 +365,8 @@ Sizes = dict[tuple[str, Axes, int, Axes], float]
 def compute_gradient_reduction(
     costs: Collection[StateCost], reducer: Reducer, overlap: bool = True
 ) -> GradientReduction:
-    """Return the seconds of reducing the gradients of parameters with the given ``costs``. Gradients with the same axes
-    are reduced in buckets.
+    """Return the seconds of reducing the gradients of parameters with the given ``costs``. ``reducer``: computes the
+    seconds of single collectives. Gradients that are reduced over the same mesh axes share buckets.
 
     With ``overlap`` the buckets are small, so that the first ones are sent during the backward. Without, each
     combination of axes has one bucket. Under ZeRO-1 and ZeRO-2 the reduction is a reduce-scatter and, in the next step,

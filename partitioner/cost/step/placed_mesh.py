@@ -136,11 +136,11 @@ class PlacedMesh:
         return self._find_expert_groups("dp", *others) if "experts" in axes else self._find_mesh_groups(*axes)
 
     def grid_groups(self, grid: Mapping[str, int], axes: Collection[str]) -> tuple[Group, ...]:
-        """Return, for each stage, the slowest of the groups that its ranks form over ``axes`` of ``grid``.
+        """Return, for each pipeline stage, the slowest of the groups that its ranks form along the axes ``axes`` of
+        ``grid``. ``grid``: axis -> size, outermost first; the sizes multiply to the number of ranks.
 
-        ``grid``: axis names and sizes, outermost first, whose sizes multiply to the number of ranks. If ``axes``
-        alternate with other axes so often that the three inner axes of a mesh cannot express it, the group of all ranks
-        of the stage is returned instead, which contains the group over ``axes``.
+        If ``axes`` alternate with other axes so often that the three inner axes of a mesh cannot express it, the group
+        of all ranks of the stage is returned instead, which contains the group over ``axes``.
         """
         runs: list[tuple[bool, int]] = []  # neighbouring axes that are all in axes, or all not, are merged into one
         for axis, size in grid.items():

@@ -63,8 +63,9 @@ class CallCostCache:
         return self._devices[kind, speed]
 
     def at(self, seat: RankProfile, spread: Spread = NO_SPREAD) -> Costs:
-        """Return the cost of one call of each block on a rank with the profile ``seat`` (block name -> cost).
-        ``spread``: how expert parallelism and ZeRO-3 distribute the calls over ranks."""
+        """Return block name -> cost of one call on a rank with the profile ``seat`` (device type, speed, groups).
+        ``spread``: how expert parallelism and ZeRO-3 distribute the calls over ranks.
+        """
         seat = replace(
             seat, groups=tuple((axis, group) for axis, group in seat.groups if axis in self._communication_axes)
         )

@@ -162,10 +162,11 @@ def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]
 
 def _best_hops(topology: Topology, size: int) -> tuple[Hop, ...]:
     """Return the best link of a message to the rank that is 1, 2, ... ``size // 2`` positions further in a ring of
-    ``size`` devices. No ring of that many devices has a faster one.
+    ``size`` devices, one entry for each distance. No ring of that many devices has a faster one.
 
-    Messages to the rank ``d`` positions further form cycles of ``size / gcd(size, d)`` devices. If no part of a storey
-    has that many devices, some pair of a cycle communicates over a link outside of that storey, or over a direct link.
+    Messages to the rank ``d`` positions further form cycles of ``size / gcd(size, d)`` devices. If no part (such as a
+    node) of some level of links has that many devices, some pair of a cycle communicates over a link of an outer level,
+    or over a direct link.
     """
     own = [Hop(link.latency, link.bandwidth) for link in topology.own_links.values()]
     patterns = [topology.patterns[name] for name, _ in topology.pattern_kinds]

@@ -122,11 +122,11 @@ class BlockWork:
 
 @dataclass
 class Works:
-    """The work of all blocks of a model (such as a decoder layer), on the best device type and on each device type of
-    the topology. It is computed when first needed.
+    """The work of all blocks of a model (a block is a repeated piece, such as a decoder layer), on the best device type
+    and on each device type of the topology. It is computed when first needed.
 
-    ``blocks``: the blocks by name, as graphs for the whole batch. ``device``: the best device type. ``types``: all
-    device types at their speeds, or empty if there is only one. ``train``: calls have a backward. ``fp8``: products
+    ``blocks``: block name -> its graph for the whole batch. ``device``: the best device type. ``types``: all device
+    types with their speed factors, or empty if there is only one. ``train``: calls have a backward. ``fp8``: products
     with weights are in fp8. ``fused_casts``: the kernel in front of a product writes its operand in fp8. ``how``: the
     kind of selective recomputation, or ``None``.
     """
@@ -323,8 +323,9 @@ class DeviceKinds:
         return np.stack([sum(self.seconds(paced, candidates)) for paced in self.works.paced])
 
     def longest_backward(self, candidates: Sequence[MeshCandidate]) -> Vector:
-        """Return the backward seconds of one microbatch through all calls on the slowest device type, shape
-        ``[candidates]``."""
+        """Return the backward seconds of one microbatch through all block calls on the slowest device type, for each of
+        the mesh candidates, shape ``[candidates]``.
+        """
         calls = np.array([self.often[name] for name in self.often], dtype=np.float64)
         each = np.stack([calls @ self.seconds(paced, candidates)[1] for paced in self.works.paced])
         longest: Vector = each.max(axis=0)
@@ -338,5 +339,7 @@ class DeviceKinds:
         return np.stack([(best / seconds).max(axis=0) for seconds in own])
 
     def fastest(self, candidates: Sequence[MeshCandidate]) -> Vector:
-        """Return the greatest relative speed over all device types, shape ``[candidates]``."""
+        """Return the greatest speed over all device types relative to the best possible device, for each of the mesh
+        candidates, shape ``[candidates]``.
+        """
         return self.speeds(candidates).max(axis=0) if self.differ else np.ones(len(candidates))

@@ -301,9 +301,9 @@ class ModelBounds:
         ``[candidates]``. A mean stage has an even share of all work and gradients, and can reduce its gradients from
         the beginning of its last backward on.
 
-        ``ahead``, ``back``: forward and backward seconds of one microbatch through all calls, by candidate. The
-        reduction counts as 0 with a single stage, or if all placements are known, because other bounds are tighter
-        there.
+        ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls, by candidate. The
+        gradient reduction counts as 0 with a single stage, or if all placements are known, because other bounds are
+        tighter there.
         """
 
         def reduced(candidate: MeshCandidate) -> float:

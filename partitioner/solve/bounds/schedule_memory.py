@@ -129,9 +129,9 @@ def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> Mic
 
 @lru_cache(maxsize=1024)
 def most_held(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> NDArray[np.float64]:
-    """Return, for each rank, the greatest number of activation bytes of one microbatch that it can take, per byte of
-    its memory. ``p``: number of pipeline ranks. ``m``: number of microbatches. ``v``: number of virtual stages of a
-    rank.
+    """Return, for each rank of a pipeline, the greatest number of activation bytes of one microbatch that it can take,
+    per byte of its memory. ``schedule``: name or table. ``p``: number of pipeline ranks. ``m``: number of microbatches.
+    ``v``: number of virtual stages of a rank; ``None``: the number that the schedule fixes.
 
     If virtual stage ``k`` of a rank takes ``x_k`` bytes of one microbatch, the rank holds ``sum c_k x_k`` bytes at a
     moment when it has ``c_k`` microbatches of stage ``k`` in flight. This fits at all moments, so it also fits for

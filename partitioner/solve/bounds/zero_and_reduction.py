@@ -49,7 +49,9 @@ class BlockLowerBound:
     of_kind: tuple[Seconds, ...] = ()
 
     def each(self, change: Callable[[Seconds], Seconds]) -> BlockLowerBound:
-        """Return a copy in which ``change`` is applied to ``seconds`` and to each element of ``of_kind``."""
+        """Return a copy in which the function ``change`` is applied to the dict ``seconds`` and to each dict in
+        ``of_kind``.
+        """
         return BlockLowerBound(change(self.seconds), tuple(map(change, self.of_kind)))
 
 
@@ -104,8 +106,10 @@ class Gathers:
         )
 
     def _add_exposed_gathers(self, seconds: float, gathers_s: float) -> float:
-        """Return ``seconds`` plus the part of ``gathers_s`` that computation does not hide. ``seconds`` may contain
-        communication, which hides nothing; to assume that it does keeps the result a lower bound."""
+        """Return ``seconds`` (of a block) plus the part of ``gathers_s`` (seconds of collectives) that computation does
+        not hide. ``seconds`` may contain communication, which hides nothing; assuming that it hides gathers keeps the
+        result a lower bound.
+        """
         return seconds + compute_exposed_seconds(seconds, gathers_s, self.slowdown, self.overlap)
 
     def floor(self, candidate: MeshCandidate) -> tuple[Seconds, Seconds]:

@@ -185,8 +185,10 @@ class PlacementEvaluator:
         return step, best
 
     def _by_least(self, machine: PlacedMesh) -> list[tuple[float, Shares]]:
-        """Return the divisions of the batch to try first, as pairs of a quick lower bound in seconds and the numbers of
-        microbatches, in increasing order of the bounds. A bound of 0 means that none was computed."""
+        """Return the divisions of the batch to try first, as pairs: a quick lower bound in seconds on the step, and a
+        tuple with the number of microbatches of each rank of ``dp``. They are in increasing order of the bounds. A
+        bound of 0 means that none was computed.
+        """
         shares = self._batch_sharing.first(machine)
         if len(shares) == 1 or not self._has_floor:
             return [(0.0, each) for each in shares]
@@ -305,8 +307,9 @@ class PlacementEvaluator:
         return pipeline_s + least_update(problem, held, machine)
 
     def dressed(self, machine: PlacedMesh) -> PlacedMesh:
-        """Return ``machine`` with the settings of the candidate and the job. The same object is returned for the same
-        machine."""
+        """Return ``machine`` with the settings of the candidate (experts, ZeRO) and of the job. The same object is
+        returned for the same machine.
+        """
         key = SameObject(machine)
         if key not in self._dressed:
             self._dressed[key] = self.job.dressed(machine, self.candidate)

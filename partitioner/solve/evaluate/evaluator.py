@@ -218,8 +218,7 @@ class CandidateEvaluator:
 
         The bound is computed for a microbatch of ``size`` samples and scaled to the candidate's microbatch size. This
         is valid because a smaller microbatch takes at least as long per sample: each cost is a start-up time plus a
-        term that grows at most linearly with the batch. It requires that every divisor of the smaller size divides the
-        larger one, and that the sharding is priced on the devices and groups that it was optimized for.
+        term that grows at most linearly with the batch. Every divisor of the smaller size must divide the larger one.
         """
         if size != candidate.microbatch_size and not self._is_at_best(candidate):
             return None

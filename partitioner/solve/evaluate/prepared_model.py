@@ -93,8 +93,10 @@ class PreparedModel:
         return self._known[key]
 
     def captured_as(self, global_batch: int | None, folded: FoldedModel) -> PreparedModel:
-        """Store ``folded`` as the result of capturing the model at ``global_batch`` on every device type, and return
-        this object. ``folded`` must be marked with its gradients."""
+        """Store ``folded`` (the graph as calls of blocks) as the result of capturing the model with ``global_batch``
+        samples on every device type, and return this object. Its nodes must be marked with the gradients that they
+        need.
+        """
         batch = batch_size(folded, global_batch)
         work = folded, shard_batch(folded, batch), batch
         self._known |= {(global_batch, None, device): work for device in DEVICES}

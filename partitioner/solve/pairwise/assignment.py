@@ -50,7 +50,7 @@ _IMPROVED_S = 10.0  # in which an assignment is made better
 
 
 class AssignmentTimeLimitError(PartitionError):
-    """The solver found no assignment within its time limit."""
+    """Error that is raised if the solver finds no assignment (one choice per node) within its time limit."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,9 @@ class AssignmentProblem:
 @dataclass(frozen=True)
 class Assignment:
     """A solution of an assignment problem. ``choice[i]``: index of the choice of node i. ``objective``: its cost.
-    ``bound``: no assignment costs less. ``seconds``: time of the solution. ``num_variables``: size of the mixed-integer
-    programs that were left to the solver. ``gap``: ``objective - bound`` relative to ``objective``."""
+    ``bound``: no assignment costs less. ``seconds``: time that the solution took. ``num_variables``: number of
+    variables of the mixed-integer programs that were solved. ``gap``: ``objective - bound`` relative to ``objective``.
+    """
 
     choice: list[int]
     objective: float
@@ -240,7 +241,9 @@ def _find_known_choices(
 def _extract_component_costs(
     reduction: ReducedProblem, nodes: Sequence[int]
 ) -> tuple[dict[int, Vector], dict[tuple[int, int], Table]]:
-    """Return the cost vector of each of ``nodes``, and the cost table of each edge (i, j) between them, with i < j."""
+    """Return two dicts: node -> costs of its choices for each of ``nodes``, and (i, j) -> cost table of each edge
+    between them, with i < j.
+    """
     tables = {(i, j): t for i in nodes for j, t in reduction.tables[i].items() if i < j}
     return {i: reduction.costs[i] for i in nodes}, tables
 

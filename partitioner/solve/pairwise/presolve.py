@@ -36,8 +36,8 @@ _ALWAYS_FILL = 256  # a new table this small is worth losing a node
 
 
 class InfeasibleAssignmentError(PartitionError):
-    """No assignment (one choice for each node) satisfies the constraints. ``nodes``: the indices of nodes that have no
-    choice left.
+    """Error that is raised if no assignment (one choice for each node) satisfies the constraints. ``nodes``: the
+    indices of nodes that have no choice left.
     """
 
     def __init__(self, message: str, nodes: tuple[int, ...] = ()) -> None:

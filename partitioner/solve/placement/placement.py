@@ -285,13 +285,12 @@ class Placements:
         left: int,
     ) -> BestPlacement[Result]:
         """Exchange stages, groups or single devices between positions of the mesh as long as the cost decreases, and
-        return the best placement. ``left``: the maximum number of placements that are evaluated. Placements whose lower
-        bound ``least`` reaches the best cost or ``enough`` are not evaluated. Errors of the evaluator are appended to
-        ``errors``.
+        return the best placement. A group is the ranks with one index of ``pp`` and one of ``dp``.
 
-        ``placement_evaluator``: returns the cost and the result of a placement. ``least``: returns a lower bound on the
-        cost of a placement; its second argument is the cost above which the bound does not matter. A group is the ranks
-        with one index of ``pp`` and one of ``dp``.
+        ``placement_evaluator``: returns the cost and the result of a placement; its errors are appended to ``errors``.
+        ``least``: returns a lower bound on the cost of a placement; its second argument is the cost above which the
+        bound does not matter. Placements whose bound reaches the best cost or ``enough`` are not evaluated. ``left``:
+        the maximum number of placements that are evaluated.
         """
         mesh = best.machine.mesh
         seen = {self._identify_placement(machine) for machine in self.candidates(mesh)}
@@ -328,7 +327,7 @@ class Placements:
         return alike and _in_groups(found.machine) < _in_groups(best.machine) * (1 - _BETTER)
 
     def _identify_placement(self, machine: PlacedMesh) -> Hashable:
-        """Return a key of a placement. Of placements with equal keys only one needs to be tried."""
+        """Return a key of the placement ``machine``. Of placements with equal keys only one needs to be tried."""
         return identify_equal_cost(machine), _in_groups(machine) if self._differ_inside else 0.0
 
 

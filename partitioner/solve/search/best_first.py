@@ -66,8 +66,9 @@ class Bounds(Protocol):
         """Return the approximate seconds of recomputation in a step. This is not a bound."""
 
     def shortage(self, candidate: MeshCandidate) -> CapacityError | None:
-        """Return the exact memory shortage of a candidate for which only a lower bound on it is known; ``None`` if that
-        is not available."""
+        """Return the exact memory shortage of a candidate for which only a lower bound on the missing bytes is known;
+        ``None`` if it cannot be computed.
+        """
 
 
 @dataclass(frozen=True)
@@ -466,7 +467,8 @@ class ZeroInfeasibility:
 
     def tried(self, candidate: MeshCandidate, solve: Callable[[MeshCandidate], Found]) -> Found:
         """Return ``solve(candidate)``. Raises :class:`CapacityError` if ``solve`` does, and also without calling it if
-        a comparable candidate that needs no more memory did not fit."""
+        another candidate, which differs only in ZeRO and needs no more memory, did not fit.
+        """
         if is_plain(candidate.schedule, candidate.virtual_stages):
             return solve(candidate)
         family = replace(candidate, zero=0, dp_shard=0)

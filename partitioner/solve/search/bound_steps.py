@@ -325,8 +325,10 @@ class BoundCascade:
         return float(m / speeds * seconds)
 
     def _bound_stages_thoroughly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return a lower bound in seconds from a thorough search of the stages, if the quick search found none that
-        fit; otherwise 0. ``cutoff_s``: a bound of this many seconds is tight enough."""
+        """Return a lower bound in seconds on the step of ``candidate`` from a thorough search of its cuts into stages,
+        if the quick search found none that fit; otherwise 0. ``cutoff_s``: a bound of this many seconds is tight
+        enough.
+        """
         if candidate not in self._unseen:
             return 0.0
         return self.bounds.staged(

@@ -49,9 +49,9 @@ class CandidateOutcome:
     """The result of the search for one candidate.
 
     ``status``: ``"chosen"``, ``"solved"``, ``"bounded"`` (not solved) or ``"infeasible"``. ``bound``: lower bound in
-    seconds on its step time. ``loose``: whether the bound could be tightened. ``pruned_s``: for a candidate that was
-    pruned, a lower bound in seconds on the plans that an evaluation would have tried. ``reason``, ``error``: why it has
-    no plan.
+    seconds on its step time. ``evaluated``: its best plan, or ``None``. ``loose``: whether the bound could be
+    tightened. ``pruned_s``: for a candidate that was not evaluated because it cannot be better, a lower bound in
+    seconds on the plans that an evaluation would have tried. ``reason``, ``error``: why it has no plan.
     """
 
     candidate: MeshCandidate
@@ -78,7 +78,7 @@ class CandidateOutcome:
 
     @property
     def says(self) -> bool:
-        """Return whether the bound of this candidate counts in the bound of the whole search."""
+        """Return whether the lower bound of this candidate counts in the lower bound of the whole search."""
         return self.status == "bounded" or (self.evaluated is not None and self.evaluated.least is not None)
 
 

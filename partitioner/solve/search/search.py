@@ -67,12 +67,12 @@ _LEAST_S = 5.0  # for smaller clusters and tuned layouts, which are looked at fo
 
 @dataclass(frozen=True)
 class PlanSearchResult:
-    """Result of the search: the plan, its certificate, and the baselines, which may still be computed in the
-    background.
+    """Result of the search: the plan, its certificate, and the baselines (well-known layouts for comparison), which may
+    still be computed in the background.
 
-    ``chosen``: the plan. ``rows``: the outcome of each candidate. ``ahead``: an earlier best plan and its program,
-    which is written in the background. ``lacking``: the memory shortage that made the search choose offload; empty if
-    there was none.
+    ``chosen``: the plan. ``rows``: candidate -> its outcome. ``ahead``: an earlier best plan and its program, which is
+    written in the background, or ``None``. ``lacking``: the memory shortage that made the search choose offload; empty
+    if there was none.
     """
 
     chosen: SolvedCandidate

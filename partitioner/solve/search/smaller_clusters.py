@@ -37,7 +37,8 @@ Best = Callable[[Job, float], Candidate]  # the best plan of a job that takes le
 
 def smaller_clusters(topology: Topology) -> Iterator[Topology]:
     """Yield copies of ``topology`` without its slowest devices, without the devices that have least memory or network
-    bandwidth, or without the smallest nodes. At most ``_MOST`` are yielded, those that lose least speed first."""
+    bandwidth, or without the smallest nodes. At most three are yielded, those that lose least speed first.
+    """
     paces, of_device = topology.paces
     rates = np.array([max(topology.types[kind].peak.values()) * speed for kind, speed in paces])[of_device]
     sizes = np.bincount(topology.node_of)[topology.node_of]

@@ -473,8 +473,9 @@ def _tensor_axis_fits(space: SearchSpace, tp: int) -> bool:
 
 
 def widest_searched(topology: Topology, pinned: Constraints) -> int:
-    """Return the greatest ``tp`` that is searched if the user does not fix it: 8 or the number of devices of the
-    largest node, whichever is more (two nodes with ``ahead``)."""
+    """Return the greatest size of the axis ``tp`` that is searched if the user does not fix it: 8 or the number of
+    devices of the largest node, whichever is more (devices of two nodes if the constraint ``ahead`` is set).
+    """
     return max(_WIDEST, max(group.devices for group in topology.nodes) * (2 if pinned.ahead else 1))
 
 

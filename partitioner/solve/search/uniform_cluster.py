@@ -112,8 +112,9 @@ _NEAR = 0.75  # least mean peak, as a share of the best device's
 
 
 class UniformClusterBound:
-    """Lower bounds on the candidates that ``evaluator`` solves, from a cluster whose devices are all as good as the
-    best one."""
+    """Computes lower bounds on candidates from a uniform cluster, whose devices are all as good as the best real one.
+    ``evaluator``: plans candidates on the real cluster.
+    """
 
     def __init__(self, evaluator: CandidateEvaluator) -> None:
         self._evaluator = evaluator

@@ -29,8 +29,8 @@ from partitioner.solve.sharding.layout_ties import BlockValue, LayoutTie
 
 
 class ShardingError(PartitionError):
-    """No sharding satisfies the request: a fixed layout is impossible, or the required layouts contradict each
-    other.
+    """Error that is raised if no sharding satisfies the request: a fixed layout is impossible, or the required layouts
+    contradict each other.
     """
 
 

@@ -77,8 +77,8 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
 
 
 def _find_expert_row_dims(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
-    """Return two dicts: the operators of experts that work row by row, with the dim of rows of their results, and the
-    nodes that are computed from experts' parameters alone, with the dim that indexes experts.
+    """Return two dicts: operator of experts that works row by row (a row is a token) -> dim of rows of its results; and
+    node that is computed from experts' parameters alone -> dim that indexes experts.
     """
     rows: dict[fx.Node, int] = {}
     tables: dict[fx.Node, int] = {}

@@ -211,13 +211,14 @@ def _connect_by_target(
     wants: Sequence[NDArray[np.bool_]],
     asked_of: Sequence[NDArray[np.intp]],
 ) -> None:
-    """Add one node with the choices (absent, available) for each layout in which a value is read. This replaces a
-    single node with a choice for each set of layouts, if there are too many sets.
+    """Add to ``builder`` one node with the choices (absent, available) for each layout in which a value is read. This
+    replaces a single node with a choice for each set of layouts, if there are too many sets. ``source`` produces the
+    value, ``askers`` read it.
 
-    ``cost``: seconds indexed (layout in which the value is produced, layout in which it is read). ``made_of``: for each
-    choice of ``source``, the index of the layout that it produces. ``wants``: for each reader, a mask of the layouts in
-    each set that it may need. ``asked_of``: for each reader, the index of this set for each of its choices. ``name``: a
-    text for error messages.
+    ``cost``: cost of each change, indexed (layout in which the value is produced, layout in which it is read).
+    ``made_of``: for each choice of ``source``, the index of the layout that it produces. ``wants``: for each reader, a
+    mask of the layouts in each set that it may need. ``asked_of``: for each reader, the index of this set for each of
+    its choices. ``name``: a text for error messages.
     """
     for target in range(cost.shape[1]):
         node = builder.add(f"{name}, layout {target}", np.zeros(2))

@@ -155,7 +155,7 @@ class StageSplit:
 
 
 class NoneLeft(CapacityError):
-    """Error that is raised if every cut that fits in memory has a stage that the problem forbids (``barred``)."""
+    """Error that is raised if every cut into stages that fits in memory has a stage that the problem forbids."""
 
 
 def solve_stages(problem: StageProblem, tables: StageTables | None = None) -> StageSplit:
@@ -172,7 +172,9 @@ def solve_stages(problem: StageProblem, tables: StageTables | None = None) -> St
 
 
 class _Splitter:
-    """Search for the best split by shortest paths over (stage, cut), with the seconds and memory in ``tables``."""
+    """Searches for the best cut of block calls into stages by shortest paths over (stage, cut). ``tables``: the seconds
+    and memory of all possible stages.
+    """
 
     def __init__(self, tables: StageTables) -> None:
         self.tables = tables

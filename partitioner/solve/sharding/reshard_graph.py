@@ -216,9 +216,9 @@ def _connect_by_target(
     value, ``askers`` read it.
 
     ``cost``: cost of each change, indexed (layout in which the value is produced, layout in which it is read).
-    ``made_of``: for each choice of ``source``, the index of the layout that it produces. ``wants``: for each reader, a
-    mask of the layouts in each set that it may need. ``asked_of``: for each reader, the index of this set for each of
-    its choices. ``name``: a text for error messages.
+    ``made_of``: for each choice of ``source``, the index of the layout that it produces. ``wants``: for each of
+    ``askers``, a mask of the layouts in each set that it may need. ``asked_of``: for each of ``askers``, the index of
+    this set for each of its choices. ``name``: a text for error messages.
     """
     for target in range(cost.shape[1]):
         node = builder.add(f"{name}, layout {target}", np.zeros(2))

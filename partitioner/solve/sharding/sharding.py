@@ -300,8 +300,8 @@ class ShardingProblem:
                 yield Asker(variable, [frozenset(s.operands[p] for p in reader.positions) for s in choices])
 
     def _ties_reading(self, name: str, value: BlockValue) -> Iterator[Asker]:
-        """Yield a reader of ``value`` for each group of block outputs (that must share a layout) to which this value
-        belongs. ``name``: name of the block.
+        """Yield one node of the problem for each group of block outputs (that must share a layout) to which ``value``
+        belongs, with the layouts that the node needs. ``name``: name of the block.
         """
         places = [p for reader in value.readers if reader.node is None for p in reader.positions]
         for variable, options in dict(self.ports[name, "output", p] for p in places).items():

@@ -61,14 +61,16 @@ _IN_PIECES = frozenset(("all_gather", "reduce_scatter"))  # can overlap with the
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One kernel of a block, and its role in the block.
+    """One GPU kernel of a block, and its role in the block.
 
     ``way``: 0 forward, 1 backward. ``product``: its operator is a matrix product or an attention. ``again``: selective
-    recomputation runs it a second time. ``ring``: the index of its attention over a sharded sequence, or -1.
+    recomputation runs it a second time in backward. ``ring``: if its operator is an attention over a sharded sequence,
+    the index of that attention among those of the block, else -1.
 
-    ``expert``: it belongs to the products of experts. For these: ``widest`` is the smaller side of an expert's matrix;
-    ``rows`` the number of rows of all experts in the graph (0: every expert gets all rows); ``held`` the number of
-    experts in the graph; ``each`` whether a rank launches the kernel separately for each of its experts.
+    ``expert``: its operator is a matrix product of a mixture of experts. For these: ``widest`` is the smaller side of
+    an expert's weight matrix; ``rows`` the number of rows (tokens) of all experts in the graph (0: every expert gets
+    all rows); ``held`` the number of experts in the graph; ``each``: a rank launches the kernel separately for each of
+    its experts.
     """
 
     kernel: Kernel
@@ -85,8 +87,10 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """The fields of :class:`KernelRow` and :class:`Kernel` as arrays of shape ``[kernels]``. ``kind`` and ``precision``
-    are indices into ``kinds`` and ``precisions``."""
+    """Table of the kernels of a block: the fields of :class:`Kernel` and :class:`KernelRow` as arrays of shape
+    ``[kernels]``. ``kinds`` and ``precisions`` list the distinct names; ``kind`` and ``precision`` hold an index into
+    them for each kernel.
+    """
 
     kinds: tuple[str, ...]
     precisions: tuple[str, ...]
@@ -112,6 +116,7 @@ class KernelTable:
 
     @staticmethod
     def of(rows: Sequence[KernelRow]) -> KernelTable:
+        """Return the table of ``rows``, in the same order."""
         kernels = [row.kernel for row in rows]
         kinds = list(dict.fromkeys(k.kind for k in kernels))
         precisions = list(dict.fromkeys(k.precision for k in kernels))
@@ -175,8 +180,9 @@ class StateRead:
     small: bool = False
 
     def sizes(self, short_gradients: bool, share: float = 1.0) -> tuple[float, float]:
-        """Return the bytes of a ``share`` (fraction) of the parameter, and the bytes of the same share of its gradient.
-        ``short_gradients``: the gradient is no larger than the parameter."""
+        """Return two numbers of bytes: of the fraction ``share`` of the parameter, and of the same fraction of its
+        gradient. ``short_gradients``: the gradient is no larger than the parameter.
+        """
         gradient = min(self.nbytes, self.gradient_bytes) if short_gradients else self.gradient_bytes
         return self.nbytes * share, gradient * share
 
@@ -185,11 +191,12 @@ class StateRead:
 class BlockProfile:
     """Kernels, collectives, parameters and buffers of one call of a block.
 
-    ``exchanges``: the collectives. ``issued``: number of operators that the host issues in forward, in backward for
-    inputs, and in backward for weights. ``issued_each``: number of those that it issues for each of a rank's experts.
-    ``held``: number of experts in the graph. ``rings``: the attentions over a sharded sequence, and whether each runs
-    backward. ``states``: the parameters and buffers that the call reads. ``region``: the products of experts.
-    ``routing``: number of forward operators between the attention and the experts.
+    ``exchanges``: the collectives. ``issued``: number of operators that the host launches in forward, in backward for
+    gradients of inputs, and in backward for gradients of weights. ``issued_each``: the same three numbers for operators
+    that it launches once per expert. ``held``: number of experts in the graph. ``rings``: the attentions over a sharded
+    sequence, as pairs (node, whether it runs backward). ``states``: the parameters and buffers that the call reads.
+    ``region``: the matrix products of experts. ``routing``: number of forward operators between the attention and the
+    experts.
     """
 
     kernels: KernelTable
@@ -227,8 +234,9 @@ class _BlockProfiler:
     """Collects the kernels and collectives of a block's operators.
 
     ``train``: the block has a backward. ``fp8``: products with weights are in fp8. ``again``: the nodes that selective
-    recomputation runs again. ``fused_casts``, ``current_scaling``: ``fused`` and ``current`` of :func:`in_fp8`.
-    ``expert_kernels``: how experts' products run: ``"grouped"``, ``"each"`` or ``"fused"``.
+    recomputation runs again. ``fused_casts``: the preceding kernels write operands in fp8. ``current_scaling``: each
+    tensor is scaled to fp8 by its own maximum. ``expert_kernels``: how the experts' products run: ``"grouped"``,
+    ``"each"`` (one kernel per expert) or ``"fused"``.
     """
 
     def __init__(
@@ -259,6 +267,7 @@ class _BlockProfiler:
         self.routing, self.among_experts = 0, False
 
     def read(self) -> BlockProfile:
+        """Profile every operator of the block, and return the result."""
         for node in self.block.graph.nodes:
             if node.op == "call_function":
                 self._profile_operator(node)
@@ -287,6 +296,9 @@ class _BlockProfiler:
         )
 
     def _profile_operator(self, node: fx.Node) -> None:
+        """Record the kernels and collectives of ``node``, forward and backward, and count the operators that the host
+        launches for it.
+        """
         operands, results = node_operands(node, self.names, self.learned)
         backward = self.train and needs_gradient(node)
         kernels = forward_kernels(node, operands, results)
@@ -322,8 +334,10 @@ class _BlockProfiler:
     def _in_fp8(
         self, way: int, node: fx.Node, kernels: list[Kernel], operands: list[Operand], results: list[Operand]
     ) -> list[Kernel]:
-        """Return the kernels of ``node`` for fp8, with the casts of its operands, and count the casts as issued
-        operators. If ``node`` is no product in fp8, return ``kernels``. ``way``: 0 forward, 1 backward."""
+        """Return ``kernels``, those of ``node``, as fp8 kernels, followed by the casts of its operands; count the casts
+        as operators that the host launches. If ``node`` is no product in fp8, return ``kernels`` unchanged. ``way``: 0
+        forward, 1 backward. ``operands``, ``results``: the tensors that ``node`` reads and writes.
+        """
         if node not in self.short:
             return kernels
         apart = node in self.region.products and self._casts_apart(node)
@@ -354,22 +368,27 @@ class _BlockProfiler:
         return read + is_written * sum(result.nbytes for result in results)
 
     def _runs_each(self, node: fx.Node) -> bool:
-        """Whether ``node`` is a product of experts that is launched separately for each expert."""
+        """Return whether ``node`` is a product of experts that is launched separately for each expert."""
         return self.expert_kernels == "each" and node in self.region.products
 
     def _is_issued(self, node: fx.Node) -> bool:
-        """Whether the host issues ``node``. If each expert's products are launched separately, products of the same
-        operand are one product, because their weights lie together in memory."""
+        """Return whether the host launches an operator for ``node``. If each expert's products are launched separately,
+        products of the same operand count as one product, because their weights lie together in memory.
+        """
         return node not in self.fused and (not self._runs_each(node) or node in self.first)
 
     def _casts_apart(self, node: fx.Node) -> bool:
-        """Whether a separate kernel casts an operand of ``node``: rows that were just exchanged and, if each expert's
-        product is launched separately, every operand."""
+        """Return whether a separate kernel casts an operand of ``node`` to fp8. This holds for rows that were just sent
+        by a collective and, if each expert's product is launched separately, for every operand.
+        """
         return self.expert_kernels == "each" or bool(self.region.reads_entry(node))
 
     def _add_kernel_rows(
         self, way: int, node: fx.Node, kernels: Sequence[Kernel], operands: Sequence[Operand], ring: int
     ) -> None:
+        """Append ``kernels``, those of ``node``, to the block's rows. ``way``: 0 forward, 1 backward. ``operands``: the
+        tensors that ``node`` reads. ``ring``: index of the attention over a sharded sequence that ``node`` is, or -1.
+        """
         expert, product = node in self.region.products, any(k.flops for k in kernels)
         matrices = [o.shape for o in operands if o.state and len(o.shape) == 3] if expert else []
         for kernel in kernels:
@@ -389,6 +408,9 @@ class _BlockProfiler:
             )
 
     def _add_exchanges(self, node: fx.Node, backward: bool) -> None:
+        """Record the collective that ``node`` is and, with ``backward``, the collective of its gradient. Other nodes,
+        and attentions over a sharded sequence, are ignored.
+        """
         name = collective_name(node.target)
         source = node.args[0] if node.args else None
         if name is None or name in CONTEXT or not isinstance(source, fx.Node):
@@ -420,6 +442,9 @@ def find_nodes_between(products: Collection[fx.Node]) -> frozenset[fx.Node]:
 
 
 def _reach_nodes(starts: Collection[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """Return all nodes that repeated application of ``step`` (node -> next nodes) reaches from ``starts``. A start is
+    included only if it is reached from a start.
+    """
     found: set[fx.Node] = set()
     left = list(starts)
     while left:
@@ -446,11 +471,12 @@ def _transpose_collective(node: fx.Node) -> str | None:
 
 
 def module_operators(block: Block, region: ExpertProducts) -> dict[fx.Node, float]:
-    """Return the extra host work of Transformer Engine's linear layers, by the first matrix product of each layer. Its
-    unit is the work of issuing one operator, and the products themselves are not counted.
+    """Return the extra host work of Transformer Engine's linear layers, as a dict: first matrix product of a layer ->
+    extra work. The unit of work is the launch of one operator; the products themselves are not counted.
 
     One forward takes 2.7 times the host time of torch's linear layer (100 us over 37 on GB200, 91 over 33 on GH200:
-    NVIDIA/TransformerEngine issue 2053). Products that read the same value are one layer.
+    NVIDIA/TransformerEngine issue 2053). Products that read the same value are one layer. ``region``: the products of
+    experts, which are left out.
     """
     states, layers = set(block.states), dict[frozenset[fx.Node], list[fx.Node]]()
     for node in block.graph.nodes:
@@ -475,10 +501,10 @@ def learned_nodes(block: Block) -> set[fx.Node]:
 def node_operands(
     node: fx.Node, states: set[str], learned: Container[fx.Node], copied: bool = False
 ) -> tuple[list[Operand], list[Operand]]:
-    """Return the tensors that ``node`` reads and the tensors that it computes.
+    """Return two lists: the tensors that ``node`` reads and the tensors that it computes.
 
     ``states``: names of the block's parameters and buffers. ``learned``: nodes computed from these alone. ``copied``:
-    expanded operands count as repeated even behind a reshape that copies.
+    an operand that ``expand`` repeated counts as repeated even if a later reshape copied it.
     """
     read = [(o.meta["val"], is_state(o, states), o in learned, repeats_of(o, copied)) for o in tensors_of(node)]
     operands = [Operand(tuple(v.shape), v.dtype, state, made, repeats) for v, state, made, repeats in read]
@@ -497,8 +523,9 @@ def operand_needs(node: fx.Node) -> list[bool]:
 
 
 def fan_out(node: fx.Node) -> list[Kernel]:
-    """Return the kernels that add up the gradients of the value of ``node``: one less than it has readers with a
-    gradient."""
+    """Return the kernels that add up the gradients of the value of ``node`` if several nodes read it: one kernel fewer
+    than the number of nodes that read it and need a gradient.
+    """
     value = node.meta["val"]
     if not isinstance(value, Tensor) or not is_differentiable(value):
         return []
@@ -507,7 +534,7 @@ def fan_out(node: fx.Node) -> list[Kernel]:
 
 
 def is_state(node: fx.Node, states: set[str]) -> bool:
-    """Whether ``node`` is a parameter or buffer (one of ``states``), or a view of one."""
+    """Return whether ``node`` is a parameter or buffer (one of ``states``), or a view of one."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1 and is_view(node):
         node = node.all_input_nodes[0]
     return node.op == "placeholder" and node.name in states
@@ -519,8 +546,9 @@ def gradient_bytes_of(placeholder: fx.Node) -> int:
 
 
 def _build_accumulation_kernels(placeholder: fx.Node, states: set[str]) -> list[Kernel]:
-    """Return the kernel that adds a parameter's gradient to that of earlier microbatches, as a list. Empty if the
-    placeholder is no parameter or has no gradient. ``states``: names of the block's parameters and buffers."""
+    """Return a list with the kernel that adds a parameter's gradient to that of earlier microbatches. It is empty if
+    ``placeholder`` is no parameter or has no gradient. ``states``: names of the block's parameters and buffers.
+    """
     if placeholder.name not in states or not needs_gradient(placeholder):
         return []
     value = placeholder.meta["val"]

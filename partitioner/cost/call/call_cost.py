@@ -60,18 +60,17 @@ class CallCost:
 
     Fields that end in ``_comm_s`` are seconds of collectives; other ``_s`` fields are seconds without collectives.
 
-
-    - ``weights_s``: the part of ``backward_s`` for gradients of weights, for which no other stage waits. ``flops``,
-      ``backward_flops``: FLOPs of matrix products, forward and backward.
-    - ``saved_bytes``: bytes kept from forward to backward, in addition to the inputs that ``saved_inputs`` marks.
-      ``carried_bytes``: bytes held between the two halves of the backward. ``working_bytes``: additional bytes while
-      the call runs. ``host_bytes``: bytes kept in host memory.
+    - ``weights_s``: the part of ``backward_s`` that computes gradients of weights, for which no other stage waits.
+      ``flops``, ``backward_flops``: FLOPs of matrix products, forward and backward.
+    - ``saved_bytes``: bytes kept from forward to backward, besides those inputs that ``saved_inputs`` (one flag per
+      input) marks as kept. ``carried_bytes``: bytes held between backward for inputs and backward for weights.
+      ``working_bytes``: temporary bytes while the call runs. ``host_bytes``: bytes kept in host memory.
     - ``input_bytes``, ``output_bytes``: bytes of each input and output. ``output_grads``: for each output, whether it
       receives a gradient. ``state_bytes``: bytes of all parameters and buffers that the call reads. ``gathered_bytes``:
-      bytes of states that ZeRO-3 gathers for it.
+      bytes of parameters that ZeRO-3 gathers for it, and of their gradients.
     - ``selective_bytes``: the part of ``saved_bytes`` that selective recomputation does not keep. ``selective_inputs``:
-      the inputs kept instead. ``selective_s``: seconds of the recomputation. ``slim``: the cost with selective
-      recomputation, if it cannot be derived from these fields.
+      for each input, whether it is kept then. ``selective_s``: seconds of the recomputation. ``slim``: the cost with
+      selective recomputation, if it cannot be derived from these fields.
     - ``forward_only_s``: the part of the forward that full recomputation does not add to backward, because backward
       already contains it (selective recomputation, waits for gathered weights).
     """
@@ -127,6 +126,7 @@ class CallCost:
 
     @cached_property
     def _selective_cost(self) -> CallCost:
+        """Return this cost with the saved bytes, working bytes and seconds of selective recomputation."""
         return replace(
             self,
             saved_bytes=self.saved_bytes - self.selective_bytes,
@@ -139,7 +139,9 @@ class CallCost:
 
     @cached_property
     def later_s(self) -> float:
-        """Seconds of the backward that may run after the input gradients are sent; at most half of ``backward_s``."""
+        """Return the seconds of the backward that may run after the gradients of inputs are sent to the previous
+        pipeline stage; at most half of ``backward_s``.
+        """
         return min(self.weights_s, self.backward_s / 2)
 
     @cached_property
@@ -148,7 +150,7 @@ class CallCost:
 
     @cached_property
     def recompute_s(self) -> float:
-        """Seconds that recomputation of the whole block adds to backward."""
+        """Return the seconds that recomputation of the whole block adds to backward."""
         return self.forward_total_s - self.forward_only_s
 
     @cached_property
@@ -164,11 +166,11 @@ def call_costs(
     train: bool = True,
     spread: Spread = NO_SPREAD,
 ) -> CallCost:
-    """Return the cost of one call of ``block``, a local graph whose collectives run over ``groups`` (mesh axis ->
-    group).
+    """Return the cost of one call of ``block``, a local graph (one rank's shapes, with its collectives). ``groups``:
+    mesh axis -> the group of ranks over which collectives of that axis run.
 
     A collective over an axis that is not in ``groups`` costs nothing. Without ``train`` there is no backward and
-    nothing is saved. ``spread``: how the call is distributed by expert parallelism and ZeRO-3.
+    nothing is saved. ``spread``: how expert parallelism and ZeRO-3 distribute the call over ranks.
     """
     return CallWork(block, train).cost(device, groups, spread)
 
@@ -177,9 +179,10 @@ def call_costs(
 class _Computed:
     """Seconds and FLOPs of the kernels of one block call on one device type. Pairs are (forward, backward).
 
-    ``seconds``: all kernels. ``weights``: kernels that compute gradients of weights, in backward. ``products``: matrix
-    products. ``rings``: each attention over a sharded sequence. ``again``: seconds of what selective recomputation runs
-    again. ``flops``: FLOPs of matrix products. ``experts_s``: forward products of experts.
+    ``seconds``: of all kernels. ``weights``: seconds of backward kernels that compute gradients of weights.
+    ``products``: seconds of matrix products. ``rings``: seconds of each attention over a sharded sequence. ``again``:
+    seconds of what selective recomputation runs again. ``flops``: FLOPs of matrix products. ``experts_s``: seconds of
+    forward products of experts.
     """
 
     seconds: tuple[float, float]
@@ -192,10 +195,12 @@ class _Computed:
 
 
 class CallWork:
-    """The work of one call of ``block``, which :meth:`cost` prices for any device type and groups.
+    """The work of one call of ``block``, from which :meth:`cost` computes seconds and bytes for any device type and
+    groups.
 
     ``train``: the call has a backward. ``again``: a function that returns the nodes that selective recomputation runs
-    again. Kernel times are cached by device and group sizes.
+    again, given the block and the values that come from other ranks. Kernel times are cached by device and by how
+    experts are distributed.
     """
 
     def __init__(self, block: Block, train: bool = True, again: Again = find_selectively_recomputed) -> None:
@@ -205,6 +210,9 @@ class CallWork:
         self._computed: dict[tuple[object, ...], _Computed] = {}
 
     def asked(self, fp8: bool, profile: ExecutionProfile = OURS) -> BlockProfile:
+        """Return the kernels and collectives of the block (cached). ``fp8``: products with weights run in fp8.
+        ``profile``: how the training framework runs casts and experts.
+        """
         key = fp8, profile.fused_casts, profile.expert_kernels, profile.current_scaling
         if key not in self._asked:
             self._asked[key] = asked_by(self.block, self.train, fp8, self.again, *key[1:])
@@ -212,11 +220,14 @@ class CallWork:
 
     @cached_property
     def again(self) -> frozenset[fx.Node]:
+        """Return the nodes that selective recomputation runs again if every rank holds all experts; empty without
+        training.
+        """
         return self._again(self.block, ()) if self.train else frozenset()
 
     @cached_property
     def _again_apart(self) -> frozenset[fx.Node]:
-        """The nodes that selective recomputation runs again if experts are distributed over several ranks."""
+        """Return the nodes that selective recomputation runs again if experts are distributed over several ranks."""
         entries = self.asked(False).region.entries
         return self._again(self.block, entries) if entries and self.train else self.again
 
@@ -226,13 +237,15 @@ class CallWork:
 
     @cached_property
     def has_experts(self) -> bool:
-        """Whether the block contains experts, so that its cost depends on their distribution over ranks."""
+        """Return whether the block contains experts, so that its cost depends on their distribution over ranks."""
         found = expert_region(self.block)  # the full `asked` may never be needed, and takes long to compute
         return bool(found.entries or found.exits or found.products or found.states & set(self.block.states))
 
     def cost(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread = NO_SPREAD) -> CallCost:
-        """Return the cost of one call of the block on a rank with device type ``device``, whose collectives run over
-        ``groups`` (mesh axis -> group). ``spread``: how the call is distributed by expert parallelism and ZeRO-3."""
+        """Return the cost of one call of the block on a rank with device type ``device``. ``groups``: mesh axis -> the
+        group of ranks over which collectives of that axis run. ``spread``: how expert parallelism and ZeRO-3 distribute
+        the call over ranks.
+        """
         profile, train = spread.profile, self.train
         asked = self.asked(spread.fp8, profile)
         slowdown = device.overlap_slowdown
@@ -282,6 +295,7 @@ class CallWork:
         return self._build_call_cost(asked, spread, computed, halves, comm, forward_only_s)
 
     def _get_kernel_prices(self, device: DeviceType, asked: BlockProfile, spread: Spread) -> _Computed:
+        """Return the seconds and FLOPs of the kernels of ``asked`` on ``device``, from the cache if they are known."""
         even = spread.profile.even_experts
         experts = spread.ep, spread.of_experts, spread.num_experts, spread.divided, even
         key = SameObject(device), SameObject(asked), *experts
@@ -298,6 +312,10 @@ class CallWork:
         comm: list[float],
         forward_only_s: float,
     ) -> CallCost:
+        """Return the complete cost of a call. ``halves``: seconds without collectives of forward, backward for inputs
+        and backward for weights. ``comm``: seconds of collectives, forward and backward. ``computed``: seconds and
+        FLOPs of the kernels. ``forward_only_s``: seconds of the forward that full recomputation does not repeat.
+        """
         regather = self.train and spread.profile.regather
         apart = spread.ep > 1
         kept, slim = self._find_saved_bytes(regather, False, apart), self._find_saved_bytes(regather, True, apart)
@@ -328,7 +346,7 @@ class CallWork:
 
     @cached_property
     def _input_output_bytes(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Bytes of each input and of each output."""
+        """Return the bytes of each input and of each output."""
         placeholders = {n.name: n for n in self.block.placeholders}
         ahead = [placeholders[name] for name in self.block.inputs]
         of_inputs, of_outputs = ([float(n.meta["val"].nbytes) for n in nodes] for nodes in (ahead, self.block.outputs))
@@ -354,9 +372,11 @@ class CallWork:
 
 
 def _count_issued_operators(asked: BlockProfile, half: int, spread: Spread) -> float:
-    """Return the number of operators that the host issues in one part of a block call (``half`` 0: forward, 1: backward
-    for inputs, 2: backward for weights). Operators in recorded CUDA graphs do not count. ``spread``: how the call is
-    distributed over the ranks of experts. The number is a fraction if a rank holds a fraction of an expert."""
+    """Return the number of operators that the host launches in one part of a block call (``half`` 0: forward, 1:
+    backward for inputs, 2: backward for weights). Operators in recorded CUDA graphs do not count. ``asked``: kernels
+    and operators of the block. ``spread``: how experts are distributed over ranks. The number is a fraction if a rank
+    holds a fraction of an expert.
+    """
     of_experts, others = _issued_each(asked, half, spread), float(asked.issued[half])
     if half == 0 and spread.profile.expert_kernels == "each" and asked.held:
         others += max(0, _ROUTING[spread.profile.dispatch] - asked.routing)
@@ -364,14 +384,15 @@ def _count_issued_operators(asked: BlockProfile, half: int, spread: Spread) -> f
 
 
 def _issued_each(asked: BlockProfile, half: int, spread: Spread) -> float:
-    """Return the number of operators that the host issues separately for each expert, added up over the experts of a
-    rank. ``half``: the part of a block call (0: forward, 1: backward for inputs, 2: backward for weights)."""
+    """Return the number of operators that the host launches once per expert, added up over the experts of a rank.
+    ``half``: the part of a block call (0: forward, 1: backward for inputs, 2: backward for weights).
+    """
     return asked.issued_each[half] * max(1.0, asked.held * spread.of_experts)
 
 
 def _issued_late(asked: BlockProfile, device_s: float, spread: Spread, device: DeviceType) -> float:
-    """Return the seconds that a forward waits for the host to launch the kernels of each expert, which run ``device_s``
-    on the device.
+    """Return the seconds that a forward waits for the host to launch the kernels of each expert. ``asked``: kernels and
+    operators of the block. ``device_s``: seconds that the device takes for these kernels.
 
     The host knows the number of rows of each expert only after the device has counted them, so it cannot launch ahead
     (Megatron-LM, deepseek-v3-gb200-optimization, section 3.1). There is no wait if each expert's rows are padded to one
@@ -384,6 +405,9 @@ def _issued_late(asked: BlockProfile, device_s: float, spread: Spread, device: D
 
 
 def _price_kernels(asked: BlockProfile, device: DeviceType, spread: Spread) -> _Computed:
+    """Return the seconds and FLOPs of the kernels of ``asked`` on ``device``, as one rank runs them under the
+    distribution ``spread``.
+    """
     columns = _spread_columns(asked.kernels, spread)
     seconds = kernel_times(columns, device)
     ahead = columns.way == 0
@@ -409,9 +433,10 @@ def _price_kernels(asked: BlockProfile, device: DeviceType, spread: Spread) -> _
 
 
 def _spread_columns(columns: KernelTable, spread: Spread) -> KernelTable:
-    """Return the kernels that one rank runs. The experts' weights are divided over ``ep``, and each expert on a rank
-    gets the rows of ``ep`` ranks. Load imbalance between experts is included. A graph that is ``divided`` has one
-    rank's experts already."""
+    """Return the table of the kernels that one rank runs if experts are distributed as in ``spread``. The experts'
+    weights are divided over the ranks of ``ep``, and each expert on a rank gets the rows of all these ranks. Expected
+    load imbalance between experts is included. A graph that is ``divided`` has only one rank's experts already.
+    """
     ep, experts = spread.ep, columns.expert
     if ep == spread.of_experts == 1 and not experts.any():
         return columns
@@ -436,8 +461,10 @@ def _spread_columns(columns: KernelTable, spread: Spread) -> KernelTable:
 
 
 def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType, strided: bool) -> float:
-    """Return the seconds of the collective ``op`` on ``whole_bytes``, the size of the whole tensor. If ``strided``,
-    they include the copy that joins or splits a dim that is not outermost in memory."""
+    """Return the seconds of the collective ``op`` (a name such as ``"all_gather"``) over ``group`` on ``whole_bytes``,
+    the size of the whole tensor. If ``strided``, they include the copy that joins or splits a dim that is not outermost
+    in memory.
+    """
     seconds = collective_time(op, whole_bytes, group)
     if strided and op not in ("all_reduce", "all_reduce_max"):
         seconds += device.launch + 2 * whole_bytes / device.memory_bandwidth
@@ -445,6 +472,9 @@ def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType,
 
 
 def compute_exchange_seconds(exchange: Exchange, groups: Mapping[str, Group], device: DeviceType) -> float:
+    """Return the seconds of one collective of a block; 0 if its mesh axis is not in ``groups`` (axis -> group of ranks)
+    or has one rank.
+    """
     group = groups.get(exchange.axis)
     if group is None or group.size == 1:
         return 0.0

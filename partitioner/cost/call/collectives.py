@@ -52,10 +52,9 @@ def moved_share(op: str, size: int) -> float:
 
 
 def dispatch_time(num_bytes: float, group: Group, copies: float) -> float:
-    """Return the seconds of an all-to-all in which each row goes to ``copies`` ranks. A row crosses to each node only
-    once and is copied to the other ranks inside the node (as in DeepEP).
-
-    ``num_bytes``: size of all copies together. With one copy the time is that of a plain all-to-all.
+    """Return the seconds of an all-to-all over ``group`` in which each row (token) goes to ``copies`` ranks. A row
+    crosses to each node only once and is copied to the other ranks inside the node (as in DeepEP). ``num_bytes``: size
+    of all copies on all ranks together. With one copy the time is that of a plain all-to-all.
     """
     if group.size == 1:
         return 0.0
@@ -80,10 +79,10 @@ def message_time(num_bytes: float, link: Link) -> float:
 
 
 def link_of_parts(link: Link, size: int, gathering: Group | None) -> Link:
-    """Return an equivalent link for a message that ``size`` ranks hold in common. Each rank sends a part of it over
-    ``link`` to its peer, and the peers all-gather the parts (Narayanan et al. 2021, section 4.1). A message over the
-    equivalent link takes as long as all of this. ``gathering``: the group of the peers; ``None``: the all-gather takes
-    no time."""
+    """Return a link on which one message takes as long as the following transfer: each of ``size`` ranks sends its part
+    of a tensor over ``link`` to its peer in the next stage, and the peers all-gather the parts (Narayanan et al. 2021,
+    section 4.1). ``gathering``: the group of the peers; ``None``: the all-gather takes no time.
+    """
     latency, per_byte = link.latency, 1 / (size * link.bandwidth)
     if gathering is not None:
         latency += max(group.one_way_start for group in gathering.every)

@@ -34,7 +34,7 @@ _ALONE = Group(1)
 @hashed_once
 @dataclass(frozen=True)
 class Spread:
-    """How a call is distributed over ranks besides ``tp`` and ``cp``.
+    """How a call is distributed over ranks by expert parallelism and ZeRO-3, besides ``tp`` and ``cp``.
 
     - ``tp``: number of ranks of the axis ``tp``. ``experts``: the group over which experts are distributed (``ep``).
       ``sharers``: the group of ranks that share one expert. ``expert_tensor``: ratio of ``tp`` to the number of these
@@ -63,15 +63,16 @@ class Spread:
 
     @property
     def without_experts(self) -> Spread:
-        """This distribution with all fields for experts reset to their defaults, as it applies to a block without
-        experts."""
+        """Return this distribution with all fields for experts reset to their defaults, as it applies to a block
+        without experts.
+        """
         return replace(
             self, experts=_ALONE, expert_shards=_ALONE, expert_tensor=1.0, num_experts=0, sharers=_ALONE, divided=False
         )
 
     @property
     def of_experts(self) -> float:
-        """Fraction of the graph's expert weights that a rank holds."""
+        """Return the fraction of the graph's expert weights that a rank holds."""
         return 1.0 if self.divided else self.expert_tensor / self.ep
 
 
@@ -79,8 +80,8 @@ NO_SPREAD = Spread()
 
 
 def expected_loads(tokens: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
-    """Return the expected load of the fullest of ``ranks`` ranks relative to the mean, for each number in ``tokens``.
-    Each token goes to a random rank.
+    """Return, for each number of tokens in ``tokens``, the expected load of the fullest of ``ranks`` ranks relative to
+    the mean load. Each token goes to a random rank.
 
     The expected maximum of a binomial is ``1 + sqrt(2 ln r (r - 1) / t)`` (Raab and Steger 1998).
     """
@@ -92,7 +93,7 @@ def expected_loads(tokens: NDArray[np.float64], ranks: int) -> NDArray[np.float6
 
 @dataclass(frozen=True)
 class ExpertProducts:
-    """The matrix products of a block's experts.
+    """The matrix products of the experts of one block.
 
     ``products``: the nodes of these products. ``entries``: the values sent to the experts. ``exits``: the values that
     come back. ``states``: the names of the experts' weights. ``known``: the planner can distribute these products over
@@ -106,7 +107,7 @@ class ExpertProducts:
     known: bool = False
 
     def reads_entry(self, product: fx.Node) -> bool:
-        """Whether ``product`` directly reads a value that is sent to the experts, apart from views and casts."""
+        """Return whether ``product`` directly reads a value that is sent to the experts, apart from views and casts."""
         return any(
             _skip_views_and_casts(o) in self.entries
             for o in product.all_input_nodes
@@ -115,13 +116,14 @@ class ExpertProducts:
 
     @property
     def sorts(self) -> bool:
-        """Whether the products need rows sorted by expert."""
+        """Return whether the products need rows sorted by expert."""
         return any(operator_name(node) in EXPERT_PRODUCTS for node in self.products)
 
     @property
     def copies(self) -> float:
-        """Number of copies of each row that are sent to experts (such as the ``k`` of top-k routing), as far as the
-        graph shows it; 1 if unknown."""
+        """Return the number of copies of each row that are sent to experts (such as the ``k`` of top-k routing), as far
+        as the graph shows it; 1 if unknown.
+        """
         return max((_count_row_copies(node) for node in self.entries), default=1.0)
 
 
@@ -178,7 +180,9 @@ def _count_row_copies(node: fx.Node) -> float:
 
 def expert_exchanges(region: ExpertProducts, spread: Spread) -> float:
     """Return the seconds of sending tokens to their experts and back, for one pass (forward or backward). ``region``:
-    the products of the block's experts."""
+    the products of the block's experts. ``spread``: how the experts are distributed over ranks. 0 if each rank has all
+    experts, or if the graph contains these collectives already.
+    """
     if spread.ep == 1 or spread.divided:
         return 0.0
     if spread.profile.dispatch == "rows":
@@ -194,12 +198,13 @@ def expert_exchanges(region: ExpertProducts, spread: Spread) -> float:
 
 
 def sorting_seconds(region: ExpertProducts, held: int, spread: Spread, device: DeviceType) -> float:
-    """Return the seconds of sorting received rows by expert and of undoing it, for one pass. ``held``: number of
-    experts in the graph.
+    """Return the seconds of sorting received rows (tokens) by expert and of undoing it, for one pass (forward or
+    backward). ``region``: the products of experts. ``held``: number of experts in the graph. ``spread``: how experts
+    are distributed.
 
     Rows arrive in the order of the sending ranks (``passes/experts/sorted_rows.py``; Megatron-Core's
-    ``sort_chunks_by_idxs``). There is nothing to sort if the rank has one expert, or if the dispatch (``once``) writes
-    rows in sorted order.
+    ``sort_chunks_by_idxs``). There is nothing to sort if the rank has one expert, or if the exchange itself writes rows
+    in sorted order (``dispatch`` ``"once"``).
     """
     if not region.sorts or held * spread.of_experts <= 1 or spread.profile.dispatch == "once":
         return 0.0

@@ -19,8 +19,9 @@ _SHOWN = 3  # products that a note names
 def products_in_fp8(block: Block, asked: bool, region: ExpertProducts) -> frozenset[fx.Node]:
     """Return the matrix products of ``block`` that run in fp8.
 
-    These are the nodes that are fp8 operators already. If ``asked``, they are also the products that will be converted,
-    and the products of experts (``region``), which are planned in fp8 although the runtime does not execute them so.
+    These are the nodes that are fp8 operators already. If ``asked`` (the user requested fp8), they are also the
+    products that will be converted, and the products of experts (``region``), which are planned in fp8 although the
+    runtime does not execute them so.
     """
     found = {node for node in block.graph.nodes if node.target is ops.linear_fp8.default}
     if asked:
@@ -29,9 +30,10 @@ def products_in_fp8(block: Block, asked: bool, region: ExpertProducts) -> frozen
 
 
 def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Return those ``products`` that are the first of ``block`` to read their operands. Later products with the same
-    operands reuse the cast to fp8. The projections to queries, keys and values therefore count as one, for software
-    that casts once."""
+    """Return those ``products`` (nodes of ``block``) before which no other of them reads the same operands. Later
+    products with the same operands reuse the cast to fp8. The projections to queries, keys and values therefore count
+    as one, for software that casts once.
+    """
     states, known, found = set(block.states), set[frozenset[fx.Node]](), set[fx.Node]()
     for node in block.graph.nodes if products else ():
         if node not in products:
@@ -54,18 +56,18 @@ def in_fp8(
     apart: bool = False,
     current: bool = False,
 ) -> tuple[list[Kernel], list[Kernel]]:
-    """Return the kernels of a product with its weight in fp8, and the kernels that cast its operands to fp8. If the
-    product has no weight or no 16-bit operands, return ``kernels`` and no casts.
+    """Return two lists: the kernels of a product with its weight in fp8, and the kernels that cast its operands to fp8.
+    If the product has no weight or no 16-bit operands, return ``kernels`` and no casts.
 
     - ``operands``, ``results``: the tensors that the product reads and writes. ``backward``: the kernels are those of
       the backward.
-    - ``fused``: forward, the kernel in front of the product writes the operand in fp8, as it is and transposed, if the
-      product is the ``first`` to read it. Backward, one kernel reads the gradient once and writes it twice (NVIDIA's
-      Transformer Engine). Without ``fused``, each product casts the tensors that it reads by itself.
-    - ``apart``: with ``fused``, a separate kernel casts the operand nevertheless, for example after an exchange.
+    - ``fused``: in forward, the kernel in front of the product writes the operand in fp8, as it is and transposed, if
+      the product is the ``first`` to read it. In backward, one kernel reads the gradient once and writes it twice
+      (NVIDIA's Transformer Engine). Without ``fused``, each product casts the tensors that it reads by itself.
+    - ``apart``: with ``fused``, a separate kernel casts the operand nevertheless, for example after a collective.
     - ``current``: a tensor is scaled by its own largest absolute value, which is computed before the cast
-      (``Float8CurrentScalingQuantizer``). This takes two more kernels; the first one reads the tensor unless the
-      preceding kernel computed the maximum.
+      (``Float8CurrentScalingQuantizer``). This takes two more launches; they read the tensor unless the preceding
+      kernel computed the maximum.
     """
     if not any(o.state for o in operands) or not any(k.flops for k in kernels):
         return kernels, []
@@ -104,9 +106,9 @@ def _in_a_byte(kernel: Kernel, matrices: Sequence[Operand], result: Operand, bac
 
 
 def _build_product_casts(product: Kernel, operands: list[Operand], result: Operand, backward: bool) -> Iterator[Kernel]:
-    """Yield the kernels that cast the tensors which ``product`` reads. ``operands``, ``result``: the tensors that the
-    forward product reads and writes. ``backward``: ``product`` is one of the backward. Forward these are both operands.
-    Backward they are the gradient and, transposed, the other operand (:func:`partitioner.passes.ops.fp8.linear_fp8`).
+    """Yield the kernels that cast to fp8 the tensors that ``product`` reads. ``operands``, ``result``: the tensors that
+    the forward product reads and writes. ``backward``: ``product`` is one of the backward. In forward, both operands
+    are cast. In backward, the gradient of the result and, transposed, the other operand are cast.
     """
     if not backward:
         yield from (cast for o in operands for cast in _build_cast_kernels(o, product, False))
@@ -118,8 +120,10 @@ def _build_product_casts(product: Kernel, operands: list[Operand], result: Opera
 
 
 def _build_cast_kernels(operand: Operand, product: Kernel, transposed: bool) -> Iterator[Kernel]:
-    """Yield the kernels of one cast to fp8. They find the largest absolute value, scale and round every element to a
-    byte, and copy the bytes if they must be ``transposed``. Computing the scale takes three further operators."""
+    """Yield the kernels that cast ``operand`` to fp8 for ``product``. They find the largest absolute value, scale and
+    round every element to a byte, and copy the bytes if they must be ``transposed``. Computing the scale takes three
+    further launches.
+    """
     whole = float(operand.nbytes)
     bytes_out = operand.numel * (1.0 + 2.0 * transposed)
     for kind, moved, launches in (("reduction", whole, 4), ("pointwise", 3 * whole + bytes_out, 2 + transposed)):
@@ -135,15 +139,19 @@ def least_in_fp8(
     fused: bool = False,
     first: bool = True,
 ) -> list[Kernel]:
-    """Return the faster kernels of a product: those in fp8 with casts, or the unconverted ``kernels``. This is a lower
-    bound, because a shard may have sizes that are not multiples of 16 and cannot run in fp8. The other arguments are
-    those of :func:`in_fp8`."""
+    """Return the faster kernels of a product on ``device``: those in fp8 with casts, or the unconverted ``kernels``.
+    The result is a lower bound, because a shard may have sizes that are not multiples of 16 and cannot run in fp8.
+
+    ``operands``, ``results``: the tensors that the product reads and writes. ``backward``: the kernels are those of the
+    backward. ``fused``: neighbouring kernels do the casts. ``first``: no earlier product reads the same operands.
+    """
     made, casts = in_fp8(kernels, operands, results, backward, fused, first)
     made = [*made, *(cast._replace(launches=0) for cast in casts)]
     return made if _sum_kernel_seconds(made, device) < _sum_kernel_seconds(kernels, device) else kernels
 
 
 def _sum_kernel_seconds(kernels: Sequence[Kernel], device: DeviceType) -> float:
+    """Return the seconds of memory traffic and FLOPs of ``kernels`` on ``device``, without the time of launches."""
     return sum(
         k.num_bytes / memory_rate(k.kind, device) + (k.flops / product_rate(k, device) if k.flops else 0.0)
         for k in kernels
@@ -151,8 +159,9 @@ def _sum_kernel_seconds(kernels: Sequence[Kernel], device: DeviceType) -> float:
 
 
 def notes_on_fp8(model: FoldedModel) -> tuple[str, ...]:
-    """Return a sentence for the user on how many products with weights are not in fp8, and why. Empty if all are.
-    ``model``: the graphs of one rank."""
+    """Return a tuple with one sentence for the user: how many products with weights are not in fp8, and why. It is
+    empty if all are in fp8. ``model``: the graphs of one rank.
+    """
     left = {name: list(_left_out(block)) for name, block in model.blocks.items()}
     short = {name: len(products_in_fp8(b, True, expert_region(b))) for name, b in model.blocks.items()}
     others = [(call.states[place], why) for call in model.calls for place, why in left[call.block]]
@@ -184,6 +193,9 @@ def _left_out(block: Block) -> Iterator[tuple[int, str]]:
 
 
 def _describe_fp8_obstacle(node: fx.Node, states: frozenset[str]) -> str:
+    """Return the reason why the product ``node`` does not run in fp8, for a note to the user. ``states``: the names of
+    the block's parameters and buffers.
+    """
     product = product_of(node, states)
     if product is None:
         return f"no kernel in fp8 for {operator_name(node)}"

@@ -31,8 +31,9 @@ Shape = tuple[int, ...]
 class Operand(NamedTuple):
     """A tensor that an operator reads or writes.
 
-    ``state``: a weight, whose size does not depend on the batch. ``learned``: computed from weights alone, so no other
-    stage waits for its gradient. ``repeats``: how many times a view such as ``expand`` repeats each element in memory.
+    ``state``: it is a weight, whose size does not depend on the batch. ``learned``: it is computed from weights alone,
+    so no other pipeline stage waits for its gradient. ``repeats``: how many times a view such as ``expand`` repeats
+    each element that is in memory.
     """
 
     shape: Shape
@@ -51,24 +52,24 @@ class Operand(NamedTuple):
 
     @property
     def traffic(self) -> float:
-        """Bytes that are read from memory. Repeated elements are read once and then come from caches."""
+        """Return the bytes that are read from memory. Repeated elements are read once and then come from caches."""
         return self.nbytes / self.repeats
 
     @property
     def gradient(self) -> Operand:
-        """The gradient of the operand, as an operand of the same shape without repeated elements."""
+        """Return the gradient of the operand, as an operand of the same shape without repeated elements."""
         return self if self.repeats == 1.0 else self._replace(repeats=1.0)
 
 
 class Kernel(NamedTuple):
-    """One kernel with its memory traffic and FLOPs.
+    """One GPU kernel with its memory traffic and FLOPs.
 
-    ``num_bytes``: bytes read and written, of which ``state_bytes`` belong to weights. ``flops``: FLOPs of a product.
-    ``precision``: number format in which these are computed, such as ``"bf16"``. ``launches``: number of launches.
-    ``kind``: the key in the device's table of memory efficiencies. ``smallest``: the smallest of M, N and K of a
-    product, or the number of keys of an attention. ``width``: the smallest head width of an attention. ``aligned``:
-    every row of a product's 16-bit matrices is a multiple of 16 bytes, which matrix units need for full speed.
-    ``learned``: the kernel computes a gradient of weights.
+    ``num_bytes``: bytes read and written, of which ``state_bytes`` belong to weights. ``flops``: FLOPs of a matrix
+    product or attention. ``precision``: number format in which these are computed, such as ``"bf16"``. ``launches``:
+    number of launches. ``kind``: the key in the device's table of memory efficiencies. ``smallest``: the smallest of M,
+    N and K of a product, or the number of keys of an attention. ``width``: the smallest head width of an attention.
+    ``aligned``: every row of a product's 16-bit matrices is a multiple of 16 bytes, which matrix units need for full
+    speed. ``learned``: the kernel computes a gradient of weights.
     """
 
     kind: str
@@ -159,8 +160,10 @@ def _compute_linear_work(a: Shape, b: Shape, out: Shape) -> _Product:
 
 
 def _compute_grouped_work(a: Shape, b: Shape, out: Shape) -> _Product:
-    """Return the FLOPs of a product of rows by expert, ``[t, k]`` with ``[e, k, n]``, and the smallest of M, N and K of
-    one expert's product. Each expert gets an even share of the rows."""
+    """Return two numbers for a product of rows grouped by expert, ``[t, k]`` (shape ``a``) with ``[e, k, n]`` (shape
+    ``b``): its FLOPs, and the smallest of M, N and K of one expert's product. Each expert gets an even share of the
+    rows.
+    """
     return 2.0 * math.prod(out) * a[-1], min(a[0] / b[0], b[1], b[2])
 
 
@@ -187,7 +190,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node's result shares its operand's memory."""
+    """Return whether the node's result shares its operand's memory."""
     name = operator_name(node)
     return node.target is operator.getitem or (
         name in VIEWS and not (name in _MAYBE_COPIES and _is_copying_reshape(node))
@@ -207,24 +210,28 @@ def repeats_of(node: fx.Node, copied: bool = False) -> float:
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether the operator is a matrix product, convolution, einsum or fused attention."""
+    """Return whether the operator is a matrix product, convolution, einsum or fused attention."""
     name = operator_name(node)
     return name in _PRODUCTS or name in _ATTENTION or name == "einsum"
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Whether the operator is a fused attention."""
+    """Return whether the operator is a fused attention."""
     return operator_name(node) in _ATTENTION
 
 
 def _only_sends(node: fx.Node) -> bool:
-    """Whether the operator is a collective other than an attention over a sharded sequence."""
+    """Return whether the operator is a collective that computes nothing, that is, any but an attention over a sharded
+    sequence.
+    """
     name = collective_name(node.target)
     return name is not None and name not in CONTEXT
 
 
 def _is_strided_shard(node: fx.Node) -> bool:
-    """Whether the operator copies a rank's part of a whole tensor, because the part is not contiguous in memory."""
+    """Return whether the operator copies a rank's part of a whole tensor, because this part is not contiguous in
+    memory.
+    """
     if collective_name(node.target) not in ("shard_slice", "shard_narrow"):
         return False
     dim = get_node_argument(node, "dim")
@@ -232,7 +239,7 @@ def _is_strided_shard(node: fx.Node) -> bool:
 
 
 def _is_copying_reshape(node: fx.Node) -> bool:
-    """Whether a reshape has to copy, because its operand is not contiguous in memory."""
+    """Return whether a reshape has to copy, because its operand is not contiguous in memory."""
     source = node.args[0]
     if not isinstance(source, fx.Node):
         return False
@@ -244,7 +251,7 @@ def _is_copying_reshape(node: fx.Node) -> bool:
 
 @lru_cache(maxsize=1024)
 def _copies_to_reshape(shape: Shape, strides: tuple[int, ...], target: Shape) -> bool:
-    """Whether a tensor of ``shape`` with these ``strides`` has no view of shape ``target``."""
+    """Return whether a tensor of ``shape`` with these ``strides`` has no view of shape ``target``."""
     try:
         torch.empty_strided(shape, strides, device="meta").view(target)
     except RuntimeError:
@@ -283,9 +290,10 @@ def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequenc
 
 
 def _entropy_kernel(kind: str, logits: Operand, as_given: int, as_made: int, launches: int) -> Kernel:
-    """Return the kernel of a cross-entropy: ``as_given`` passes over the logits, and ``as_made`` passes over
-    intermediate results of this size in the type in which exponents are added up. ``kind``: the key in the device's
-    table of memory efficiencies. ``launches``: number of launches."""
+    """Return the kernel of a cross-entropy. ``as_given``: number of passes over the logits. ``as_made``: number of
+    passes over intermediate results of the same shape, in the dtype in which sums are accumulated. ``kind``: the key in
+    the device's table of memory efficiencies. ``launches``: number of launches.
+    """
     made = logits._replace(dtype=accumulated_in(logits.dtype))
     return _build_kernel(kind, [logits] * as_given + [made] * as_made, launches=launches)
 
@@ -293,9 +301,11 @@ def _entropy_kernel(kind: str, logits: Operand, as_given: int, as_made: int, lau
 def form_kernels(
     node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand], num_ranks: int, zigzag: bool, backward: bool
 ) -> list[Kernel]:
-    """Return the kernels of an attention whose queries and keys are both sharded over ``num_ranks``. Shapes are those
-    of one rank. ``zigzag``: each rank has two distant parts of the sequence, which balances a causal mask.
-    ``backward``: return the kernels of the backward."""
+    """Return the kernels of an attention ``node`` whose queries and keys are both sharded along the sequence over
+    ``num_ranks`` ranks. ``operands``, ``results``: the tensors on one rank. ``zigzag``: each rank has two distant parts
+    of the sequence, which balances a causal mask. ``backward``: return the kernels of the backward instead of the
+    forward.
+    """
     width = results[0].shape[-1]
     flops, smallest = attention_product(
         operands[0].shape, operands[1].shape, width, find_attention_band(node) or Band(), num_ranks, zigzag
@@ -309,8 +319,10 @@ def form_kernels(
 def backward_kernels(
     node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand], needs: Sequence[bool]
 ) -> list[Kernel]:
-    """Return the kernels that compute the gradients of the operands that ``needs`` marks. ``operands``, ``results``:
-    the tensors on one rank that the operator reads and writes in its forward."""
+    """Return the kernels that compute the gradients of the operands of ``node``. ``operands``, ``results``: the tensors
+    on one rank that the operator reads and writes in its forward. ``needs``: for each operand, whether its gradient is
+    needed.
+    """
     if not any(needs) or node.target is operator.getitem or _only_sends(node) or not results:
         return []
     name, result = operator_name(node), results[0]
@@ -347,6 +359,11 @@ def backward_kernels(
 def _pointwise_backward(
     kind: str, name: str, wanted: Operand, operands: Sequence[Operand], result: Operand
 ) -> list[Kernel]:
+    """Return the kernels that compute the gradient of the operand ``wanted`` of a pointwise operator: a product with
+    the other operands, and a sum if the operand was broadcast. ``kind``: the key in the device's table of memory
+    efficiencies. ``name``: the operator's name. ``operands``, ``result``: the tensors that its forward reads and
+    writes.
+    """
     broadcast = [_gradient_kernel("reduction", wanted, [result])] if wanted.numel < result.numel else []
     if name in _ADDITIONS or (name in _ADDED_TO and wanted is operands[0]):
         return broadcast  # the gradient passes unchanged
@@ -390,6 +407,9 @@ def add_kernel(value: Operand) -> Kernel:
 def _compute_product_work(
     node: fx.Node, name: str, operands: Sequence[Operand], results: Sequence[Operand]
 ) -> _Product:
+    """Return two numbers for a matrix product, einsum or attention called ``name``: its FLOPs, and the smallest of M, N
+    and K (the number of keys for an attention).
+    """
     out = results[0].shape
     if name in _PRODUCTS:
         first, second, formula = _PRODUCTS[name]
@@ -400,8 +420,10 @@ def _compute_product_work(
 
 
 def _compute_attention_work(node: fx.Node, operands: Sequence[Operand], out: Shape) -> _Product:
-    """Return the FLOPs of an attention (scores, and their product with the values) and its number of keys. Pairs that a
-    causal mask or a window excludes are not counted. ``out``: shape of the result."""
+    """Return two numbers for an attention: its FLOPs (scores, and their product with the values) and its number of
+    keys. Pairs that a causal mask or a window excludes are not counted. ``operands``: queries, keys and values.
+    ``out``: shape of the result.
+    """
     query, key = operands[0].shape, operands[1].shape
     if "partition" in str(node.target):
         over = collective_name(node.target) is not None
@@ -414,16 +436,19 @@ def _compute_attention_work(node: fx.Node, operands: Sequence[Operand], out: Sha
 def attention_product(
     query: Shape, key: Shape, width: int, seen: Band, num_ranks: int = 1, zigzag: bool = False
 ) -> _Product:
-    """Return the FLOPs of an attention and its number of keys, on the rank with the most work. ``seen``: which pairs
-    the causal mask or window admits. ``query`` and ``key``: shapes on each of ``num_ranks``. ``width``: head width of
-    the values. ``zigzag``: each rank has two distant parts of the sequence."""
+    """Return two numbers for an attention, on the rank with the most work: its FLOPs and its number of keys. ``seen``:
+    which pairs of query and key the causal mask or window admits. ``query``, ``key``: shapes on each of ``num_ranks``
+    ranks. ``width``: head width of the values. ``zigzag``: each rank has two distant parts of the sequence.
+    """
     pairs = most_pairs(query[-2], key[-2], num_ranks, zigzag, seen)
     return 2.0 * math.prod(query[:-2]) * pairs * (query[-1] + width), key[-2]
 
 
 def _compute_einsum_work(node: fx.Node, operands: Sequence[Operand]) -> _Product:
-    """Return the FLOPs of an einsum, twice the product of all loop sizes, and the smallest loop size. The sizes come
-    from the equation or, if it has an ellipsis, from the factor rule of the operator."""
+    """Return two numbers for an einsum: its FLOPs (twice the product of the sizes of all index letters), and the
+    smallest of these sizes. The sizes come from the equation or, if it has an ellipsis, from the operator's sharding
+    rule.
+    """
     equation = str(node.args[0]).replace(" ", "")
     if "." in equation:
         factors = factors_of(node)
@@ -438,6 +463,9 @@ def _compute_einsum_work(node: fx.Node, operands: Sequence[Operand]) -> _Product
 
 
 def kind_of(node: fx.Node, name: str) -> str:
+    """Return the key of the operator ``node``, called ``name``, in the device's table of memory efficiencies, such as
+    ``"pointwise"`` or ``"norm"``.
+    """
     if name in _KINDS:
         return _KINDS[name]
     target = node.target
@@ -458,6 +486,10 @@ def _build_kernel(
     precision: str = "fp32",
     launches: int = 1,
 ) -> Kernel:
+    """Return a kernel that reads or writes each tensor of ``traffic`` once. ``kind``: its key in the device's table of
+    memory efficiencies. ``smallest``: the smallest of M, N and K of a product. ``precision``: number format of its
+    FLOPs.
+    """
     if kind == "pointwise" and len({o.shape for o in traffic if o.numel > 1}) > 1:
         kind = "broadcast"  # elements are addressed by index
     rows = [o.shape[-1] * o.dtype.itemsize for o in traffic if flops and len(o.shape) > 1 and o.dtype.itemsize == 2]

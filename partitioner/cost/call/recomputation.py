@@ -41,9 +41,11 @@ _COPIES = frozenset(
 
 
 def find_recomputed_nodes(block: Block, how: Remade, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
-    """Return the operators of ``block`` that backward runs again under the method ``how``. The graph must mark which
-    nodes need gradients. ``sent``: values that come from other ranks when the block is executed; they are never
-    recomputed."""
+    """Return the operators of ``block`` that backward runs again. ``how``: ``"scores"`` (attention scores only),
+    ``"selective"`` (also all other results whose bytes are worth the time) or ``"alternate"`` (also every second matrix
+    product). The graph must mark which nodes need gradients. ``sent``: values that come from other ranks when the block
+    is executed; they are never recomputed.
+    """
     scores = find_score_nodes(block)
     if how == "scores":
         return scores
@@ -75,6 +77,7 @@ class _RecomputeCut:
         self.read: dict[fx.Node, set[int]] = {}  # for each operator, the indices of the results that are needed
 
     def again(self) -> frozenset[fx.Node]:
+        """Solve the minimum cut, and return the operators that are run again; empty if backward reads no values."""
         wanted = [
             v
             for n in self.block.graph.nodes
@@ -106,6 +109,9 @@ class _RecomputeCut:
         self.flow.add_arc_with_capacity(start, end, capacity)
 
     def _is_quick(self, node: fx.Node) -> bool:
+        """Return whether ``node`` may be run again: scores, chosen products, and deterministic torch operators whose
+        cost is about a pass over memory (pointwise, norms, reductions, copies).
+        """
         if node in self.scores:
             return True
         if node.op != "call_function" or node in self.sent or collective_name(node.target) is not None:
@@ -122,7 +128,9 @@ class _RecomputeCut:
         return kind_of(node, name) in _KINDS or name in _COPIES
 
     def _find_read_values(self, node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-        """Yield the values that ``node`` reads when it is run again, except parameters and buffers."""
+        """Yield the values that ``node`` reads when it is run again, except parameters and buffers, as pairs (node that
+        computed it, index of the result).
+        """
         for value in dict.fromkeys(map(value_of, node.all_input_nodes)):
             if value[0].name not in self.states:
                 yield value
@@ -131,8 +139,9 @@ class _RecomputeCut:
         return sum(size_of((node, result)) for result in self.read.get(node, ()))
 
     def _price_recomputation(self, node: fx.Node) -> int:
-        """Return the cost of running an operator again, expressed in bytes kept. It is at least 1, so that no operator
-        is run again needlessly; scores cost 0."""
+        """Return the cost of running an operator again, in bytes of memory that the time is worth. It is at least 1, so
+        that no operator is run again needlessly; attention scores cost 0.
+        """
         kernels = forward_kernels(node, *node_operands(node, self.states, ()))
         traffic = sum(k.num_bytes + k.flops * _BYTES_PER_FLOP for k in kernels)
         if node in self.products:

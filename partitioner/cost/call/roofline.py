@@ -36,7 +36,7 @@ def kernel_time(kernel: Kernel, device: DeviceType) -> float:
 
 
 def kernel_times(columns: KernelTable, device: DeviceType) -> Column:
-    """Return the seconds of each kernel in the table, shape ``[kernels]``."""
+    """Return the seconds of each kernel in the table ``columns`` on ``device``, as an array of shape ``[kernels]``."""
     rates = np.array([memory_efficiency(kind, device) for kind in columns.kinds], dtype=np.float64)[columns.kind]
     if device.memory_sizes:
         moved = columns.num_bytes / np.maximum(1.0, columns.launches)
@@ -83,8 +83,9 @@ _ALIKE = {
 
 
 def memory_rate(kind: str, device: DeviceType, num_bytes: float | None = None) -> float:
-    """Return the memory traffic in bytes/s that kernels of ``kind`` reach if each moves ``num_bytes``; ``None``: at the
-    best size."""
+    """Return the memory traffic in bytes/s that kernels of ``kind`` (such as ``"pointwise"``) reach on ``device`` if
+    each moves ``num_bytes``; ``None``: at the best size.
+    """
     return device.memory_bandwidth * min(memory_efficiency(kind, device), _largest_factor(num_bytes, device))
 
 
@@ -101,6 +102,9 @@ def memory_efficiency(kind: str, device: DeviceType) -> float:
 
 
 def _largest_factor(num_bytes: float | None, device: DeviceType) -> float:
+    """Return the largest fraction of memory bandwidth that a kernel reaches that moves ``num_bytes``; ``None``: at the
+    best size. ``math.inf`` if the device has no such measurements.
+    """
     curve = device.memory_sizes
     if not curve:
         return math.inf
@@ -136,7 +140,9 @@ def attention_factor(kernel: Kernel, device: DeviceType) -> float:
 
 
 def _evaluate_curve(curve: Sequence[tuple[float, float]], value: float) -> float:
-    """Interpolate ``curve`` at ``value``; constant beyond its ends. Return 1 if there is no curve."""
+    """Interpolate ``curve``, pairs (size, fraction), at the size ``value``, linearly in the logarithm of the size;
+    constant beyond its ends. Return 1 if the curve is empty.
+    """
     if not curve:
         return 1.0
     return curve[0][1] if value <= curve[0][0] else interpolate_curve(min(value, curve[-1][0]), curve)

@@ -83,7 +83,7 @@ _INTO_BUFFERS = frozenset(("linear", "mm", "addmm", "matmul"))
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes of one call of a block.
+    """Memory of one call of a block, in bytes.
 
     ``inside``: tensors that the block computes and keeps for backward. ``inputs``: for each input, whether it is kept.
     ``working``: largest temporary memory, in forward or backward, in addition to what is kept. ``passing``: the part of
@@ -121,8 +121,9 @@ def find_score_nodes(block: Block) -> frozenset[fx.Node]:
 
 
 def _find_input_free_nodes(block: Block, scores: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Return the operators that ``scores`` are computed from and that depend on no input of the block and on no
-    parameter."""
+    """Return the operators from which ``scores`` (nodes of attention scores) are computed and that depend on no input
+    of the block and on no parameter.
+    """
     free: set[fx.Node] = set()
     placeholders = {
         n for n in block.placeholders if n.name not in block.inputs and not is_differentiable(n.meta["val"])
@@ -155,8 +156,9 @@ def find_gathered_activations(block: Block) -> frozenset[fx.Node]:
 
 
 def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = frozenset()) -> SavedBytes:
-    """Return the bytes that one call of ``block`` keeps for backward and needs while it runs. Results of the nodes
-    ``without`` are not kept but computed again. Without ``train`` nothing is kept."""
+    """Return the bytes that one call of ``block`` keeps for backward, and those that it needs while it runs.
+    ``without``: nodes whose results are not kept but computed again in backward. Without ``train`` nothing is kept.
+    """
     states = set(block.states)
     saved: dict[Value, int] = {}
     extra = 0
@@ -178,8 +180,9 @@ def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = froz
 
 
 def _read_again(nodes: Sequence[fx.Node], without: frozenset[fx.Node]) -> Iterator[Value]:
-    """Yield the values that must be kept so that ``nodes`` can be computed again. ``without``: all nodes that are not
-    kept."""
+    """Yield the values that must be kept so that ``nodes`` can be computed again, as pairs (node that computed it,
+    index of the result). ``without``: all nodes whose results are not kept.
+    """
     seen, stack = set(nodes), [*nodes]
     while stack:
         for value in map(value_of, stack.pop().all_input_nodes):
@@ -209,7 +212,9 @@ def value_of(node: fx.Node) -> Value:
 
 
 def find_needed_values(node: fx.Node) -> Iterator[Value]:
-    """Yield the values that the gradient of ``node`` reads."""
+    """Yield the values that the gradient of the operator ``node`` reads, as pairs (node that computed it, index of the
+    result).
+    """
     sends = collective_name(node.target) not in (None, *CONTEXT)
     if operator_name(node) in VIEWS or node.target is operator.getitem or sends:
         return
@@ -248,14 +253,16 @@ def _row_statistics(node: fx.Node) -> int:
 
 
 def size_of(value: Value) -> int:
-    """Return the bytes of a value; 0 if it is not a tensor."""
+    """Return the bytes of ``value``, a pair (node, index of its result); 0 if it is not a tensor."""
     tensors = results_of(value[0])
     return int(tensors[value[1]].nbytes) if value[1] < len(tensors) and isinstance(tensors[value[1]], Tensor) else 0
 
 
 def _forward_peak(block: Block, saved: dict[Value, int]) -> tuple[int, int]:
-    """Return the peak bytes of a forward in addition to the tensors that are ``saved`` at its end, and the bytes of
-    those outputs that are alive after it and not saved."""
+    """Return two numbers of bytes: the peak of a forward in addition to all tensors in ``saved`` (value -> bytes), and
+    the part that is still allocated after it, which belongs to outputs that are not saved. A value is a pair (node,
+    index of its result).
+    """
     nodes = [n for n in block.graph.nodes if n.op == "call_function"]
     last: dict[Value, int] = {}
     for place, node in enumerate(nodes):
@@ -318,6 +325,7 @@ def _backward_peak(block: Block) -> int:
 
 
 def _list_new_values(node: fx.Node) -> list[Value]:
+    """Return the results for which ``node`` allocates memory, as pairs (node, index); empty for a view."""
     if is_view(node) or collective_name(node.target) == "copy":
         return []
     return [(node, i) for i in range(len(results_of(node)))]
@@ -350,7 +358,9 @@ def carried_bytes(block: Block) -> int:
 
 
 def _depends_on_inputs(block: Block) -> set[fx.Node]:
-    """Return the nodes whose gradient contributes to the gradient of an input of the block."""
+    """Return the nodes through which the gradient of an input of the block flows: nodes that need a gradient and are
+    computed from an input that needs one.
+    """
     inputs = set(block.inputs)
     through = {node for node in block.placeholders if node.name in inputs and needs_gradient(node)}
     for node in block.graph.nodes:
@@ -360,19 +370,22 @@ def _depends_on_inputs(block: Block) -> set[fx.Node]:
 
 
 def _is_sum(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether the gradient of ``operand`` is a sum over a much larger tensor. It is then computed in the half of
-    backward for inputs."""
+    """Return whether the gradient of ``operand`` is a sum over a much larger tensor. It is then computed in the half of
+    backward for inputs.
+    """
     return not is_product(node) and is_early(size_of(value_of(operand)), size_of(value_of(node)))
 
 
 def _makes_all_at_once(node: fx.Node) -> bool:
-    """Whether one backward operator computes the gradients of all operands."""
+    """Return whether one backward operator computes the gradients of all operands of ``node``."""
     name = operator_name(node)
     return NEEDS.get(name) in ("norm", "attention") or name in _AT_ONCE
 
 
 def _needed_for(node: fx.Node, operand: fx.Node) -> Iterator[Value]:
-    """Yield the values that the gradient of ``operand`` of ``node`` reads."""
+    """Yield the values that the gradient of one ``operand`` of ``node`` reads, as pairs (node that computed it, index
+    of the result).
+    """
     operands, need = operands_of(node), NEEDS.get(operator_name(node), "operands")
     if is_view(node) or need == "nothing":
         return
@@ -387,8 +400,9 @@ def _needed_for(node: fx.Node, operand: fx.Node) -> Iterator[Value]:
 
 
 def _same_gradient(node: fx.Node, outputs: Collection[fx.Node]) -> fx.Node:
-    """Return the last node whose gradient equals that of ``node``. Views, sums and all-reduces pass a gradient on
-    unchanged."""
+    """Return the last node after ``node`` whose gradient equals that of ``node``, or ``node`` itself. Views, additions
+    and all-reduces pass a gradient on unchanged. The search stops at ``outputs``, the block's outputs.
+    """
     while node not in outputs:
         users = [user for user in node.users if user.op == "call_function" and needs_gradient(user)]
         if len(users) != 1 or not _passes_gradient(users[0]):

@@ -35,9 +35,9 @@ class StateCost:
     """Bytes of one state (parameter or buffer) on one rank, with its gradient and optimizer states.
 
     - ``parameter``, ``gradient``, ``optimizer``: bytes of the parameter or buffer itself, of its gradient and of its
-      optimizer states.
-    - ``grad_axes``: the mesh axes over which its gradient is summed. ``stage``: the ZeRO stage. ``replicas``: the
-      number of ranks that shard it under ZeRO. ``hybrid``: these are only a part of the data-parallel ranks.
+      optimizer states, before ZeRO shards them.
+    - ``grad_axes``: the mesh axes over which its gradient is summed. ``stage``: the ZeRO stage (0: none). ``replicas``:
+      the number of ranks that shard it under ZeRO. ``hybrid``: these are only a part of the data-parallel ranks.
       ``expert``: it belongs to experts.
     - ``hosted``: its optimizer states are in host memory, and the optimizer runs there. ``disk``: they are on the
       node's disk and are read for each step. ``passing``: the parameter itself is in host memory, too.
@@ -61,13 +61,17 @@ class StateCost:
 
     @cached_property
     def scatter_axes(self) -> tuple[str, ...]:
-        """The axes over which its gradient is reduce-scattered to shards; empty without ZeRO."""
+        """Return the mesh axes over which the gradient of the parameter is reduce-scattered to shards; empty without
+        ZeRO.
+        """
         shared = tuple(a for a in self.grad_axes if a != "tp") if self.stage else ()
         return tuple(INNER[a] for a in shared) if self.hybrid else shared
 
     @cached_property
     def rest_axes(self) -> tuple[str, ...]:
-        """The axes over which its gradient, or the shard that a reduce-scatter leaves, is all-reduced."""
+        """Return the mesh axes over which the gradient of the parameter, or the shard that a reduce-scatter leaves, is
+        all-reduced.
+        """
         if not self.stage:
             return self.grad_axes
         outer = (OUTER[a] for a in self.grad_axes if self.hybrid and a in OUTER)
@@ -75,15 +79,17 @@ class StateCost:
 
     @cached_property
     def kind(self) -> Hashable:
-        """Key that is equal for parameters and buffers whose costs differ only in bytes, so that they can be added
-        up."""
+        """Return a key that is equal for parameters and buffers whose costs differ only in bytes, so that their bytes
+        can be added up.
+        """
         flags = self.stage, self.replicas, self.expert, self.hybrid, self.hosted, self.passing, self.disk
         return self.grad_axes, flags, self.gradient > 0
 
     @cached_property
     def kept(self) -> dict[str, float]:
-        """Bytes that stay on the rank, by kind of data (``"parameters"``, ``"gradients"``, ``"optimizer"``,
-        ``"residuals"``). ZeRO-1 keeps both the whole gradient and its shard."""
+        """Return the bytes that stay on the rank, by kind of data (``"parameters"``, ``"gradients"``, ``"optimizer"``,
+        ``"residuals"``). ZeRO-1 keeps both the whole gradient and its shard.
+        """
         sizes = {"parameters": (self.parameter, 3), "gradients": (self.gradient, 2), "optimizer": (self.optimizer, 1)}
         kept = {kind: size / self.replicas if self.stage >= at else size for kind, (size, at) in sizes.items()}
         if self.stage == 1 and self.replicas > 1:
@@ -98,14 +104,16 @@ class StateCost:
 
     @property
     def late(self) -> float:
-        """The part of :attr:`total` that is not allocated before the first reduce-scatter: under ZeRO-2 and ZeRO-3 the
-        shard of the gradient, otherwise 0."""
+        """Return the bytes that stay on the rank but are not allocated before the first reduce-scatter: under ZeRO-2
+        and ZeRO-3 the shard of the gradient, otherwise 0.
+        """
         return self.gradient_piece if self.stage >= 2 and self.replicas > 1 else 0.0
 
     @property
     def in_host(self) -> float:
-        """Bytes in host memory: offloaded optimizer states with their parameter and its gradient, or an offloaded
-        parameter."""
+        """Return the bytes in host memory: offloaded optimizer states with their parameter and its gradient, or an
+        offloaded parameter.
+        """
         share = self.replicas if self.stage else 1
         if self.hosted and self.gradient:
             states = 0.0 if self.disk else self.optimizer
@@ -114,30 +122,34 @@ class StateCost:
 
     @property
     def on_disk(self) -> float:
-        """Bytes on disk: optimizer states, including the float32 copy of the parameter if there is one."""
+        """Return the bytes on disk: optimizer states, including the float32 copy of the parameter if there is one."""
         return self.optimizer / (self.replicas if self.stage else 1) if self.disk and self.gradient else 0.0
 
     @property
     def disk_traffic(self) -> float:
-        """Bytes that one step reads from and writes to the disk. Everything there is read and written, and the copy of
-        the parameter that is sent to the device is read once more."""
+        """Return the bytes that one optimizer step reads from and writes to the disk. All optimizer states on disk are
+        read and written, and the copy of the parameter that is sent to the device is read once more.
+        """
         share = self.replicas if self.stage else 1
         return (2 * self.optimizer + self.master) / share if self.disk and self.gradient else 0.0
 
     @cached_property
     def total(self) -> float:
-        """Bytes that stay on the rank, of all kinds together."""
+        """Return the bytes that stay on the rank, of all kinds together."""
         return sum(self.kept.values())
 
     @property
     def gradient_piece(self) -> float:
-        """Bytes of the gradient that are left on a rank after the reduce-scatter; the whole gradient without ZeRO."""
+        """Return the bytes of the gradient that are left on a rank after the reduce-scatter; the whole gradient without
+        ZeRO.
+        """
         return self.gradient / self.replicas if self.stage else self.gradient
 
     @property
     def update(self) -> float:
-        """Bytes that an optimizer step reads and writes: the parameter and the optimizer states both ways, the gradient
-        once."""
+        """Return the bytes that an optimizer step reads and writes: the parameter and the optimizer states both ways,
+        the gradient once.
+        """
         whole = 2 * (self.parameter + self.optimizer) + self.gradient if self.gradient else 0.0
         return whole / self.replicas if self.stage else whole
 
@@ -155,7 +167,7 @@ class StateCost:
     def zero(
         self, stage: int, replicas: int, expert: bool = False, by_rows: bool = False, hybrid: bool = False
     ) -> StateCost:
-        """Return the cost of this parameter under ZeRO stage ``stage``, sharded over ``replicas`` ranks.
+        """Return the cost of this parameter under ZeRO stage ``stage`` (0: none), sharded over ``replicas`` ranks.
 
         ``expert``: it belongs to experts. ``by_rows``: the ranks of ``tp`` hold different experts. ``hybrid``: only a
         part of the data-parallel ranks shards it.
@@ -167,8 +179,9 @@ class StateCost:
 
 
 class StateCosts(dict[str, StateCost]):
-    """Costs of parameters and buffers on a rank, by name. The dict must not be changed, because sums over it are
-    cached."""
+    """Costs of parameters and buffers on a rank: a dict name -> cost. It must not be changed, because sums over it are
+    cached.
+    """
 
     @classmethod
     def of(cls, costs: Mapping[str, StateCost]) -> StateCosts:
@@ -180,18 +193,19 @@ class StateCosts(dict[str, StateCost]):
 
     @cached_property
     def scattered(self) -> dict[str, StateCost]:
-        """The costs of the parameters that ZeRO shards among several ranks, by name."""
+        """Return the costs of the parameters that ZeRO shards among several ranks, by name."""
         return {name: cost for name, cost in self.items() if cost.stage and cost.replicas > 1}
 
     @cached_property
     def gradient(self) -> float:
-        """Bytes of all gradients before they are reduce-scattered."""
+        """Return the bytes of all gradients before they are reduce-scattered."""
         return sum(cost.gradient for cost in self.values())
 
     @cached_property
     def late(self) -> dict[str, float]:
-        """Bytes of each parameter that are not allocated before its gradient is first reduce-scattered, by name. Under
-        ZeRO-2 and ZeRO-3 this is the shard of the gradient."""
+        """Return the bytes of each parameter that are not allocated before its gradient is first reduce-scattered, by
+        name. Under ZeRO-2 and ZeRO-3 this is the shard of the gradient.
+        """
         return {name: cost.late for name, cost in self.items() if cost.late}
 
 
@@ -199,10 +213,10 @@ class StateCosts(dict[str, StateCost]):
 class Sharded:
     """How parameters, gradients and optimizer states are sharded in addition to ``tp``.
 
-    ``zero``: the ZeRO stage, over ``replicas`` ranks. ``of_experts``: the fraction of the experts' weights that a rank
-    holds. ``expert_replicas``: the number of ranks over which ZeRO shards experts. ``by_rows``: the ranks of ``tp``
-    hold different experts. ``hybrid``: only a part of the data-parallel ranks shards a parameter, and the parts are
-    replicas.
+    ``zero``: the ZeRO stage (0: none), over ``replicas`` ranks. ``of_experts``: the fraction of the experts' weights
+    that a rank holds. ``expert_replicas``: the number of ranks over which ZeRO shards experts. ``by_rows``: the ranks
+    of ``tp`` hold different experts. ``hybrid``: only a part of the data-parallel ranks shards a parameter, and the
+    parts are replicas of each other.
     """
 
     zero: int = 0
@@ -217,8 +231,9 @@ WHOLE = Sharded()
 
 
 def sum_state_costs(costs: Iterable[StateCost]) -> list[StateCost]:
-    """Return the sums of ``costs`` of parameters and buffers, one sum for each kind. Costs of one kind differ in bytes
-    alone."""
+    """Return the sums of the bytes of ``costs``, one for each group of parameters and buffers that differ in bytes
+    alone.
+    """
     kinds: dict[Hashable, tuple[StateCost, list[float]]] = {}
     for cost in costs:
         sums = kinds.setdefault(cost.kind, (cost, [0.0, 0.0, 0.0, 0.0, 0.0]))[1]
@@ -236,9 +251,9 @@ def sum_state_costs(costs: Iterable[StateCost]) -> list[StateCost]:
 class StateKinds(NamedTuple):
     """Parameters and buffers (states) grouped by equal cost.
 
-    ``of_state``: for each name, the index of its kind. ``kinds``: for each kind, one of its states, its layout over
-    ``tp``, whether it belongs to experts, whether every rank of ``cp`` computes its whole gradient, and whether ZeRO-3
-    does not shard it.
+    ``of_state``: name of a state -> index of its group in ``kinds``. ``kinds``: for each group a tuple (one of its
+    states, its layout over ``tp``, whether it belongs to experts, whether every rank of ``cp`` computes its whole
+    gradient, whether ZeRO-3 leaves it whole).
     """
 
     of_state: dict[str, int]
@@ -252,6 +267,12 @@ def kinds_of(
     complete: Collection[str] = (),
     left_whole: Collection[str] = (),
 ) -> StateKinds:
+    """Group ``states`` (name -> parameter or buffer) by equal cost, and return the groups.
+
+    ``layouts``: name -> layout over ``tp``; replicated if absent. ``experts``: names of weights of experts.
+    ``complete``: names of parameters whose whole gradient every rank of ``cp`` computes. ``left_whole``: names of
+    parameters that ZeRO-3 does not shard.
+    """
     numbers: dict[Hashable, int] = {}
     kinds: list[tuple[ModelState, Layout, bool, bool, bool]] = []
     of_state: dict[str, int] = {}
@@ -276,18 +297,22 @@ def state_costs(
     short_gradients: bool = False,
     offload: Collection[str] = (),
 ) -> StateCosts:
-    """Return the cost of each state (parameter or buffer) on a rank that holds it.
+    """Return the cost of each state (parameter or buffer) on a rank that holds it, by name.
 
     The gradient of a parameter is summed over ``dp`` and ``cp``, and over ``tp`` if its layout says that each rank
-    computes a partial sum (``R'``). If every rank of ``cp`` computes the whole gradient, ``cp`` is left out. ZeRO
-    (Rajbhandari et al. 2020) shards optimizer states (1), also gradients (2), and also parameters (3).
+    computes a partial sum (``R'``). If every rank of ``cp`` computes the whole gradient, ``cp`` is left out.
 
-    ``kinds``: the states, grouped by equal cost. ``mesh``: the size of each axis. ``sharded``: how ZeRO and ``ep``
-    shard them. ``offload``: the kinds of data in host memory. ``short_gradients``: a gradient has its parameter's type,
-    even if that is shorter than float32.
+    ``kinds``: the states, grouped by equal cost. ``mesh``: mesh axis -> number of ranks. ``optimizer``: its name.
+    ``sharded``: how ZeRO and ``ep`` shard the states. ``offload``: the kinds of data in host memory (``"optimizer"``,
+    ``"parameters"``) or on ``"disk"``. ``short_gradients``: a gradient has its parameter's dtype, even if that is
+    shorter than float32.
     """
 
     def find(state: ModelState, layout: Layout, expert: bool, complete: bool, small: bool) -> StateCost:
+        """Return the cost of one group of equal parameters or buffers, given one of them, its layout over ``tp``,
+        whether it belongs to ``expert``s, whether every rank of ``cp`` computes its ``complete`` gradient, and whether
+        ZeRO-3 leaves it whole (``small``).
+        """
         trained = train and state.requires_grad
         apart = complete and trained and not expert
         own = {**mesh, "cp": 1} if apart else mesh
@@ -327,6 +352,11 @@ def _build_state_cost(
     trained: bool,
     short_gradients: bool,
 ) -> StateCost:
+    """Return the cost of one parameter or buffer on a rank, without ZeRO. ``spec``: its whole shape and dtype.
+    ``layout``: its layout over the ``ranks`` ranks of ``tp``. ``mesh``: mesh axis -> number of ranks. ``trained``: it
+    has a gradient and optimizer states. ``short_gradients``: the gradient has the parameter's dtype, even if that is
+    shorter than float32.
+    """
     local = TensorSpec(local_shape(layout, spec.shape, ranks), spec.dtype)
     if not trained:
         return StateCost(local.nbytes)

@@ -19,8 +19,9 @@ class Scattering(NamedTuple):
     """Bytes of gradients that every rank holds while they are sent to the ranks that own their shards (ZeRO-1 and
     ZeRO-2).
 
-    ``num_bytes``: all such bytes. ``bucket``: bytes of one bucket; a larger gradient has a bucket of its own.
-    ``whole``: the receive buffer of a reduce-scatter is as large as its send buffer.
+    ``num_bytes``: bytes of all buckets (buffers that collect gradients before they are sent). ``bucket``: bytes of one
+    bucket; a larger gradient has a bucket of its own. ``whole``: the receive buffer of a reduce-scatter is as large as
+    its send buffer.
     """
 
     num_bytes: float = 0.0
@@ -32,11 +33,12 @@ NOTHING_SENT = Scattering()
 
 
 class AtEnds(NamedTuple):
-    """Temporary bytes of gathered weights and gradients of a block call that is the first or the last one of a stage.
+    """Temporary bytes of gathered weights and gradients of a block call that is the first or the last one of a pipeline
+    stage.
 
-    ``last``: during its backward as the last call, with all other working memory. ``lingering``: its gradients that are
-    still being sent then, if it is the first call. ``closing``: when its gradients are sent at the end of a backward,
-    which has freed everything else.
+    ``last``: bytes during its backward if it is the last call, with all other working memory. ``lingering``: bytes of
+    its gradients that are still being sent during that time, if it is the first call. ``closing``: bytes when its
+    gradients are sent at the end of a backward, which has freed everything else.
     """
 
     last: float = 0.0
@@ -51,15 +53,19 @@ def passing_bytes(
     cost: CallCost, names: Collection[str], states: StateCosts, scattering: Scattering, is_last: bool, several: bool
 ) -> tuple[GatheredBytes, AtEnds]:
     """Return the bytes that a block call holds temporarily because ZeRO shards the parameters ``names`` that it reads.
-    The first result is for any position in a stage. The second is for the first and the last call of a stage.
+    The first result holds for any position in a pipeline stage; the second is for the first and the last call of a
+    stage.
 
-    ``scattering``: the gradient buckets of a rank. ``is_last``: the call may be the model's last. ``several``: the step
-    has several microbatches, so gradients of the previous microbatch may still be in flight.
+    ``cost``: the cost of the call. ``states``: name -> cost of a parameter. ``scattering``: the gradient buckets of a
+    rank. ``is_last``: the call may be the model's last. ``several``: the step has several microbatches, so gradients of
+    the previous microbatch may still be in flight.
     """
 
     def at(own: GatheredBytes, copied: float = 0.0, lingers: bool = several) -> tuple[GatheredBytes, AtEnds]:
-        """Return ``own``, and the temporary bytes if the block call is at an end of a stage. ``copied``: bytes of the
-        copy from which gradients are sent. ``lingers``: gradients are still being sent during the next microbatch."""
+        """Return ``own`` (temporary bytes at any position), and the temporary bytes if the block call is the first or
+        last of a stage. ``copied``: bytes of the copy from which gradients are sent. ``lingers``: gradients are still
+        being sent during the next microbatch.
+        """
         closing = max(copied, own.sent)
         ends = AtEnds(cost.working_bytes + own.whole, own.sent * lingers, closing and closing + cost.working_bytes)
         return own, ends
@@ -89,12 +95,12 @@ def _get_gradient_bytes(state: StateCost | None) -> float:
 
 
 def gathered_beside(calls: Sequence[GatheredBytes], in_turns: bool) -> list[float]:
-    """Return the bytes of gathered weights and whole gradients that exist while each of several consecutive block calls
-    runs.
+    """Return, for each of several consecutive block calls, the bytes of gathered weights and whole gradients that exist
+    while it runs. ``calls``: these bytes for each call by itself.
 
     A call needs its own weights and gradients. In forward the next call's weights are there as well. In backward the
     previous call's weights and the next call's gradients are there. ``in_turns``: the rank alternates between several
-    runs of calls (virtual stages), so the other weights and gradients may be those of any run.
+    sequences of calls (virtual stages), so the other weights and gradients may be those of any sequence.
     """
     none = GatheredBytes()
     if not any(map(any, calls)):

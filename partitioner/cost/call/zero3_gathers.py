@@ -14,10 +14,11 @@ from partitioner.topology.hardware import DeviceType
 
 
 class GatheredBytes(NamedTuple):
-    """Bytes of the weights and gradients of a block call that are not sharded, under ZeRO-3.
+    """Bytes of the whole (unsharded) weights and gradients of a block call under ZeRO-3.
 
-    ``whole``: while the call runs, with its own gradients. ``weights``: gathered weights while a neighbouring call
-    runs. ``sent``: gradients that are still being scattered while the next backward runs.
+    ``whole``: bytes while the call runs, with its own gradients. ``weights``: bytes of its gathered weights while a
+    neighbouring call runs. ``sent``: bytes of its gradients that are still being reduce-scattered while the next
+    backward runs.
     """
 
     whole: float = 0.0
@@ -29,13 +30,16 @@ NONE_GATHERED = GatheredBytes()
 
 
 def read_bytes(state: StateRead, spread: Spread) -> tuple[float, float]:
-    """Return the bytes of a parameter or buffer that a block reads on a rank, and the bytes of its gradient."""
+    """Return two numbers of bytes on a rank: of a parameter or buffer that a block reads, and of its gradient.
+    ``spread``: how experts are distributed over ranks.
+    """
     return state.sizes(spread.profile.short_gradients, spread.of_experts if state.expert else 1.0)
 
 
 def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, float]:
-    """Return the seconds of the ZeRO-3 collectives of a block call, forward and backward. Forward gathers the weights.
-    Backward gathers them again and reduce-scatters the gradients.
+    """Return the seconds of the ZeRO-3 collectives of a block call as a pair (forward, backward). Forward gathers the
+    weights. Backward gathers them again and reduce-scatters the gradients. ``states``: the parameters and buffers that
+    the call reads. ``spread``: the groups over which they are sharded.
 
     Small parameters are not sharded, unless the framework gathers each parameter by itself.
     """

@@ -28,18 +28,18 @@ _STEPS = 64  # ends of microbatches that are followed; fewer give a weaker bound
 
 @dataclass(frozen=True)
 class PipelineSpeeds:
-    """Speeds of the stages of several pipelines. Pipelines with the same stage speeds are one kind.
+    """Speeds of the stages of several pipelines. Pipelines with equal stage speeds form one kind.
 
-    ``speeds``: relative speed of each stage, shape ``[kinds, stages]``, fastest stage first. ``counts``: number of
-    pipelines of each kind, shape ``[kinds]``.
+    ``speeds``: speed of each stage relative to the fastest device type, shape ``[kinds, stages]``, fastest stage first.
+    ``counts``: number of pipelines of each kind, shape ``[kinds]``.
     """
 
     speeds: Matrix
     counts: Counts
 
     def least(self, work: float, microbatches: float, *, plain: bool) -> float:
-        """Return a lower bound in seconds on the time in which the pipelines process ``microbatches`` in total, at
-        least one in each pipeline.
+        """Return a lower bound in seconds on the time in which all pipelines together process ``microbatches``
+        microbatches, at least one in each pipeline.
 
         ``work``: seconds of one microbatch on all stages at speed 1. ``plain``: the schedule is GPipe or 1F1B.
         Otherwise the bound holds for any schedule. It then uses only that no stage is busy for longer than the step,
@@ -63,8 +63,8 @@ class PipelineSpeeds:
 
 @dataclass(frozen=True)
 class GroupSpeeds:
-    """Speeds of the groups of ranks that form ``pipelines`` pipelines of equal length, with one group for each stage.
-    It is open which groups form a pipeline together.
+    """Speeds of groups of ranks that will form ``pipelines`` pipelines of equal length, with one group for each stage.
+    It is not decided which groups form a pipeline together.
 
     ``speeds``: the distinct speeds, fastest first; a group is as fast as its slowest device. ``counts``: number of
     groups of each speed.
@@ -76,17 +76,17 @@ class GroupSpeeds:
 
     @cached_property
     def number(self) -> int:
-        """Number of groups."""
+        """Return the number of groups of ranks."""
         return int(self.counts.sum())
 
     @cached_property
     def together(self) -> float:
-        """Sum of the speeds of all groups."""
+        """Return the sum of the speeds of all groups of ranks."""
         return float(self.speeds @ self.counts)
 
     @cached_property
     def fastest(self) -> float:
-        """Speed of the fastest group."""
+        """Return the speed of the fastest group of ranks."""
         return float(self.speeds[0])
 
     def fastest_together(self, number: Counts) -> Vector:
@@ -97,8 +97,9 @@ class GroupSpeeds:
         return together
 
     def least(self, work: float, microbatches: float, *, plain: bool) -> float:
-        """Return a lower bound in seconds on the time in which all pipelines process ``microbatches`` in total, over
-        every way to form pipelines of the groups. The arguments are those of :meth:`PipelineSpeeds.least`.
+        """Return a lower bound in seconds on the time in which all pipelines together process ``microbatches``
+        microbatches, over every way to form pipelines of the groups. ``work``: seconds of one microbatch on all stages
+        at speed 1. ``plain``: the schedule is GPipe or 1F1B; otherwise the bound holds for any schedule.
 
         The fastest group of the slowest pipeline is at most as fast as the ``pipelines``-th fastest group. If the ``J``
         fastest groups work and the others are idle, the formula of GPipe and 1F1B, summed over all pipelines, gives

@@ -53,7 +53,7 @@ def stage_estimates(
     peak memory in bytes by component. The components add up to the peak of one rank.
 
     ``names``: for each stage, the names of the parameters and buffers that it reads. ``held``: for each stage, the
-    costs of these states, added up by kind.
+    costs of these, where costs that differ in bytes alone are added up.
     """
     m = problem.num_microbatches
     made = []
@@ -101,9 +101,9 @@ def _estimate_peak_memory(
     held: Sequence[StateCost],
     coming: float,
 ) -> dict[str, int]:
-    """Return the peak memory of one rank of a stage in bytes, by component such as ``"parameters"`` or ``"saved"``. The
-    components are computed as in ``StageTables.memory``. The remainder of the peak is the component ``"buffers"``
-    (communication buffers).
+    """Return the peak memory of one rank of a stage: component such as ``"parameters"`` or ``"saved"`` -> bytes. The
+    bytes that no other component explains (communication buffers) are ``"buffers"``; components of 0 bytes are left
+    out.
 
     ``number``: index of the stage. ``calls``: its block calls. ``held``: the costs of its parameters and buffers.
     ``coming``: bytes of gradients that are not allocated before their first reduction.
@@ -230,9 +230,10 @@ def stage_problem(
 
 
 def _in_part(asked: Asked | None) -> Recompute | None:
-    """Return the recomputation that the stage problem requires, for the user's constraint ``asked``. ``"scores"`` and
-    ``"alternate"`` become ``"selective"``. They differ only in the operators that are run again, and the costs of the
-    block calls contain this choice already."""
+    """Return the recomputation that the stage problem requires: ``asked``, the user's constraint, with ``"scores"`` and
+    ``"alternate"`` replaced by ``"selective"``. These differ only in the operators that are run again, and the costs of
+    the block calls contain this choice already.
+    """
     return "selective" if asked == "scores" or asked == "alternate" else asked
 
 
@@ -253,9 +254,9 @@ def _build_stage_paces(
 ) -> tuple[Pace, ...]:
     """Return, for each stage, the costs of all block calls on its devices.
 
-    ``by_stage``: for each stage, the cost of a call by block name. ``placed``: the block of each call that is placed on
-    a stage. ``everywhere``: the blocks of the calls that every stage runs. Stages with the same cost dict get one
-    object.
+    ``by_stage``: for each stage, a dict from block name to the cost of a call. ``placed``: the block name of each call
+    that is placed on a stage. ``everywhere``: the block names of the calls that every stage runs. Stages with the same
+    dict share one result object.
     """
     made: dict[SameObject[Mapping[str, CallCost]], Pace] = {}
     for costs in by_stage:
@@ -267,9 +268,10 @@ def _build_stage_paces(
 
 
 def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...]:
-    """Return ``paces`` with the overhead of all virtual stages but the first of each rank set to zero. The overhead is
-    the cost of the block calls that every rank runs once. ``paces``: for each virtual stage, the costs of all calls.
-    ``ranks``: the rank of each virtual stage."""
+    """Return ``paces`` (for each virtual stage, the costs of all block calls on its devices) with the overhead of all
+    virtual stages but the first of each rank set to zero. The overhead is the cost of the calls that every rank runs
+    once. ``ranks``: the rank of each virtual stage.
+    """
     without = {SameObject(pace): replace(pace, overhead=CallCost()) for pace in paces}
     first = {rank: k for k, rank in reversed([*enumerate(ranks)])}
     every = enumerate(zip(paces, ranks, strict=True))
@@ -277,8 +279,9 @@ def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...
 
 
 def _sum_call_costs(costs: Sequence[CallCost]) -> CallCost:
-    """Return the cost of running block calls one after the other: the sums of their seconds, FLOPs and working
-    bytes."""
+    """Return the cost of running the block calls with these ``costs`` one after the other: the sums of their forward
+    seconds and FLOPs, and, as working bytes, of all bytes that they occupy.
+    """
     return CallCost(
         forward_s=sum(c.forward_s for c in costs),
         forward_comm_s=sum(c.forward_comm_s for c in costs),
@@ -398,12 +401,12 @@ def _compute_contended_seconds(
     schedule: str | ScheduleTable,
     chunks: int | None,
 ) -> float:
-    """Return the seconds of the pipeline and the optimizer's update if ranks of a node share its processor cores. 0 if
-    no node limits the number of devices that compute at the same time.
+    """Return the seconds of the pipeline and of the optimizer's update if the ranks of a node share its processor
+    cores. 0 if no node limits the number of devices that compute at the same time.
 
-    ``chunks``: number of virtual stages of each rank; ``None``: the number that the schedule fixes. ``updates``:
-    seconds of the update of each stage with a core of its own. Collectives get no further slowdown: their measured
-    times contain it already.
+    ``updates``: for each stage, seconds of its update if each rank has a core of its own. ``chunks``: number of virtual
+    stages of each rank; ``None``: the number that the schedule fixes. Collectives get no further slowdown: their
+    measured times contain it already.
     """
     if not machine.topology.concurrent:
         return 0.0
@@ -442,7 +445,7 @@ def _sum_collective_seconds(problem: StageProblem, stage: StagePlan) -> float:
 
 
 def _list_stage_states(problem: StageProblem, stage: StagePlan, states: Mapping[str, StateCost]) -> list[str]:
-    """Return the names of the distinct parameters and buffers that a stage reads, restricted to ``states``."""
+    """Return the names of the distinct parameters and buffers that ``stage`` reads and that are keys of ``states``."""
     read = dict.fromkeys(name for place in stage.places for name in problem.calls[place].states)
     return [name for name in read if name in states]
 
@@ -456,11 +459,12 @@ def how_reduced(
     schedule: str | ScheduleTable = "1f1b",
     chunks: int | None = None,
 ) -> tuple[float, ReductionScheme]:
-    """Choose the best way of reducing gradients. Return the seconds that gradient reductions and gathers of updated
-    parameters add to the pipeline time, and the chosen scheme. If several schemes take equally long, the simplest is
-    chosen.
+    """Choose the fastest way of reducing gradients. Return two values: the seconds that gradient reductions and gathers
+    of updated parameters add to the pipeline time, and the chosen scheme. If several schemes take equally long, the
+    simplest is chosen.
 
-    ``states``: the cost of each parameter and buffer by name. ``chunks``: number of virtual stages of each rank.
+    ``split``: the stages. ``states``: the cost of each parameter and buffer by name. ``chunks``: number of virtual
+    stages of each rank; ``None``: the number that the schedule fixes.
     """
     names = [_list_stage_states(problem, plan, states) for plan in split.stages]
     held = [sum_state_costs(states[name] for name in of_stage) for of_stage in names]
@@ -477,9 +481,10 @@ def how_reduced(
 
 
 def _count_shared_states(names: Sequence[str], states: Mapping[str, StateCost]) -> Counter[tuple[str, ...]]:
-    """Return the number of the stage's parameters that ZeRO shards, by the axes over which they are sharded. Parameters
-    without a gradient are not counted. ``names``: the parameters and buffers of the stage. ``states``: the cost of each
-    parameter and buffer by name."""
+    """Return the number of a stage's parameters that ZeRO shards: tuple of the mesh axes over which a parameter is
+    sharded -> number. Parameters without a gradient are not counted. ``names``: the parameters and buffers of the
+    stage. ``states``: the cost of each parameter and buffer by name.
+    """
     return Counter(states[n].scatter_axes for n in names if states[n].gradient and states[n].scatter_axes)
 
 
@@ -494,7 +499,8 @@ def _followed_tail(
     chunks: int | None,
 ) -> float:
     """Return the seconds that gathers of updated parameters and gradient reductions add to a schedule with several
-    virtual stages on each rank. The schedule is simulated action by action.
+    virtual stages on each rank. The schedule is simulated action by action (an action is a forward or backward of one
+    microbatch on one virtual stage).
 
     ``states``: the cost of each parameter and buffer by name. ``held``: for each stage, the costs of its parameters and
     buffers. ``how``: the reduction scheme. ``chunks``: number of virtual stages of each rank.
@@ -525,8 +531,8 @@ def _reduction_tail(
     gradient reductions end after it.
 
     ``states``: the cost of each parameter and buffer by name. ``held``: for each stage, the costs of its parameters and
-    buffers. ``how``: the reduction scheme. ``owned``: for each stage, the number of its parameters by the axes over
-    which ZeRO shards them, if each parameter is whole on one owner rank; empty otherwise.
+    buffers. ``how``: the reduction scheme. ``owned``: if each parameter is whole on one owner rank, for each stage a
+    dict (axes over which ZeRO shards -> number of parameters); otherwise empty.
 
     The last backward of a stage ends before those of the stages in front of it. In the time between, its reductions are
     hidden. With ``overlap_steps`` they are not, because the stage begins the next step in this time.
@@ -570,13 +576,17 @@ def _reduction_tail(
 
 
 def _added_up(problem: StageProblem, machine: PlacedMesh) -> float:
-    """Return the exposed seconds of the all-reduce of the totals. These are sums over the global batch that the first
-    forward reads, such as the number of targets. 0 with several stages, because only the last stage reads the totals
-    and it is idle at that time."""
+    """Return the seconds of one all-reduce that nothing hides: that of sums over the global batch which the first
+    forward reads, such as the number of targets. 0 with several stages, because only the last stage reads these sums,
+    and it is idle at that time.
+    """
     return 0.0 if problem.num_stages > 1 else _totals_seconds(problem, machine)
 
 
 def _totals_seconds(problem: StageProblem, machine: PlacedMesh) -> float:
+    """Return the seconds of the all-reduce, over ``dp`` and ``cp``, of the sums over the global batch that the model
+    reads, such as the number of targets; 0 if it reads none.
+    """
     if not problem.total_bytes:
         return 0.0
     return collective_time("all_reduce", problem.total_bytes, select_slowest_group(machine.stage_groups("dp", "cp")))

@@ -45,8 +45,9 @@ def coding_time(compression: Compression, num_bytes: float, device: DeviceType) 
 
 
 class CommunicationTime(NamedTuple):
-    """Time of a collective: ``seconds`` of communication, and ``coding_s`` seconds in which the rank itself compresses
-    and decompresses."""
+    """Seconds of a collective: ``seconds`` of communication, and ``coding_s`` seconds in which the rank itself
+    compresses and decompresses.
+    """
 
     seconds: float
     coding_s: float = 0.0
@@ -62,8 +63,9 @@ Axes = tuple[str, ...]
 class Reducer:
     """Computes the seconds of the collectives that reduce the gradients of a stage.
 
-    ``group``: function from mesh axes to the group of ranks over them. ``how``: the reduction scheme. ``device``: the
-    device type that compresses. ``itemsize``: bytes of one element of a gradient.
+    ``group``: function from a tuple of mesh axes to the group of ranks over them. ``how``: the reduction scheme (one
+    collective or hierarchical, with or without compression). ``device``: the device type that compresses. ``itemsize``:
+    bytes of one element of a gradient.
     """
 
     group: Callable[[tuple[str, ...]], Group]
@@ -75,12 +77,14 @@ class Reducer:
     )
 
     def all_reduce(self, num_bytes: float, axes: Axes) -> CommunicationTime:
-        """Return the time of an all-reduce of ``num_bytes`` of gradients over ``axes``. The gradients are a bucket, or
-        the shards of a bucket that are left after a reduce-scatter over other axes."""
+        """Return the time of an all-reduce of ``num_bytes`` of gradients over the mesh axes ``axes``. The gradients are
+        a bucket (several gradients in one buffer), or the shards of a bucket that are left after a reduce-scatter over
+        other axes.
+        """
         return self._time_once("all_reduce", num_bytes, axes, lambda: self._find_all_reduce_time(num_bytes, axes))
 
     def all_gather(self, num_bytes: float, axes: Axes) -> CommunicationTime:
-        """Return the time of gathering ``num_bytes`` of updated parameters over ``axes``."""
+        """Return the time of gathering ``num_bytes`` of updated parameters over the mesh axes ``axes``."""
         return self._time_once(
             "all_gather",
             num_bytes,
@@ -91,14 +95,18 @@ class Reducer:
     def _time_once(
         self, op: str, num_bytes: float, axes: Axes, find: Callable[[], CommunicationTime]
     ) -> CommunicationTime:
-        """Return ``find()``, which is called only once for each operation, size and axes. ``op``: name of the
-        collective. ``axes``: the mesh axes over which it runs."""
+        """Return the time that ``find()`` computes; it is called only once for each combination of the other arguments.
+        ``op``: name of the collective. ``num_bytes``: its size. ``axes``: the mesh axes over which it runs.
+        """
         key = op, num_bytes, axes
         if key not in self._times:
             self._times[key] = find()
         return self._times[key]
 
     def _find_all_reduce_time(self, num_bytes: float, axes: Axes) -> CommunicationTime:
+        """Return the time of an all-reduce of ``num_bytes`` over the mesh axes ``axes``. If the scheme is hierarchical,
+        it is a reduce-scatter inside nodes, an all-reduce between them and an all-gather inside.
+        """
         inner, outer = self._find_level_groups(axes)
         if inner.size > 1 and outer.size > 1:
             inside = collective_time("reduce_scatter", num_bytes, inner) + collective_time(
@@ -108,12 +116,18 @@ class Reducer:
         return self._compute_all_reduce_time(num_bytes, self.group(axes), axes)
 
     def _find_level_groups(self, axes: tuple[str, ...]) -> tuple[Group, Group]:
+        """Return the groups of ranks inside and between nodes for a hierarchical reduction over ``axes``; two groups of
+        one rank if the reduction is not hierarchical.
+        """
         if not self.how.inside or not any(axis in OUTER for axis in axes):
             return Group(1), Group(1)
         inner = tuple(INNER.get(axis, axis) for axis in axes)
         return self.group(inner), self.group(tuple(OUTER[axis] for axis in axes if axis in OUTER))
 
     def _compute_all_reduce_time(self, num_bytes: float, group: Group, axes: Sequence[str]) -> CommunicationTime:
+        """Return the time of one all-reduce of ``num_bytes`` over ``group``. ``axes``: its mesh axes. With compression
+        it is an exchange of compressed parts and a gather of the compressed sums.
+        """
         if self.how.compression is None or group.size == 1 or not {*axes} - _EXACT:
             return CommunicationTime(collective_time("all_reduce", num_bytes, group))
         sent, back = self._compute_exchange_time(num_bytes, group), self._compute_coding_seconds(num_bytes / group.size)
@@ -124,8 +138,9 @@ class Reducer:
 
     def lost(self, axes: tuple[str, ...]) -> float:
         """Return the size of the compression residual (the rounding error that is kept for the next step) as a fraction
-        of the bucket, if the bucket is reduced over ``axes``. 0 without such compression. The residual covers the data
-        that the rank sends and the sums that it sends back."""
+        of the gradients that are reduced over ``axes``. 0 if no residual is kept. It covers the data that the rank
+        sends and the sums that it sends back.
+        """
         kind = self.how.compression
         if kind is None or not CODECS[kind].feedback or not {*axes} - _EXACT or self.group(axes).size == 1:
             return 0.0
@@ -135,15 +150,17 @@ class Reducer:
         return 1 + 1 / self.group(axes).size
 
     def scatter(self, num_bytes: float, axes: Axes, last: bool) -> CommunicationTime:
-        """Return the time of a reduce-scatter of a bucket of ``num_bytes`` to the ranks over which ZeRO shards its
-        parameters.
-
-        ``last``: the collective crosses the outermost links of the reduction, where gradients may be compressed.
+        """Return the time of a reduce-scatter, over the mesh axes ``axes``, of ``num_bytes`` of gradients to the ranks
+        over which ZeRO shards the parameters. ``last``: the collective crosses the outermost links of the reduction,
+        where gradients may be compressed.
         """
         op = "scatter_last" if last else "scatter"
         return self._time_once(op, num_bytes, axes, lambda: self._find_scatter_time(num_bytes, axes, last))
 
     def _find_scatter_time(self, num_bytes: float, axes: Axes, last: bool) -> CommunicationTime:
+        """Return the time of a reduce-scatter of ``num_bytes`` over the mesh axes ``axes``. ``last``: gradients may be
+        compressed.
+        """
         group = self.group(axes)
         if self.how.compression is None or not last or group.size == 1:
             return CommunicationTime(collective_time("reduce_scatter", num_bytes, group))
@@ -165,13 +182,17 @@ class Reducer:
 
 
 def reducer_of(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Reducer:
-    """Return the :class:`Reducer` of ``stage`` under the reduction scheme ``how``. It computes the seconds of gradient
-    collectives. Copies of ``machine`` with the same groups share one object."""
+    """Return the object that computes the seconds of gradient collectives of the stage with index ``stage`` under the
+    reduction scheme ``how``. Copies of ``machine`` with the same groups share one object.
+    """
     used = machine.zero, machine.dp_shard, machine.ep, machine.etp, machine.precision
     return machine.compute_once(("reducer", stage, how, *used), lambda: _build_reducer(machine, stage, how))
 
 
 def _build_reducer(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Reducer:
+    """Build the object that computes the seconds of gradient collectives of the stage with index ``stage``. Of the
+    stage's device types, the one that compresses most slowly counts.
+    """
     split = replace(machine, dp_shard=how.inside) if how.inside else machine
     device = max(machine.devices_of(stage), key=lambda kind: coding_time("bf16", 1.0, kind))
 
@@ -183,8 +204,10 @@ def _build_reducer(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Red
 
 
 def data_reducers(machines: Sequence[PlacedMesh], zero: int, constraints: Constraints) -> list[Reducer]:
-    """Return the reducers of stage 0 on each of ``machines`` under ZeRO stage ``zero``, one for each reduction scheme.
-    In these reducers the axis ``dp`` means all ranks with the same weights, that is ``dp`` and ``cp``."""
+    """Return the reducers (which compute seconds of gradient collectives) of stage 0 on each of ``machines`` under ZeRO
+    stage ``zero``, one for each reduction scheme. In these reducers the axis ``dp`` means all ranks with the same
+    weights, that is ``dp`` and ``cp``.
+    """
     laid = [replace(machine, zero=zero) for machine in machines]
     return [_over_data(reducer_of(m, 0, how)) for m in laid for how in list_reduction_schemes(m, constraints)]
 
@@ -195,8 +218,9 @@ def _over_data(reducer: Reducer) -> Reducer:
 
 
 def best_reducers(topology: Topology, group: Group, device: DeviceType, constraints: Constraints) -> list[Reducer]:
-    """Return a list with one :class:`Reducer` over ``group``. No other reduction of gradients over ranks with these
-    links is faster. The list is empty if compression or a hierarchical reduction might be faster."""
+    """Return a list with one :class:`Reducer` over ``group``, as a lower bound: no other reduction of gradients over
+    ranks with these links is faster. The list is empty if compression or a hierarchical reduction might be faster.
+    """
     if constraints.grad_compression is not None or may_be_hierarchical(topology, constraints):
         return []
     return [Reducer(lambda axes: group, AT_ONCE, device)]
@@ -212,9 +236,10 @@ def list_reduction_schemes(machine: PlacedMesh, constraints: Constraints) -> lis
 
 
 def lost_by(machine: PlacedMesh, constraints: Constraints) -> Callable[[StateCost], float] | None:
-    """Return a function from the cost of a parameter to the bytes of its compression residual. This is the rounding
-    error of sent gradients, which is kept for the next step. Of the possible reduction schemes, the one with the
-    largest residual counts. ``None`` if no residual is kept."""
+    """Return a function from the cost of a parameter to the bytes of its compression residual, the rounding error of
+    sent gradients that is kept for the next step. Of the possible reduction schemes, the one with the largest residual
+    counts. Return ``None`` if no residual is kept.
+    """
     compression = constraints.grad_compression
     if compression is None or not CODECS[compression].feedback:
         return None
@@ -230,7 +255,9 @@ def lost_by(machine: PlacedMesh, constraints: Constraints) -> Callable[[StateCos
 
 
 def may_be_hierarchical(topology: Topology, constraints: Constraints) -> bool:
-    """Whether the program may reduce gradients hierarchically, by separate collectives inside and between nodes."""
+    """Return whether the program may reduce gradients hierarchically, by separate collectives inside nodes and between
+    nodes.
+    """
     if constraints.hierarchical is None:
         return topology.single_ring and topology.num_nodes > 1
     return constraints.hierarchical
@@ -273,7 +300,9 @@ class GradientReduction:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """All fields except ``by_axes``, in the order of their declaration."""
+        """Return six durations in seconds: all reductions, the last bucket, gathers of parameters, reduce-scatters per
+        further microbatch, compression, compression per further microbatch.
+        """
         return self.total_s, self.last_s, self.gather_s, self.again_s, self.coding_s, self.coding_again_s
 
     def exposed(
@@ -295,11 +324,15 @@ Seconds = float | NDArray[np.float64]
 def exposed_seconds(
     works: Sequence[Seconds], window_s: Seconds, slowdown: float, forward_s: Seconds, overlap: bool, microbatches: int
 ) -> Any:
-    """Return the seconds of :meth:`GradientReduction.exposed` for many reductions at once. ``works``: the six values of
-    :attr:`GradientReduction.seconds`, each a number or an array. ``window_s``: seconds of computation that can hide
-    reductions. ``forward_s``: seconds of the forward, which hides gathers. ``slowdown``: factor on the time of
-    computation and of a collective while both run. ``overlap``: whether they run at the same time at all.
-    ``microbatches``: number of them in a step. The result has the shape of the arrays."""
+    """Return the seconds that gradient reductions add to a step, for many reductions at once; the result has the shape
+    of the arrays.
+
+    ``works``: six numbers or arrays of seconds, in this order: all reductions, the last bucket, gathers of parameters,
+    reduce-scatters per further microbatch, compression, compression per further microbatch. ``window_s``: seconds of
+    computation that can hide reductions. ``forward_s``: seconds of the forward, which hides gathers. ``slowdown``:
+    factor on the time of computation and of a collective while both run. ``overlap``: whether they run at the same time
+    at all. ``microbatches``: number of them in a step.
+    """
     total, last, gather, again, coding, coding_again = works
     coding = coding + (microbatches - 1) * coding_again
     if not overlap:
@@ -318,7 +351,7 @@ def by_owner(work: GradientReduction, tensors: Mapping[tuple[str, ...], int], re
 
     Gradients are then reduced to their owners, and each owner broadcasts its updated parameters. The bytes are those of
     a ring, but each owner needs a message of its own (InternEvo, ``hybrid_zero_optim.py``: ``dist.reduce`` and
-    ``dist.broadcast``). ``tensors``: number of parameters, by the axes over which they are sharded.
+    ``dist.broadcast``). ``tensors``: axes over which parameters are sharded -> number of parameters.
     """
     groups = [(reducer.group(axes), count) for axes, count in tensors.items()]
     starts = sum(min(group.size, count) * group.one_way_start for group, count in groups)
@@ -332,8 +365,8 @@ Sizes = dict[tuple[str, Axes, int, Axes], float]
 def compute_gradient_reduction(
     costs: Collection[StateCost], reducer: Reducer, overlap: bool = True
 ) -> GradientReduction:
-    """Return the seconds of reducing the gradients of parameters with the given ``costs``. Gradients with the same axes
-    are reduced in buckets.
+    """Return the seconds of reducing the gradients of parameters with the given ``costs``. ``reducer``: computes the
+    seconds of single collectives. Gradients that are reduced over the same mesh axes share buckets.
 
     With ``overlap`` the buckets are small, so that the first ones are sent during the backward. Without, each
     combination of axes has one bucket. Under ZeRO-1 and ZeRO-2 the reduction is a reduce-scatter and, in the next step,
@@ -350,8 +383,9 @@ def compute_gradient_reduction(
 
 
 def reduced_sizes(cost: StateCost) -> Sizes:
-    """Return the bytes that each collective of the gradient reduction moves for one parameter or buffer. A key is
-    (operation, its axes, ZeRO stage, axes of an earlier scatter). Empty if there is no gradient."""
+    """Return the bytes that each collective of the gradient reduction moves for one parameter or buffer. A key is (name
+    of the collective, its mesh axes, ZeRO stage, axes of an earlier reduce-scatter). Empty if there is no gradient.
+    """
     sizes: Sizes = {}
     if cost.gradient and cost.scatter_axes and cost.stage < 3:
         sizes["reduce_scatter", cost.scatter_axes, cost.stage, ()] = cost.gradient
@@ -362,8 +396,9 @@ def reduced_sizes(cost: StateCost) -> Sizes:
 
 
 def last_levels(cost: StateCost) -> dict[tuple[str, ...], bool]:
-    """Return a dict with one entry: the axes over which ZeRO scatters the gradient of a parameter, and whether no other
-    data-parallel reduction follows. Empty if the gradient is not scattered, or under ZeRO-3."""
+    """Return a dict with one entry: the tuple of mesh axes over which ZeRO scatters the gradient of a parameter ->
+    whether no other data-parallel reduction follows. Empty if the gradient is not scattered, or under ZeRO-3.
+    """
     scattered = cost.gradient and cost.scatter_axes and cost.stage < 3
     return {cost.scatter_axes: not any(axis != "tp" for axis in cost.rest_axes)} if scattered else {}
 
@@ -371,10 +406,12 @@ def last_levels(cost: StateCost) -> dict[tuple[str, ...], bool]:
 def reduction_of(
     sizes: Sizes, last_level: Mapping[tuple[str, ...], bool], reducer: Reducer, overlap: bool = True
 ) -> GradientReduction:
-    """Return the seconds of reducing gradients, given the bytes that each collective moves (``sizes``).
+    """Return the seconds of reducing gradients.
 
-    ``last_level``: for the axes of each reduce-scatter, whether no other data-parallel reduction follows. ``overlap``:
-    gradients are divided into small buckets, so that most of them are reduced during the backward.
+    ``sizes``: the bytes that each collective moves; a key is (name of the collective, its mesh axes, ZeRO stage, axes
+    of an earlier reduce-scatter). ``last_level``: axes of a reduce-scatter -> whether no other data-parallel reduction
+    follows. ``overlap``: gradients are divided into small buckets, so that most of them are reduced during the
+    backward.
     """
     by_axes: dict[tuple[str, ...], float] = {}
     last = gathered = again = coding = coding_again = 0.0

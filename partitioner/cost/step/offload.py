@@ -33,11 +33,12 @@ def add_offload_transfers(
     states: Mapping[str, StateCost],
     train: bool,
 ) -> tuple[tuple[StageCall, ...], tuple[Pace, ...]]:
-    """Return ``calls`` (block calls, such as layers) and ``paces`` (their costs on each stage) with the time and bytes
-    of transfers to and from host memory added.
+    """Return ``calls`` (block calls, such as layers) and ``paces`` (for each stage, the costs of these calls on its
+    devices) with the time and bytes of transfers to and from host memory added.
 
-    ``hosts``: the host share of a rank, for each stage. ``offload``: the kinds of data in host memory, such as
-    ``"activations"``. ``states``: cost of each parameter and buffer by name. ``train``: whether there is a backward.
+    ``hosts``: for each stage, the part of a host's memory and bandwidth that one rank has. ``offload``: the kinds of
+    data in host memory, such as ``"activations"``. ``states``: cost of each parameter and buffer by name. ``train``:
+    whether there is a backward.
     """
     made: dict[object, Pace] = {}
     for pace, host in zip(paces, hosts, strict=True):
@@ -58,9 +59,10 @@ def _hosted_calls(
     states: Mapping[str, StateCost],
     train: bool,
 ) -> list[CallCost]:
-    """Return ``costs``, one for each of the block calls ``calls``, with the transfers to and from the memory of
-    ``host`` added. ``offload``: the kinds of data in host memory. ``states``: cost of each parameter and buffer by
-    name."""
+    """Return ``costs``, one for each of the block calls ``calls``, with the transfers to and from host memory added.
+    ``host``: the part of a host that a rank has. ``offload``: the kinds of data in host memory. ``states``: cost of
+    each parameter and buffer by name. ``train``: whether there is a backward.
+    """
     reads = Counter(name for call in calls for name in set(call.inputs))
     made: dict[tuple[object, ...], CallCost] = {}  # equal calls share one object
     result = []
@@ -81,11 +83,12 @@ def _hosted_calls(
 def _add_call_transfers(
     cost: CallCost, host: HostShare, once: tuple[bool, ...] | None, passing: float, whole: float
 ) -> CallCost:
-    """Return the cost of a block call with its transfers to and from ``host`` added.
+    """Return ``cost``, that of a block call, with its transfers to and from host memory added.
 
-    ``passing``: bytes of parameters that come from the host for each call. ``whole``: bytes that these occupy on the
-    device while the call runs. ``once``: for each input, whether no other call reads it; such inputs are offloaded with
-    the saved activations if they are kept for the backward. ``None``: no activations are offloaded.
+    ``host``: the part of a host that a rank has. ``passing``: bytes of parameters that come from the host for each
+    call. ``whole``: bytes that these occupy on the device while the call runs. ``once``: for each input, whether no
+    other call reads it; such inputs are offloaded with the saved activations if they are kept for the backward.
+    ``None``: no activations are offloaded.
     """
     if once is None:
         kept, inputs = 0.0, cost.saved_inputs
@@ -112,7 +115,9 @@ def _add_call_transfers(
 
 def update_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
     """Return the seconds of the optimizer's step on the host over the parameters in ``costs`` whose optimizer states
-    are offloaded. Optimizer states on disk are read and written at the same time."""
+    are offloaded. Optimizer states on disk are read and written at the same time. ``host``: the part of a host that a
+    rank has.
+    """
     stepped = sum(cost.update for cost in costs if cost.hosted) / host.update_bandwidth
     return max(stepped, disk_seconds(costs, host))
 
@@ -126,9 +131,9 @@ def disk_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
 def exchanged_seconds(costs: Sequence[StateCost], host: HostShare, forward_s: float, backward_s: float) -> float:
     """Return the seconds of sending gradients to the host and updated parameters back that computation does not hide.
 
-    ``costs``: the costs of the parameters of a rank. The backward of one microbatch (``backward_s``) hides the transfer
-    of gradients, except the last bucket, which is complete only after it. The forward (``forward_s``) hides the
-    transfer of parameters.
+    ``costs``: the costs of the parameters of a rank. ``host``: the part of a host that the rank has. The backward of
+    one microbatch (``backward_s`` seconds) hides the transfer of gradients, except the last bucket, which is complete
+    only after it. The forward (``forward_s`` seconds) hides the transfer of parameters.
     """
     hosted = [cost for cost in costs if cost.hosted and cost.gradient]
     num_bytes = sum(c.gradient / (c.replicas if c.stage else 1) for c in hosted)
@@ -139,8 +144,9 @@ def exchanged_seconds(costs: Sequence[StateCost], host: HostShare, forward_s: fl
 
 
 def check_hosts(topology: Topology, devices: Sequence[int], per_rank: Sequence[float]) -> None:
-    """Raise :class:`CapacityError` if the memory of a host is too small for the data of its ranks. ``devices``: the
-    device of each rank. ``per_rank``: bytes that each rank keeps in host memory."""
+    """Raise :class:`CapacityError` if the memory of a host is too small for the offloaded data of its ranks.
+    ``devices``: the device index of each rank. ``per_rank``: bytes that each rank keeps in host memory.
+    """
     for node, sizes in _on_nodes(topology, devices, per_rank).items():
         host = topology.host(node)
         if host is not None:
@@ -148,14 +154,18 @@ def check_hosts(topology: Topology, devices: Sequence[int], per_rank: Sequence[f
 
 
 def check_disks(topology: Topology, devices: Sequence[int], per_rank: Sequence[float]) -> None:
-    """Raise :class:`CapacityError` if the disk of a node is too small for the data of its ranks. ``devices``: the
-    device of each rank. ``per_rank``: bytes that each rank keeps on disk."""
+    """Raise :class:`CapacityError` if the disk of a node is too small for the offloaded data of its ranks. ``devices``:
+    the device index of each rank. ``per_rank``: bytes that each rank keeps on disk.
+    """
     for node, sizes in _on_nodes(topology, devices, per_rank).items():
         disk = getattr(topology.host(node), "disk", 0)
         _check_room(f"the disk of node {node} has {bytes_text(disk)}", disk, sizes)
 
 
 def _on_nodes(topology: Topology, devices: Sequence[int], per_rank: Sequence[float]) -> dict[int, list[float]]:
+    """Group the numbers of ``per_rank`` by the node of the rank, and return node index -> numbers. ``devices``: the
+    device index of each rank.
+    """
     sizes: dict[int, list[float]] = {}
     for device, size in zip(devices, per_rank, strict=True):
         sizes.setdefault(topology.devices[device].node, []).append(size)
@@ -163,6 +173,9 @@ def _on_nodes(topology: Topology, devices: Sequence[int], per_rank: Sequence[flo
 
 
 def _check_room(has: str, room: float, sizes: Sequence[float]) -> None:
+    """Raise :class:`CapacityError` if the sum of ``sizes`` (bytes of each rank) exceeds ``room`` bytes. ``has``: start
+    of the message, which names the memory or disk and its size.
+    """
     if (size := sum(sizes)) > room:
         raise CapacityError(
             f"{has} and is to hold {bytes_text(size)} of what is offloaded: {bytes_text(size - room)} too much",

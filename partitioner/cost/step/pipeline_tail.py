@@ -66,7 +66,7 @@ def run_tails(
 
     An infinite entry means that the stage cannot consist of these calls in any division of the model whose step takes
     at most ``within_s`` seconds. ``states``: the cost of each parameter and buffer by name. ``ranks``: the pipeline
-    rank of each stage if ranks hold several; otherwise empty.
+    rank of each stage if ranks hold several (virtual) stages; otherwise empty.
     """
     tables = StageTables(problem)
     stages, m = range(problem.num_stages), problem.num_microbatches
@@ -94,8 +94,9 @@ def run_tails(
 
 
 def tied_seconds(cost: StateCost, count: int, machine: PlacedMesh) -> float:
-    """Return the seconds of adding up the gradient of a tied weight that ``count`` ranks of a pipeline hold. 0 for one
-    rank."""
+    """Return the seconds of adding up the gradient of a tied weight (one that several stages read) over the ``count``
+    ranks of a pipeline that hold it; 0 for one rank. ``cost``: the cost of the weight.
+    """
     if count < 2 or not cost.gradient:
         return 0.0
     whole = machine.group("pp")
@@ -110,10 +111,11 @@ def _least_tied(
     ranks: Sequence[int],
 ) -> float:
     """Return a lower bound in seconds on adding up the gradients of tied weights, which several block calls read. A
-    weight is counted on as many ranks as must hold one of its readers, whatever division is chosen.
+    weight is counted on as many ranks as must hold one of the calls that read it, however the model is cut.
 
-    ``states``: the cost of each parameter and buffer by name. ``seconds``: for each stage, a table over runs of calls
-    ``[start, stop]``, infinite where the stage may not consist of this run. ``ranks``: the rank of each stage.
+    ``states``: the cost of each parameter and buffer by name. ``seconds``: for each stage, a table whose entry
+    ``[start, stop]`` is infinite if the stage may not consist of the calls ``start:stop``. ``ranks``: the rank of each
+    stage.
     """
     readers: dict[str, list[int]] = {}
     for place, call in enumerate(problem.calls):
@@ -136,9 +138,10 @@ def _least_tied(
 
 
 def _on_the_way(tables: Sequence[Table]) -> list[Table]:
-    """Return ``tables`` with more entries set to infinity. An entry ``[start, stop]`` is infinite if the stages in
-    front cannot hold exactly the block calls before ``start``, or the stages behind cannot hold exactly those from
-    ``stop`` on."""
+    """Return ``tables``, one for each stage, with more entries set to infinity. An entry ``[start, stop]``, for a stage
+    of the block calls ``start:stop``, becomes infinite if the stages in front cannot hold exactly the calls before
+    ``start``, or the stages behind cannot hold exactly those from ``stop`` on.
+    """
     some = [np.isfinite(table) for table in tables]
     ends = np.arange(len(some[0]))
     before, behind = [ends == 0], [ends == ends[-1]]
@@ -159,8 +162,10 @@ def _get_update_seconds(cost: StateCost) -> float:
 
 
 def _compute_backward_windows(tables: StageTables, stage: int, times: Table) -> Table:
-    """Return, for every run of block calls ``[start, stop]`` on ``stage``, the seconds of one backward with
-    recomputation. ``times``: the total seconds of a microbatch; where they are infinite, the result is infinite."""
+    """Return a table whose entry ``[start, stop]`` is the seconds of one backward, with recomputation, of the block
+    calls ``start:stop`` on the stage with index ``stage``. ``times``: the same table for the total seconds of a
+    microbatch; where it is infinite, the result is infinite.
+    """
     forward, _ = tables.seconds(stage)
     before, after = tables.transfers(stage)
     overhead = tables.problem.pace(stage).overhead.forward_total_s
@@ -168,9 +173,12 @@ def _compute_backward_windows(tables: StageTables, stage: int, times: Table) -> 
 
 
 class _ReductionTails:
-    """Lower bounds on the time of gradient reductions that computation does not hide, for runs of block calls on a
-    stage. ``tables``: seconds and bytes of these runs. ``states``: the cost of each parameter and buffer by name.
-    ``machine``: devices and groups."""
+    """Lower bounds on the time of gradient reductions that computation does not hide, for stages of consecutive block
+    calls.
+
+    ``tables``: seconds and bytes of all sequences of consecutive calls. ``states``: the cost of each parameter and
+    buffer by name. ``machine``: devices and groups of ranks.
+    """
 
     def __init__(
         self,
@@ -195,11 +203,12 @@ class _ReductionTails:
         self._delays: dict[Hashable, float] = {}
 
     def of_stage(self, stage: int, windows: Table, ahead: NDArray[np.float64]) -> Table:
-        """Return, for each run of block calls ``[start, stop]`` on ``stage``, the seconds by which its gradient
-        reductions end after the pipeline. Negative values mean that they end before.
+        """Return a table whose entry ``[start, stop]`` is the seconds by which gradient reductions end after the
+        pipeline if the stage with index ``stage`` consists of the block calls ``start:stop``. Negative values mean that
+        they end before.
 
-        ``windows``: seconds of the run's backward; infinite for runs that are not allowed. ``ahead``: for each first
-        call of this stage, the most seconds that one backward takes on all stages in front of it.
+        ``windows``: the same table for the seconds of the backward; infinite for calls that are not allowed. ``ahead``:
+        for each first call of this stage, the most seconds that one backward takes on all stages in front of it.
         """
         waits = np.zeros_like(windows)
         start, stop = np.nonzero(np.isfinite(windows) & np.isfinite(ahead)[:, None])
@@ -235,11 +244,12 @@ class _ReductionTails:
         return waits
 
     def _compute_reduction_delays(self, stage: int, starts: Counts, stops: Counts) -> list[float]:
-        """Return, for each run of block calls ``[start, stop]``, the seconds that its gradient reductions take after
-        the last backward of ``stage``, under the fastest reduction scheme. They are computed bucket by bucket. On stage
-        0, add the seconds by which gathers of updated parameters delay the first forward.
+        """Return, for each pair of ``starts`` and ``stops``, the seconds that the gradient reductions of the block
+        calls ``start:stop`` take after the last backward of the stage with index ``stage``, under the fastest reduction
+        scheme. They are computed bucket by bucket. On stage 0, add the seconds by which gathers of updated parameters
+        delay the first forward.
 
-        Runs of calls with equal costs share one result, and so do stages with equal groups and devices.
+        Calls with equal costs share one result, and so do stages with equal groups and devices.
         """
         alike, delays = self._number_equal_calls(stage), []
         for plan in stage_plans(self.tables, stage, starts, stops):
@@ -250,6 +260,10 @@ class _ReductionTails:
         return delays
 
     def _compute_reduction_delay(self, stage: int, plan: StagePlan) -> float:
+        """Return the seconds of gradient reductions after the last backward of one stage that consists of the calls in
+        ``plan``, under the fastest reduction scheme. ``stage``: index of the stage; for index 0 the delay of the first
+        forward is added.
+        """
         problem, (first, halves, slowdown, _) = self.tables.problem, self._describe_stage(stage)
         found = math.inf
         for reducer in self._reducers_of(stage):
@@ -261,9 +275,10 @@ class _ReductionTails:
         return found
 
     def _describe_stage(self, stage: int) -> tuple[bool, bool, float, tuple[object, ...]]:
-        """Return what the delays depend on besides the calls: whether the stage is the first, whether it runs its
-        backwards in halves, the slowdown of computation beside collectives, and its devices and groups. ``stage``:
-        index of a stage of the problem."""
+        """Return the facts about a stage on which the delays depend besides its calls, as a tuple: whether it is the
+        first, whether it runs its backwards in two halves (for inputs, for weights), the slowdown of computation beside
+        collectives, and its devices and groups. ``stage``: index of the stage.
+        """
         if stage not in self._described:
             reducers = self._reducers_of(stage)
             groups = [reducer.group(axes) for reducer in reducers for axes in self._axes]
@@ -274,8 +289,10 @@ class _ReductionTails:
         return self._described[stage]
 
     def _number_equal_calls(self, stage: int) -> tuple[int, ...]:
-        """Return a number for each call, which is equal for calls with equal seconds on ``stage`` and equal states. A
-        call that shares a state with another call has a number of its own."""
+        """Return one number for each block call. Calls get the same number if they have equal seconds on the stage with
+        index ``stage`` and equal parameters and buffers. A call that shares a parameter or buffer with another call has
+        a number of its own.
+        """
         pace = self.tables.pace_number(stage)
         if pace not in self._equal_calls:
             calls, costs = self.tables.problem.calls, self.tables.problem.pace(stage).costs
@@ -299,7 +316,9 @@ class _ReductionTails:
 
     def _bound_call_reductions(self, reducer: Reducer) -> NDArray[np.float64]:
         """Return, for each block call, a lower bound in seconds on reducing the gradients that are complete once its
-        backward has run."""
+        backward has run, as an array with one more entry, 0, at its end. ``reducer``: computes the seconds of gradient
+        collectives.
+        """
         calls = self.tables.problem.calls
         found = np.zeros(len(calls) + 1)
         for place, call in enumerate(calls):
@@ -319,9 +338,10 @@ class _ReductionTails:
         return [name for name in dict.fromkeys(call.states) if name in self._reduced]
 
     def _compute_reduction_seconds(self, sizes: Sequence[float], reducer: Reducer) -> tuple[float, ...]:
-        """Return the seconds of a gradient reduction as the tuple
-        :attr:`partitioner.cost.step.gradient_reduction.GradientReduction.seconds`. ``sizes``: the bytes that each
-        collective in ``self.keys`` moves."""
+        """Return six durations in seconds of a gradient reduction: all reductions, the last bucket, gathers of
+        parameters, reduce-scatters per further microbatch, compression, compression per further microbatch. ``sizes``:
+        the bytes that each collective in ``self.keys`` moves.
+        """
         held: Sizes = {key: size for key, size in zip(self.keys, sizes, strict=True) if size}
         groups = tuple(reducer.group(axes) for _, axes, _, _ in self.keys)
         known = *sizes, reducer.how, SameObject(reducer.device), groups

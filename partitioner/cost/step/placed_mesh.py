@@ -49,7 +49,7 @@ HERE = Link(name="here", bandwidth=1e30, latency=0.0, level=-1)
 @hashed_once
 @dataclass(frozen=True)
 class RankProfile:
-    """The facts that decide how long a block, such as a layer, takes on a rank.
+    """The facts that decide how long one call of a block, such as a layer, takes on a rank.
 
     ``kind``: name of the device type. ``speed``: factor on the type's compute rates and memory bandwidth. ``groups``:
     pairs of a mesh axis and the communication group of the rank along that axis.
@@ -98,9 +98,10 @@ class PlacedMesh:
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)  # shared by copies
 
     def compute_once(self, key: Hashable, find: Callable[[], Found]) -> Found:
-        """Return ``find()``, which is called once for each ``key``. All copies that ``dataclasses.replace`` makes of
-        this object share the results. The ``key`` must therefore contain every field that the result depends on and
-        that copies may change."""
+        """Return the result of ``find()``, which is called once for each ``key``. All copies that
+        ``dataclasses.replace`` makes of this object share the results. The ``key`` must therefore contain every field
+        that the result depends on and that copies may change.
+        """
         if key not in self.memo:
             self.memo[key] = find()
         found: Found = self.memo[key]
@@ -108,36 +109,38 @@ class PlacedMesh:
 
     @cached_property
     def device(self) -> DeviceType:
-        """The device type for which layouts are chosen: the most common one of the topology."""
+        """Return the device type for which layouts are chosen: the most common one of the topology."""
         return self.topology.types[reference_type(self.topology)]
 
     def group(self, *axes: str) -> Group:
-        """Return the slowest of all groups that the ranks form over ``axes``, on any stage."""
+        """Return the slowest of all groups of ranks along the mesh axes ``axes``, on any pipeline stage."""
         if "pp" in axes:
             return axis_group(self.topology, self.mesh, *axes, devices=self.devices)
         return select_slowest_group(self.stage_groups(*axes))
 
     @cached_property
     def groups(self) -> dict[str, Group]:
-        """The slowest group of each mesh axis with more than one rank (axis -> group). Collectives inside blocks use
-        them."""
+        """Return the slowest group of ranks along each mesh axis with more than one rank (axis -> group). Costs of
+        collectives inside blocks are computed with them.
+        """
         return {axis: self.group(axis) for axis in AXES if self.mesh.get(axis, 1) > 1}
 
     def stage_groups(self, *axes: str) -> tuple[Group, ...]:
-        """Return, for each stage, the slowest of the groups that its ranks form over ``axes``. ``axes`` excludes
-        ``pp``. The axis ``"experts"`` means the ranks that hold replicas of the same expert; the axes of
-        ``HYBRID_AXES`` are allowed, too."""
+        """Return, for each pipeline stage, the slowest of the groups that its ranks form along the mesh axes ``axes``,
+        which exclude ``pp``. The axis ``"experts"`` means the ranks that hold replicas of the same expert. The axes of
+        hybrid sharding (``dp_replicate``, ``dp_shard``, ``edp_replicate``, ``edp_shard``) are allowed, too.
+        """
         if any(a in HYBRID_AXES for a in axes):
             return self.grid_groups(self.hybrid_grid("edp_shard" in axes or "edp_replicate" in axes), axes)
         others = tuple(a for a in axes if a != "experts")
         return self._find_expert_groups("dp", *others) if "experts" in axes else self._find_mesh_groups(*axes)
 
     def grid_groups(self, grid: Mapping[str, int], axes: Collection[str]) -> tuple[Group, ...]:
-        """Return, for each stage, the slowest of the groups that its ranks form over ``axes`` of ``grid``.
+        """Return, for each pipeline stage, the slowest of the groups that its ranks form along the axes ``axes`` of
+        ``grid``. ``grid``: axis -> size, outermost first; the sizes multiply to the number of ranks.
 
-        ``grid``: axis names and sizes, outermost first, whose sizes multiply to the number of ranks. If ``axes``
-        alternate with other axes so often that the three inner axes of a mesh cannot express it, the group of all ranks
-        of the stage is returned instead, which contains the group over ``axes``.
+        If ``axes`` alternate with other axes so often that the three inner axes of a mesh cannot express it, the group
+        of all ranks of the stage is returned instead, which contains the group over ``axes``.
         """
         runs: list[tuple[bool, int]] = []  # neighbouring axes that are all in axes, or all not, are merged into one
         for axis, size in grid.items():
@@ -162,8 +165,9 @@ class PlacedMesh:
     def _find_slowest_groups(
         self, mesh: Mapping[str, int], axes: tuple[str, ...], ring: bool = False
     ) -> tuple[Group, ...]:
-        """Return, for each stage, the slowest of the groups that its ranks form over ``axes`` of ``mesh``. ``ring``:
-        the groups include the links of messages that ranks send around a ring."""
+        """Return, for each pipeline stage, the slowest of the groups that its ranks form along ``axes`` of ``mesh``
+        (axis -> number of ranks). ``ring``: the groups include the links of messages that ranks send around a ring.
+        """
 
         def find() -> tuple[Group, ...]:
             if self.nested and is_nested([mesh.get(axis, 1) for axis in reversed(AXES)], self.nested):
@@ -175,8 +179,9 @@ class PlacedMesh:
 
     @cached_property
     def expert_mesh(self) -> dict[str, int]:
-        """The mesh of the same ranks from the experts' point of view (axis -> size). ``dp`` counts the replicas of an
-        expert, ``cp`` stands for ``ep``, and ``tp`` for ``etp``."""
+        """Return a mesh of the same ranks (axis -> size) in which groups for experts are found: ``dp`` counts the
+        replicas of an expert, ``cp`` stands for ``ep``, and ``tp`` for ``etp``.
+        """
         room = math.prod(self.mesh.get(axis, 1) for axis in ("dp", "cp", "tp"))
         etp = self.expert_tp
         return {"pp": self.mesh.get("pp", 1), "dp": room // (self.ep * etp), "cp": self.ep, "tp": etp, "ep": 1}
@@ -186,8 +191,10 @@ class PlacedMesh:
         return hybrid_mesh({**self.mesh, "ep": self.ep}, self.etp, self.dp_shard)
 
     def hybrid_grid(self, experts: bool) -> dict[str, int]:
-        """Return the mesh (axis -> size, outermost first) with ``dp`` divided into ``dp_replicate`` and ``dp_shard``.
-        If ``experts``, return the mesh of the experts, divided into ``edp_replicate`` and ``edp_shard``."""
+        """Return a mesh of the same ranks (axis -> size, outermost first) with ``dp`` divided into ``dp_replicate`` and
+        ``dp_shard``. With ``experts``, return the mesh in which experts are distributed, with the axes
+        ``edp_replicate``, ``edp_shard``, ``ep`` and ``etp``.
+        """
         parts, mesh, pp = self.hybrid_mesh, self.mesh, {"pp": self.mesh.get("pp", 1)}
         if experts:
             edp = {axis: parts[axis] for axis in ("edp_replicate", "edp_shard")}
@@ -197,30 +204,33 @@ class PlacedMesh:
 
     @property
     def hybrid(self) -> bool:
-        """Whether ZeRO shards parameters, gradients and optimizer states over a part of the ``dp`` ranks (hybrid
-        sharding). The parts are then replicas of each other."""
+        """Return whether ZeRO shards parameters, gradients and optimizer states over a part of the ``dp`` ranks (hybrid
+        sharding). The parts are then replicas of each other.
+        """
         return self.zero > 0 and self.dp_shard not in (0, self.mesh.get("dp", 1))
 
     @property
     def expert_tp(self) -> int:
-        """Number of ranks that share one expert."""
+        """Return the number of ranks that share one expert."""
         return self.etp or self.mesh.get("tp", 1)
 
     @property
     def by_rows(self) -> bool:
-        """Whether the ranks of ``tp`` hold different whole experts and process different rows (tokens), instead of
-        sharing each expert."""
+        """Return whether the ranks of ``tp`` hold different whole experts and process different rows (tokens), instead
+        of sharing each expert.
+        """
         return split_of(self.mesh.get("tp", 1), self.ep, self.etp) == "rows"
 
     @property
     def replicas(self) -> int:
-        """Number of ranks among which ZeRO shards a parameter that does not belong to experts."""
+        """Return the number of ranks among which ZeRO shards a parameter that does not belong to experts."""
         return (self.dp_shard or self.mesh.get("dp", 1)) * self.mesh.get("cp", 1)
 
     @property
     def spread(self) -> Spread:
-        """How block calls are distributed over ranks by expert parallelism and ZeRO-3. The groups are the slowest of
-        any stage."""
+        """Return how block calls are distributed over ranks by expert parallelism and ZeRO-3. The groups are the
+        slowest of any stage.
+        """
         used = (
             self.ep,
             self.etp,
@@ -232,6 +242,7 @@ class PlacedMesh:
         return self.compute_once(("spread", *used), self._build_spread)
 
     def _build_spread(self) -> Spread:
+        """Return how expert parallelism and ZeRO-3 distribute block calls over the ranks of this mesh."""
         tp = self.mesh.get("tp", 1)
         plain = self.ep == 1 and self.zero != 3 and self.expert_tp == tp
         if plain and self.precision != "fp8" and not self.num_experts and not self.profile.differences:
@@ -252,7 +263,7 @@ class PlacedMesh:
 
     @property
     def sharded(self) -> Sharded:
-        """How parameters, gradients and optimizer states are sharded in addition to ``tp``."""
+        """Return how parameters, gradients and optimizer states are sharded in addition to ``tp``."""
         held = self.spread.of_experts
         sharers = self.hybrid_mesh["edp_shard"]
         return Sharded(self.zero, self.replicas, held, sharers, self.by_rows, self.hybrid)
@@ -277,14 +288,15 @@ class PlacedMesh:
 
     @property
     def capacity(self) -> tuple[int, ...]:
-        """Usable bytes of a rank, for each stage. The smallest device of a stage counts."""
+        """Return the usable bytes of a rank, for each stage. The smallest device of a stage counts."""
         whole = self.compute_once("capacity", lambda: stage_capacity(self.topology, self.mesh, self.devices))
         return tuple(max(0, room - self.reserve) for room in whole) if self.reserve else whole
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """The link from each stage to the next, ``pp - 1`` entries. It is the slowest link between ranks of the two
-        stages."""
+        """Return the link from each stage to the next, ``pp - 1`` entries. It is the slowest link between ranks of the
+        two stages.
+        """
         return self.compute_once("links", lambda: stage_links(self.topology, self.mesh, self.devices))
 
     def link(self, stage: int, other: int) -> Link:
@@ -298,11 +310,15 @@ class PlacedMesh:
 
     @property
     def seats(self) -> tuple[Seats, ...]:
-        """For each stage, the distinct profiles of its ranks: device type, speed factor and communication groups. The
-        groups are the slowest ones of the stage. Equal tuples are one object."""
+        """Return, for each stage, the distinct profiles of its ranks: device type, speed factor and communication
+        groups. The groups are the slowest ones of the stage. Equal tuples are one object.
+        """
         return self.compute_once(("seats", self.ep, self.expert_tp), self._build_rank_profiles)
 
     def _build_rank_profiles(self) -> tuple[Seats, ...]:
+        """Return, for each pipeline stage, the distinct profiles of its ranks (device type, speed factor, groups along
+        each axis).
+        """
         inner = [axis for axis in AXES if axis != "pp" and self.mesh.get(axis, 1) > 1]
         of_axes = [self.stage_groups(axis) for axis in inner]
         if self.ep > 1:
@@ -317,18 +333,24 @@ class PlacedMesh:
 
     @property
     def pipelines(self) -> tuple[tuple[Seats, ...], ...]:
-        """For each rank of ``dp``, a tuple with one entry per stage: the distinct profiles (device type, speed factor,
-        groups) of the ranks of this replica on this stage. Replicas do not wait for each other inside the pipeline, so
-        each has its own groups. Equal tuples are one object."""
+        """Return, for each rank of ``dp``, a tuple with one entry per stage: the distinct profiles (device type, speed
+        factor, groups) of the ranks of this replica on this stage. Replicas do not wait for each other inside the
+        pipeline, so each has its own groups. Equal tuples are one object.
+        """
         return self.compute_once(("pipelines", self.ep, self.expert_tp), self._build_pipeline_profiles)
 
     @property
     def distinct_pipelines(self) -> tuple[tuple[Seats, ...], ...]:
-        """The distinct entries of :attr:`pipelines`, in the order of the first rank of ``dp`` that has them."""
+        """Return the distinct pipelines among the ranks of ``dp``, in the order of the first rank that has them. A
+        pipeline is a tuple with the distinct rank profiles (device type, speed factor, groups) of each stage.
+        """
         key = "distinct pipelines", self.ep, self.expert_tp
         return self.compute_once(key, lambda: tuple(dict.fromkeys(self.pipelines)))
 
     def _build_pipeline_profiles(self) -> tuple[tuple[Seats, ...], ...]:
+        """Return, for each rank of ``dp``, a tuple with one entry per pipeline stage: the distinct profiles (device
+        type, speed factor, groups) of the ranks of this replica on this stage.
+        """
         dp, expert_mesh = self.mesh.get("dp", 1), self.expert_mesh
         if dp == 1 or self.nested:
             return (self.seats,) * dp
@@ -362,10 +384,15 @@ class PlacedMesh:
         return [self.topology.paced_type(seat.kind, seat.speed) for seat in self.seats[stage]]
 
     def host(self, stage: int) -> HostShare | None:
-        """Return a lower bound on the share of a host that each rank of ``stage`` has: the least bandwidths and memory,
-        and the longest latency. ``None`` if the topology does not describe one of the hosts."""
+        """Return a lower bound on the part of a host's memory and bandwidth that each rank of the stage with index
+        ``stage`` has: the least bandwidths and memory, and the longest latency. ``None`` if the topology does not
+        describe one of the hosts.
+        """
 
         def find() -> tuple[HostShare | None, ...]:
+            """Return, for each pipeline stage, the least share of a host that its ranks have; ``None`` if some host is
+            not described.
+            """
             shares = self.topology.host_shares
             if len(self.topology.different_host_shares) == 1:
                 return (shares[0],) * self.mesh.get("pp", 1)
@@ -378,7 +405,7 @@ class PlacedMesh:
 
     @cached_property
     def peak(self) -> float:
-        """Sum of the peak FLOP/s of all devices in ``precision``."""
+        """Return the sum of the peak FLOP/s of all devices in ``precision``."""
         paces, of_device = self.topology.paces
         counts = np.bincount(
             of_device[map_ranks_to_devices(self.topology, self.mesh, self.devices)], minlength=len(paces)

@@ -22,11 +22,11 @@ Costs = dict[str, CallCost]  # cost of one call by block name
 
 @dataclass
 class CallCostCache:
-    """Cache of the costs of one call of each block on each kind of rank. ``blocks``: local graphs by name.
+    """Cache of the costs of one call of each block, such as a layer, on each kind of rank.
 
-    ``train``: whether calls have a backward. ``again``: the function that selects the nodes which selective
-    recomputation runs again. ``works``: for each block, by identity, the work from which costs are computed;
-    several caches may share this dict.
+    ``blocks``: block name -> its local graph. ``train``: whether calls have a backward. ``again``: the function that
+    selects the nodes which selective recomputation runs again. ``works``: for each block, by identity, the object from
+    which costs are computed; several caches may share this dict.
     """
 
     blocks: Mapping[str, Block]
@@ -40,7 +40,7 @@ class CallCostCache:
 
     @cached_property
     def _communication_axes(self) -> frozenset[str]:
-        """The mesh axes over which some block has a collective."""
+        """Return the mesh axes over which some block has a collective."""
         nodes = [
             n for block in self.blocks.values() for n in block.graph.nodes if collective_name(n.target) is not None
         ]
@@ -48,6 +48,7 @@ class CallCostCache:
 
     @cached_property
     def _call_works(self) -> dict[str, CallWork]:
+        """Return, for each block name, the object that computes the costs of the block's calls on any device."""
         for block in self.blocks.values():
             key = SameObject(block)
             if key not in self.works:
@@ -62,8 +63,9 @@ class CallCostCache:
         return self._devices[kind, speed]
 
     def at(self, seat: RankProfile, spread: Spread = NO_SPREAD) -> Costs:
-        """Return the cost of one call of each block on a rank with the profile ``seat`` (block name -> cost).
-        ``spread``: how expert parallelism and ZeRO-3 distribute the calls over ranks."""
+        """Return block name -> cost of one call on a rank with the profile ``seat`` (device type, speed, groups).
+        ``spread``: how expert parallelism and ZeRO-3 distribute the calls over ranks.
+        """
         seat = replace(
             seat, groups=tuple((axis, group) for axis, group in seat.groups if axis in self._communication_axes)
         )
@@ -78,8 +80,10 @@ class CallCostCache:
         return self._of_seat[seat, spread]
 
     def of_stage(self, seats: tuple[RankProfile, ...], spread: Spread = NO_SPREAD) -> Costs:
-        """Return the cost of one call of each block on a stage whose ranks have the profiles ``seats``. The slowest
-        rank counts, since ranks wait for each other in collectives. Equal arguments give one dict."""
+        """Return, by block name, the cost of one call on a stage whose ranks have the profiles ``seats`` (device type,
+        speed, groups). The slowest rank counts, since ranks wait for each other in collectives. ``spread``: how expert
+        parallelism and ZeRO-3 distribute the calls over ranks. Equal arguments give one dict.
+        """
         key = seats, spread
         if key not in self._of_stage:
             costs = [self.at(seat, spread) for seat in seats]
@@ -87,23 +91,28 @@ class CallCostCache:
         return self._of_stage[key]
 
     def by_stage(self, machine: PlacedMesh) -> tuple[Costs, ...]:
-        """Return the cost of one call of each block, for each stage of ``machine``. The slowest rank of a stage
-        counts."""
+        """Return, for each stage of ``machine``, a dict from block name to the cost of one call. The slowest rank of a
+        stage counts.
+        """
         spread = machine.spread
         different = {id(seats): seats for seats in machine.seats}
         found = {key: self.of_stage(seats, spread) for key, seats in different.items()}
         return tuple(found[id(seats)] for seats in machine.seats)
 
     def by_pipeline(self, machine: PlacedMesh) -> tuple[Costs, ...]:
-        """Return the cost of one call of each block for each stage of each distinct ``dp`` replica of ``machine``, one
-        replica after the other. Ranks of different replicas do not wait for each other."""
+        """Return a dict from block name to the cost of one call, for each stage of each distinct ``dp`` replica of
+        ``machine``, as one flat tuple: replica after replica, and in each the stages in order. Ranks of different
+        replicas do not wait for each other.
+        """
         spread = machine.spread
         return tuple(self.of_stage(seats, spread) for replica in machine.distinct_pipelines for seats in replica)
 
 
 def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:
-    """Return, for each block, the least seconds of one call over all of ``costs``, as a lower bound. Seconds of
-    collectives are added to those of computation."""
+    """Return, by block name, the least seconds of one call over all of ``costs``, as a lower bound. Each of ``costs``
+    maps a block name to the cost of a call on one kind of rank. Seconds of collectives are added to those of
+    computation.
+    """
     return {
         name: replace(
             cost,
@@ -119,8 +128,10 @@ def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:
 
 
 def combine_slowest_costs(costs: Sequence[Costs]) -> Costs:
-    """Return, for each block, the most seconds of one call over all of ``costs``, field by field. This is the cost on
-    ranks that wait for each other in each collective."""
+    """Return, by block name, the most seconds of one call over all of ``costs``, field by field. Each of ``costs`` maps
+    a block name to the cost of a call on one kind of rank. The result holds for ranks that wait for each other in each
+    collective.
+    """
     if len(costs) == 1:
         return costs[0]
     return {
@@ -138,9 +149,10 @@ def combine_slowest_costs(costs: Sequence[Costs]) -> Costs:
 
 
 def combine_longest_costs(costs: Sequence[Costs]) -> Costs:
-    """Return, for each block, the longest forward and the longest backward of one call over all of ``costs``. The
-    computation and the collectives of a forward, or of a backward, are those of one rank. This is the cost for ranks
-    that do not wait for each other."""
+    """Return, by block name, the longest forward and the longest backward of one call over all of ``costs``. Each of
+    ``costs`` maps a block name to the cost of a call on one kind of rank. The computation and the collectives of a
+    forward, or of a backward, are those of one rank. The result holds for ranks that do not wait for each other.
+    """
     if len(costs) == 1:
         return costs[0]
     found: Costs = {}
@@ -160,6 +172,7 @@ def combine_longest_costs(costs: Sequence[Costs]) -> Costs:
 
 
 def _least_weights(costs: Sequence[CallCost]) -> float:
-    """Return the least seconds of a backward in ``costs`` minus the least seconds of its part for gradients of inputs.
-    The rest is the part for gradients of weights."""
+    """Return the seconds of the part of a backward that computes gradients of weights: the least seconds of a whole
+    backward in ``costs``, minus the least seconds of its part for gradients of inputs.
+    """
     return min(c.backward_total_s for c in costs) - min(c.backward_total_s - c.later_s for c in costs)

@@ -40,12 +40,13 @@ class BestCaseMesh:
     links: tuple[Link, ...]
 
     def host(self, stage: int) -> HostShare:
-        """Return a host without limits, for every stage."""
+        """Return a host without limits on memory and bandwidth, for every stage."""
         return BOUNDLESS
 
     def link(self, stage: int, other: int) -> Link:
-        """Return the best link between the ranks of two stages. If both are one stage, nothing is sent, and the result
-        is ``HERE``. ``stage``, ``other``: indices of pipeline stages."""
+        """Return the best link between the ranks of two pipeline stages (``stage``, ``other``: their indices). If both
+        are one stage, nothing is sent, and the result is a link that takes no time.
+        """
         return HERE if stage == other else _best_link(self.links)
 
 
@@ -78,12 +79,12 @@ def best_type(types: Sequence[DeviceType]) -> DeviceType:
 def build_best_case_mesh(
     topology: Topology, mesh: Mapping[str, int], candidates: Sequence[PlacedMesh] | None
 ) -> BestCaseMesh:
-    """Return the mesh with the best capacity of each stage, and the best link between neighbouring stages, over
-    ``candidates``.
+    """Return a mesh with the best memory capacity of each stage, and the best link between neighbouring stages, over
+    all ``candidates``.
 
-    ``mesh``: the size of each axis. ``candidates``: all placements that the search may choose; ``None`` if they are not
-    enumerated. The result then bounds every placement. With ``n`` devices per stage, the smallest device of a stage has
-    at most the memory of the ``n``-th largest device of the cluster.
+    ``mesh``: axis -> number of ranks. ``candidates``: all placements that the search may choose; ``None`` if they are
+    not enumerated. The result then bounds every placement. With ``n`` devices per stage, the smallest device of a stage
+    has at most the memory of the ``n``-th largest device of the cluster.
     """
     stages = mesh.get("pp", 1)
     if candidates is not None:
@@ -126,7 +127,7 @@ def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group
     """Return a group of ``size`` ranks in which no collective takes longer than over any ``size`` devices of the
     topology.
 
-    ``everywhere``: the groups of the mesh axis together contain all devices, and the slowest of them counts. The result
+    ``everywhere``: the groups of a mesh axis together contain all devices, and the slowest of them counts. The result
     is then slower, because some of these groups may have to span two nodes, but still a lower bound.
     """
     if size == 1:
@@ -136,8 +137,10 @@ def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group
 
 
 def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]:
-    """Return groups of ``size`` ranks. For each collective, the slowest of them gives the bound of :func:`best_group`.
-    The groups do not describe messages between single ranks (hops)."""
+    """Return groups of ``size`` ranks. For each collective, the time over the slowest of them is a lower bound on the
+    time over any ``size`` devices. ``everywhere``: the groups together contain all devices, and the slowest counts. The
+    groups do not describe messages between single ranks.
+    """
     storeys = topology.storeys
     joins_all = bool(storeys) and len(np.unique(storeys[-1].joined)) == 1
     if topology.own_links or not joins_all:
@@ -159,10 +162,11 @@ def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]
 
 def _best_hops(topology: Topology, size: int) -> tuple[Hop, ...]:
     """Return the best link of a message to the rank that is 1, 2, ... ``size // 2`` positions further in a ring of
-    ``size`` devices. No ring of that many devices has a faster one.
+    ``size`` devices, one entry for each distance. No ring of that many devices has a faster one.
 
-    Messages to the rank ``d`` positions further form cycles of ``size / gcd(size, d)`` devices. If no part of a storey
-    has that many devices, some pair of a cycle communicates over a link outside of that storey, or over a direct link.
+    Messages to the rank ``d`` positions further form cycles of ``size / gcd(size, d)`` devices. If no part (such as a
+    node) of some level of links has that many devices, some pair of a cycle communicates over a link of an outer level,
+    or over a direct link.
     """
     own = [Hop(link.latency, link.bandwidth) for link in topology.own_links.values()]
     patterns = [topology.patterns[name] for name, _ in topology.pattern_kinds]
@@ -187,7 +191,7 @@ def _best_hops(topology: Topology, size: int) -> tuple[Hop, ...]:
 
 
 def no_slower(group: Group, other: Group) -> bool:
-    """Whether no collective and no message takes longer over ``group`` than over ``other``, up to rounding."""
+    """Return whether no collective and no message takes longer over ``group`` than over ``other``, up to rounding."""
     # pairs of groups; a collective time is a start plus a slope
     lines = [(own, least) for own in group.every for least in other.every]
     hops = [pair for own, least in lines if own.hops and least.hops for pair in zip(own.hops, least.hops, strict=True)]
@@ -216,12 +220,12 @@ def _least_of(groups: Sequence[Group], size: int) -> Group:
 def _enumerate_groups(
     topology: Topology, storeys: Sequence[Storey], size: int, farthest: float, parted: bool
 ) -> Iterator[Group]:
-    """Yield a group for each way in which the storeys (levels of links, innermost first) may divide ``size`` devices.
-    Parts have as many devices as possible.
+    """Yield a group for each way in which the cluster may divide ``size`` devices into parts. ``storeys``: the levels
+    of links, innermost first (such as inside a node, between nodes). Parts have as many devices as possible.
 
     ``farthest``: at least one device has at most this share of the bandwidth between nodes. The other devices in its
     part share that bandwidth, so the size of the smallest part matters. ``parted``: the group must span at least two
-    parts of each storey in which not all groups fit into one part.
+    parts of each level in which not all groups fit into one part.
     """
     alone = np.arange(topology.num_devices)
     parts_below = [alone, *(storey.joined for storey in storeys)]
@@ -233,6 +237,10 @@ def _enumerate_groups(
     alike = bool((topology.network_share == topology.network_share[0]).all())
 
     def further(number: int, parts: int, below: _Range, tiers: tuple[Tier, ...], ring: float) -> Iterator[Group]:
+        """Yield the groups whose inner levels are decided. ``number``: index of the next level. ``parts``: number of
+        parts on the level below. ``below``: range of the size of the smallest part there. ``tiers``: the levels decided
+        so far. ``ring``: bandwidth of a ring over them.
+        """
         if number == len(storeys):
             if parts == 1:
                 yield Group(size, tiers, ring=ring)
@@ -283,27 +291,33 @@ def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: in
 
 
 def _fewest_parts(storey: Storey, size: int) -> int:
-    """Return the least number of parts of ``storey`` (such as nodes) that ``size`` devices can be in."""
+    """Return the least number of parts of ``storey`` (a level of links that joins devices into parts, such as nodes) in
+    which ``size`` devices can be.
+    """
     sizes = np.sort(np.unique(storey.joined, return_counts=True)[1])[::-1]
     return int(np.searchsorted(np.cumsum(sizes), size)) + 1
 
 
 def _must_part(storey: Storey, size: int) -> bool:
-    """Whether some group must span several parts of ``storey`` (such as nodes) if all devices are divided into groups
-    of ``size``."""
+    """Return whether some group must span several parts of ``storey`` (a level of links that joins devices into parts,
+    such as nodes) if all devices are divided into groups of ``size``.
+    """
     sizes = np.unique(storey.joined, return_counts=True)[1]
     return bool((sizes // size).sum() * size < sizes.sum())
 
 
 def _most_ways(below: Ints, joined: Ints) -> int:
-    """Return the greatest number of parts of the lower storey in one part of the upper storey. ``below``, ``joined``:
-    the part of each device in the lower and in the upper storey."""
+    """Return the greatest number of parts of an inner level (such as devices) in one part of an outer level (such as
+    nodes). ``below``, ``joined``: for each device, the number of its part in the inner and in the outer level.
+    """
     parts = np.unique(np.stack([joined, below]), axis=1)
     return int(np.unique(parts[0], return_counts=True)[1].max())
 
 
 def _list_storey_links(topology: Topology, storey: Storey) -> list[Level]:
-    """Return the distinct link levels that a group may use in ``storey``."""
+    """Return the distinct kinds of links that a group of ranks may use in ``storey``, a level of the cluster such as
+    the inside of nodes.
+    """
     if storey.levels:
         return list(dict.fromkeys(topology.levels[number] for number in storey.levels))
     # direct links inside nodes: at most the bandwidth of all links of a device, or of a level inside the node

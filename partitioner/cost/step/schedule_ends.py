@@ -27,11 +27,12 @@ _FORWARD, _WHOLE, _WEIGHTS = (KINDS.index(kind) for kind in "FBW")
 
 @dataclass(frozen=True)
 class RankEnds:
-    """What a rank gathers at the start of a step and reduces at its end.
+    """Parameters that a rank gathers at the start of a step and gradients that it reduces at the end.
 
-    ``plan``: its block calls, by virtual stage. ``buckets``: its gradient buckets. ``slowdown``: factor on the time of
-    computation and of a collective while both run. ``first_s``: seconds of work before its first forward.
-    ``every_backward``: gradients are scattered during each backward (ZeRO-2), not only during the last.
+    ``plan``: its block calls, by virtual stage. ``buckets``: its gradient buckets (gradients that are reduced
+    together). ``slowdown``: factor on the time of computation and of a collective while both run. ``first_s``: seconds
+    of work before its first forward. ``every_backward``: gradients are scattered during each backward (ZeRO-2), not
+    only during the last.
     """
 
     problem: StageProblem
@@ -61,6 +62,9 @@ def seconds_added(
 
 
 def _compute_added_seconds(table: Timetable, phases: Sequence[Phases], ranks: Sequence[RankEnds]) -> float:
+    """Simulate the schedule ``table`` with the gathers and reductions of ``ranks``, and return the seconds by which
+    they make it longer. ``phases``: seconds of forward and backward of each virtual stage.
+    """
     waits, seconds, sent = waits_of(table), seconds_of(phases, True), sent_of(phases)
     lanes = [_Lane(rank) for rank in ranks]
     last = {what // len(KINDS): k for k, what in enumerate(waits.what) if what % len(KINDS) in (_WHOLE, _WEIGHTS)}
@@ -107,6 +111,9 @@ class _Lane:
         return found
 
     def first_forward(self, run: StagePlan, seconds: float) -> None:
+        """Simulate the first forward of the virtual stage ``run``, which takes ``seconds``. Each of its block calls
+        waits for the gather of the parameters that it reads.
+        """
         costs = self.ends.problem.pace(run.number).costs
         work = {place: costs[place].forward_total_s for place in range(run.start, run.stop)}
         self.clock.compute(max(0.0, seconds - sum(work.values())))

@@ -45,10 +45,11 @@ def stage_buckets(
     reducer: Reducer,
     last_levels: Mapping[tuple[str, ...], bool],
 ) -> list[GradientBucket]:
-    """Return the gradient buckets of a stage in the order in which its backward completes them.
+    """Return the gradient buckets of a stage (gradients that are reduced together) in the order in which its backward
+    completes them.
 
     ``plan``: the block calls of the stage. ``states``: cost of each parameter and buffer by name. ``reducer``: computes
-    the seconds of collectives. ``last_levels``: for the axes of a scatter, whether no other data-parallel reduction
+    the seconds of collectives. ``last_levels``: axes of a reduce-scatter -> whether no other data-parallel reduction
     follows.
     """
     found = [
@@ -56,6 +57,9 @@ def stage_buckets(
     ]
 
     def priced(members: Sequence[tuple[int, StateCost]]) -> GradientBucket:
+        """Return the bucket of ``members``, with the time of its collectives. A member is a pair (index of the first
+        block call that reads the parameter, cost of the parameter).
+        """
         cost = members[0][1]
         gradients = sum(c.gradient for _, c in members)
         place = min(p for p, _ in members)
@@ -75,9 +79,10 @@ def stage_buckets(
 def _group_bucket_members(
     problem: StageProblem, plan: StagePlan, states: Mapping[str, StateCost], reducer: Reducer
 ) -> Iterator[tuple[list[tuple[int, StateCost]], float]]:
-    """Yield, for each kind of gradients that may share a bucket, the gradients and the bytes that fill a bucket.
-    Gradients are pairs (index of the first block call that reads the parameter, cost of the parameter), in the order in
-    which the backward completes them. ``plan``: the block calls of the stage."""
+    """Yield, for each kind of gradients that may share a bucket, the gradients as a list and the number of bytes that
+    fill a bucket. A gradient is a pair (index of the first block call that reads the parameter, cost of the parameter);
+    the list is in the order in which the backward completes them. ``plan``: the block calls of the stage.
+    """
     together: dict[object, list[tuple[int, StateCost]]] = {}
     known: set[str] = set()
     first: dict[str, int] = {}
@@ -106,6 +111,9 @@ def _group_bucket_members(
 
 
 def _fill_buckets(members: Sequence[tuple[int, StateCost]], limit: float) -> Iterator[list[tuple[int, StateCost]]]:
+    """Yield ``members`` in consecutive lists (buckets), each ended once its gradients have at least ``limit`` bytes. A
+    member is a pair (index of a block call, cost of a parameter).
+    """
     filling: list[tuple[int, StateCost]] = []
     size = 0.0
     for member in members:
@@ -126,12 +134,13 @@ def gathered_seconds(
     idle_s: float = 0.0,
     first_s: float = 0.0,
 ) -> float:
-    """Return the seconds by which the first forward of a stage ends later than if nothing preceded it.
+    """Return the seconds by which gathers of updated parameters and other work delay the end of the first forward of a
+    stage.
 
-    ``first_s`` seconds of other work precede it. The gathers of updated parameters run at the same time, and each block
-    call waits for its own. ``plan``: the block calls of the stage. ``buckets``: its gradient buckets. ``slowdown``:
-    factor on the time of computation and of a collective while both run. ``idle_s``: seconds in which the stage waits
-    for its first input, which hide gathers.
+    ``first_s`` seconds of other work precede the forward. The gathers run at the same time, and each block call waits
+    for its own. ``plan``: the block calls of the stage. ``buckets``: its gradient buckets. ``slowdown``: factor on the
+    time of computation and of a collective while both run. ``idle_s``: seconds in which the stage waits for its first
+    input, which hide gathers.
     """
     gathers = {b: OverlappedCollective(0.0, b.gather_s) for b in sorted(buckets, key=lambda b: b.place) if b.gather_s}
     if not gathers:
@@ -163,8 +172,9 @@ class Reductions:
         self._left: list[tuple[OverlappedCollective, GradientBucket]] = []
 
     def begin(self, buckets: Sequence[GradientBucket], *, whole: bool = True) -> None:
-        """Begin to reduce ``buckets``, whose backward has run. Without ``whole`` the gradients are only scattered to
-        shards, because more backwards follow."""
+        """Begin to reduce the gradients in ``buckets``, whose backward has run. Without ``whole`` the gradients are
+        only scattered to shards, because more backwards follow.
+        """
         self.settle()
         if any(bucket.scatter is not _NOTHING for bucket in buckets):
             for scatter in self._sent:
@@ -179,7 +189,7 @@ class Reductions:
                 self._begin_collective(bucket.rest)
 
     def settle(self) -> None:
-        """Wait for the scatters, and begin to all-reduce the shards that they leave."""
+        """Wait for the reduce-scatters under way, and begin to all-reduce the shards that they leave."""
         for scatter, bucket in self._left:
             self.clock.wait_for(scatter)
             self._begin_collective(bucket.rest)
@@ -214,8 +224,8 @@ def reduction_delays(
     """Return the seconds that the gradient reductions of a stage add to its last backward.
 
     ``plan``: the block calls of the stage. ``buckets``: its gradient buckets. ``slowdown``: factor on the time of
-    computation and of a collective while both run. ``by_halves``: the backward is split and only its half for gradients
-    of weights remains at the end.
+    computation and of a collective while both run. ``by_halves``: each backward is split, and only its half for
+    gradients of weights remains at the end.
     """
     run = plan.runs[0]  # the virtual stage whose backwards end last
     clock = RankClock(slowdown)
@@ -250,8 +260,9 @@ def reduction_delays(
 
 
 def _backward_seconds(problem: StageProblem, plan: StagePlan, run: StagePlan) -> dict[int, float]:
-    """Return the seconds of the last backward of each block call of a virtual stage, with recomputation (index of the
-    call -> seconds). ``run``: the virtual stage."""
+    """Return, for each block call of the virtual stage ``run`` (index of the call -> seconds), the seconds of its
+    backward with recomputation. ``plan``: the stage to which ``run`` belongs.
+    """
     costs, work = problem.pace(plan.number).costs, {}
     for place in range(run.start, run.stop):
         cost = costs[place]

@@ -51,9 +51,9 @@ class BlockCallTime:
     in parts.
 
     ``launches``: seconds of kernel launches. ``batch``: seconds that grow with the batch. ``weights``: seconds of
-    reading and writing weights. ``flops``: FLOPs of matrix products. ``issued``: seconds in which the host issues the
-    operators; the call takes at least as long. ``spared``: seconds (launches, part that grows with the batch) of copies
-    and sums that a sharded graph or one for a single sample may not need.
+    reading and writing weights. ``flops``: FLOPs of matrix products. ``issued``: seconds in which the host launches the
+    operators; the call takes at least as long. ``spared``: pair of seconds (launches, part that grows with the batch)
+    of copies and sums that a sharded graph, or one for a single sample, may not need.
     """
 
     launches: float = 0.0
@@ -64,9 +64,10 @@ class BlockCallTime:
     spared: tuple[float, float] = (0.0, 0.0)  # launches, and what grows with the batch
 
     def at(self, share: Number, tp: Number, several: Number, ep: Number) -> Number:
-        """Return a lower bound in seconds on a call for ``share`` of the batch, divided over ``tp`` ranks. ``several``:
-        1 if the microbatch has more than one sample, else 0. The traffic of all weights is divided over ``ep`` ranks
-        too, since some may belong to experts."""
+        """Return a lower bound in seconds on a call for the fraction ``share`` of the batch, divided over ``tp`` ranks.
+        ``several``: 1 if the microbatch has more than one sample, else 0. The traffic of all weights is divided over
+        ``ep`` ranks too, since some may belong to experts.
+        """
         seconds: Number = self.launches + self.batch * share / tp + self.weights / tp / ep
         seconds += (tp == 1) * several * (self.spared[0] + self.spared[1] * share)
         least: Number = np.maximum(seconds, self.issued)
@@ -95,9 +96,10 @@ class BlockWork:
     over_ranks: BlockWork | None = None
 
     def at(self, share: float, tp: int, several: bool = True, ep: int = 1, cp: int = 1) -> CallCost:
-        """Return a lower bound on the cost of one call on one of ``tp`` ranks. ``tp``, ``ep``, ``cp``: sizes of these
-        mesh axes. ``share``: the rank's share of the batch; with ``cp`` ranks that share a sequence, this share is
-        already divided by ``cp``. ``several``: whether the microbatch has more than one sample."""
+        """Return a lower bound on the cost of one call on one of ``tp`` ranks. ``tp``, ``ep``, ``cp``: number of ranks
+        along these mesh axes. ``share``: the rank's fraction of the batch; with ``cp`` ranks that share a sequence, it
+        is already divided by ``cp``. ``several``: whether the microbatch has more than one sample.
+        """
         if cp > 1 and self.over_ranks is not None:
             return self.over_ranks.at(share, tp, several, ep)
         scale = share / tp
@@ -120,11 +122,11 @@ class BlockWork:
 
 @dataclass
 class Works:
-    """The work of all blocks of a model (such as a decoder layer), on the best device type and on each device type of
-    the topology. It is computed when first needed.
+    """The work of all blocks of a model (a block is a repeated piece, such as a decoder layer), on the best device type
+    and on each device type of the topology. It is computed when first needed.
 
-    ``blocks``: the blocks by name, as graphs for the whole batch. ``device``: the best device type. ``types``: all
-    device types at their speeds, or empty if there is only one. ``train``: calls have a backward. ``fp8``: products
+    ``blocks``: block name -> its graph for the whole batch. ``device``: the best device type. ``types``: all device
+    types with their speed factors, or empty if there is only one. ``train``: calls have a backward. ``fp8``: products
     with weights are in fp8. ``fused_casts``: the kernel in front of a product writes its operand in fp8. ``how``: the
     kind of selective recomputation, or ``None``.
     """
@@ -146,6 +148,7 @@ class Works:
         return [self._bound_blocks_on_device(device) for device in self.types]
 
     def _bound_blocks_on_device(self, device: DeviceType) -> dict[str, BlockWork]:
+        """Return, for each block name, lower bounds on the seconds and bytes of one call on ``device``."""
         how = self.fp8, self.how, self.fused_casts
         return {name: block_work(block, device, self.train, *how) for name, block in self.blocks.items()}
 
@@ -160,8 +163,10 @@ def block_work(
 ) -> BlockWork:
     """Return lower bounds on the seconds and bytes of one call of ``block``, a graph for the whole batch, on
     ``device``. ``train``: the call has a backward. ``fp8``: products with weights are in fp8. ``fused_casts``: the
-    kernel in front of a product writes its operand in fp8. ``how``: the kind of selective recomputation; what it
-    recomputes costs no time and no memory here. ``None``: nothing is recomputed."""
+    kernel in front of a product writes its operand in fp8. ``how``: the kind of selective recomputation (``"scores"``,
+    ``"selective"``, ``"alternate"``); recomputed operators cost no time and no memory here. ``None``: nothing is
+    recomputed.
+    """
     found = _block_work(_copy_block_graph(block), device, train, fp8, how, fused_casts)
     once = _copy_block_graph(block)
     if not read_heads_once(once):
@@ -172,6 +177,10 @@ def block_work(
 def _block_work(
     block: Block, device: DeviceType, train: bool, fp8: bool, how: Remade | None, fused_casts: bool
 ) -> BlockWork:
+    """Return lower bounds on the seconds and bytes of one call of ``block`` on ``device``. ``train``: the call has a
+    backward. ``fp8``: products with weights are in fp8. ``fused_casts``: the kernel in front of a product writes its
+    operand in fp8. ``how``: the kind of selective recomputation, or ``None``.
+    """
     fused = fuse_bias(block)
     states, learned = set(block.states), learned_nodes(fused)
     short = products_in_fp8(fused, fp8, expert_region(fused)) if fp8 else frozenset[fx.Node]()
@@ -225,6 +234,9 @@ def _subtract_least_traffic(kernels: Sequence[Kernel], least: Sequence[Kernel]) 
 
 
 def _least_kept(block: Block, train: bool, how: Remade | None) -> SavedBytes:
+    """Return the least bytes that one call of ``block`` keeps for backward: the smaller numbers of those without
+    recomputation and those with selective recomputation of the kind ``how`` (``None``: without only).
+    """
     kept = kept_by(block, train)
     if how is None or not train:
         return kept
@@ -248,6 +260,9 @@ def _for_inputs(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def _bound_kernel_seconds(kernels: Sequence[Kernel], spared: Sequence[Kernel], device: DeviceType) -> BlockCallTime:
+    """Return the seconds of ``kernels`` on ``device``, in parts that depend differently on batch and sharding.
+    ``spared``: the kernels of copies and sums that a sharded graph may not need.
+    """
     batch = weights = 0.0
     for kernel in kernels:
         rate = memory_rate(kernel.kind, device)
@@ -270,10 +285,10 @@ _TINY_S = 1e-15
 @dataclass(frozen=True)
 class DeviceKinds:
     """Computes lower bounds on the time of blocks (such as a decoder layer) on each device type of a topology, for many
-    candidates at once.
+    mesh candidates at once.
 
-    ``often``: the number of calls of each block. ``samples``: the number of samples of a batch in the block graphs.
-    ``counts``: the number of devices of each type.
+    ``works``: the work of each block on each device type. ``often``: block name -> number of calls. ``samples``: the
+    number of samples of a batch in the block graphs. ``counts``: the number of devices of each type.
     """
 
     works: Works
@@ -283,13 +298,14 @@ class DeviceKinds:
 
     @property
     def differ(self) -> bool:
-        """Whether the topology has several device types."""
+        """Return whether the topology has several device types."""
         return len(self.counts) > 1
 
     def seconds(self, blocks: Mapping[str, BlockWork], candidates: Sequence[MeshCandidate]) -> tuple[Matrix, Matrix]:
-        """Return lower bounds on the forward and the backward seconds of one microbatch in each block: two arrays
-        ``[blocks, candidates]``. ``blocks``: the work of each block on one device type. Blocks are in the order of
-        ``often``."""
+        """Return lower bounds on the forward and the backward seconds of one microbatch in each block: two arrays of
+        shape ``[blocks, candidates]``. ``blocks``: block name -> its work on one device type. The first dim is in the
+        order of ``self.often``.
+        """
         fields = ("cp", "tp", "ep", "microbatch_size")
         cp, tp, ep, size = (np.array([getattr(p, a) for p in candidates], dtype=np.float64) for a in fields)
         share, several = size / self.samples / cp, (size > 1).astype(np.float64)
@@ -307,8 +323,9 @@ class DeviceKinds:
         return np.stack([sum(self.seconds(paced, candidates)) for paced in self.works.paced])
 
     def longest_backward(self, candidates: Sequence[MeshCandidate]) -> Vector:
-        """Return the backward seconds of one microbatch through all calls on the slowest device type, shape
-        ``[candidates]``."""
+        """Return the backward seconds of one microbatch through all block calls on the slowest device type, for each of
+        the mesh candidates, shape ``[candidates]``.
+        """
         calls = np.array([self.often[name] for name in self.often], dtype=np.float64)
         each = np.stack([calls @ self.seconds(paced, candidates)[1] for paced in self.works.paced])
         longest: Vector = each.max(axis=0)
@@ -322,5 +339,7 @@ class DeviceKinds:
         return np.stack([(best / seconds).max(axis=0) for seconds in own])
 
     def fastest(self, candidates: Sequence[MeshCandidate]) -> Vector:
-        """Return the greatest relative speed over all device types, shape ``[candidates]``."""
+        """Return the greatest speed over all device types relative to the best possible device, for each of the mesh
+        candidates, shape ``[candidates]``.
+        """
         return self.speeds(candidates).max(axis=0) if self.differ else np.ones(len(candidates))

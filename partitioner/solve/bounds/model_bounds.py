@@ -76,8 +76,9 @@ def map_by_candidate_key(
 def find_distinct_candidates(
     candidates: Sequence[MeshCandidate], key: Key
 ) -> tuple[list[MeshCandidate], NDArray[np.int64]]:
-    """Return one candidate for each distinct ``key``, and for each of ``candidates`` the index of the one with its
-    key."""
+    """Return a list with one candidate for each distinct ``key(candidate)``, and an array with, for each of
+    ``candidates``, the index in that list of the candidate with an equal key.
+    """
     keys = list(map(key, candidates))
     one = dict(zip(keys, candidates, strict=True))
     places = dict(zip(one, range(len(one)), strict=True))
@@ -88,8 +89,9 @@ Vector = NDArray[np.float64]
 
 
 class BoundOptions(TypedDict, total=False):
-    """Options of the search for a lower bound on stages: ``cutoff_s`` (a bound of this many seconds is tight enough)
-    and ``quick`` (skip long stages). See :func:`partitioner.solve.stages.lower_bound.least_time`."""
+    """Options of the computation of a lower bound on stage times. ``cutoff_s``: a bound of this many seconds is tight
+    enough. ``quick``: do not compute entries for long stages.
+    """
 
     cutoff_s: float
     quick: bool
@@ -99,8 +101,9 @@ _ROUNDING = 1 - 1e-9
 
 
 def _shard_state_cost(cost: StateCost, expert: bool, candidate: MeshCandidate) -> StateCost:
-    """Return a lower bound on the bytes of a parameter or buffer on one rank. ``cost``: the bytes of the unsharded
-    state. ``expert``: whether it belongs to an expert."""
+    """Return a lower bound on the bytes of a parameter or buffer on one rank of ``candidate``. ``cost``: the bytes of
+    the unsharded parameter or buffer. ``expert``: whether it belongs to an expert.
+    """
     parts, sharers = (
         (candidate.expert_tp * candidate.ep, candidate.expert_sharers) if expert else (candidate.tp, candidate.sharers)
     )
@@ -108,8 +111,10 @@ def _shard_state_cost(cost: StateCost, expert: bool, candidate: MeshCandidate) -
 
 
 class ModelBounds:
-    """Computes lower bounds on candidates for one model on one topology. The bounds hold for every sharding, placement
-    and cut into stages. ``samples``: the number of samples that the model's graphs are for."""
+    """Computes lower bounds on the time and memory of mesh candidates for one model on one topology. The bounds hold
+    for every sharding, placement and cut into stages. ``samples``: the number of samples that the model's graphs are
+    for.
+    """
 
     def __init__(self, job: PlannedJob, placements: Placements | None = None) -> None:
         self.job, self.model, self.global_batch, self.topology = job, job.model, job.global_batch, job.topology
@@ -187,8 +192,9 @@ class ModelBounds:
         """Return a lower bound in seconds on the step time of each candidate, shape ``[candidates]``.
 
         It is the sum of three terms: the pipeline, whose slowest stage takes at least an even share of the work and at
-        least as long as the largest call; the part of the gradient reduction that the backward cannot hide (with a
-        single stage); and the optimizer's update. ``shared``: do not use the largest call, which makes the bound lower.
+        least as long as the largest block call; the part of the gradient reduction that the backward cannot hide (with
+        a single stage); and the optimizer's update. ``shared``: do not use the largest call, which makes the bound
+        lower.
         """
         # if devices differ, the ZeRO stage decides whether microbatches may be divided unevenly
         alike, places = find_distinct_candidates(candidates, by_all if self._kinds.differ else BY_WORK)
@@ -212,10 +218,12 @@ class ModelBounds:
     def _bound_pipeline_seconds(
         self, candidates: Sequence[MeshCandidate], ahead: Vector, back: Vector, largest: Vector
     ) -> Vector:
-        """Return a lower bound in seconds on the pipeline of each candidate, without gradient reduction and update.
+        """Return a lower bound in seconds on the pipeline of each candidate, without gradient reduction and update,
+        shape ``[candidates]``.
 
-        ``ahead``, ``back``: forward and backward seconds of one microbatch through all calls. ``largest``: seconds of
-        the largest call. No stage is assumed to be faster than an even share of the work, or than the largest call.
+        ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls. ``largest``:
+        seconds of the largest call. No stage is assumed to be faster than an even share of the work, or than the
+        largest call.
         """
         m = map_by_candidate_key(candidates, self._by_rounds, self.rounds)
         pp = np.array([p.pp for p in candidates], dtype=np.float64)
@@ -228,9 +236,10 @@ class ModelBounds:
         return np.where(formula, (m - 1) * slowest + whole, np.maximum.reduce([filled, m * slowest, alone]))
 
     def _shared_out(self, candidates: Sequence[MeshCandidate], seconds: NDArray[np.float64]) -> Vector:
-        """Return a lower bound in seconds on the pipelines of each candidate if devices differ in speed, for any
-        division of the work among them. ``seconds``: the time of each block for one microbatch on each device type,
-        shape ``[kinds, blocks, candidates]``."""
+        """Return a lower bound in seconds on the pipelines of each candidate, shape ``[candidates]``, if devices differ
+        in speed, for any division of the work among them. ``seconds``: the time of each block for one microbatch on
+        each device type, shape ``[kinds, blocks, candidates]``.
+        """
         found = np.zeros(len(candidates))
         for place, (candidate, of_kind) in enumerate(zip(candidates, np.moveaxis(seconds, 2, 0), strict=True)):
             work, speeds = work_and_speeds(of_kind, list(self._calls_by_block.values()))
@@ -241,13 +250,15 @@ class ModelBounds:
 
     def _group_device_speeds(self, candidate: MeshCandidate, speeds: Vector) -> GroupSpeeds:
         """Return the groups of ranks that do a candidate's work, with upper bounds on their speeds. A group is the
-        ranks that wait for each other in every microbatch: the ranks of ``tp`` and ``cp``, or a whole stage."""
+        ranks that wait for each other in every microbatch: the ranks of ``tp`` and ``cp``, or a whole stage.
+        ``speeds``: speed of each device type relative to the best one.
+        """
         apart = self.may_differ(candidate)
         size = candidate.tp * candidate.cp if apart else self.topology.num_devices // candidate.pp
         return pool_of(speeds, self._kinds.counts, size, candidate.dp if apart else 1)
 
     def may_differ(self, candidate: MeshCandidate) -> bool:
-        """Whether faster ranks of ``dp`` may compute more microbatches than slower ones."""
+        """Return whether faster ranks of ``dp`` may compute more microbatches than slower ones."""
         return self._kinds.differ and self.job.goes_apart(candidate)
 
     def rounds(self, candidate: MeshCandidate) -> float:
@@ -257,9 +268,10 @@ class ModelBounds:
         return of_all if self.may_differ(candidate) else candidate.num_microbatches(self.global_batch)
 
     def _bound_fill_and_drain(self, candidate: MeshCandidate) -> tuple[float, float]:
-        """Return lower bounds on the fill and drain of the pipeline: a share of a microbatch's forward, and of its
-        backward, see :func:`least_fill`. Both are 0 if they depend on numbers of microbatches that differ between
-        ranks."""
+        """Return lower bounds on the times in which the pipeline fills and drains: two fractions, of a microbatch's
+        forward seconds and of its backward seconds. Both are 0 if they depend on numbers of microbatches that differ
+        between ranks.
+        """
         if self.may_differ(candidate) and not is_formula(candidate.schedule):
             return 0.0, 0.0
         m = candidate.num_microbatches(self.global_batch)
@@ -270,7 +282,8 @@ class ModelBounds:
     def _bound_seconds_after_pipeline(self, candidates: Sequence[MeshCandidate], backward: Vector) -> Vector:
         """Return a lower bound in seconds on the time after the pipeline, shape ``[candidates]``: the optimizer's
         update and, with a single stage, the part of the gradient reduction that the last backward cannot hide.
-        ``backward``: the seconds that can hide it."""
+        ``backward``: for each candidate, the seconds of backward that can hide it.
+        """
         if not self.train:
             return np.zeros(len(candidates))
         update = map_by_candidate_key(
@@ -288,9 +301,9 @@ class ModelBounds:
         ``[candidates]``. A mean stage has an even share of all work and gradients, and can reduce its gradients from
         the beginning of its last backward on.
 
-        ``ahead``, ``back``: forward and backward seconds of one microbatch through all calls, by candidate. The
-        reduction counts as 0 with a single stage, or if all placements are known, because other bounds are tighter
-        there.
+        ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls, by candidate. The
+        gradient reduction counts as 0 with a single stage, or if all placements are known, because other bounds are
+        tighter there.
         """
 
         def reduced(candidate: MeshCandidate) -> float:
@@ -357,8 +370,9 @@ class ModelBounds:
         return max(self._find_capacity(candidate))
 
     def _find_capacity(self, candidate: MeshCandidate) -> tuple[int, ...]:
-        """Return for each stage the usable bytes of the largest device that a rank of any placement could have. If all
-        devices are equal, no placement is enumerated."""
+        """Return for each pipeline stage the usable bytes of the largest device that a rank of any placement could
+        have. If all devices are equal, no placement is enumerated.
+        """
         if not self._equal_rooms:
             return self._find_best_case_mesh(candidate).capacity
         grid = candidate.grid
@@ -369,7 +383,7 @@ class ModelBounds:
 
     @cached_property
     def _equal_rooms(self) -> bool:
-        """Whether programs may use equally many bytes on all devices."""
+        """Return whether programs may use equally many bytes on all devices."""
         kinds = {self.topology.types[kind].communicator for kind, _ in self.topology.paces[0]}
         return len(kinds) == 1 and bool(self.topology.usable.min() == self.topology.usable.max())
 
@@ -382,6 +396,7 @@ class ModelBounds:
         return pool.fastest, pool.together / pool.pipelines
 
     def _find_best_case_mesh(self, candidate: MeshCandidate) -> BestCaseMesh:
+        """Return the mesh of ``candidate`` with the best capacity and links of any placement (cached by mesh sizes)."""
         key = tuple(candidate.grid.values())
         if key not in self._machines:
             known = self.placements.complete(candidate.grid)
@@ -390,9 +405,9 @@ class ModelBounds:
         return self._machines[key]
 
     def refine(self, candidate: MeshCandidate, floor: BlockLowerBound | None = None) -> float:
-        """Return a lower bound in seconds on the step time that is at least :meth:`times`, because it also takes
-        account of memory and of the cut into stages. ``floor``: known lower bounds on each block's seconds, such as
-        those of an actual sharding.
+        """Return a lower bound in seconds on the step time of ``candidate``. It takes account of memory and of the cut
+        into stages, and is therefore at least as tight as that of :meth:`times`. ``floor``: known lower bounds on each
+        block's seconds, such as those of an actual sharding.
 
         Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist, since even a problem without
         collectives has no solution.
@@ -409,11 +424,13 @@ class ModelBounds:
         speed: float | None = None,
         **how: Unpack[BoundOptions],
     ) -> LeastTime:
-        """Return lower bounds on the stage times, if ``tp`` divides all work and tensors evenly and without
-        collectives. Arguments and errors are those of :meth:`refine`.
+        """Return lower bounds on the stage times of ``candidate``, on the assumption that ``tp`` divides all work and
+        tensors evenly and without collectives.
 
-        ``speed``: the relative speed of the fastest stage; by default computed for the candidate. ``how``: options of
-        :func:`partitioner.solve.stages.lower_bound.least_time`.
+        ``floor``: known lower bounds on each block's seconds, or ``None``. ``speed``: the speed of the fastest stage
+        relative to the best device type; by default computed for the candidate. ``how``: ``cutoff_s`` (a bound of this
+        many seconds is tight enough) and ``quick`` (skip long stages). Raises :class:`CapacityError` or
+        :class:`PlanError` if no plan can exist.
         """
         fastest = self.speeds(candidate)[0] if speed is None else speed
         calls = {name: cost.paced(1 / fastest) for name, cost in self.calls(candidate).items()}
@@ -455,8 +472,13 @@ class ModelBounds:
         states: Mapping[str, StateCost],
         **how: Unpack[BoundOptions],
     ) -> LeastTime:
-        """Return lower bounds on the stage times of ``candidate``. Arguments are those of :meth:`problem`, exceptions
-        those of :meth:`refine`."""
+        """Return lower bounds on the stage times of ``candidate``, if every stage has the greatest memory of any
+        placement.
+
+        ``model``: the graphs of one rank. ``calls``: block name -> cost of a call. ``states``: name -> bytes of a
+        parameter or buffer on a rank. ``how``: ``cutoff_s`` (a bound of this many seconds is tight enough) and
+        ``quick`` (skip long stages). Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist.
+        """
         return least_time(self.problem(candidate, model, calls, states), **how)
 
     def problem(
@@ -467,9 +489,11 @@ class ModelBounds:
         states: Mapping[str, StateCost],
         ranks: Sequence[int] = (),
     ) -> StageProblem:
-        """Return the problem of cutting the calls of ``model`` into the candidate's stages, if every stage has the
-        greatest memory of any placement. ``calls``: the cost of a call of each block. ``states``: the bytes of each
-        parameter and buffer on a rank. ``ranks``: the rank of each virtual stage, if ranks have several."""
+        """Return the problem of cutting the block calls of ``model`` into the candidate's stages, if every stage has
+        the greatest memory of any placement. ``calls``: block name -> cost of a call. ``states``: name -> bytes of a
+        parameter or buffer on a rank. ``ranks``: the rank of each virtual stage, if ranks have several; otherwise
+        empty.
+        """
         return stage_problem(
             model,
             calls,
@@ -511,8 +535,9 @@ class ModelBounds:
 
     def with_floor(self, candidates: Sequence[MeshCandidate], floor: BlockLowerBound, *, shared: bool = False) -> float:
         """Return a lower bound in seconds that holds for the step of each of ``candidates``, which differ in ZeRO
-        alone. ``floor``: lower bounds on the seconds of their blocks. ``shared``: do not use the largest call, see
-        :meth:`times`."""
+        alone. ``floor``: lower bounds on the seconds of their blocks. ``shared``: do not assume that a stage takes at
+        least as long as the largest block call, which makes the bound lower.
+        """
         often = self._calls_by_block
         ahead = sum(n * floor.seconds[block][0] for block, n in often.items())
         back = sum(n * floor.seconds[block][1] for block, n in often.items()) if self.train else 0.0

@@ -13,7 +13,7 @@ from partitioner.topology.topology import Topology
 
 
 class PlannedJob(Protocol):
-    """The attributes of a planning job that the lower bounds read: what is planned and where.
+    """The attributes of a planning job (model, batch, cluster and constraints) that the lower bounds read.
 
     ``samples``: the number of samples in the graphs of ``model``, those of the global batch or of one group.
     ``goes_apart``: whether faster ranks of ``dp`` may compute more microbatches. ``made_again``: the kind of selective

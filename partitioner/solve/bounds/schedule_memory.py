@@ -26,8 +26,10 @@ _HALVINGS = 20
 
 
 class ActivationBytes:
-    """The activation bytes of one microbatch in each call, with lower bounds on the seconds of the calls. They bound
-    how many bytes the calls of one rank can have. ``sizes``, ``seconds``: bytes and seconds of each call."""
+    """The activation bytes of one microbatch in each block call, with lower bounds on the seconds of the calls. From
+    both follows how many bytes a rank can have if its time is limited. ``sizes``, ``seconds``: bytes and seconds of
+    each call.
+    """
 
     def __init__(self, sizes: Sequence[float], seconds: Sequence[float]) -> None:
         self.total = sum(sizes)
@@ -43,11 +45,11 @@ class ActivationBytes:
 
 @dataclass(frozen=True)
 class MicrobatchMemory:
-    """Lower bounds on the activation bytes of one microbatch through all calls.
+    """Lower bounds on the activation bytes of one microbatch through all block calls.
 
     ``whole``: without recomputation. ``inputs``: with full recomputation, which saves only inputs of calls. ``again``:
-    for each call, the seconds of recomputation per byte that need not be saved, and the number of these bytes; cheapest
-    first.
+    pairs for calls that save bytes: the seconds of recomputation per byte that need not be saved, and the number of
+    these bytes; the least seconds per byte first.
     """
 
     whole: ActivationBytes
@@ -57,7 +59,7 @@ class MicrobatchMemory:
     def seconds_again(self, ranks: RankCapacity, recompute: str | None, limit_s: float) -> float:
         """Return the least seconds of recomputation of one microbatch after which the rest of its activations fits on
         ``ranks``. ``limit_s``: each rank computes for at most this many seconds per microbatch. ``recompute``: the kind
-        of recomputation that a constraint fixes, or ``None``.
+        of recomputation that a constraint fixes (such as ``"full"``), or ``None``.
 
         The result is infinite if nothing fits within ``limit_s``. Raises :class:`CapacityError` if nothing fits even
         without a limit.
@@ -86,7 +88,7 @@ class RankCapacity:
 
     ``capacity``: usable bytes of each rank. ``states``: bytes of parameters, gradients and optimizer states on all
     ranks together. ``shares``: for each rank, how many bytes of one microbatch's activations it can take per byte of
-    free memory; this is small if the rank holds many microbatches at a time.
+    free memory; this number is small if the rank holds many microbatches at a time.
     """
 
     shares: NDArray[np.float64]
@@ -104,9 +106,10 @@ class RankCapacity:
 
 
 def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> MicrobatchMemory:
-    """Return lower bounds on the activation bytes of one microbatch through ``calls``, pairs of a call and its least
-    cost. A value that several calls read is counted once. ``split``: the schedule splits the backward into two halves,
-    between which fewer bytes may be held."""
+    """Return lower bounds on the activation bytes of one microbatch through ``calls``, pairs of a block call and its
+    least cost. A value that several calls read is counted once. ``split``: the schedule splits the backward into two
+    halves (gradients of inputs, gradients of weights), between which fewer bytes may be held.
+    """
     seen: set[str] = set()
     kept_before: set[str] = set()
     whole, inputs, again = [], [], []
@@ -126,9 +129,9 @@ def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> Mic
 
 @lru_cache(maxsize=1024)
 def most_held(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> NDArray[np.float64]:
-    """Return, for each rank, the greatest number of activation bytes of one microbatch that it can take, per byte of
-    its memory. ``p``: number of pipeline ranks. ``m``: number of microbatches. ``v``: number of virtual stages of a
-    rank.
+    """Return, for each rank of a pipeline, the greatest number of activation bytes of one microbatch that it can take,
+    per byte of its memory. ``schedule``: name or table. ``p``: number of pipeline ranks. ``m``: number of microbatches.
+    ``v``: number of virtual stages of a rank; ``None``: the number that the schedule fixes.
 
     If virtual stage ``k`` of a rank takes ``x_k`` bytes of one microbatch, the rank holds ``sum c_k x_k`` bytes at a
     moment when it has ``c_k`` microbatches of stage ``k`` in flight. This fits at all moments, so it also fits for
@@ -139,8 +142,10 @@ def most_held(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> N
 
 
 def least_of(bound: Callable[[float], float], low: float, high: float) -> float:
-    """Return a lower bound, at most ``high``, on a number that is known to be at least ``low``. ``bound(t)`` returns a
-    lower bound on the number that is valid if the number is at most ``t``; it must not increase with ``t``."""
+    """Return a lower bound, at most ``high``, on an unknown number that is at least ``low``. ``bound``: a function of
+    ``t`` that returns a lower bound on the number, valid if the number is at most ``t``; it must not increase with
+    ``t``.
+    """
     if math.isinf(high) or bound(low) <= low:
         return bound(high)
     if bound(high) >= high:

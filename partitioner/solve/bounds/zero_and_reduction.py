@@ -40,22 +40,26 @@ _TINY = 1e-12
 
 @dataclass(frozen=True)
 class BlockLowerBound:
-    """Lower bounds on the seconds of each block (such as a decoder layer), on any placement. ``seconds``: forward and
-    backward seconds of one microbatch, by block. ``of_kind``: the same on each device type; empty if the topology has
-    only one."""
+    """Lower bounds on the seconds of each block (such as a decoder layer), on any placement. ``seconds``: block name ->
+    pair of forward and backward seconds of one microbatch. ``of_kind``: the same dict for each device type; empty if
+    the topology has only one.
+    """
 
     seconds: Seconds
     of_kind: tuple[Seconds, ...] = ()
 
     def each(self, change: Callable[[Seconds], Seconds]) -> BlockLowerBound:
-        """Return a copy in which ``change`` is applied to ``seconds`` and to each element of ``of_kind``."""
+        """Return a copy in which the function ``change`` is applied to the dict ``seconds`` and to each dict in
+        ``of_kind``.
+        """
         return BlockLowerBound(change(self.seconds), tuple(map(change, self.of_kind)))
 
 
 @dataclass(frozen=True)
 class _WeightReads:
-    """Bytes of the weights that a block reads and bytes of their gradients, for the weights of experts and for the
-    others. Each is a pair (bytes of weights, bytes of gradients)."""
+    """Bytes of the weights that a block reads and bytes of their gradients, as a pair: one for the weights of experts
+    (``experts``) and one for all other weights (``others``).
+    """
 
     experts: tuple[float, float]
     others: tuple[float, float]
@@ -80,9 +84,10 @@ class Gathers:
         self._scatters: dict[tuple[object, ...], float] = {}
 
     def beside(self, floor: BlockLowerBound | None, candidate: MeshCandidate) -> BlockLowerBound | None:
-        """Return lower bounds on the blocks' seconds including the weight gathers of ``candidate``. ``floor``: lower
-        bounds without ZeRO, or ``None`` if none are known. The result is ``floor`` itself if the candidate does not
-        gather weights."""
+        """Return lower bounds on the blocks' seconds including the ZeRO-3 gathers of weights of ``candidate``.
+        ``floor``: lower bounds without ZeRO, or ``None`` if none are known. The result is ``floor`` itself if the
+        candidate does not gather weights.
+        """
         gathers, copies = self.floor(candidate)
         if not gathers:
             return floor
@@ -93,19 +98,25 @@ class Gathers:
     def _beside(
         self, seconds: tuple[float, float], gathers: tuple[float, float], copies: tuple[float, float]
     ) -> tuple[float, float]:
+        """Return the forward and backward seconds of a block with its ZeRO-3 collectives. All arguments are pairs
+        (forward, backward) of seconds: of the block alone, of gathers and scatters, and of copies of gathered weights.
+        """
         return self._add_exposed_gathers(seconds[0] + copies[0], gathers[0]), self._add_exposed_gathers(
             seconds[1] + copies[1], gathers[1]
         )
 
     def _add_exposed_gathers(self, seconds: float, gathers_s: float) -> float:
-        """Return ``seconds`` plus the part of ``gathers_s`` that computation does not hide. ``seconds`` may contain
-        communication, which hides nothing; to assume that it does keeps the result a lower bound."""
+        """Return ``seconds`` (of a block) plus the part of ``gathers_s`` (seconds of collectives) that computation does
+        not hide. ``seconds`` may contain communication, which hides nothing; assuming that it hides gathers keeps the
+        result a lower bound.
+        """
         return seconds + compute_exposed_seconds(seconds, gathers_s, self.slowdown, self.overlap)
 
     def floor(self, candidate: MeshCandidate) -> tuple[Seconds, Seconds]:
-        """Return, for each block, lower bounds on the seconds of ZeRO-3 collectives and on the seconds of copying
-        gathered weights, each as (forward, backward). Forward gathers the weights; backward gathers them again and
-        scatters gradients. Both mappings are empty if the candidate does not shard weights."""
+        """Return two dicts from block name to a pair of seconds (forward, backward): lower bounds on the ZeRO-3
+        collectives, and on copying gathered weights. Forward gathers the weights; backward gathers them again and
+        scatters gradients. Both dicts are empty if the candidate does not shard weights.
+        """
         if candidate.zero != 3 or candidate.sharers == candidate.expert_sharers == 1:
             return {}, {}
         key = *candidate.grid.values(), candidate.ep, candidate.expert_tp, candidate.dp_shard
@@ -117,8 +128,9 @@ class Gathers:
         return self._floors[key]
 
     def _bound_copy_seconds(self, candidate: MeshCandidate) -> Seconds:
-        """Return, for each block, a lower bound on the (forward, backward) seconds of copying gathered weights and
-        gradients, without kernel launches. It bounds :func:`~partitioner.cost.call.zero3_gathers.copy_seconds`."""
+        """Return, by block name, a lower bound on the seconds (forward, backward) of copying weights out of the buffers
+        of ZeRO-3 gathers and gradients into those of scatters, without kernel launches.
+        """
         floor = dict[str, tuple[float, float]]()
         for name, read in self._reads.items():
             ahead = back = 0.0
@@ -132,8 +144,8 @@ class Gathers:
         return floor
 
     def scattered(self, candidate: MeshCandidate, m: int, known_s: float, forward_s: float) -> float:
-        """Return a lower bound in seconds on a step under ZeRO-2, where each of the ``m`` backwards except the last
-        scatters gradients.
+        """Return a lower bound in seconds on a step under ZeRO-2, where each of the ``m`` backwards of a stage except
+        the last scatters gradients (``m``: number of microbatches).
 
         ``known_s``: a lower bound on the step without the scatters. ``forward_s``: the forward of one microbatch
         through all stages. The backwards of a stage hide as many seconds of scatters as they take, so the shorter the
@@ -171,9 +183,10 @@ class Gathers:
         return self._scatters[key]
 
     def _find_sharing_groups(self, candidate: MeshCandidate) -> tuple[Sequence[Group], Sequence[Group]]:
-        """Return two lists of groups, over all placements that are tried: groups of ranks that share weights under
-        ZeRO, and groups that share experts' weights. If not all placements are known, each list has one group that no
-        real group can beat."""
+        """Return two lists of groups of ranks, over all placements that are tried: those that share weights under ZeRO,
+        and those that share experts' weights. If not all placements are known, each list has one group that is at least
+        as fast as any real group.
+        """
         if not self.placements.complete(candidate.grid):
             sizes, everywhere = (candidate.sharers, candidate.expert_sharers), candidate.pp == 1
             best = [self.placements.best_group(size, everywhere) for size in sizes]
@@ -185,6 +198,11 @@ class Gathers:
         return list(dict.fromkeys(shards)), list(dict.fromkeys(experts))
 
     def _floor(self, shards: Sequence[Group], experts: Sequence[Group], candidate: MeshCandidate) -> Seconds:
+        """Return, by block name, a lower bound on the seconds (forward, backward) of ZeRO-3 collectives over the
+        fastest group. ``shards``: the possible groups that share weights. ``experts``: the possible groups that share
+        experts' weights.
+        """
+
         def least(op: str, nbytes: float, groups: Sequence[Group]) -> float:
             return min(collective_time(op, nbytes, group) for group in groups) if nbytes else 0.0
 
@@ -202,6 +220,10 @@ class Gathers:
 
 
 def _read_block_weights(model: FoldedModel, name: str, experts: Collection[str], short_gradients: bool) -> _WeightReads:
+    """Return the bytes of the weights, and of their gradients, that the block called ``name`` reads, without small
+    weights that ZeRO-3 does not shard. ``experts``: names of the experts' parameters. ``short_gradients``: a gradient
+    is no larger than its parameter.
+    """
     block = model.blocks[name]
     placeholders = {node.name: node for node in block.placeholders}
     names = next((call.states for call in model.calls if call.block == name), ())
@@ -217,8 +239,9 @@ def _read_block_weights(model: FoldedModel, name: str, experts: Collection[str],
 
 
 class LeastReduced:
-    """Computes lower bounds in seconds on the gradient reduction of candidates and caches them. ``device``: the best
-    device type of the topology."""
+    """Computes lower bounds in seconds on the gradient reduction of mesh candidates, and caches them. ``device``: the
+    best device type of the topology.
+    """
 
     def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self._job, self._placements, self._device = job, placements, device
@@ -248,9 +271,11 @@ class LeastReduced:
 
 
 def _over_data(states: Iterable[StateCost]) -> tuple[Sizes, dict[tuple[str, ...], bool]]:
-    """Return the bytes that are reduced, by kind of reduction, and for each tuple of axes whether scattering over them
-    is the last step. All ranks with equal weights are treated as one axis ``dp``. ``states`` contains few distinct
-    objects, because equal states share one."""
+    """Return two dicts for a gradient reduction in which all ranks with equal weights form one axis ``dp``: the bytes
+    that are reduced, by (collective, axes, ZeRO stage, axes of an earlier reduce-scatter); and axes of a reduce-scatter
+    -> whether it is the last reduction. ``states``: costs of parameters; it contains few distinct objects, because
+    equal parameters share one.
+    """
     costs = list(states)
     often = Counter(map(id, costs))
     sizes: Sizes = {}

@@ -59,11 +59,11 @@ Shares = tuple[int, ...]  # the number of microbatches of each rank of dp; empty
 
 @dataclass
 class BatchSharing:
-    """Chooses how many microbatches (the share) each rank of ``dp`` computes under ``candidate``. ``local``: the graphs
-    of one rank. ``costs``: the costs of their calls by device.
+    """Chooses how many microbatches of the batch each rank of ``dp`` computes under ``candidate``. ``local``: the
+    graphs of one rank. ``costs``: the costs of their calls by device.
 
-    Arguments ``machine`` are placements: topologies with the mesh laid over them and the settings of the candidate.
-    Results are cached by the identity of the machine.
+    Arguments ``machine`` of the methods are placements: topologies with the mesh laid over them and the settings of the
+    candidate. Results are cached by the identity of the machine.
     """
 
     job: Job
@@ -74,17 +74,19 @@ class BatchSharing:
     _least: dict[SameObject[PlacedMesh], float] = field(default_factory=dict)
 
     def is_free(self, machine: PlacedMesh) -> bool:
-        """Whether the ranks of ``dp`` may have unequal numbers of microbatches on this placement and it makes a
-        difference: their pipelines differ in speed, and neither a constraint nor the candidate fixes the numbers."""
+        """Return whether it is useful to give the ranks of ``dp`` unequal numbers of microbatches on this placement:
+        their pipelines differ in speed, and neither a constraint nor the candidate fixes the numbers.
+        """
         free = self.job.constraints.data_shares is None and self.job.goes_apart(self.candidate)
         return free and len(machine.distinct_pipelines) > 1
 
     def first(self, machine: PlacedMesh) -> Sequence[Shares]:
-        """Return the divisions of the batch to try first, each as the number of microbatches of every rank of ``dp``.
+        """Return the divisions of the batch to try first, each as a tuple with the number of microbatches of every rank
+        of ``dp``.
 
-        If the division is free (:meth:`is_free`), there are three: for pipelines whose stages are cut in proportion to
-        their speeds, for pipelines whose equal stages wait for the slowest, and an even one. Otherwise there is one,
-        which a constraint fixes or which is even.
+        If the numbers may differ, there are up to three: for pipelines whose stages are cut in proportion to their
+        speeds, for pipelines whose equal stages wait for the slowest, and an even one. Otherwise there is one, which a
+        constraint fixes or which is even; an empty tuple means an even one.
         """
         key = SameObject(machine)
         if key not in self._first:
@@ -93,7 +95,8 @@ class BatchSharing:
 
     def of_stages(self, calls: Sequence[Sequence[int]], machine: PlacedMesh) -> Shares:
         """Return the number of microbatches of each rank of ``dp``, in proportion to the speeds of the pipelines with a
-        given cut into stages. ``calls``: for each stage, the indices of its calls in the local model."""
+        given cut into stages. ``calls``: for each stage, the indices of its block calls in the model of one rank.
+        """
         blocks = [[self.local.model.calls[number].block for number in of_stage] for of_stage in calls]
         paces: dict[tuple[Seats, ...], float] = {}
         for seats in machine.distinct_pipelines:
@@ -106,7 +109,7 @@ class BatchSharing:
         return self._share_out_batch([paces[seats] for seats in machine.pipelines])
 
     def by_stage(self, machine: PlacedMesh, shares: Shares) -> Sequence[Costs]:
-        """Return, for each stage, the cost of a call of each block.
+        """Return, for each pipeline stage, a dict from block name to the cost of a call.
 
         If pipelines have different speeds, the costs of each pipeline are scaled as if it had as many microbatches as
         the pipeline with the most and took the same time in total. The longest scaled costs of all pipelines are
@@ -136,6 +139,9 @@ class BatchSharing:
         return self._least[key]
 
     def _found_first(self, machine: PlacedMesh) -> Sequence[Shares]:
+        """Compute the divisions of the batch to try first on ``machine``, each as the number of microbatches of every
+        rank of ``dp``.
+        """
         candidate = self.candidate
         even = candidate.data_shares(self.job.global_batch)
         if not self.is_free(machine):
@@ -153,6 +159,9 @@ class BatchSharing:
         return share_out(self.candidate.parts(self.job.global_batch), seconds, float(self.candidate.pp - 1))
 
     def _found_least(self, machine: PlacedMesh) -> float:
+        """Compute a lower bound in seconds on the step of every plan on ``machine``, for any division of the batch
+        among pipelines and any cut into stages.
+        """
         candidate, num_microbatches = self.candidate, self.candidate.num_microbatches(self.job.global_batch)
         overlap = self.job.constraints.overlap_steps
         fill = least_fill(candidate.schedule, candidate.pp, num_microbatches, candidate.virtual_stages, overlap)
@@ -172,8 +181,9 @@ class BatchSharing:
         self, of_stages: Sequence[Costs], different: Mapping[int, Costs], counts: Sequence[int], num_microbatches: int
     ) -> float:
         """Return a lower bound in seconds on running ``num_microbatches`` in total on all pipelines. ``of_stages``: the
-        costs of calls on the stages of each kind of pipeline, one kind after the other. ``different``: the distinct
-        ones of these costs, by identity. ``counts``: the number of pipelines of each kind."""
+        costs of calls (by block name) on each stage of each kind of pipeline, one kind after the other. ``different``:
+        the distinct dicts among them, by ``id``. ``counts``: the number of pipelines of each kind.
+        """
         often, numbers = self._calls_by_block, {key: k for k, key in enumerate(different)}
         seconds = [
             [sum(getattr(of[b], name) for name in self._time_fields) for b in often] for of in different.values()
@@ -184,14 +194,16 @@ class BatchSharing:
         return pipelines.least(work, num_microbatches, plain=is_formula(self.candidate.schedule))
 
     def _compute_stage_seconds(self, seats: tuple[Seats, ...], machine: PlacedMesh) -> list[float]:
-        """Return, for each stage of a pipeline, the seconds that all calls of one microbatch would take on it.
-        ``seats``: the rank profiles (device, speed and groups) of each stage."""
+        """Return, for each stage of a pipeline, the seconds that all block calls of one microbatch would take on it.
+        ``seats``: for each stage, the distinct profiles (device, speed and groups) of its ranks.
+        """
         costs = (self.costs.of_stage(of_stage, machine.spread) for of_stage in seats)
         return [max(sum(self._sum_call_seconds(of)), _TINY_S) for of in costs]
 
     def _sum_call_seconds(self, of: Mapping[str, CallCost]) -> tuple[float, float]:
-        """Return the forward and backward seconds of one microbatch through all calls. ``of``: the cost of a call of
-        each block."""
+        """Return the forward and backward seconds of one microbatch through all calls. ``of``: block name -> cost of a
+        call.
+        """
         ahead, back = (sum(n * getattr(of[b], name) for b, n in self._calls_by_block.items()) for name in _TOTALS)
         return ahead, back if self.job.train else 0.0
 

@@ -38,9 +38,10 @@ _POOR, _SEEN = 1.03, 2  # shares are poor if slower than the best by this factor
 
 
 class PlacementResult(NamedTuple):
-    """The plan on one placement: the problem of cutting calls into stages, its solution (``split``), and the estimate
-    of the step. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all ranks have equally
-    many."""
+    """The best plan on one placement. ``problem``: the problem of cutting block calls into stages. ``split``: its
+    solution. ``estimate``: the estimated time and memory of a step. ``data_shares``: the number of microbatches of each
+    rank of ``dp``; empty if all ranks have equally many.
+    """
 
     problem: StageProblem
     split: StageSplit
@@ -49,14 +50,16 @@ class PlacementResult(NamedTuple):
 
     @property
     def calls(self) -> list[list[int]]:
-        """Return, for each stage, the indices of its calls in the local model."""
+        """Return, for each pipeline stage, the indices of its block calls in the model of one rank."""
         parts = ([(part.start, part.stop) for part in stage.parts or (stage,)] for stage in self.split.stages)
         return [[call.index for pair in pairs for call in self.problem.calls[slice(*pair)]] for pairs in parts]
 
 
 def virtual_ranks(candidate: MeshCandidate) -> tuple[int, ...]:
-    """Return the rank of each virtual stage for a schedule that is simulated action by action. Return an empty tuple
-    for a schedule whose step time is a closed formula."""
+    """Return the pipeline rank of each virtual stage for a schedule that is simulated action by action (an action is a
+    forward or backward of one microbatch on one virtual stage). Return an empty tuple for a schedule whose step time is
+    a closed formula.
+    """
     return (
         () if is_formula(candidate.schedule) else ranks_of(candidate.schedule, candidate.pp, candidate.virtual_stages)
     )
@@ -70,8 +73,12 @@ def split_of(
     improved: bool = True,
     cutoff_s: float = math.inf,
 ) -> StageSplit:
-    """Return the best cut of the calls of ``problem`` into stages under the candidate's schedule. The other arguments
-    and the exceptions are those of :func:`partitioner.solve.stages.virtual_stages.solve_virtual`."""
+    """Return the best cut of the block calls of ``problem`` into stages under the candidate's schedule.
+
+    For simulated schedules: ``proven``: also compute a tight lower bound. ``improved``: also search cuts that fill the
+    pipeline better. ``cutoff_s``: cuts that take at least this many seconds are of no interest. Raises
+    :class:`CapacityError` or :class:`PlanError` if there is no cut.
+    """
     if is_formula(candidate.schedule):
         return solve_stages(problem)
     schedule = candidate.schedule, candidate.pp, candidate.virtual_stages
@@ -80,21 +87,25 @@ def split_of(
 
 @dataclass
 class ShareRecord:
-    """Records which divisions of the batch among the ranks of ``dp`` were fast on the placements of one mesh. Divisions
-    with equal sorted numbers of microbatches count as one."""
+    """Records which divisions of the batch among the ranks of ``dp`` were fast on the placements of one mesh. A
+    division is a tuple with the number of microbatches of each rank; divisions that are equal after sorting count as
+    one.
+    """
 
     _ratios: dict[Shares, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def tell(self, steps: Mapping[Shares, float]) -> None:
-        """Record the results on one placement. ``steps``: seconds of a step with each division of the batch that was
-        tried."""
+        """Record the results on one placement. ``steps``: number of microbatches of each rank of ``dp`` -> seconds of a
+        step with this division of the batch, for each division that was tried.
+        """
         best = min(steps.values(), default=math.inf)
         for kind, step in {tuple(sorted(shares)): step for shares, step in steps.items()}.items():
             self._ratios[kind].append(step / best)
 
     def is_poor(self, shares: Shares) -> bool:
-        """Whether the division ``shares`` was tried on at least ``_SEEN`` placements, and was clearly slower than
-        another on each."""
+        """Return whether the division of the batch ``shares`` (number of microbatches of each rank of ``dp``) was tried
+        on at least two placements, and was clearly slower than another division on each.
+        """
         found = self._ratios.get(tuple(sorted(shares)), [])
         return len(found) >= _SEEN and min(found) > _POOR
 
@@ -104,15 +115,15 @@ class PlacementEvaluator:
     """Finds the best plan of ``candidate`` on a placement and its step time.
 
     - ``local``: the graphs of one rank. ``costs``: the costs of their calls by device. ``states``: the costs of its
-      parameters and buffers.
-    - ``reference``: the rank profile (device, speed and groups) that the sharding was optimized for.
+      parameters and buffers, by name.
+    - ``reference``: the profile of a rank (device, speed and groups) that the sharding was optimized for.
     - ``check``: raises :class:`CapacityError` if hosts lack memory for offloaded data.
     - ``proven``: also compute tight lower bounds. ``improved``: also search cuts that fill the pipeline better.
       ``cutoff_s``: plans that take at least this many seconds per step are of no interest; each plan that is found
       lowers it.
     - ``record``: which divisions of the batch were fast, for candidates with the same pipelines.
     - ``lower_bounds``: for each evaluated placement that has a plan, a lower bound in seconds on all of its plans.
-    - ``asked``: the placements that were evaluated, by identity.
+      ``asked``: the placements that were evaluated, by identity.
     """
 
     job: Job
@@ -174,8 +185,10 @@ class PlacementEvaluator:
         return step, best
 
     def _by_least(self, machine: PlacedMesh) -> list[tuple[float, Shares]]:
-        """Return the divisions of the batch to try first, as pairs of a quick lower bound in seconds and the numbers of
-        microbatches, in increasing order of the bounds. A bound of 0 means that none was computed."""
+        """Return the divisions of the batch to try first, as pairs: a quick lower bound in seconds on the step, and a
+        tuple with the number of microbatches of each rank of ``dp``. They are in increasing order of the bounds. A
+        bound of 0 means that none was computed.
+        """
         shares = self._batch_sharing.first(machine)
         if len(shares) == 1 or not self._has_floor:
             return [(0.0, each) for each in shares]
@@ -183,15 +196,17 @@ class PlacementEvaluator:
 
     @property
     def _has_floor(self) -> bool:
-        """Whether a quick lower bound on the step time exists: the schedule is simulated and has one stage on each
-        rank."""
+        """Return whether a quick lower bound on the step time exists: the schedule is simulated and has one stage on
+        each rank.
+        """
         return not is_formula(self.candidate.schedule) and is_plain(
             self.candidate.schedule, self.candidate.virtual_stages
         )
 
     def _evaluate_with_shares(self, machine: PlacedMesh, shares: Shares) -> tuple[float, PlacementResult, float]:
-        """Return the step time in seconds of the best plan in which the ranks of ``dp`` have ``shares`` microbatches,
-        the plan, and a lower bound in seconds on all such plans."""
+        """Find the best plan in which the ranks of ``dp`` have the numbers of microbatches ``shares``. Return its step
+        time in seconds, the plan, and a lower bound in seconds on all such plans.
+        """
         job, candidate = self.job, self.candidate
         problem, held, shares = self._build_stage_problem(machine, shares)
         ranks = virtual_ranks(candidate)
@@ -225,8 +240,10 @@ class PlacementEvaluator:
     def _build_stage_problem(
         self, machine: PlacedMesh, shares: Shares
     ) -> tuple[StageProblem, Mapping[str, StateCost], Shares]:
-        """Return the problem of cutting calls into stages on ``machine``, the costs of the parameters and buffers
-        there, and the number of microbatches of each rank of ``dp`` (empty if all have equally many)."""
+        """Return three values: the problem of cutting block calls into stages on ``machine``; the costs of the
+        parameters and buffers there, by name; and the number of microbatches of each rank of ``dp`` (empty if all have
+        equally many). ``shares``: the requested number of microbatches of each rank of ``dp``.
+        """
         job, candidate = self.job, self.candidate
         held = with_lost(self.states, lost_by(machine, job.constraints))
         costs_by_stage = self._batch_sharing.by_stage(machine, shares)
@@ -263,9 +280,10 @@ class PlacementEvaluator:
         )
 
     def expected(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
-        """Return a probable lower bound in seconds on the step on ``machine``. It is at least :meth:`least`, but not
-        proven: it assumes that no division of the batch is faster by more than a fixed fraction than those that are
-        tried first. ``cutoff_s``: a bound of this many seconds is tight enough."""
+        """Return a probable lower bound in seconds on the step on ``machine``. It is not proven: it assumes that no
+        division of the batch is faster by more than a fixed fraction than those that are tried first. It is at least
+        the proven bound. ``cutoff_s``: a bound of this many seconds is tight enough.
+        """
         machine = self.dressed(machine)
         quick = self._batch_sharing.least(machine)
         if quick >= cutoff_s or not self._has_floor:
@@ -275,8 +293,10 @@ class PlacementEvaluator:
         return max(quick, first * left)
 
     def _least_of(self, machine: PlacedMesh, shares: Shares, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on a step under a simulated schedule with ``shares`` of the batch; infinite
-        if no cut into stages fits in memory. ``cutoff_s``: a bound of this many seconds is tight enough."""
+        """Return a lower bound in seconds on a step under a simulated schedule if the ranks of ``dp`` have the numbers
+        of microbatches ``shares``; infinite if no cut into stages fits in memory. ``cutoff_s``: a bound of this many
+        seconds is tight enough.
+        """
         problem, held, _ = self._build_stage_problem(machine, shares)
         try:
             found = least_time(self._set_microbatches_in_flight(problem), cutoff_s, quick=True)
@@ -287,8 +307,9 @@ class PlacementEvaluator:
         return pipeline_s + least_update(problem, held, machine)
 
     def dressed(self, machine: PlacedMesh) -> PlacedMesh:
-        """Return ``machine`` with the settings of the candidate and the job. The same object is returned for the same
-        machine."""
+        """Return ``machine`` with the settings of the candidate (experts, ZeRO) and of the job. The same object is
+        returned for the same machine.
+        """
         key = SameObject(machine)
         if key not in self._dressed:
             self._dressed[key] = self.job.dressed(machine, self.candidate)

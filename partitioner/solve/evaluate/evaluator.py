@@ -43,13 +43,14 @@ _EXCHANGES_FOLLOWED = 8  # placements that are evaluated during exchanges under 
 
 @dataclass(frozen=True)
 class SolvedCandidate:
-    """The best plan of a candidate before its program is emitted.
+    """The best plan of a mesh candidate before its program is emitted.
 
-    ``local``: the graphs of one rank. ``stage_of_call``: the stage of each call of the local model. ``devices``: the
-    device index of each rank. ``recompute``: indices of the calls that are recomputed in full. ``selective``: indices
-    of those that recompute selectively. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if
-    all have equally many. ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at least
-    the cutoff that the search was given if that is smaller.
+    ``local``: the graphs of one rank. ``stages``: the cut into stages. ``context_model``: the model before its sequence
+    is sharded over ``cp``. ``stage_of_call``: the stage index of each call of ``local.model``. ``devices``: the device
+    index of each rank. ``recompute``: indices of the calls that are recomputed in full. ``selective``: indices of those
+    that recompute selectively. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all have
+    equally many. ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at least the
+    cutoff that the search was given if that is smaller.
     """
 
     candidate: MeshCandidate
@@ -155,8 +156,9 @@ class CandidateEvaluator:
 
     @property
     def without_share_history(self) -> CandidateEvaluator:
-        """Return a copy of this evaluator without the record of which divisions of the batch were good on
-        placements."""
+        """Return a copy of this evaluator that does not know which divisions of the batch among ranks were good on
+        earlier placements.
+        """
         return replace(self, _records=defaultdict(ShareRecord))
 
     def _estimate_by_1f1b(self, candidate: MeshCandidate) -> Callable[[PlacedMesh], float]:
@@ -177,15 +179,17 @@ class CandidateEvaluator:
         return seconds
 
     def tries_all(self, candidate: MeshCandidate) -> bool:
-        """Whether :meth:`solve` covers all placements of the candidate and all divisions of the batch among the ranks
-        of ``dp``."""
+        """Return whether :meth:`solve` covers all placements of the candidate and all divisions of the batch among the
+        ranks of ``dp``.
+        """
         complete, nested = self.placements.complete(candidate.grid), self.placements.nested(candidate.grid)
         return complete and (nested or not self.job.goes_apart(candidate))  # nested replicas are equal
 
     def can_prune(self, candidate: MeshCandidate, cutoff_s: float) -> bool:
-        """Whether no placement that :meth:`solve` would try is expected to take less than ``cutoff_s`` seconds. Always
-        false if all placements are covered, since the other bounds are tight there. Raises the exceptions of
-        :meth:`solve`."""
+        """Return whether no placement of ``candidate`` that would be tried is expected to take less than ``cutoff_s``
+        seconds per step. Always false if all placements are covered, since other bounds are tight there. Raises
+        :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the candidate has no plan.
+        """
         if self.placements.complete(candidate.grid):
             return False  # the bounds are exact enough
         placement_evaluator = self._build_placement_evaluator(candidate)
@@ -197,6 +201,10 @@ class CandidateEvaluator:
     def _build_placement_evaluator(
         self, candidate: MeshCandidate, proven: bool = True, cutoff_s: float = math.inf
     ) -> PlacementEvaluator:
+        """Return the object that finds the best plan of ``candidate`` on single placements. ``proven``: it also
+        computes tight lower bounds. ``cutoff_s``: plans that take at least this many seconds per step are of no
+        interest.
+        """
         self._check_experts(candidate)
         local, costs, states = self.own(candidate)
         reference = self.locals.reference_seat(candidate.tp, candidate.cp)
@@ -211,8 +219,7 @@ class CandidateEvaluator:
 
         The bound is computed for a microbatch of ``size`` samples and scaled to the candidate's microbatch size. This
         is valid because a smaller microbatch takes at least as long per sample: each cost is a start-up time plus a
-        term that grows at most linearly with the batch. It requires that every divisor of the smaller size divides the
-        larger one, and that the sharding is priced on the devices and groups that it was optimized for.
+        term that grows at most linearly with the batch. Every divisor of the smaller size must divide the larger one.
         """
         if size != candidate.microbatch_size and not self._is_at_best(candidate):
             return None
@@ -226,18 +233,24 @@ class CandidateEvaluator:
     def expect(
         self, floors: Iterable[tuple[MeshCandidate, int]], shardings: Iterable[tuple[MeshCandidate, int]]
     ) -> None:
-        """Announce calls of :meth:`floor` and solutions of sharding problems that will be needed, so that a second
-        process can compute them ahead. Both are pairs of a candidate and a microbatch size, approximately in order of
-        use."""
+        """Announce what will be needed, so that a second process can compute it ahead. ``floors``: lower bounds on
+        blocks. ``shardings``: solutions of sharding problems. Both are pairs of a candidate and a microbatch size in
+        samples, approximately in order of use.
+        """
         wanted = (self._wanted(p, size, self._is_whole(p, size)) for p, size in shardings)
         self.locals.expect(wanted, self._readings(floors))
 
     def wish(self, candidate: MeshCandidate, size: int) -> None:
-        """Announce that the lower bound ``floor(candidate, size)`` will be needed soon. A second process computes it
-        next. ``size``: samples of a microbatch."""
+        """Announce that the lower bound on the blocks of ``candidate`` will be needed soon. A second process computes
+        it next. ``size``: samples of the microbatch for which it is computed.
+        """
         self.locals.wish(self._wanted(candidate, size, self._is_whole(candidate, size)))
 
     def _readings(self, floors: Iterable[tuple[MeshCandidate, int]]) -> Iterator[Reading]:
+        """Yield a description of each lower bound on blocks that can be computed ahead and is not known: (key, key of
+        the local model that is needed, function that computes the bound). ``floors``: pairs of a candidate and a
+        microbatch size.
+        """
         for candidate, size in floors:
             if size == candidate.microbatch_size or self._is_at_best(candidate):
                 key, asked = self._asked(candidate, size)
@@ -245,9 +258,10 @@ class CandidateEvaluator:
                     yield key, self._wanted(*asked)[0], partial(self._compute_block_bound, *asked)
 
     def _asked(self, candidate: MeshCandidate, size: int) -> tuple[Hashable, tuple[MeshCandidate, int, bool]]:
-        """Return a key that is equal for candidates with equal results of :meth:`floor`, and the arguments for
-        computing the result: a candidate, the microbatch size, and whether all samples of a rank are one microbatch.
-        ``size``: samples of a microbatch."""
+        """Return a key that is equal for candidates whose lower bounds on blocks are equal, and the arguments for
+        computing them: a candidate, the microbatch size, and whether all samples of a rank are one microbatch.
+        ``size``: samples of a microbatch.
+        """
         whole = self._is_whole(candidate, size)
         if candidate.zero < 3:  # candidates with these ZeRO stages take equally long, except for waits between ranks
             candidate = replace(
@@ -257,15 +271,19 @@ class CandidateEvaluator:
         return key, (candidate, size, whole)
 
     def least(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
-        """Return the graphs of one rank, lower bounds on the costs of their calls on any placement, and the costs of
-        the parameters and buffers of a rank. Raises the exceptions of :meth:`solve`, except those about experts."""
+        """Return three values: the graphs of one rank; block name -> lower bound on the cost of a call on any
+        placement; and name -> cost of a parameter or buffer of a rank. Raises :class:`PlanError` or
+        :class:`partitioner.passes.errors.UnsupportedError` if the model cannot be sharded in this way.
+        """
         local, costs, states = self.own(candidate)
         return local.model, combine_fastest_costs(self._list_stage_costs(candidate, costs)), states
 
     def bound_family_costs(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]] | None:
-        """Return the result of :meth:`least` as a bound for all candidates that differ from ``candidate`` in ZeRO alone
-        and need at least as much memory. Return ``None`` if devices differ in speed, because ZeRO then has further
-        effects."""
+        """Return costs that bound those of all candidates which differ from ``candidate`` in ZeRO alone and need at
+        least as much memory: the graphs of one rank, block name -> lower bound on the cost of a call without ZeRO, and
+        name -> cost of a parameter or buffer. Return ``None`` if devices differ in speed, because ZeRO then has further
+        effects.
+        """
         if self._has_mixed_speeds:
             return None
         model, costs, _ = self.least(candidate.sharing(0))
@@ -278,13 +296,17 @@ class CandidateEvaluator:
         return local, self._seat_costs(key, local), self._compute_state_costs(candidate, key, local)
 
     def _find_local_model(self, candidate: MeshCandidate) -> tuple[LocalKey, LocalModel]:
+        """Return the cache key of the sharded graphs that one rank of ``candidate`` runs for one microbatch, and these
+        graphs.
+        """
         num_microbatches = candidate.num_microbatches(self.job.global_batch)
         key = self.locals.key(candidate, candidate.parts(self.job.global_batch), num_microbatches == 1)
         return key, self.locals.at(key, num_microbatches)
 
     def _check_offload(self, expected: Estimate, machine: PlacedMesh) -> None:
         """Raise :class:`CapacityError` if the memory or the disk of a host is too small for the data that its ranks
-        offload."""
+        offload. ``expected``: the estimate, which has these bytes for each stage. ``machine``: the placement.
+        """
         topology, devices = self.job.topology, machine.device_of_rank
         held = [s for s, ranks in zip(expected.stages, stage_ranks(machine.mesh), strict=True) for _ in ranks]
         try:
@@ -301,9 +323,10 @@ class CandidateEvaluator:
         return self.locals.split(candidate, candidate.parts(self.job.global_batch), num_microbatches == 1)
 
     def _list_stage_costs(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
-        """Return the distinct costs of calls (by block) that occur on the stages of the placements that are tried. If
-        these are not all placements, return the costs on every device type with the best groups that any placement
-        could have."""
+        """Return the distinct dicts (block name -> cost of a call) that occur on the stages of the placements that are
+        tried. If these are not all placements, return the costs on every device type with the best groups that any
+        placement could have.
+        """
         if not self.placements.complete(candidate.grid):
             return self._at_best(candidate, costs)
         machines = [self.job.dressed(machine, candidate) for machine in self.placements.candidates(candidate.grid)]
@@ -311,8 +334,9 @@ class CandidateEvaluator:
         return list({id(of): of for machine in machines for of in each(machine)}.values())
 
     def _at_best(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
-        """Return the costs of calls (by block) on every device type, with the best groups that any placement could
-        have."""
+        """Return, for each device type, a dict from block name to the cost of a call with the best groups that any
+        placement could have.
+        """
         one_each = candidate.parts(self.job.global_batch) == candidate.dp
         all_wait = candidate.pp == 1 and (one_each or not self.job.goes_apart(candidate))
         best = partial(self.placements.best_group, everywhere=all_wait)
@@ -326,12 +350,13 @@ class CandidateEvaluator:
 
     @property
     def _has_mixed_speeds(self) -> bool:
-        """Whether devices have different speeds."""
+        """Return whether devices have different speeds."""
         return len(self.job.topology.paces[0]) > 1
 
     def _is_at_best(self, candidate: MeshCandidate) -> bool:
-        """Whether lower bounds on calls assume the devices and groups that the shardings are optimized for. Only then
-        can bounds be scaled from one microbatch size to another."""
+        """Return whether lower bounds on calls assume the devices and groups that the shardings are optimized for. Only
+        then can bounds be scaled from one microbatch size to another.
+        """
         if self.placements.complete(candidate.grid):
             return True
         groups = dict(self.locals.reference_seat(candidate.tp, candidate.cp).groups).values()
@@ -340,6 +365,9 @@ class CandidateEvaluator:
         )
 
     def _compute_block_bound(self, candidate: MeshCandidate, size: int, whole: bool) -> BlockLowerBound | None:
+        """Return lower bounds on the seconds of each block for microbatches of ``size`` samples; ``None`` if the model
+        cannot be sharded in this way. ``whole``: whether all samples of a rank are one microbatch.
+        """
         wanted = self._wanted(candidate, size, whole)
         try:
             local = self.locals.at(*wanted)
@@ -351,8 +379,10 @@ class CandidateEvaluator:
         return BlockLowerBound(best, tuple(self._bound_block_seconds(local, of_kind) for of_kind in kinds))
 
     def _bound_block_seconds(self, local: LocalModel, costs: Costs) -> Seconds:
-        """Return the least forward and backward seconds of each block of the whole model. ``costs``: the costs of the
-        blocks of the local model. Calls are matched by module path, because the local model may have other blocks."""
+        """Return block name -> least forward and backward seconds of a call, for the blocks of the whole model.
+        ``costs``: the costs of the blocks of ``local``, the model of one rank. Calls are matched by module path,
+        because the two models may have different blocks.
+        """
         least = {name: (cost.forward_total_s, cost.backward_total_s) for name, cost in costs.items()}
         of_path = {call.path: least[call.block] for call in local.model.calls if not call.prologue}
         found: dict[str, tuple[float, float]] = {}
@@ -366,9 +396,10 @@ class CandidateEvaluator:
         return whole and self.locals.coupled
 
     def _wanted(self, candidate: MeshCandidate, size: int, whole: bool) -> Wanted:
-        """Return the cache key of the local model (the sharded graphs of one rank) from which :meth:`floor` is computed
-        for microbatches of ``size`` samples, and the number of microbatches of a rank. ``whole``: whether all samples
-        of a rank are one microbatch."""
+        """Return the cache key of the sharded graphs of one rank from which lower bounds on blocks are computed for
+        microbatches of ``size`` samples, and the number of microbatches of a rank. ``whole``: whether all samples of a
+        rank are one microbatch.
+        """
         parts = self.job.global_batch // size
         dp = candidate.dp if whole or (parts % candidate.dp == 0 and parts > candidate.dp) else 1
         return self.locals.key(candidate, parts, whole or parts == 1), parts // dp
@@ -400,7 +431,9 @@ class CandidateEvaluator:
         self._spread.add((candidate.ep, key))
 
     def _compute_state_costs(self, candidate: MeshCandidate, key: LocalKey, local: LocalModel) -> dict[str, StateCost]:
-        """Return the costs of parameters and buffers on one rank, by name. They do not depend on the placement."""
+        """Return the cost of each parameter and buffer on one rank, by name. It does not depend on the placement.
+        ``key``: the cache key of ``local``, the graphs of one rank.
+        """
         held = (
             candidate.dp > 1,
             candidate.kind,
@@ -435,6 +468,9 @@ class CandidateEvaluator:
         return find_recomputed_nodes(block, self.job.remade, sent)
 
     def _seat_costs(self, key: LocalKey, local: LocalModel) -> CallCostCache:
+        """Return the cache of the costs of calls of ``local``, the graphs of one rank, on each kind of rank. ``key``:
+        the cache key of ``local``.
+        """
         if key not in self._costs:
             job = self.job
             self._costs[key] = CallCostCache(

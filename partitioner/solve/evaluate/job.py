@@ -28,14 +28,14 @@ class Job:
     - ``model``: the model as calls of blocks (equal layers share one block). Its graphs are for the whole batch, or for
       one group of samples if samples interact within groups. They are marked with the gradients that they need.
     - ``global_batch``: number of samples of a step. ``train``: the plan is for training. ``precision``: number format
-      of most of the work, such as ``"bf16"``.
-    - ``batch``: the layouts that split the batch into microbatches and data-parallel parts.
-    - ``profile``: how the plan is executed, such as the framework and its kernels.
-    - ``reserve``: bytes of every rank's memory that stay free. ``reserves``: further reserved bytes for single
-      candidates.
-    - ``refused``: candidates whose emitted programs are known not to fit, with the error to raise.
-    - ``simulated``: simulated seconds of a step, for candidates whose programs take longer than their estimates.
-    - ``layout``: the layout of the states, if the program is a further one over the states of another program.
+      of most of the work, such as ``"bf16"``. ``batch``: the layouts that split the batch into microbatches and
+      data-parallel parts. ``profile``: how the plan is executed, such as the framework and its kernels.
+    - ``reserve``: bytes of every rank's memory that stay free. ``reserves``: mesh candidate -> further reserved bytes.
+      ``refused``: mesh candidate -> error to raise, for candidates whose emitted programs are known not to fit.
+      ``simulated``: mesh candidate -> simulated seconds of a step, for candidates whose programs take longer than their
+      estimates.
+    - ``layout``: if another program of the same plan exists already, the layout of its parameters and buffers, which
+      has to be kept; else ``None``.
     """
 
     model: FoldedModel
@@ -79,7 +79,9 @@ class Job:
 
     @property
     def made_again(self) -> Remade | None:
-        """Return :attr:`remade`, or ``None`` if the constraints exclude selective recomputation."""
+        """Return the kind of operators that selective recomputation runs again (``"scores"``, ``"alternate"`` or
+        ``"selective"``), or ``None`` if the constraints exclude selective recomputation.
+        """
         return None if self.constraints.recompute in ("none", "full") else self.remade
 
     @property
@@ -89,8 +91,9 @@ class Job:
         return self.constraints.group_size or self.global_batch
 
     def goes_apart(self, candidate: MeshCandidate) -> bool:
-        """Whether the ranks of ``dp`` wait for each other only at the end of a step, so that faster ranks may compute
-        more microbatches than slower ones. Under ZeRO 2 and 3 they wait for each other in each microbatch."""
+        """Return whether the ranks of ``dp`` wait for each other only at the end of a step, so that faster ranks may
+        compute more microbatches than slower ones. Under ZeRO-2 and ZeRO-3 they wait for each other in each microbatch.
+        """
         return not self.model.updates and candidate.dp > 1 and candidate.zero < 2 and candidate.shares_out
 
     def batch_of(self, ep: int) -> ShardingSolution:
@@ -100,7 +103,8 @@ class Job:
     @cached_property
     def expert_batch(self) -> ShardingSolution:
         """Return the layouts that split the batch if experts are distributed over ranks. This is :attr:`batch` if it
-        shards the experts' work by rows, and otherwise another solution that does."""
+        shards the experts' work by rows (tokens), and otherwise another solution that does.
+        """
         if self.constraints.group_size is not None:
             return self.batch  # nothing is cut within a group
         return spread_batch(self.model, self.batch, self.global_batch)
@@ -127,8 +131,9 @@ class Job:
 
     @cached_property
     def common_experts(self) -> int:
-        """Return a number that must be a multiple of ``ep``, so that the experts of all layers can be distributed
-        evenly; 0 for a model without experts."""
+        """Return a number that must be a multiple of the size of the axis ``ep``, so that the experts of all layers can
+        be distributed evenly; 0 for a model without experts.
+        """
         return common_experts(self._experts)
 
     @cached_property

@@ -65,14 +65,17 @@ class LocalModels:
     _spent_s: float = 0.0
 
     def key(self, candidate: MeshCandidate, parts: int, whole: bool) -> LocalKey:
-        """Return the cache key of a candidate's local model; candidates with equal keys share it. ``parts``: the number
-        of microbatches in the global batch. ``whole``: whether each rank has a single microbatch."""
+        """Return the cache key of a candidate's local model (the sharded graphs of one rank); candidates with equal
+        keys share it. ``parts``: the number of microbatches in the global batch. ``whole``: whether each rank has a
+        single microbatch.
+        """
         apart = self.job.batch_of(candidate.ep) is not self.job.batch
         split = split_of(candidate.tp, candidate.ep, candidate.etp)
         return candidate.tp, candidate.cp, parts, whole and (apart or self.coupled), apart, split
 
     def at(self, key: LocalKey, num_microbatches: int) -> LocalModel:
-        """Return the local model of ``key``. ``num_microbatches``: the number of microbatches of a rank.
+        """Return the local model (the sharded graphs of one rank) with the cache key ``key``. ``num_microbatches``: the
+        number of microbatches of a rank.
 
         Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the model cannot be sharded
         in this way.
@@ -88,16 +91,19 @@ class LocalModels:
         return self._locals[key]
 
     def expect(self, wanted: Iterable[Wanted], readings: Iterable[Reading] = ()) -> None:
-        """Announce local models that will be needed (``wanted``), and results that will be computed from them
-        (``readings``), each approximately in order of use. If sharding takes long, a second process computes them
-        ahead."""
+        """Announce what will be needed, approximately in order of use. ``wanted``: local models (sharded graphs of one
+        rank), as pairs of a cache key and the number of microbatches of a rank. ``readings``: results that will be
+        computed from them, as tuples (name, cache key, function). If sharding takes long, a second process computes
+        both ahead.
+        """
         for each in wanted:
             self._expected.setdefault(each[0][:5], {}).setdefault(each[0], each)
         self._readings.append(readings)
 
     def wish(self, wanted: Wanted) -> None:
-        """Announce that a local model will be needed soon. The second process computes it before the other expected
-        ones."""
+        """Announce that a local model (the sharded graphs of one rank) will be needed soon. The second process computes
+        it before the other expected ones. ``wanted``: pair of its cache key and the number of microbatches of a rank.
+        """
         problem = wanted[0][:5]
         if problem not in self._wishes:
             self._wishes[problem] = None
@@ -105,34 +111,39 @@ class LocalModels:
                 self._aside.wish(problem)
 
     def read_ahead(self, name: Hashable) -> Any | None:
-        """Return the result called ``name`` that was announced with :meth:`expect`, if the second process has computed
-        it. ``None`` means that the caller has to compute it."""
+        """Return the announced result called ``name`` if a second process has computed it. ``None`` means that the
+        caller has to compute it.
+        """
         return None if self._aside is None else self._aside.take(name)
 
     def end(self) -> None:
-        """Stop computing ahead and forget what was announced with :meth:`expect`."""
+        """Stop the second process, and forget which models and results were announced."""
         self._expected, self._readings = {}, []
         if self._aside is not None:
             self._aside.end()
 
     def split(self, candidate: MeshCandidate, parts: int, whole: bool) -> FoldedModel:
-        """Return the model of one microbatch before its sequence is sharded over ``cp``. The local model of the
-        candidate must have been requested before. ``parts``: the number of microbatches in the global batch. ``whole``:
-        whether each rank has a single microbatch."""
+        """Return the model of one microbatch before its sequence is sharded over ``cp``. The local model (sharded
+        graphs of one rank) of the candidate must have been requested before. ``parts``: the number of microbatches in
+        the global batch. ``whole``: whether each rank has a single microbatch.
+        """
         return self._splits[self.key(candidate, parts, whole)[2:5]]
 
     @cached_property
     def coupled(self) -> bool:
-        """Whether samples of the batch interact, so that the graphs depend on whether all samples of a rank are one
-        microbatch."""
+        """Return whether samples of the batch interact, so that the graphs depend on whether all samples of a rank are
+        one microbatch.
+        """
         if self.job.constraints.group_size is not None:
             return False  # a microbatch is one group, however many the rank has
         batch, samples = self.job.batch, self.job.global_batch
         return couples_samples(split_batch(self.job.model, batch.blocks, batch.values, samples, 1))
 
     def reference_seat(self, tp: int, cp: int = 1) -> RankProfile:
-        """Return the rank profile (device type, speed and groups) that shardings are optimized for: the most common
-        device type, with the best groups of ``tp`` and ``cp`` ranks over all candidate placements."""
+        """Return the profile of a rank (device type, speed and groups) that shardings are optimized for: the most
+        common device type, with the best groups of ``tp`` and ``cp`` ranks over all candidate placements. ``tp``,
+        ``cp``: number of ranks along these mesh axes.
+        """
         if (tp, cp) not in self._seats:
             others = {"dp": self.job.topology.num_devices // (tp * cp)}
             grid = {**others, "cp": cp, "tp": tp} if cp > 1 else {**others, "tp": tp}
@@ -150,8 +161,10 @@ class LocalModels:
         return build_local_model(model, solution, context, self._blocks)
 
     def _done_ahead(self, key: LocalKey) -> Solutions | None:
-        """Return the sharding solutions of the local model ``key`` if the second process has found them, or else
-        ``None``. If that process is working on them, this process meanwhile solves other expected problems."""
+        """Return the sharding solutions, over ``cp`` and over ``tp``, of the local model with the cache key ``key`` if
+        the second process has found them, or else ``None``. If that process is working on them, this process meanwhile
+        solves other expected problems.
+        """
         if key in self._known:
             return self._known[key]
         if self._aside is None and self._expected and self._spent_s > _WORTH_S and can_help():
@@ -170,8 +183,9 @@ class LocalModels:
         return self._known.get(key)
 
     def _list_pending_work(self) -> dict[Hashable, Callable[[], Any]]:
-        """Return the announced tasks that are not done, by name and in order. Each sharding problem comes before the
-        results that are computed from its local models."""
+        """Return the announced tasks that are not done: name -> function, in order of use. Each sharding problem comes
+        before the results that are computed from its local models (sharded graphs of one rank).
+        """
         left = [of for of, keys in self._expected.items() if not keys.keys() <= self._locals.keys()]
         solve = {problem: partial(self._all_of, problem) for problem in left}
         works: dict[Hashable, Callable[[], Any]] = {}
@@ -182,8 +196,10 @@ class LocalModels:
         return works | {problem: solve[problem] for problem in left if problem not in works}
 
     def _all_of(self, problem: ProblemKey) -> dict[LocalKey, Solutions]:
-        """Solve the sharding of every expected local model of ``problem`` and return the solutions. Local models that
-        cannot be sharded are left out."""
+        """Solve the sharding of every expected local model (sharded graphs of one rank) of one problem, and return
+        cache key -> solutions over ``cp`` and over ``tp``. ``problem``: the part of the cache key that these models
+        have in common. Models that cannot be sharded are left out.
+        """
         found = {}
         for key, wanted in self._expected[problem].items():
             with suppress(PartitionError):  # the error is raised when the model is requested
@@ -200,9 +216,10 @@ class LocalModels:
     def _solve_local_sharding(
         self, key: LocalKey, num_microbatches: int, known: Solutions | None = None
     ) -> tuple[FoldedModel, ShardingSolution | None, ShardingSolution]:
-        """Return the model of one microbatch on a rank along ``cp``, its sharding over ``cp`` (``None`` if ``cp`` is
-        1), and its sharding over ``tp``. ``num_microbatches``: those of one rank. ``known``: the solutions if they were
-        found before."""
+        """Return three values: the model of one microbatch on a rank along ``cp``, its sharding over ``cp`` (``None``
+        if ``cp`` is 1), and its sharding over ``tp``. ``key``: the cache key. ``num_microbatches``: those of one rank.
+        ``known``: the two shardings if they were found before.
+        """
         tp, cp, _, _, _, experts = key
         batch = self._select_batch_sharding(key)
         if key[2:5] not in self._splits:
@@ -225,8 +242,10 @@ class LocalModels:
         return self.job.expert_batch if key[4] else self.job.batch
 
     def _find_sharding_problem(self, model: FoldedModel, key: LocalKey) -> ShardingProblem:
-        """Return the problem of sharding ``model`` over ``tp``. Variants that distribute experts differently share one
-        problem, because they only differ in the strategies that they allow."""
+        """Return the problem of sharding ``model`` over ``tp``. ``key``: the cache key of the local model. Variants
+        that distribute experts differently share one problem, because they only differ in the strategies that they
+        allow.
+        """
         if key[:5] not in self._problems:
             rules = FREE_LAYOUTS if self.job.layout is None else self.job.layout.rules(model, self.job.train)
             problem = sharding_problem(model, "tp", key[0], self._build_tensor_costs(model, "tp", key), rules)
@@ -236,7 +255,9 @@ class LocalModels:
         return self._problems[key[:5]]
 
     def _find_context_model(self, model: FoldedModel, key: LocalKey, known: ShardingSolution | None) -> ContextModel:
-        """Return ``model`` with its sequence sharded over ``cp``. ``known``: the sharding if it was found before."""
+        """Return ``model`` with its sequence sharded over ``cp``. ``key``: the cache key of the local model. ``known``:
+        the sharding over ``cp`` if it was found before.
+        """
         tp, cp, *_ = key
         if key[:5] not in self._contexts:
             self._contexts[key[:5]] = shard_context(
@@ -252,16 +273,20 @@ class LocalModels:
         return self._contexts[key[:5]]
 
     def _rounds(self, key: LocalKey) -> int:
-        """Return the number of microbatches among which the price of a sharding divides costs that occur once per step.
+        """Return the number of microbatches among which costs that occur once per step are divided when shardings are
+        compared. This is the least number that any candidate with the cache key ``key`` may have, so the sharding does
+        not depend on which candidate is solved first.
 
-        This is the least number that any candidate with this ``key`` may have, so the sharding does not depend on which
-        candidate is solved first. It is at least two: a gradient that is reduced once per step can be reduced in a
-        bucket and to shards, one that is reduced inside a graph cannot.
+        It is at least two: a gradient that is reduced once per step can be reduced in a bucket and to shards, one that
+        is reduced inside a graph cannot.
         """
         tp, cp, parts, *_ = key
         return max(_LEAST_ROUNDS, parts * tp * cp // self.job.topology.num_devices)
 
     def _build_tensor_costs(self, model: FoldedModel, axis: str, key: LocalKey) -> TensorCosts:
+        """Return the costs by which shardings of ``model`` over ``axis`` (``"tp"`` or ``"cp"``) are compared. ``key``:
+        the cache key of the local model.
+        """
         tp, cp, *_ = key
         job, seat = self.job, self.reference_seat(tp, cp)
         device, group, pinned = job.topology.types[seat.kind], dict(seat.groups)[axis], job.constraints

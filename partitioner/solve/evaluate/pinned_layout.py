@@ -20,8 +20,9 @@ class PinnedLayout:
     """The layout of the first program of a plan. Further programs over the same parameters and buffers (states), such
     as one for evaluation, have to keep it.
 
-    ``states``: layout of parameters and buffers over ``tp``. ``stages``: for each module path, the (virtual) stages of
-    its calls, in order. ``home``: for each state that only one stage reads, that stage. ``program``: the first program.
+    ``states``: name -> layout over ``tp``. ``stages``: module path -> the (virtual) stage indices of its calls, in
+    order. ``home``: for each state that only one stage reads, name -> index of that stage. ``program``: the first
+    program.
     """
 
     states: Mapping[str, Layout]
@@ -31,7 +32,9 @@ class PinnedLayout:
 
     @staticmethod
     def of(local: LocalModel, stage_of_call: Sequence[int], program: Program) -> PinnedLayout:
-        """The layout of ``program``, whose calls are those of ``local`` on the stages ``stage_of_call``."""
+        """Return the layout of ``program``, whose calls are those of ``local``. ``stage_of_call``: the stage index of
+        each call.
+        """
         stages: dict[str, list[int]] = defaultdict(list)
         readers: dict[str, set[int]] = defaultdict(set)
         for call, stage in zip(local.model.calls, stage_of_call, strict=True):
@@ -52,8 +55,9 @@ class PinnedLayout:
         return LayoutRules(states=found)
 
     def pinned_calls(self, calls: Sequence[StageCall]) -> dict[int, int]:
-        """Return, by index among ``calls``, the stage of each call that has a stage in the first program: by its path,
-        else by its states."""
+        """Return index among ``calls`` -> stage index, for each call whose stage follows from the first program: by its
+        module path, else by its parameters and buffers. Empty if these stages are not in the order of the calls.
+        """
         seen: dict[str, int] = defaultdict(int)
         counts: dict[str, int] = defaultdict(int)
         for call in calls:

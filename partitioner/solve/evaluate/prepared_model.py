@@ -53,8 +53,9 @@ class PreparedModel:
     place of the module.
 
     The model is captured when it is first planned, once for each combination of global batch, size of groups of
-    samples, and device type. ``notes``: sentences about parts of the given module that are left out. ``given``:
-    returns the normal graph of the inputs, if it follows from other graphs; ``None``: the model is captured.
+    samples, and device type. ``notes``: sentences about parts of the given module that are left out. ``given``: a
+    function that returns the normalized graph for the given inputs, if it is known without capturing; ``None``: the
+    model is captured.
     """
 
     model: nn.Module | ExportedProgram
@@ -67,15 +68,13 @@ class PreparedModel:
     _known: dict[tuple[int | None, int | None, str], Work] = field(default_factory=dict, repr=False)
 
     def at(self, global_batch: int | None, constraints: Constraints | None = None, device: str = "cpu") -> Work:
-        """Return the model as calls of blocks (equal layers share one), the layouts that split its batch, and the
-        global batch size. For contributors.
+        """Return three values: the model as calls of blocks (equal layers share one), the layouts that split its batch,
+        and the global batch size. For contributors.
 
         ``global_batch``: the number of samples; ``None``: that of the given inputs. If ``constraints`` say that samples
         interact within groups, the graphs are for one group, and the inputs are those of all groups. ``device``: the
-        device type to capture for, see :func:`partitioner.passes.capture.capture.capture`.
-
-        Raises :class:`InputsError` if there is no batch, and :class:`ConstraintError` if the batch is not a whole
-        number of groups.
+        device type to capture for, such as ``"cpu"``. Raises :class:`InputsError` if there is no batch, and
+        :class:`ConstraintError` if the batch is not a whole number of groups.
         """
         whole = isinstance(global_batch, Integral) and not isinstance(global_batch, bool)
         if global_batch is not None and (not whole or global_batch < 1):
@@ -94,17 +93,21 @@ class PreparedModel:
         return self._known[key]
 
     def captured_as(self, global_batch: int | None, folded: FoldedModel) -> PreparedModel:
-        """Store ``folded`` as the result of capturing the model at ``global_batch`` on every device type, and return
-        this object. ``folded`` must be marked with its gradients."""
+        """Store ``folded`` (the graph as calls of blocks) as the result of capturing the model with ``global_batch``
+        samples on every device type, and return this object. Its nodes must be marked with the gradients that they
+        need.
+        """
         batch = batch_size(folded, global_batch)
         work = folded, shard_batch(folded, batch), batch
         self._known |= {(global_batch, None, device): work for device in DEVICES}
         return self
 
     def _of_groups(self, global_batch: int | None, size: int, constraints: Constraints, device: str) -> Work:
-        """Return the model for groups of samples: its graphs are for one group of ``size`` samples, and its loss is
-        that group's part of the mean over all groups. ``global_batch``: number of samples of a step; ``None``: as many
-        as the inputs have. ``device``: the device type to capture for."""
+        """Return the model for groups of samples, the layouts that split its batch, and the batch size. Its graphs are
+        for one group of ``size`` samples, and its loss is that group's part of the mean over all groups.
+        ``global_batch``: number of samples of a step; ``None``: as many as the inputs have. ``device``: the device type
+        to capture for.
+        """
         given, dims = given_samples(self.model, self.inputs)
         batch = given if global_batch is None else global_batch
         constraints.check_groups(batch)
@@ -120,7 +123,8 @@ class PreparedModel:
     def normalize_capture(self, global_batch: int | None, device: str) -> Captured:
         """Capture the model and return its graph in normal form. Numbers among the inputs become tensors in the graph.
         If such a graph cannot be normalized, they are constants instead. ``global_batch``: number of samples in the
-        graph; ``None``: as many as the inputs have. ``device``: the device type to capture for."""
+        graph; ``None``: as many as the inputs have. ``device``: the device type to capture for, such as ``"cpu"``.
+        """
         if self.given is not None and global_batch is None:
             return self.given()
         captured = self._capture_model(global_batch, device)
@@ -132,6 +136,10 @@ class PreparedModel:
             return normalize(self._capture_model(global_batch, device, lift_numbers=False))
 
     def _capture_model(self, global_batch: int | None, device: str, lift_numbers: bool = True) -> Captured:
+        """Capture the model as a graph. ``global_batch``: number of samples in the graph; ``None``: as many as the
+        inputs have. ``device``: the device type to capture for. ``lift_numbers``: numbers among the inputs become
+        tensors.
+        """
         return capture(
             self.model,
             self.inputs,
@@ -144,6 +152,9 @@ class PreparedModel:
         )
 
     def _fold_normal_graph(self, normal: Captured) -> FoldedModel:
+        """Return the graph ``normal`` as calls of blocks (equal layers share one), with notes for the user, gradients
+        marked and initial values attached.
+        """
         train = self.objective == "train"
         folded = fold(freeze_unreached(normal) if train else normal)
         check_work(folded, train)
@@ -166,8 +177,9 @@ def _explaining_groups(size: int) -> Iterator[None]:
 
 
 def _in_evaluation(asked: nn.Module | ExportedProgram) -> Iterator[str]:
-    """Yield a warning if a model that is to be trained is in evaluation mode and some of its modules depend on the
-    mode."""
+    """Yield a warning if ``asked``, a model that is to be trained, is in evaluation mode and some of its modules depend
+    on the mode.
+    """
     if isinstance(asked, ExportedProgram) or asked.training:
         return
     kinds = sorted({type(module).__name__ for module in asked.modules() if _acts_by_mode(module)})
@@ -180,13 +192,15 @@ def _in_evaluation(asked: nn.Module | ExportedProgram) -> Iterator[str]:
 
 
 def _acts_by_mode(module: nn.Module) -> bool:
-    """Whether the forward of a module reads ``self.training``. Dropout with probability 0 does not count."""
+    """Return whether the forward of a module reads ``self.training``. Dropout with probability 0 does not count."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "training" in code.co_names and getattr(module, "p", None) != 0
 
 
 def _list_inference_warnings(model: FoldedModel, asked: nn.Module | ExportedProgram) -> Iterator[str]:
-    """Yield warnings about inference with a model that draws random numbers or changes its own buffers."""
+    """Yield warnings about inference with a model that draws random numbers or changes its own buffers. ``model``: its
+    graphs. ``asked``: the module or exported program that the user gave.
+    """
     if SEED in model.states and isinstance(asked, nn.Module) and asked.training:
         yield "inference draws random numbers, as dropout in training mode does: model.eval() first, if not meant"
     if model.updates:
@@ -219,13 +233,12 @@ def prepare(
     objective: Objective = "train",
     precision: str | None = None,
 ) -> PreparedModel:
-    """Prepare ``model`` to be planned many times: for several clusters, batches or constraints.
+    """Prepare ``model`` to be planned many times: for several clusters, batches or constraints. The arguments have the
+    meaning that they have in :func:`partitioner.partition`.
 
-    Takes the arguments of :func:`partitioner.partition`. The model is captured once, which takes most of the time of a
-    small plan. If layers, types, or the choice of trained parameters change afterwards, prepare the module again; its
-    weights may change.
-
-    Raises :class:`InputsError` if ``model`` is no model, or if it was prepared with other arguments.
+    The model is captured once, which takes most of the time of a small plan. If layers, types, or the choice of trained
+    parameters change afterwards, prepare the module again; its weights may change. Raises :class:`InputsError` if
+    ``model`` is no model, or if it was prepared with other arguments.
     """
     if not isinstance(model, nn.Module | ExportedProgram | PreparedModel):
         raise InputsError(

@@ -50,13 +50,13 @@ _IMPROVED_S = 10.0  # in which an assignment is made better
 
 
 class AssignmentTimeLimitError(PartitionError):
-    """The solver found no assignment within its time limit."""
+    """Error that is raised if the solver finds no assignment (one choice per node) within its time limit."""
 
 
 @dataclass(frozen=True)
 class ResourceConstraint:
-    """A limit on a resource. ``usage``: for each node that uses it, by index, the amount that each of its choices
-    takes. The amounts of the chosen choices must not add up to more than ``limit``.
+    """A limit on a resource. ``usage``: index of a node that uses it -> array of the amounts that each of the node's
+    choices takes. The amounts of the chosen choices must not add up to more than ``limit``.
     """
 
     usage: dict[int, Vector]
@@ -67,10 +67,10 @@ class ResourceConstraint:
 class AssignmentProblem:
     """A pairwise assignment problem: choose one of the given choices for each node at the least total cost.
 
-    ``costs[i][p]``: the cost of choice p of node i. ``edges``: (i, j, table), where ``table[p, q]`` is the cost of
-    choosing p for node i and q for node j; a pair may have several edges. ``rows``: resource limits. ``memory``: a
-    limit on the memory of nodes that are live (in memory) at the same time, which is more compact than one row per
-    time.
+    ``costs[i][p]``: the cost of choice p of node i. ``edges``: tuples (i, j, table), where ``table[p, q]`` is the cost
+    of choosing p for node i and q for node j; a pair may have several edges. ``rows``: resource limits. ``memory``: a
+    limit on the memory of nodes that are in memory at the same time, which is more compact than one row per time. An
+    infinite cost forbids a choice or a pair.
     """
 
     costs: Sequence[Vector]
@@ -98,8 +98,9 @@ class AssignmentProblem:
 @dataclass(frozen=True)
 class Assignment:
     """A solution of an assignment problem. ``choice[i]``: index of the choice of node i. ``objective``: its cost.
-    ``bound``: no assignment costs less. ``seconds``: time of the solution. ``num_variables``: size of the mixed-integer
-    programs that were left to the solver. ``gap``: ``objective - bound`` relative to ``objective``."""
+    ``bound``: no assignment costs less. ``seconds``: time that the solution took. ``num_variables``: number of
+    variables of the mixed-integer programs that were solved. ``gap``: ``objective - bound`` relative to ``objective``.
+    """
 
     choice: list[int]
     objective: float
@@ -113,13 +114,12 @@ class Assignment:
 
 
 def live_rows(intervals: Sequence[tuple[int, int]], usages: Sequence[Vector], limit: float) -> list[ResourceConstraint]:
-    """Return a memory limit as resource constraints: one for each maximal set of nodes that are live (in memory) at the
-    same time and could exceed ``limit``.
+    """Return a memory limit as resource constraints: one for each maximal set of nodes that are in memory at the same
+    time and could exceed ``limit``.
 
-    Args:
-        intervals: for each node the half-open interval in which it is live; an empty one uses nothing.
-        usages: for each node the memory of each choice while the node is live.
-        limit: the memory that the live nodes may use together.
+    ``intervals``: for each node the half-open interval of time steps in which it is in memory; an empty one uses
+    nothing. ``usages``: for each node an array with the memory of each choice. ``limit``: the memory that nodes may use
+    together at any time.
     """
     events = sorted(
         event
@@ -145,15 +145,13 @@ def live_rows(intervals: Sequence[tuple[int, int]], usages: Sequence[Vector], li
 def solve_assignment(
     problem: AssignmentProblem, *, time_limit_s: float = 60.0, relative_gap: float = 1e-6, settle: bool = False
 ) -> Assignment:
-    """Return the cheapest assignment of ``problem`` to within ``relative_gap``, or the best one found in
-    ``time_limit_s``.
+    """Return the cheapest assignment of ``problem`` to within ``relative_gap`` (a fraction of its cost), or the best
+    one found in ``time_limit_s`` seconds.
 
-    ``settle``: if HiGHS finds nothing in time, or the program is too large for it, and no resource limit binds, return
-    a good assignment from a dual ascent and local improvement, with the lower bound of the ascent.
-
-    Raises:
-        InfeasibleAssignmentError: no assignment is allowed.
-        AssignmentTimeLimitError: none was found in time.
+    ``settle``: if the solver finds nothing in time, or the program is too large for it, and no resource limit binds,
+    return a good assignment from a dual ascent and local improvement, with the lower bound of the ascent. Raises
+    :class:`InfeasibleAssignmentError` if no assignment is allowed, and :class:`AssignmentTimeLimitError` if none was
+    found in time.
     """
     start = time.perf_counter()
     rows = list(problem.rows)
@@ -198,8 +196,9 @@ def solve_assignment(
 
 
 def _order_narrow_component(reduction: ReducedProblem, nodes: Sequence[int], most_work: int) -> list[int] | None:
-    """Return an order of ``nodes`` (indices of nodes) in which dynamic programming can solve a connected component.
-    ``None`` if its tables would have more than ``most_work`` entries, or if the component has resource limits."""
+    """Return an order in which dynamic programming can eliminate ``nodes``, the node indices of a connected component.
+    Return ``None`` if its tables would have more than ``most_work`` entries, or if the component has resource limits.
+    """
     if any(reduction.usage[i] for i in nodes):
         return None
     sizes = {i: len(reduction.costs[i]) for i in nodes}
@@ -208,11 +207,10 @@ def _order_narrow_component(reduction: ReducedProblem, nodes: Sequence[int], mos
 
 def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dict[int, int], float]:
     """Remove choices that no optimal assignment has from connected components that are too large for dynamic
-    programming.
+    programming, that is, whose tables would have more than ``most_work`` entries.
 
-    ``most_work``: the largest number of table entries for which dynamic programming is used. Return a good choice for
-    each node of these components, as original indices, and a lower bound on the cost of every assignment of the whole
-    problem.
+    Return a good choice for each node of these components (node index -> index among the node's original choices), and
+    a lower bound on the cost of every assignment of the whole problem.
     """
     near, bound = dict[int, int](), reduction.constant
     for nodes in _find_components(reduction):
@@ -232,8 +230,9 @@ def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dic
 def _find_known_choices(
     reduction: ReducedProblem, nodes: Sequence[int], near: Mapping[int, int]
 ) -> dict[int, int] | None:
-    """Return the choices ``near`` (original indices) as indices into the choices that the presolve left, for ``nodes``.
-    ``None`` if any of them was removed.
+    """Return, for each of ``nodes``, its choice in ``near`` as an index into the choices that the presolve left.
+    ``near``: node index -> index among the node's original choices. Return ``None`` if any of these choices was
+    removed.
     """
     places = {i: np.flatnonzero(reduction.alive[i] == near.get(i, -1)).tolist() for i in nodes}
     return {i: found[0] for i, found in places.items()} if all(places.values()) else None
@@ -242,7 +241,9 @@ def _find_known_choices(
 def _extract_component_costs(
     reduction: ReducedProblem, nodes: Sequence[int]
 ) -> tuple[dict[int, Vector], dict[tuple[int, int], Table]]:
-    """Return the cost vector of each of ``nodes``, and the cost table of each edge (i, j) between them, with i < j."""
+    """Return two dicts: node -> costs of its choices for each of ``nodes``, and (i, j) -> cost table of each edge
+    between them, with i < j.
+    """
     tables = {(i, j): t for i in nodes for j, t in reduction.tables[i].items() if i < j}
     return {i: reduction.costs[i] for i in nodes}, tables
 
@@ -266,8 +267,9 @@ def _find_components(reduction: ReducedProblem) -> list[list[int]]:
 
 
 class _MixedIntegerProgram:
-    """The mixed-integer program of one connected component, kept as arrays and converted to a MathOpt proto. ``nodes``:
-    indices of the nodes of the component."""
+    """The mixed-integer program of one connected component, stored as arrays and converted to a MathOpt proto.
+    ``nodes``: indices of the nodes of the component.
+    """
 
     def __init__(self, reduction: ReducedProblem, nodes: Sequence[int]) -> None:
         sizes = [len(reduction.costs[i]) for i in nodes]
@@ -318,11 +320,12 @@ class _MixedIntegerProgram:
         self.scale = _LARGEST_COEFFICIENT / largest if largest > 0 else 1.0
 
     def solve(self, time_limit_s: float, relative_gap: float, choice: dict[int, int]) -> float:
-        """Solve the program, write the choice of each node into ``choice``, and return the lower bound on the
-        component's cost.
+        """Solve the program, write the choice of each node into ``choice`` (node index -> index of the choice), and
+        return a lower bound on the component's cost.
 
-        ``relative_gap``: the solver stops when its assignment and its bound differ by at most this share of the cost.
-        ``time_limit_s``: seconds for the solver.
+        ``relative_gap``: the solver stops when its assignment and its bound differ by at most this fraction of the
+        cost. ``time_limit_s``: seconds for the solver. Raises :class:`InfeasibleAssignmentError` or
+        :class:`AssignmentTimeLimitError` if there is no assignment, or none was found in time.
         """
         parameters = mathopt.SolveParameters(
             time_limit=timedelta(seconds=time_limit_s), relative_gap_tolerance=relative_gap
@@ -347,6 +350,7 @@ class _MixedIntegerProgram:
         return float(result.termination.objective_bounds.dual_bound) / self.scale
 
     def _build_model_proto(self) -> model_pb2.ModelProto:
+        """Return the program as a MathOpt proto. Costs are multiplied by ``self.scale``."""
         proto = model_pb2.ModelProto()
         ids = np.arange(self.num_variables)
         proto.variables.ids.extend(ids.tolist())

@@ -28,10 +28,11 @@ _SLACK = 1e-9  # of the cost: rounding
 
 
 class Reparametrization:
-    """The node costs ``unary`` and the edge cost tables ``tables`` of a pairwise assignment problem.
+    """The node costs and the edge cost tables of a pairwise assignment problem (one choice per node, least total cost).
 
     Costs are moved between them to increase the sum of their minima, which is a lower bound. The total cost of each
-    assignment stays unchanged.
+    assignment stays unchanged. ``unary``: node -> costs of its choices. ``tables``: pair of nodes -> costs of each pair
+    of their choices.
     """
 
     def __init__(self, costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> None:
@@ -62,6 +63,9 @@ class Reparametrization:
             self.unary[node] = unary
 
     def _gather_messages(self, node: int) -> Vector:
+        """Return the costs of the choices of ``node`` with the minima of all its edge tables added, and subtract these
+        minima from the tables.
+        """
         unary = self.unary[node]
         for pair, dim, _ in self.near[node]:
             table = self.tables[pair]
@@ -72,8 +76,8 @@ class Reparametrization:
         return unary
 
     def assignment(self) -> dict[int, int]:
-        """Return a good assignment: the index of a choice for each node. Each node in order takes the cheapest choice;
-        then single nodes are improved while the cost falls, in at most ten rounds.
+        """Return a good assignment: node -> index of its choice. Each node in order takes the cheapest choice; then
+        single nodes are improved while the cost falls, in at most ten rounds.
         """
         choice: dict[int, int] = {}
         for node in self.unary:
@@ -87,6 +91,9 @@ class Reparametrization:
         return choice
 
     def _compute_conditional_costs(self, node: int, choice: Mapping[int, int]) -> Vector:
+        """Return the cost of each choice of ``node``, given the choices of other nodes in ``choice``. Neighbours that
+        are not in ``choice`` take the choice that is cheapest on their common edge.
+        """
         cost = self.unary[node]
         for pair, dim, _ in self.near[node]:
             other = choice.get(pair[1 - dim])
@@ -99,8 +106,8 @@ class Reparametrization:
         return total + sum(float(table[choice[i], choice[j]]) for (i, j), table in self.tables.items())
 
     def allowed(self, room: float) -> dict[int, Mask]:
-        """Return for each node a mask of the choices that an assignment may contain if its cost exceeds the lower bound
-        by at most ``room``.
+        """Return, for each node, a boolean array over its choices: whether an assignment may contain the choice if its
+        cost exceeds the lower bound by at most ``room``.
         """
         masks = {}
         for node, unary in self.unary.items():
@@ -114,20 +121,18 @@ class Reparametrization:
 
 def sum_of_minima(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> float:
     """Return the sum of the minima of all node costs and tables, a lower bound on the cost of every assignment.
-
-    ``costs``: the costs of the choices of each node, by node. ``tables``: by pair of nodes, the cost of each pair of
-    their choices.
+    ``costs``: node -> costs of its choices. ``tables``: pair of nodes -> costs of each pair of their choices.
     """
     return sum(float(c.min()) for c in (*costs.values(), *tables.values()))
 
 
 @dataclass(frozen=True)
 class RemainingChoices:
-    """The result of a dual ascent.
+    """The result of a dual ascent, an algorithm that raises a lower bound on an assignment problem.
 
-    ``masks``: for each node the choices that an optimal assignment may contain; only one choice per node if an optimal
-    assignment was found. ``choice``: a good assignment; ``None`` if none was found. ``bound``: a lower bound on the
-    cost of every assignment.
+    ``masks``: node -> boolean array over its choices, true for those that an optimal assignment may contain; only one
+    is true if an optimal assignment was found. ``choice``: a good assignment (node -> index of its choice); ``None`` if
+    none was found. ``bound``: a lower bound on the cost of every assignment.
     """
 
     masks: dict[int, Mask]
@@ -136,11 +141,11 @@ class RemainingChoices:
 
 
 def find_remaining_choices(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> RemainingChoices:
-    """Run a dual ascent on a pairwise assignment problem. Return the choices of each node that an optimal assignment
-    may contain, a good assignment if one was found, and a lower bound on the cost.
+    """Run a dual ascent, which raises a lower bound, on a pairwise assignment problem (one choice per node, least total
+    cost). Return the choices of each node that an optimal assignment may contain, a good assignment if one was found,
+    and the lower bound.
 
-    ``costs``: the costs of the choices of each node, by node. ``tables``: by pair of nodes, the cost of each pair of
-    their choices.
+    ``costs``: node -> costs of its choices. ``tables``: pair of nodes -> costs of each pair of their choices.
     """
     dual = Reparametrization(costs, tables)
     best, least, bound = None, np.inf, -np.inf

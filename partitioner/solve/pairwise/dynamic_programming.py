@@ -29,12 +29,12 @@ _Score = Callable[[int, Mapping[int, int], Mapping[int, set[int]]], float]
 def elimination_order(
     sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], most_work: int = MOST_WORK
 ) -> list[int] | None:
-    """Return an order in which dynamic programming can eliminate the nodes, or ``None`` if the order found needs too
-    large tables.
+    """Return an order in which dynamic programming can eliminate the nodes of an assignment problem, or ``None`` if the
+    order found needs too large tables.
 
-    The tables together have at most ``most_work`` entries, and each has at most :data:`LARGEST_TABLE`. ``sizes``:
-    number of choices of each node. ``neighbours``: nodes with which it shares a cost table. The order is greedy; the
-    better result of two scores is used.
+    All tables together have at most ``most_work`` entries, and each has at most 16 million. ``sizes``: node -> number
+    of its choices. ``neighbours``: node -> nodes with which it shares a cost table. The order is greedy; the better
+    result of two criteria is used.
     """
     orders = [_order_nodes_greedily(sizes, neighbours, score, most_work) for score in (_table_left, _entries_filled)]
     allowed = [order for order in orders if order is not None]
@@ -52,10 +52,10 @@ def _entries_filled(node: int, sizes: Mapping[int, int], near: Mapping[int, set[
 def _order_nodes_greedily(
     sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], score: _Score, most_work: int
 ) -> tuple[int, list[int]] | None:
-    """Return the number of entries of all tables and the order that eliminates the node of the least ``score`` next.
-    ``None`` if the tables have too many entries.
+    """Return the number of entries of all tables, and the order that always eliminates the node of the least ``score``
+    next. Return ``None`` if the tables have too many entries.
 
-    ``sizes``: number of choices of each node. ``neighbours``: for each node, the nodes that it shares a table with.
+    ``sizes``: node -> number of its choices. ``neighbours``: node -> nodes with which it shares a cost table.
     ``score``: function of a node, the sizes and the neighbours. ``most_work``: the largest number of entries of all
     tables together.
     """
@@ -84,11 +84,11 @@ _Term = tuple[tuple[int, ...], NDArray[np.float64]]  # the other nodes in order,
 def eliminate_nodes(
     costs: Mapping[int, Vector], tables: Iterable[tuple[int, int, Table]], order: Sequence[int]
 ) -> tuple[dict[int, int], float]:
-    """Return the index of an optimal choice for every node of ``order``, and the total cost. Raise
+    """Return node -> index of its choice in an optimal assignment of the nodes in ``order``, and the total cost. Raise
     :class:`InfeasibleAssignmentError` if every assignment is forbidden.
 
-    ``costs``: the costs of the choices of each node, by node. ``tables``: (i, j, table), where ``table[p, q]`` is the
-    cost of choice p of node i and choice q of node j. ``order``: the nodes in the order in which they are eliminated.
+    ``costs``: node -> costs of its choices. ``tables``: tuples (i, j, table), where ``table[p, q]`` is the cost of
+    choice p of node i and choice q of node j. ``order``: the nodes in the order in which they are eliminated.
     """
     place = {node: i for i, node in enumerate(order)}
     waiting: dict[int, list[_Term]] = {node: [] for node in order}
@@ -120,10 +120,10 @@ def eliminate_nodes(
 
 
 def _sum_cost_tables(cost: Vector, terms: Sequence[_Term], scope: Sequence[int]) -> NDArray[np.float64]:
-    """Return the sum of a node's costs and of ``terms`` as one array with the dims (node, *scope).
+    """Return the sum of the costs of a node and of ``terms`` as one array with the dims (node, *scope).
 
-    ``cost``: the cost of each choice of the node. ``terms``: each the other nodes of a table, and the table with the
-    dims (node, *others). ``scope``: the other nodes of all terms.
+    ``cost``: the cost of each choice of the node. ``terms``: pairs of the other nodes of a table, and the table with
+    the dims (node, *others). ``scope``: the other nodes of all terms.
     """
     joined = cost.reshape(-1, *[1] * len(scope))
     for others, table in sorted(terms, key=lambda term: term[1].size):

@@ -25,11 +25,10 @@ _GAIN = 1e-9  # of the cost
 def improve_assignment(
     costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table], choice: Mapping[int, int], until: float
 ) -> dict[int, int]:
-    """Return an assignment (a choice for each node) that costs no more than the given one, ``choice``. The search ends
-    after three rounds without gain, or after the round in which ``time.perf_counter()`` passes ``until``.
+    """Return an assignment (node -> index of its choice) that costs no more than the given one, ``choice``. The search
+    ends after three rounds without gain, or after the round in which ``time.perf_counter()`` passes ``until``.
 
-    ``costs``: the costs of the choices of each node, by node. ``tables``: by pair of nodes, the cost of each pair of
-    their choices.
+    ``costs``: node -> costs of its choices. ``tables``: pair of nodes -> costs of each pair of their choices.
     """
     near: dict[int, set[int]] = {node: set() for node in costs}
     for i, j in tables:
@@ -59,11 +58,11 @@ def improve_assignment(
 def _choose_elimination_order(
     sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], kept: Counter[int]
 ) -> list[int]:
-    """Return the nodes to optimise, in an order of elimination with small tables. The nodes that are left out keep
-    their choices; nodes that have rarely kept them so far (``kept``) are preferred.
+    """Return the nodes to optimise, in an order in which dynamic programming can eliminate them with small tables. The
+    nodes that are left out keep their choices; nodes that have rarely been left out so far are preferred for that.
 
-    ``sizes``: number of choices of each node. ``neighbours``: for each node, the nodes that it shares a table with.
-    ``kept``: how often each node has kept its choice.
+    ``sizes``: node -> number of its choices. ``neighbours``: node -> nodes with which it shares a cost table. ``kept``:
+    node -> how often it has kept its choice so far.
     """
     near = {node: set(others) for node, others in neighbours.items()}
     scores = {node: _count_table_entries(node, sizes, near) for node in near}

@@ -19,8 +19,9 @@ from partitioner.solve.pairwise.presolve import Choices, Vector
 
 @dataclass(frozen=True)
 class MemoryConstraint:
-    """A limit on the total memory of the nodes that are live (in memory) at the same time. ``usages[i]``: bytes of each
-    choice of node i during the half-open interval ``intervals[i]`` of time, in integer steps. ``limit``: bytes."""
+    """A limit on the total memory of the nodes that are in memory at the same time. ``usages[i]``: bytes of each choice
+    of node i during the half-open interval ``intervals[i]`` of time, in integer steps. ``limit``: bytes.
+    """
 
     intervals: Sequence[tuple[int, int]]
     usages: Sequence[Vector]
@@ -38,10 +39,10 @@ class MemoryConstraint:
 
 @dataclass(frozen=True)
 class Stretch:
-    """The memory of one node over the rows (maximal sets of nodes that are in memory together), constant within
-    segments.
+    """The memory of one node of an assignment problem over the rows (a row is a maximal set of nodes that are in memory
+    together), constant within segments of consecutive rows.
 
-    ``usage[p, s]``: the memory of choice p in segment s, which consists of the rows ``breaks[s]`` up to, but without,
+    ``usage[p, s]``: bytes of choice p in segment s, which consists of the rows ``breaks[s]`` up to, but without,
     ``breaks[s + 1]``.
     """
 
@@ -53,13 +54,17 @@ class Stretch:
         return np.diff(self.breaks)
 
     def worst(self, profile: Vector) -> Vector:
-        """Return the maximum of ``profile``, a number per row, in each segment."""
+        """Return the maximum of ``profile``, an array with a number for each row (set of nodes in memory together), in
+        each segment of rows.
+        """
         first, last = int(self.breaks[0]), int(self.breaks[-1])
         worst: Vector = np.maximum.reduceat(profile[first:last], self.breaks[:-1] - first)
         return worst
 
     def at(self, rows: NDArray[np.intp]) -> NDArray[np.float64]:
-        """Return the memory of each choice of the node (first dim) in each of ``rows`` (second dim)."""
+        """Return the memory of the node as an array: one entry for each of its choices (first dim) and each of the row
+        indices ``rows`` (second dim). A row is a set of nodes that are in memory together.
+        """
         segment = np.searchsorted(self.breaks, rows, side="right") - 1
         inside = (segment >= 0) & (segment < self.usage.shape[1])
         return np.where(inside, self.usage[:, np.clip(segment, 0, self.usage.shape[1] - 1)], 0.0)
@@ -124,8 +129,8 @@ class Usage:
 def build_memory_stretches(
     memory: MemoryConstraint, roots: Sequence[int], maps: Sequence[Choices]
 ) -> tuple[dict[int, Stretch], Vector, Vector]:
-    """Return the memory of each root node by row, the limit that is left in each row, and the memory that is used in
-    each row under every assignment. A row is a maximal set of nodes that are in memory together.
+    """Return three values: root node -> its memory by row, the limit that is left in each row, and the memory that is
+    used in each row under every assignment. A row is a maximal set of nodes that are in memory together.
 
     A root is a node whose choice decides the choices of others. ``roots[i]``: the root of node i. ``maps[i]``: the
     choice of node i for each choice of ``roots[i]``. The memory of a root includes that of all nodes it decides.

@@ -3,15 +3,12 @@
 Every step keeps at least one optimal assignment. The steps can be undone on a solution of what is left. In the order in
 which they are tried on a node:
 
-============= =======================================================================================================
-step what it does =============
-======================================================================================================= normalise moves
-row and column minima of a table into its nodes; drops tables of zeros and impossible choices forced a node with one
-choice is added to the costs of its neighbours and subtracted from the limits eliminate a node with at most two
-neighbours (and no resource) is minimised out, into a table of these two follow a node whose choice is decided by one
-neighbour's choice is merged into that neighbour dominate a choice is dropped if another is never worse, whatever the
-neighbours choose (Goldstein's criterion) =============
-=======================================================================================================
+- Normalise: move row and column minima of a table into the costs of its nodes; drop tables of zeros and impossible
+  choices.
+- Force: add the costs of a node with one choice to its neighbours, and subtract its usage from the limits.
+- Eliminate: minimise over a node with at most two neighbours (and no resource), which leaves a table of these two.
+- Follow: merge a node whose choice is decided by one neighbour's choice into that neighbour.
+- Dominate: drop a choice if another is never worse, whatever the neighbours choose (Goldstein's criterion).
 """
 
 from __future__ import annotations
@@ -39,8 +36,8 @@ _ALWAYS_FILL = 256  # a new table this small is worth losing a node
 
 
 class InfeasibleAssignmentError(PartitionError):
-    """No assignment (one choice for each node) satisfies the constraints. ``nodes``: the indices of nodes that have no
-    choice left.
+    """Error that is raised if no assignment (one choice for each node) satisfies the constraints. ``nodes``: the
+    indices of nodes that have no choice left.
     """
 
     def __init__(self, message: str, nodes: tuple[int, ...] = ()) -> None:
@@ -69,8 +66,8 @@ class ReducedProblem:
 
     ``costs[i]`` has one entry per remaining choice of node i. ``tables[i][j]`` is indexed (choice of i, choice of j).
     ``usage[i][r]`` is the amount that each choice of i takes of resource r. ``limits[r]`` is the amount of r that is
-    left. Arguments: ``edges``, each (i, j, table); ``rows``, each the amounts that the choices of nodes take of one
-    resource, by node, and its limit.
+    left. Arguments: ``edges``: tuples (i, j, table). ``rows``: for each resource a pair: node -> amounts that its
+    choices take, and the limit.
     """
 
     def __init__(
@@ -104,7 +101,7 @@ class ReducedProblem:
 
     @property
     def nodes(self) -> list[int]:
-        """The indices of the nodes that are not yet decided."""
+        """Return the indices of the nodes that are not yet decided."""
         return [i for i, done in enumerate(self._done) if not done]
 
     def run(self, *, dominance: bool = True) -> None:
@@ -142,8 +139,8 @@ class ReducedProblem:
         self._drop_choices(node, choices)
 
     def restore(self, choice: dict[int, int]) -> list[int]:
-        """Return the choice of every node in the original problem. ``choice``: for each node i that was left to solve,
-        an index into ``costs[i]``.
+        """Return a list with the choice of every node in the original problem, as an index among its original choices.
+        ``choice``: for each node i that was left to solve, an index into ``costs[i]``.
         """
         full = {node: int(self.alive[node][index]) for node, index in choice.items()}
         for step in reversed(self._undo):
@@ -156,6 +153,9 @@ class ReducedProblem:
     # -- steps: each returns whether it changed the node, which is then looked at again ---------------------------
 
     def _normalise_tables(self, node: int) -> bool:
+        """Move the row and column minima of changed cost tables of ``node`` into the costs of its nodes, drop tables of
+        zeros, and drop impossible choices. Return whether choices of ``node`` were dropped.
+        """
         changed, self._changed[node] = self._changed[node], {}
         for other in changed:
             if other not in self.tables[node]:
@@ -183,6 +183,9 @@ class ReducedProblem:
         return self._drop_choices(node, np.isfinite(self.costs[node]))
 
     def _fix_forced_choice(self, node: int) -> bool:
+        """Decide ``node`` if it has a single choice: add its costs to the neighbours and subtract its usage from the
+        limits. Return whether this was done.
+        """
         if len(self.costs[node]) != 1:
             return False
         for other, table in self.tables[node].items():
@@ -194,6 +197,9 @@ class ReducedProblem:
         return True
 
     def _eliminate_node(self, node: int) -> bool:
+        """Replace ``node``, if it has at most two neighbours and uses no limited resource, by a table of minima over
+        these. Return whether this was done.
+        """
         neighbours = list(self.tables[node])
         if self.usage[node] or len(neighbours) > 2:
             return False
@@ -222,6 +228,9 @@ class ReducedProblem:
         return True
 
     def _follow(self, node: int) -> bool:
+        """Merge ``node`` into a neighbour whose choice decides the choice of ``node``. Return whether there is such a
+        neighbour.
+        """
         leader = next((j for j, t in self.tables[node].items() if (np.isfinite(t).sum(axis=0) == 1).all()), None)
         if leader is None:
             return False
@@ -240,6 +249,9 @@ class ReducedProblem:
         return True
 
     def _drop_dominated_choices(self, node: int) -> bool:
+        """Remove choices of ``node`` that are never better than another choice, whatever the neighbours choose
+        (Goldstein's criterion). Return whether any was removed.
+        """
         cost, tables = self.costs[node], list(self.tables[node].values())
         if len(cost) > _MAX_CHOICES:
             return False
@@ -288,7 +300,9 @@ class ReducedProblem:
         self._enqueue_node(second)
 
     def _drop_choices(self, node: int, keep: NDArray[np.bool_]) -> bool:
-        """Remove from ``node`` the choices for which the mask ``keep`` is false. Return whether any was removed."""
+        """Remove from ``node`` the choices for which the mask ``keep`` is false. Return whether any was removed. Raise
+        :class:`InfeasibleAssignmentError` if none is left.
+        """
         if keep.all():
             return False
         if not keep.any():
@@ -338,6 +352,9 @@ class ReducedProblem:
             self._enqueue_node(node)
 
     def _finish_node(self, step: _Function) -> None:
+        """Mark the node of ``step`` as decided, store ``step`` so that the choice can be restored, and remove the
+        node's tables and resource usage.
+        """
         node = step.node
         self._done[node] = True
         self._undo.append(step)
@@ -350,8 +367,8 @@ class ReducedProblem:
 
 
 def _compare_allowed_choices(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return a matrix ``[p, q]``: whether row ``p`` of ``possible`` is true somewhere where row ``q`` is false. BLAS is
-    not used, because its threads wait for each other.
+    """Return a boolean matrix whose entry ``[p, q]`` says whether row ``p`` of ``possible`` is true somewhere where row
+    ``q`` is false. BLAS is not used, because its threads wait for each other.
     """
     packed = np.packbits(possible, axis=1)
     narrower: NDArray[np.bool_]

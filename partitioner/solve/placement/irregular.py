@@ -38,9 +38,10 @@ MOST = 200  # greatest number of candidate placements
 
 
 def list_arrangements(topology: Topology, mesh: Mapping[str, int]) -> list[Ints]:
-    """Return distinct candidate placements of the mesh on the topology's devices, at most ``MOST``. ``mesh``: the size
-    of each axis. Each placement is an array ``[ranks]`` with the device of every rank. The first one puts rank ``i`` on
-    device ``i``. With at most four devices, all permutations are returned."""
+    """Return distinct candidate placements of the mesh on the topology's devices, at most 200. ``mesh``: axis -> number
+    of ranks. Each placement is an array of shape ``[ranks]`` with the device index of every rank. The first one puts
+    rank ``i`` on device ``i``. With at most four devices, all permutations are returned.
+    """
     num = topology.num_devices
     plain = np.arange(num)
     if num <= _EVERY:
@@ -56,20 +57,24 @@ def list_arrangements(topology: Topology, mesh: Mapping[str, int]) -> list[Ints]
 
 
 def group_size(mesh: Mapping[str, int]) -> int:
-    """Return the number of ranks that differ in neither ``pp`` nor ``dp``. Their devices are chosen together. ``mesh``:
-    the size of each axis."""
+    """Return the number of ranks that have the same index along ``pp`` and along ``dp``. Their devices are chosen
+    together. ``mesh``: axis -> number of ranks.
+    """
     return math.prod(size for axis, size in mesh.items() if axis not in ("pp", "dp"))
 
 
 def has_all_arrangements(topology: Topology) -> bool:
-    """Whether :func:`list_arrangements` returns every possible placement. This is the case for at most four devices."""
+    """Return whether :func:`list_arrangements` returns every possible placement. This is the case for at most four
+    devices.
+    """
     return topology.num_devices <= _EVERY
 
 
 def _list_straddling_nestings(topology: Topology, mesh: Mapping[str, int], size: int) -> Iterator[Ints]:
-    """Yield one placement ``[ranks]`` for every way to divide the sizes of the mesh axes between "inside a node" and
-    "between nodes". Yield nothing if nodes have different numbers of devices, or if a node can be divided into groups
-    of ``size`` devices without remainder. ``mesh``: the size of each axis. ``size``: the result of :func:`group_size`.
+    """Yield one placement, an array of shape ``[ranks]`` with device indices, for every way to divide the sizes of the
+    mesh axes between "inside a node" and "between nodes". Yield nothing if nodes have different numbers of devices, or
+    if a node can be divided into groups of ``size`` devices without remainder. ``mesh``: axis -> number of ranks.
+    ``size``: number of ranks with one index of ``pp`` and one of ``dp``.
     """
     per_node = {group.devices for group in topology.nodes}
     if len(per_node) == 1 and (devices := min(per_node)) % size:
@@ -78,12 +83,13 @@ def _list_straddling_nestings(topology: Topology, mesh: Mapping[str, int], size:
 
 
 def _list_packed_placements(topology: Topology, mesh: Mapping[str, int]) -> Iterator[Ints]:
-    """Yield placements ``[ranks]`` that put as many whole pipeline stages as possible inside single nodes.
+    """Yield placements that put as many whole pipeline stages as possible inside single nodes, each an array of shape
+    ``[ranks]`` with device indices. ``mesh``: axis -> number of ranks.
 
-    ``mesh``: the size of each axis. A stage inside one node has similar devices of one node. The other stages get the
-    remaining devices. With few stages, one placement is yielded for every order of the stages; otherwise one for each
-    of two orders. Nothing is yielded if a stage is one device, if every node can be divided into whole stages, or if no
-    node is large enough for a stage.
+    A stage inside one node has similar devices of one node. The other stages get the remaining devices. With few
+    stages, one placement is yielded for every order of the stages; otherwise one for each of two orders. Nothing is
+    yielded if a stage is one device, if every node can be divided into whole stages, or if no node is large enough for
+    a stage.
     """
     stage = topology.num_devices // mesh.get("pp", 1)
     if stage == 1 or not any(group.devices % stage for group in topology.nodes):
@@ -111,10 +117,11 @@ def _list_packed_placements(topology: Topology, mesh: Mapping[str, int]) -> Iter
 
 
 def _list_group_nestings(topology: Topology, mesh: Mapping[str, int], order: Ints, size: int) -> Iterator[Ints]:
-    """Yield placements ``[ranks]`` over the device indices ``order``. Each run of ``size`` consecutive devices is a
-    group: it gets the ranks with one index of ``pp`` and one of ``dp``. ``mesh``: the size of each axis. If there are
-    few groups, there is one placement for every order of them; otherwise there is one for every way to divide ``pp``
-    and ``dp`` between "inside a node" and "between nodes"."""
+    """Yield placements, arrays of shape ``[ranks]`` with device indices. ``order``: all device indices, in which each
+    ``size`` consecutive devices form a group: it gets the ranks with one index of ``pp`` and one of ``dp``. ``mesh``:
+    axis -> number of ranks. If there are few groups, there is one placement for every order of them; otherwise there is
+    one for every way to divide ``pp`` and ``dp`` between "inside a node" and "between nodes".
+    """
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
     groups = order.reshape(-1, size)
     if len(groups) <= _FEW:
@@ -131,9 +138,10 @@ def _list_group_nestings(topology: Topology, mesh: Mapping[str, int], order: Int
 
 
 def _list_device_orders(topology: Topology, size: int) -> Iterator[Ints]:
-    """Yield arrays of all device indices, in which consecutive runs of ``size`` devices are the groups. Devices with
-    similar features, or near each other in the network, are beside each other. There are several orders, which sort by
-    different features and directions."""
+    """Yield arrays of all device indices, in which each ``size`` consecutive devices form a group. Devices that are
+    similar, or near each other in the network, are beside each other. There are several orders, which sort by different
+    features (speed, memory, bandwidth) and directions.
+    """
     features = _measure_device_features(topology)
     by_node = np.array([features[topology.node_of == node].min(axis=0) for node in range(topology.num_nodes)])
     near = np.array([storey.joined for storey in reversed(topology.storeys)]).reshape(-1, topology.num_devices)
@@ -177,9 +185,10 @@ def _cut_node_into_groups(
     key: int,
     templates: dict[tuple[bytes, int], list[int]],
 ) -> Ints:
-    """Return the devices of ``node``, ordered so that each run of ``size`` devices is a group. Nodes with equal links
-    and devices get the same order, which is cached in ``templates``. ``features``, ``sign`` and ``key``: the devices
-    are first sorted by column ``key`` of ``features``, descending if ``sign`` is -1."""
+    """Return the device indices of ``node``, ordered so that each ``size`` consecutive devices form a group. Nodes with
+    equal links and devices get the same order, which is cached in ``templates``. ``features``, ``sign`` and ``key``:
+    the devices are first sorted by column ``key`` of ``features`` (one row per device), descending if ``sign`` is -1.
+    """
     devices = np.flatnonzero(topology.node_of == node)
     own = features[devices]
     if len(devices) == 1 or (size == len(devices)) or _has_alike_devices(topology, devices, own):
@@ -195,8 +204,10 @@ def _cut_node_into_groups(
 
 
 def _has_alike_devices(topology: Topology, devices: Ints, own: NDArray[np.float64]) -> bool:
-    """Whether all devices of a node have equal speed, memory and outward bandwidth (``own``), and no direct links to
-    each other. Then every division of the node into groups is equally good."""
+    """Return whether all ``devices`` (the indices of a node) have equal speed, memory and outward bandwidth, and no
+    direct links to each other. Then every division of the node into groups is equally good. ``own``: the three features
+    of each device, one row per device.
+    """
     direct = topology.pattern_of[devices[0]] >= 0 or topology.own_links
     return not direct and len(np.unique(own, axis=0)) == 1
 
@@ -204,8 +215,9 @@ def _has_alike_devices(topology: Topology, devices: Ints, own: NDArray[np.float6
 def _cut_cluster_into_groups(
     topology: Topology, size: int, features: NDArray[np.float64], sign: int, key: int, nodes: Ints
 ) -> Ints:
-    """Return all devices of the cluster, ordered so that each run of ``size`` devices is a group. A group may span
-    nodes. ``nodes``: the order of the nodes. ``features``, ``sign`` and ``key``: see :func:`_sort_devices_into_groups`.
+    """Return all device indices of the cluster, ordered so that each ``size`` consecutive devices form a group. A group
+    may span nodes. ``nodes``: the order of the nodes. ``features``, ``sign`` and ``key``: the devices are first sorted
+    by column ``key`` of ``features`` (one row per device), descending if ``sign`` is -1.
     """
     order = np.concatenate([np.flatnonzero(topology.node_of == node) for node in nodes])
     return np.array(_sort_devices_into_groups(topology, order.tolist(), size, features, sign, key))
@@ -214,11 +226,12 @@ def _cut_cluster_into_groups(
 def _sort_devices_into_groups(
     topology: Topology, devices: list[int], size: int, features: NDArray[np.float64], sign: int, key: int
 ) -> list[int]:
-    """Return ``devices``, ordered so that each run of ``size`` devices is a group.
+    """Return the indices ``devices``, ordered so that each ``size`` consecutive devices form a group.
 
-    The devices are sorted by column ``key`` of ``features`` (ascending if ``sign`` is 1, descending if -1), and then
-    divided into well-linked groups. The members of each group are ordered so that the links to the members at the same
-    positions of the preceding group are as wide as possible. More than ``_TEMPLATE`` devices are only sorted.
+    The devices are sorted by column ``key`` of ``features``, which has one row per device (ascending if ``sign`` is 1,
+    descending if -1), and then divided into well-linked groups. The members of each group are ordered so that the links
+    to the members at the same positions of the preceding group are as wide as possible. More than 16 devices are only
+    sorted.
     """
     rows = features[devices]
     columns = [sign * rows[:, (key + k) % rows.shape[1]] for k in range(rows.shape[1])]

@@ -37,8 +37,9 @@ T = TypeVar("T")
 
 def least_of(attempts: Sequence[Callable[[], tuple[float, T]]]) -> tuple[float, T]:
     """Call all ``attempts`` and return the (cost, result) pair with the least cost, the first one if several are equal.
-    Attempts that raise :class:`PartitionError` are skipped. If all of them do, raise the error that
-    :func:`find_least_shortage` selects."""
+    Attempts that raise :class:`PartitionError` are skipped. If all of them do, raise the :class:`CapacityError` that
+    lacks the fewest bytes, or else the first error.
+    """
     best: tuple[float, T] | None = None
     errors: list[PartitionError] = []
     for attempt in attempts:
@@ -54,8 +55,9 @@ def least_of(attempts: Sequence[Callable[[], tuple[float, T]]]) -> tuple[float, 
 
 
 def find_least_shortage(errors: Sequence[PartitionError]) -> PartitionError:
-    """Return the :class:`CapacityError` that lacks the fewest bytes of memory. If there is none among ``errors``,
-    return the first error."""
+    """Return that error of ``errors`` which lacks the fewest bytes of memory, among the :class:`CapacityError` ones. If
+    there is none of this class, return the first error.
+    """
     short = [error for error in errors if isinstance(error, CapacityError)]
     return min(short, key=lambda error: error.missing_bytes) if short else errors[0]
 
@@ -114,19 +116,22 @@ class Placements:
         self._levels = equal_levels(self.topology)
 
     def nested(self, mesh: Mapping[str, int]) -> bool:
-        """Whether all devices are equal, all links at one distance are equal, and no axis of ``mesh`` straddles a level
-        of links, as an axis of 2 ranks would in nodes of 3 devices. Then placements differ only in which part of each
-        axis lies inside a node, between nodes, and so on."""
+        """Return whether all devices are equal, all links at one distance are equal, and no axis of ``mesh`` straddles
+        a level of links, as an axis of 2 ranks would in nodes of 3 devices. Then placements differ only in which part
+        of each axis lies inside a node, between nodes, and so on.
+        """
         return self._levels is not None and is_regular_nesting(mesh, self._levels)
 
     def complete(self, mesh: Mapping[str, int]) -> bool:
-        """Whether :meth:`candidates` covers all possible placements of ``mesh``, so that no other placement can be
-        better."""
+        """Return whether the candidate placements of ``mesh`` cover all possible placements, so that no other placement
+        can be better. ``mesh``: axis -> number of ranks.
+        """
         return self.in_order or self.nested(mesh) or has_all_arrangements(self.topology)
 
     def candidates(self, mesh: Mapping[str, int]) -> list[PlacedMesh]:
-        """Return the placements of ``mesh`` that :meth:`best` tries, as topologies with the mesh laid over them. Of
-        several placements with equal cost, only one is in the list."""
+        """Return the placements of ``mesh`` that are tried, as topologies with the mesh laid over them. ``mesh``: axis
+        -> number of ranks. Of several placements with equal cost, only one is in the list.
+        """
         key = _mesh_to_key(mesh)
         if key not in self._candidates:
             if self.in_order:
@@ -145,8 +150,9 @@ class Placements:
 
     @property
     def _differ_inside(self) -> bool:
-        """Whether single pairs of devices have links of their own. Then it matters which devices form a group
-        together."""
+        """Return whether single pairs of devices have links of their own. Then it matters which devices form a group
+        together.
+        """
         return bool(self.topology.own_links or self.topology.pattern_kinds)
 
     def best_group(self, size: int, everywhere: bool = False) -> Group:
@@ -177,9 +183,9 @@ class Placements:
         for it.
 
         - ``placement_evaluator``: returns (cost, result) of a placement, or raises :class:`PartitionError` if it has no
-          plan.
-        - ``least``: a quick lower bound on the cost of a placement. Its second argument is a cutoff: the bound need not
-          be tighter than needed to reach it. Placements whose bound reaches the best known cost are not evaluated.
+          plan. ``least``: a quick lower bound on the cost of a placement. Its second argument is a cutoff: the bound
+          need not be tighter than needed to reach it. Placements whose bound reaches the best known cost are not
+          evaluated.
         - ``enough``: the best cost of another mesh. If the best cost of this mesh is far above it, no exchanges are
           tried.
         - ``exchanges``: the maximum number of further placements that are evaluated while devices are exchanged.
@@ -225,8 +231,9 @@ class Placements:
         return best
 
     def _keep_best_candidates(self, mesh: Mapping[str, int], costs: Collection[tuple[float, int]]) -> None:
-        """Reduce the placements of ``mesh`` that are evaluated for its other microbatch sizes. The cheapest ones are
-        left, and the placement of rank ``i`` on device ``i``. Do so once for each mesh.
+        """Reduce the list of candidate placements of ``mesh``, so that fewer are evaluated for its other microbatch
+        sizes. The cheapest ones are left, and the placement of rank ``i`` on device ``i``. This is done once for each
+        mesh.
 
         ``costs``: pairs of the cost of a placement, or a lower bound on it, and its index among the candidates.
         """
@@ -249,11 +256,12 @@ class Placements:
         likely: Callable[[PlacedMesh], float] | None,
     ) -> BestPlacement[Result]:
         """Return the best placement after exchanges of devices, or ``best`` if no exchange improves it. Exchanges are
-        tried once for each mesh. The other arguments are those of :meth:`best`, which collects ``errors``.
+        tried once for each mesh.
 
-        If ``likely`` is given, a first series of exchanges minimizes its estimate instead of the evaluated cost.
-        ``enough``: placements that cost at least this are of no interest. ``exchanges``: the largest number of
-        placements to evaluate.
+        ``placement_evaluator``: returns (cost, result) of a placement; its errors are appended to ``errors``.
+        ``least``: a quick lower bound on the cost of a placement, given a cutoff. ``enough``: placements that cost at
+        least this are of no interest. ``exchanges``: the largest number of placements to evaluate. ``likely``: if
+        given, a first series of exchanges minimizes its estimate instead of the evaluated cost.
         """
         key = _mesh_to_key(best.machine.mesh)
         if key in self._exchanged or best.cost >= enough * (_NEAR_INSIDE if self._differ_inside else _NEAR):
@@ -283,13 +291,12 @@ class Placements:
         left: int,
     ) -> BestPlacement[Result]:
         """Exchange stages, groups or single devices between positions of the mesh as long as the cost decreases, and
-        return the best placement. ``left``: the maximum number of placements that are evaluated. Placements whose lower
-        bound ``least`` reaches the best cost or ``enough`` are not evaluated. Errors of the evaluator are appended to
-        ``errors``.
+        return the best placement. A group is the ranks with one index of ``pp`` and one of ``dp``.
 
-        ``placement_evaluator``: returns the cost and the result of a placement. ``least``: returns a lower bound on the
-        cost of a placement; its second argument is the cost above which the bound does not matter. A group is the ranks
-        with one index of ``pp`` and one of ``dp``.
+        ``placement_evaluator``: returns the cost and the result of a placement; its errors are appended to ``errors``.
+        ``least``: returns a lower bound on the cost of a placement; its second argument is the cost above which the
+        bound does not matter. Placements whose bound reaches the best cost or ``enough`` are not evaluated. ``left``:
+        the maximum number of placements that are evaluated.
         """
         mesh = best.machine.mesh
         seen = {self._identify_placement(machine) for machine in self.candidates(mesh)}
@@ -316,22 +323,24 @@ class Placements:
         return best
 
     def _is_better(self, found: BestPlacement[Result], best: BestPlacement[Result]) -> bool:
-        """Whether ``found`` costs less than ``best``. If both cost the same and single pairs of devices have links of
-        their own, ``found`` is also better if its groups communicate faster in total. This helps if several groups are
-        equally slow, so that making one faster does not change the cost yet."""
+        """Return whether ``found`` costs less than ``best``. If both cost the same and single pairs of devices have
+        links of their own, ``found`` is also better if its groups communicate faster in total. This helps if several
+        groups are equally slow, so that making one faster does not change the cost yet.
+        """
         if found.cost < best.cost * (1 - _BETTER):
             return True
         alike = self._differ_inside and found.cost <= best.cost * (1 + _BETTER)
         return alike and _in_groups(found.machine) < _in_groups(best.machine) * (1 - _BETTER)
 
     def _identify_placement(self, machine: PlacedMesh) -> Hashable:
-        """Return a key of a placement. Of placements with equal keys only one needs to be tried."""
+        """Return a key of the placement ``machine``. Of placements with equal keys only one needs to be tried."""
         return identify_equal_cost(machine), _in_groups(machine) if self._differ_inside else 0.0
 
 
 def identify_equal_cost(machine: PlacedMesh) -> Hashable:
     """Return a key of a placement. Placements with equal keys have the same cost, because their stages have equal
-    devices, groups, memory and links. ``machine``: the topology with the mesh laid over it."""
+    devices, groups, memory and links. ``machine``: the topology with the mesh laid over it.
+    """
     wide = [axis for axis in AXES if axis != "pp" and machine.mesh.get(axis, 1) > 1]
     together = [machine.stage_groups(*axes) for axes in combinations(wide, 2)]
     across = machine.group("pp") if machine.mesh.get("pp", 1) > 1 else None
@@ -340,8 +349,7 @@ def identify_equal_cost(machine: PlacedMesh) -> Hashable:
 
 
 def _in_groups(machine: PlacedMesh) -> float:
-    """Return the summed seconds of an all-reduce of ``_SENT`` bytes over every group of every mesh axis except
-    ``pp``."""
+    """Return the summed seconds of an all-reduce of 1 MB over every group along every mesh axis except ``pp``."""
     total, rows_of = 0.0, np.asarray(machine.devices)
     for axis in AXES:
         if axis != "pp" and machine.mesh.get(axis, 1) > 1:
@@ -352,9 +360,11 @@ def _in_groups(machine: PlacedMesh) -> float:
 
 
 def _list_exchange_neighbours(devices: Ints, mesh: Mapping[str, int], inside: bool) -> Iterator[Ints]:
-    """Yield the placements ``[ranks]`` that differ from ``devices`` by one exchange: of two stages, of two groups of
-    different stages or, if ``inside``, of two devices. A group is the ranks with one index of ``pp`` and one of ``dp``.
-    ``devices``: the device of each rank. ``mesh``: the size of each axis."""
+    """Yield the placements, arrays of shape ``[ranks]`` with device indices, that differ from ``devices`` by one
+    exchange: of two stages, of two groups of different stages or, if ``inside``, of two devices. A group is the ranks
+    with one index of ``pp`` and one of ``dp``. ``devices``: the device index of each rank. ``mesh``: axis -> number of
+    ranks.
+    """
     stages = mesh.get("pp", 1)
     by_stage = devices.reshape(stages, -1)
     for a, b in combinations(range(stages), 2):
@@ -377,6 +387,9 @@ def _list_exchange_neighbours(devices: Ints, mesh: Mapping[str, int], inside: bo
 def _evaluate_mesh_placement(
     machine: PlacedMesh, placement_evaluator: Callable[[PlacedMesh], tuple[float, Result]], errors: list[PartitionError]
 ) -> BestPlacement[Result] | None:
+    """Return the placement ``machine`` with its cost and result. If ``placement_evaluator`` raises a
+    :class:`PartitionError`, append it to ``errors`` and return ``None``.
+    """
     try:
         return BestPlacement(machine, *placement_evaluator(machine))
     except PartitionError as error:

@@ -60,9 +60,10 @@ def equal_levels(topology: Topology) -> tuple[int, ...] | None:
 
 
 def is_regular_nesting(mesh: Mapping[str, int], levels: Sequence[int]) -> bool:
-    """Whether no mesh axis straddles a level of links if rank ``i`` runs on device ``i``. An axis of 2 ranks straddles
-    nodes of 3 devices, for example. ``mesh``: the size of each axis. ``levels``: the number of devices that the links
-    of each level join."""
+    """Return whether no mesh axis straddles a level of links (such as nodes) if rank ``i`` runs on device ``i``. An
+    axis of 2 ranks straddles nodes of 3 devices, for example. ``mesh``: axis -> number of ranks. ``levels``: for each
+    level, the number of devices that its links join.
+    """
     product = 1
     for axis in reversed(AXES):
         product *= mesh.get(axis, 1)
@@ -76,9 +77,9 @@ def list_best_nestings(topology: Topology, mesh: Mapping[str, int], levels: Sequ
 
     A placement divides the size of each axis into factors, one for each level of links (inside a node, between nodes,
     ...). All such divisions are considered, except those that another one beats for every collective. ``devices`` is an
-    array ``[ranks]`` with the device of every rank. ``steps`` are the ascending numbers of consecutive ranks after
-    which a factor ends. ``levels``: the number of devices that the links of each level join. The placement of rank
-    ``i`` on device ``i`` is first unless another one beats it.
+    array of shape ``[ranks]`` with the device index of every rank. ``steps`` are the ascending numbers of consecutive
+    ranks after which a factor ends. ``levels``: for each level, the number of devices that its links join. The
+    placement of rank ``i`` on device ``i`` is first unless another one beats it.
     """
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
     made = [
@@ -96,8 +97,10 @@ def list_best_nestings(topology: Topology, mesh: Mapping[str, int], levels: Sequ
 
 
 def all_nestings(sizes: tuple[int, ...], levels: Sequence[int]) -> list[Ints]:
-    """Return one placement ``[ranks]`` for every way to divide the axes' ``sizes`` into factors, one for each level of
-    links. ``levels``: the number of devices that the links of each level join, from the inside out."""
+    """Return one placement, an array of shape ``[ranks]`` with device indices, for every way to divide the axes'
+    ``sizes`` into factors, one for each level of links. ``levels``: for each level, from the inside out, the number of
+    devices that its links join.
+    """
     return [_factors_to_devices(factors) for factors in _list_axis_factors(sizes, _count_parts_per_level(levels))]
 
 
@@ -144,6 +147,9 @@ def _factors_to_devices(factors: Factors) -> Ints:
 
 
 def _factors_to_steps(factors: Factors) -> Steps:
+    """Return the numbers of consecutive ranks after which a factor of a mesh axis ends, ascending. ``factors``: indexed
+    ``[level][axis]``, levels from the inside out.
+    """
     steps = [1]
     for axis in reversed(range(len(AXES))):
         for of_level in factors:
@@ -152,9 +158,9 @@ def _factors_to_steps(factors: Factors) -> Steps:
 
 
 def _measure_nesting_costs(topology: Topology, grid: Ints) -> NDArray[np.float64]:
-    """Return the costs of a placement as an array of which smaller values are never worse. They are the seconds of
-    collectives over each axis and over axes together, and the latency and inverse bandwidth of the links between
-    stages. ``grid``: the device of each rank, with one dim for each mesh axis.
+    """Return the costs of a placement as an array, in which smaller values are never worse. They are the seconds of
+    collectives over each mesh axis and over axes together, and the latency and inverse bandwidth of the links between
+    stages. ``grid``: the device index of each rank, with one dim for each mesh axis.
 
     All groups of an axis are alike, so only the first one is measured.
     """

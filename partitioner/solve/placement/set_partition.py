@@ -32,12 +32,12 @@ _SECONDS = 5.0  # limit of the solver's deterministic time, far above what these
 
 
 def linked_groups(topology: Topology, devices: Sequence[int], size: int, classes: Sequence[int]) -> list[list[int]]:
-    """Divide ``devices`` into groups of ``size`` and return them.
+    """Divide ``devices`` (indices) into groups of ``size``, and return the groups as lists.
 
     There are three goals, in this order of priority: few different ``classes`` inside a group, the greatest bandwidth
     of the slowest group, and the greatest sum of bandwidths inside groups. ``classes``: a number for each device, equal
-    for devices with equal features. If all divisions are equally good, or if there are more than ``MOST_GROUPS``
-    possible groups, consecutive devices form the groups.
+    for devices with equal features. If all divisions are equally good, or if there are more than 2000 possible groups,
+    consecutive devices form the groups.
     """
     n = len(devices)
     plain = [list(devices[i : i + size]) for i in range(0, n, size)]
@@ -66,8 +66,9 @@ def linked_groups(topology: Topology, devices: Sequence[int], size: int, classes
 
 def _find_interchangeable_devices(bandwidth: Floats, known: Sequence[Hashable]) -> list[int]:
     """Return, for each device, the position of the first device that it can be exchanged with, or its own. Two devices
-    can be exchanged if their ``known`` features are equal and their links to all other devices are equal.
-    ``bandwidth``: bytes/s between devices, shape ``[n, n]``."""
+    can be exchanged if their features are equal and their links to all other devices are equal. ``known``: the features
+    of each device. ``bandwidth``: bytes/s between devices, shape ``[n, n]``.
+    """
     places = np.arange(len(known))
 
     def change(i: int, j: int) -> bool:
@@ -87,18 +88,18 @@ def _rank_distinct_values(values: Sequence[float]) -> list[int]:
 
 
 def _scale_to_integers(values: Sequence[float]) -> list[int]:
-    """Scale the values to integers in the same proportions; the greatest becomes ``_PARTS``."""
+    """Return ``values`` scaled to integers in the same proportions; the greatest becomes about 10 ** 9."""
     return [round(value / max(*values, _LEAST) * _PARTS) for value in values]
 
 
 def _solve_set_partition(
     groups: Sequence[Counter[int]], things: Counter[int], goals: Sequence[Sequence[int]]
 ) -> list[int]:
-    """Return how often each of ``groups`` occurs in the best partition of ``things``.
+    """Return how often each of ``groups`` occurs in the best division of all devices into groups.
 
-    ``groups``: the number of things of each kind in a group. ``things``: the number of things of each kind. ``goals``:
-    three values for each group. The partition minimizes the sum of the first value, then maximizes the least second
-    value, and then maximizes the sum of the third value.
+    ``groups``: for each possible group, kind of device -> number in the group. ``things``: kind of device -> number in
+    total. ``goals``: three lists with one value for each group. The division minimizes the sum of the first values,
+    then maximizes the least second value, and then maximizes the sum of the third values.
     """
     check_threads()
     model = cp_model.CpModel()

@@ -59,17 +59,19 @@ _NONE: Mapping[str, Baseline] = {}
 
 @dataclass(frozen=True)
 class LayoutFamily:
-    """The layouts of one kind, such as ZeRO-3, that an expert would choose among (``candidates``). ``bounds``: lower
-    bounds on them. ``space``: the search space from which they were listed."""
+    """The layouts of one kind, such as ZeRO-3, among which an expert would choose (``candidates``). ``bounds``:
+    computes lower bounds on their step times. ``space``: the search space from which they were listed.
+    """
 
     candidates: tuple[MeshCandidate, ...]
     bounds: ModelBounds
     space: SearchSpace
 
     def promising(self, most_s: float) -> list[MeshCandidate]:
-        """Return the layouts that may fit and take less than ``most_s`` seconds per step by their bounds. First comes
-        the best layout of each combination of ``pp``, ``tp`` and ``cp``, then the others, each in increasing order of
-        expected time."""
+        """Return the layouts that may fit in memory and take less than ``most_s`` seconds per step by their lower
+        bounds. First comes the best layout of each combination of ``pp``, ``tp`` and ``cp``, then the others, each in
+        increasing order of expected time.
+        """
         if not self.candidates:
             return []
         times = self.bounds.times(self.candidates)
@@ -105,8 +107,9 @@ class LayoutFamily:
 
     def interleaved(self, candidate: MeshCandidate) -> list[MeshCandidate]:
         """Return variants of ``candidate`` under the interleaved schedule with several virtual stages on each rank.
-        Numbers of virtual stages near ``_FEW`` come first. The list is empty if the candidate has no pipeline or is not
-        under 1F1B."""
+        Numbers of virtual stages near 8 come first. The list is empty if the candidate has no pipeline or is not under
+        1F1B.
+        """
         if candidate.pp == 1 or candidate.schedule != "1f1b" or not self.space.train:
             return []
         several = [p for p in several_stages(self.space, candidate) if p.schedule == "interleaved"]
@@ -115,9 +118,9 @@ class LayoutFamily:
 
 @dataclass(frozen=True)
 class StandardLayout:
-    """A layout that the report compares with.
+    """A well-known layout with which the report compares the plan.
 
-    ``name``: how reports call it. ``candidates``: candidates to try until one fits, the best by its bound first.
+    ``name``: how reports call it. ``candidates``: mesh candidates to try until one fits, the best by its bound first.
     ``excluded``: the reason why the search cannot choose the layout; empty if it can. ``family``: the layouts of this
     kind among which the best is shown, or ``None``.
     """
@@ -131,8 +134,10 @@ class StandardLayout:
 def list_standard_layouts(
     space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds, free: ModelBounds
 ) -> list[StandardLayout]:
-    """Return the layouts to compare with, from ``candidates`` if possible. ``bounds``: lower bounds for the job.
-    ``free``: lower bounds for the job without constraints on the layout."""
+    """Return the well-known layouts with which the report compares the plan (plain data parallelism, ZeRO-3,
+    Megatron-LM's), taken from ``candidates`` if possible. ``space``: the search space. ``bounds``: lower bounds for the
+    job. ``free``: lower bounds for the job without constraints on the layout.
+    """
     wide = replace(space, constraints=unpin_constraints(space.constraints))
     own = best = _find_textbook_layouts(space, candidates, bounds)
     others: Sequence[MeshCandidate] = candidates
@@ -166,7 +171,8 @@ def _find_layout_families(
     space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds
 ) -> dict[str, LayoutFamily]:
     """Return two families of layouts by name: ZeRO-3, whose ranks are all data-parallel as far as the batch allows, and
-    Megatron-LM's."""
+    Megatron-LM's. ``candidates``: the candidates of ``space``. ``bounds``: computes lower bounds on them.
+    """
     sharded = [p for p in candidates if p.pp == 1 and p.zero == 3 and not p.dp_shard]
     plainest = min(((p.tp, p.cp) for p in sharded), default=(1, 1))
     sharded = [p for p in sharded if (p.tp, p.cp) == plainest]
@@ -181,8 +187,10 @@ def _find_textbook_layouts(
     space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds
 ) -> dict[str, MeshCandidate | None]:
     """Return the layouts that every report compares with: ``"data parallel"`` (plain data parallelism, without expert
-    parallelism) and ``"megatron"`` (the layout that Megatron-LM's authors recommend). Of each kind the candidate with
-    the least lower bound on its step time that fits in memory; ``None`` if there is none."""
+    parallelism) and ``"megatron"`` (the layout that Megatron-LM's authors recommend). The value is that one of
+    ``candidates`` of this kind which fits in memory and has the least lower bound on its step time; ``None`` if there
+    is none.
+    """
     found = find_baseline_candidates(space, candidates, bounds.times, _build_fit_check(bounds))
     plain = [p for p in candidates if p.pp == p.tp == p.cp == p.ep == 1 and not p.zero]
     return {**found, "data parallel": find_least_bound_candidate(plain, bounds.times, _build_fit_check(bounds))}
@@ -191,8 +199,9 @@ def _find_textbook_layouts(
 def _list_leaner_candidates(
     space: SearchSpace, candidate: MeshCandidate, known: Collection[MeshCandidate]
 ) -> Iterator[MeshCandidate]:
-    """Yield variants of ``candidate`` that need less memory: smaller microbatches, then (with ``tp``) also more stages.
-    ``known``: the candidates of the search."""
+    """Yield variants of ``candidate`` that need less memory: smaller microbatches, then (with ``tp``) also more
+    pipeline stages. ``known``: the candidates of the search, to which variants without ZeRO must belong.
+    """
     for pp in list_divisors(candidate.pp * candidate.dp):
         dp = candidate.pp * candidate.dp // pp
         if pp < candidate.pp or (pp > candidate.pp and candidate.tp == 1) or not space.splits(dp):
@@ -205,8 +214,9 @@ def _list_leaner_candidates(
 
 
 def is_known(standard: StandardLayout, rows: Sequence[Candidate]) -> bool:
-    """Whether the search has already planned this layout (or the best of its family), so that nothing has to be planned
-    for the report. ``rows``: the outcomes of the search."""
+    """Return whether the search has already planned the layout ``standard`` (or the best of its family), so that
+    nothing has to be planned for the report. ``rows``: the outcomes of the search, one for each candidate.
+    """
     if standard.family is not None:
         best = _best_row(standard, rows)
         return best is not None and best.status == "chosen"
@@ -226,12 +236,12 @@ def compare_standard_layouts(
 ) -> tuple[Baseline, ...]:
     """Return each of the layouts ``found`` with its outcome, for the report.
 
-    The outcome is the plan without host memory (``unhosted``, by name) if that fits, otherwise the layout's row of the
-    search, otherwise a plan made now. If a layout does not fit, smaller microbatches and more stages are tried. For a
-    layout with a family, the best member that is found until the time ``until`` (monotonic clock) is shown.
+    The outcome is the plan without host memory if that fits, otherwise the layout's row of the search, otherwise a plan
+    made now. If a layout does not fit, smaller microbatches and more stages are tried. For a layout with a family, the
+    best member is shown that is found until ``until`` (:func:`time.monotonic`).
 
-    ``rows``: the outcomes of the search, one row for each candidate. ``evaluate``: plans a candidate, given the seconds
-    to beat. ``offload``: the kinds of data kept in host memory.
+    ``rows``: the outcomes of the search, one for each candidate. ``evaluate``: plans a candidate, given the seconds to
+    beat. ``offload``: the kinds of data kept in host memory. ``unhosted``: layout name -> plan without host memory.
     """
     made = []
     for standard in found:
@@ -256,8 +266,9 @@ def compare_standard_layouts(
 
 
 def _best_row(standard: StandardLayout, rows: Sequence[Candidate]) -> Candidate | None:
-    """Return the fastest of ``rows``, the report's rows of the candidates of the search, that belongs to the layout's
-    family, interleaved schedules included; ``None`` if there is none."""
+    """Return the fastest of ``rows``, the outcomes of the search's candidates, that belongs to the family of
+    ``standard``, interleaved schedules included; ``None`` if there is none.
+    """
     family = standard.family
     if family is None:
         return None
@@ -285,8 +296,10 @@ def _tune_standard_layout(
     evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate],
     until: float,
 ) -> Candidate | None:
-    """Return the best layout of a family that is found until the time ``until``: the ``textbook`` one, one of ``rows``
-    (what the search solved), or one that is planned now by ``evaluate``. ``None`` if the layout has no candidates."""
+    """Return the best outcome of a layout's family that is found until ``until`` (:func:`time.monotonic`):
+    ``textbook``, one of ``rows`` (the outcomes of the search), or one that is planned now by ``evaluate``. ``None`` if
+    the layout has no candidates.
+    """
     family, best = standard.family, textbook
     if family is None:
         return best
@@ -346,9 +359,11 @@ def _plan_interleaved_layouts(
     best_s: Callable[[], float],
     plan: Callable[[MeshCandidate], Candidate | None],
 ) -> None:
-    """Plan the fastest pipelines of ``tried`` again with several virtual stages, which leave about an eighth of the
-    pipeline bubble. The most promising come first, and the total effort is limited. ``best_s``: returns the seconds of
-    the best plan so far. ``plan``: plans one candidate."""
+    """Plan the fastest pipelines of ``tried`` again with several virtual stages on each rank, which leave about an
+    eighth of the pipeline bubble. The most promising come first, and the total effort is limited. ``tried``: pairs of
+    an outcome and its candidate. ``best_s``: returns the seconds of the best plan so far. ``plan``: plans one
+    candidate.
+    """
     filled = sorted(
         (_read_step_seconds(row) - _FILLED * (row.breakdown or {}).get("bubble", 0.0), p) for row, p in tried
     )
@@ -369,8 +384,9 @@ def _read_step_seconds(row: Candidate | None) -> float:
 
 
 def _identify_layout(row: Candidate) -> tuple[object, ...]:
-    """Return a key of an outcome's layout: mesh, microbatch size, schedule and ZeRO. Outcomes with equal keys have the
-    same layout."""
+    """Return a key of the layout of ``row``, the outcome of a candidate: mesh, microbatch size, schedule and ZeRO.
+    Outcomes with equal keys have the same layout.
+    """
     others = row.microbatch_size, row.schedule, row.zero, row.dp_shard, row.virtual_stages, row.etp
     return tuple(row.mesh.values()), *others
 
@@ -388,6 +404,9 @@ def no_candidates(found: Sequence[StandardLayout], names: Collection[str]) -> li
 def _plan_candidate_report(
     candidate: MeshCandidate, evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate], cutoff_s: float = math.inf
 ) -> Candidate:
+    """Plan ``candidate`` with ``evaluate``, and return its row for the report, with the reason if there is no plan.
+    ``cutoff_s``: plans of at least this many seconds per step are of no interest.
+    """
     try:
         return build_candidate_report(candidate, evaluate(candidate, cutoff_s))
     except PartitionError as error:
@@ -415,6 +434,8 @@ def _list_candidates_if_any(space: SearchSpace) -> list[MeshCandidate]:
 
 
 def _build_fit_check(bounds: ModelBounds) -> Callable[[MeshCandidate], bool]:
+    """Return a cached function that says whether a candidate may fit in memory, by its lower bounds."""
+
     @cache
     def fits(candidate: MeshCandidate) -> bool:
         try:

@@ -34,23 +34,27 @@ _TOLD_EVERY_S = 0.1  # least seconds between two progress reports without an eva
 
 
 class Bounds(Protocol):
-    """Interface of the lower bounds, in seconds, on the step time of a candidate's plans."""
+    """Interface of the object that computes lower bounds, in seconds, on the step times of a candidate's plans."""
 
     def times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
-        """Return lower bounds in seconds on all candidates at once, shape ``[candidates]``."""
+        """Return a lower bound in seconds for each of ``candidates``, shape ``[candidates]``."""
 
     def family(self, candidate: MeshCandidate) -> Hashable:
         """Return a key that is equal for candidates that are bounded together, such as those that differ in ZeRO alone.
-        They have the same schedule."""
+        Candidates with equal keys have the same schedule.
+        """
 
     def members(self, candidates: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
-        """Return all candidates that belong to the family (the candidates that are bounded together) of ``candidates``,
-        including those for which :meth:`times` was not called."""
+        """Return all candidates that are bounded together with ``candidates``, which are some of them. The result
+        includes those for which no bound has been requested yet.
+        """
 
     @property
     def family_bounds(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
-        """Return the functions that compute a lower bound in seconds for a family of candidates, to be called in order.
-        Their arguments are the candidates of the family and a cutoff in seconds; a bound above it need not be exact."""
+        """Return the functions that compute a lower bound in seconds for a family (candidates that are bounded
+        together), to be called in order. Their arguments are the candidates of the family and a cutoff in seconds; a
+        bound above it need not be exact.
+        """
 
     @property
     def candidate_bounds(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
@@ -62,8 +66,9 @@ class Bounds(Protocol):
         """Return the approximate seconds of recomputation in a step. This is not a bound."""
 
     def shortage(self, candidate: MeshCandidate) -> CapacityError | None:
-        """Return the exact memory shortage of a candidate for which only a lower bound on it is known; ``None`` if that
-        is not available."""
+        """Return the exact memory shortage of a candidate for which only a lower bound on the missing bytes is known;
+        ``None`` if it cannot be computed.
+        """
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,7 @@ class SearchProgress:
         return format_html_figures("Search in progress", self._list_figures())
 
     def _list_figures(self) -> list[tuple[str, str]]:
+        """Return the figures of the report as pairs (name, text)."""
         return [
             ("solved", f"{self.num_evaluated:,}"),
             ("bounds", f"{self.num_bounded:,}"),
@@ -102,9 +108,9 @@ class SearchProgress:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best candidate, its plan, and the certificate of the search. ``best``: its plan. ``num_evaluated``: number of
-    candidates that were evaluated. ``rows``: the outcome of every candidate. ``interrupted``: whether the search ended
-    early."""
+    """The best candidate, its plan, and the certificate of the search. ``best``: the plan. ``num_evaluated``: number of
+    candidates that were evaluated. ``rows``: candidate -> outcome. ``interrupted``: whether the search ended early.
+    """
 
     candidate: MeshCandidate
     best: EvaluatedCandidate
@@ -121,8 +127,9 @@ class CandidatePlanner(Protocol):
         """Return the best plan of a candidate. Raises :class:`PartitionError` if it has none."""
 
     def can_prune(self, candidate: MeshCandidate, upper_bound_s: float) -> bool:
-        """Whether :meth:`evaluate` would find no plan that takes less than ``upper_bound_s`` seconds, though the bounds
-        do not show it. Raises the exceptions of :meth:`evaluate`."""
+        """Return whether an evaluation of ``candidate`` would find no plan that takes less than ``upper_bound_s``
+        seconds, though the proven bounds do not show it. Raises :class:`PartitionError` if the candidate has no plan.
+        """
 
     def bound_tightly(self, candidate: MeshCandidate, upper_bound_s: float) -> float:
         """Return the tightest lower bound in seconds on the candidate's plans. A bound of ``upper_bound_s`` is tight
@@ -137,11 +144,11 @@ class CandidatePlanner(Protocol):
 class BestFirstSearch:
     """Branch and bound over candidates. It finds the candidate with the least step time and a certificate.
 
-    ``tolerance``: stop when no bound is better than the best plan by more than this share. ``patience``: number of
-    consecutive families with several virtual stages on a rank that may bring no better plan; then the search skips such
-    families, and their bounds stay as they are. ``cutoff_s``: plans that take at least this many seconds are of no
-    interest. ``time_limit_s``: after this time, or on ``KeyboardInterrupt``, the best plan so far is returned with its
-    gap. ``progress``: called before each evaluation, and from time to time between evaluations.
+    ``tolerance``: stop when no bound is better than the best plan by more than this fraction. ``patience``: number of
+    consecutive groups of candidates with several virtual stages on a rank that may bring no better plan; then the
+    search skips such groups, and their bounds stay as they are. ``cutoff_s``: plans that take at least this many
+    seconds are of no interest. ``time_limit_s``: after this time, or on ``KeyboardInterrupt``, the best plan so far is
+    returned with its gap. ``progress``: called before each evaluation, and from time to time between evaluations.
     """
 
     bounds: Bounds
@@ -225,8 +232,10 @@ class BestFirstSearch:
         left_out: Mapping[MeshCandidate, str],
         before: Mapping[MeshCandidate, CandidateOutcome],
     ) -> None:
-        """Create an outcome for each candidate, with its quickest bound and the results of the earlier search
-        ``before``. ``left_out``: candidates that are reported but not searched, and the reasons."""
+        """Create an outcome for each candidate, with its quickest bound and the results of an earlier search.
+        ``left_out``: candidates that are reported but not searched, and the reasons. ``before``: candidate -> its
+        outcome in the earlier search.
+        """
         is_choice = len(candidates) > 1
         first = self.bounds.times(candidates).tolist() if is_choice else [0.0] * len(candidates)
         self.outcomes = {c: CandidateOutcome(c, bound) for c, bound in zip(candidates, first, strict=True)}
@@ -240,8 +249,8 @@ class BestFirstSearch:
                 _mark_infeasible(row, old.error)
 
     def _branch_and_bound(self, deadline: float) -> bool:
-        """Run until no lower bound is below the best step time. Return ``False`` if time ran out. ``deadline``: end of
-        the search on the clock of :func:`time.monotonic`.
+        """Tighten bounds and evaluate candidates until no lower bound is below the best step time. Return ``False`` if
+        time ran out. ``deadline``: end of the search on the clock of :func:`time.monotonic`.
 
         Schedules that have to be simulated come after the others, because their bounds are quick once a good plan is
         known.
@@ -289,15 +298,17 @@ class BestFirstSearch:
         return True
 
     def _is_skipped(self, candidate: MeshCandidate) -> bool:
-        """Whether the candidate has several virtual stages on a rank and enough such candidates were tried without
-        success."""
+        """Return whether the candidate has several virtual stages on a rank, and enough such candidates were tried
+        without a better plan.
+        """
         if self.patience is None or self.incumbent is None or not _has_virtual_stages(candidate):
             return False
         return len(self._fruitless) >= self.patience or self._spent >= 1.0
 
     def _group_open_families(self) -> list[Sequence[MeshCandidate]]:
-        """Return the families of the candidates in a fixed order, without families of one candidate that is already
-        done."""
+        """Return the candidates in groups that are bounded together, in a fixed order, without groups of one candidate
+        that is already done.
+        """
         families: dict[Hashable, list[MeshCandidate]] = {}
         for candidate in self.outcomes:
             families.setdefault(self.bounds.family(candidate), []).append(candidate)
@@ -306,9 +317,10 @@ class BestFirstSearch:
         return [members for members in nodes if len(members) > 1 or self.outcomes[members[0]].is_open]
 
     def _compute_next_bound(self, members: Sequence[MeshCandidate], step: int) -> float | None:
-        """Compute and store the next bound of a family or a candidate (``members``), and return it in seconds; ``None``
-        if there is no plan. ``step``: index of the bound in the sequence of family bounds, followed by candidate
-        bounds."""
+        """Compute and store the next bound of ``members``, candidates that are bounded together or a single one, and
+        return it in seconds; ``None`` if there is no plan. ``step``: index of the bound in the sequence of bounds for
+        groups, followed by those for single candidates.
+        """
         num_family_bounds = len(self.bounds.family_bounds)
         known = [self.outcomes[candidate] for candidate in members if candidate in self.outcomes]
         rows = [row for row in known if row.is_open]
@@ -326,6 +338,9 @@ class BestFirstSearch:
         return bound
 
     def _evaluate_candidate(self, candidate: MeshCandidate, num_open: int = 0) -> None:
+        """Plan ``candidate``, and store its plan, or the reason why it has none, in its outcome. ``num_open``: number
+        of queue entries, for the progress report.
+        """
         row = self.outcomes[candidate]
         self._report_progress(candidate, num_open or len(self.outcomes))
         self._num_evaluated += 1
@@ -343,8 +358,9 @@ class BestFirstSearch:
             self._spent = 0.0
 
     def _were_pruned_before(self, members: Sequence[MeshCandidate]) -> bool:
-        """Whether the earlier search showed that none of ``members`` is better than the best plan. In that case their
-        bounds stay as they are."""
+        """Return whether an earlier search showed that none of ``members`` is better than the best plan. In that case
+        their bounds stay as they are.
+        """
         found = [self._before.get(candidate) for candidate in members] if self._before else [None]
         if not all(row is not None and row.lower_bound_s >= self.upper_bound_s for row in found):
             return False
@@ -355,8 +371,9 @@ class BestFirstSearch:
         return True
 
     def _can_prune(self, candidate: MeshCandidate) -> bool:
-        """Whether a candidate need not be evaluated, because it has no plan or none that is better. Its bound stays as
-        it is."""
+        """Return whether ``candidate`` need not be evaluated, because it has no plan or none that is better. Its bound
+        stays as it is.
+        """
         row = self.outcomes[candidate]
         try:
             if self.upper_bound_s == math.inf or not self.planner.can_prune(candidate, self.upper_bound_s):
@@ -388,6 +405,9 @@ class BestFirstSearch:
         return True
 
     def _report_progress(self, candidate: MeshCandidate, num_open: int) -> None:
+        """Call the progress function with the state of the search. ``candidate``: the one that is processed now.
+        ``num_open``: number of queue entries that may still be better.
+        """
         self._reported = time.monotonic()
         if self.progress is not None:
             best = self.incumbent_s if self.incumbent is not None else None
@@ -419,7 +439,7 @@ class BestFirstSearch:
 
 
 def _has_virtual_stages(candidate: MeshCandidate) -> bool:
-    """Whether a rank has several stages, or the number of microbatches that it holds has no closed formula."""
+    """Return whether a rank has several stages, or the number of microbatches that it holds has no closed formula."""
     return not is_plain(candidate.schedule, candidate.virtual_stages)
 
 
@@ -434,7 +454,7 @@ Found = TypeVar("Found")
 @dataclass
 class ZeroInfeasibility:
     """Skips candidates that cannot fit because another one did not: one that differs only in ZeRO and needs no more
-    bytes for parameters, gradients and optimizer states. ``state_bytes``: returns these bytes on a rank.
+    bytes for parameters, gradients and optimizer states. ``state_bytes``: function that returns these bytes on a rank.
 
     It applies only to schedules with several stages on a rank or without a formula, whose stages take long to solve.
     ZeRO-3 is compared only with ZeRO-3, because it also gathers weights.
@@ -447,7 +467,8 @@ class ZeroInfeasibility:
 
     def tried(self, candidate: MeshCandidate, solve: Callable[[MeshCandidate], Found]) -> Found:
         """Return ``solve(candidate)``. Raises :class:`CapacityError` if ``solve`` does, and also without calling it if
-        a comparable candidate that needs no more memory did not fit."""
+        another candidate, which differs only in ZeRO and needs no more memory, did not fit.
+        """
         if is_plain(candidate.schedule, candidate.virtual_stages):
             return solve(candidate)
         family = replace(candidate, zero=0, dp_shard=0)

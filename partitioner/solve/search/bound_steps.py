@@ -32,9 +32,9 @@ class BoundCascade:
     """The sequence of lower bounds that the search computes for ``candidates`` and their families. A family is the
     candidates of ``space`` that differ in ZeRO alone.
 
-    The first bounds come from the unsharded model without collectives. Then a sharding is solved for the largest
-    microbatch; it bounds the collectives of smaller microbatches too, so one sharding bounds all candidates with one
-    size of ``tp``. Last, the candidate's own sharding gives the tightest bound.
+    The first bounds come from the unsharded model without collectives (``bounds``). Then a sharding is solved
+    (``evaluator``) for the largest microbatch; it bounds the collectives of smaller microbatches too, so one sharding
+    bounds all candidates with one size of ``tp``. Last, the candidate's own sharding gives the tightest bound.
     """
 
     def __init__(
@@ -88,8 +88,9 @@ class BoundCascade:
         self.evaluator.expect(self._of_families(candidates), [*largest, *((p, p.microbatch_size) for p in fit)])
 
     def _of_families(self, candidates: Sequence[MeshCandidate]) -> Iterator[tuple[MeshCandidate, int]]:
-        """Yield pairs of a candidate and a microbatch size: the shardings from which the families of ``candidates``
-        will be bounded."""
+        """Yield pairs (candidate, microbatch size) that name the shardings from which ``candidates`` will be bounded,
+        one for each family (candidates that differ in ZeRO alone).
+        """
         for family in dict.fromkeys(map(self.family, candidates)) if self._scales else ():
             if family.microbatch_size in self._sizes[family.tp] and not family.tp == family.cp == family.ep == 1:
                 yield family, self._find_largest_microbatch(family)
@@ -100,8 +101,9 @@ class BoundCascade:
         return candidate.sharing(0)
 
     def members(self, candidates: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
-        """Return all candidates of the family of ``candidates``, including those under hybrid sharding, where states
-        are sharded over a part of ``dp`` only."""
+        """Return all candidates that differ from ``candidates`` in ZeRO alone, including those under hybrid sharding,
+        where parameters, gradients and optimizer states are sharded over a part of ``dp`` only.
+        """
         candidate = candidates[0]
         key = candidate.dp, candidate.cp, candidate.tp  # all that they depend on
         if key not in self._parts:
@@ -110,9 +112,11 @@ class BoundCascade:
 
     @property
     def family_bounds(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
-        """Return the functions that bound a family, in the order in which they are called. The first two use the
-        sharding of the largest microbatch: an even division into stages, then the best stages in the memory of the
-        member that needs least. The last two do the same with the family's own sharding."""
+        """Return the functions that bound a family (candidates that differ in ZeRO alone), in the order in which they
+        are called. The first two use the sharding of the largest microbatch: an even division into stages, then the
+        best stages in the memory of the member that needs least. The last two do the same with the family's own
+        sharding.
+        """
         return self._even, self._bound_least_memory_stages, self._own_even, self._own_lean
 
     @cached_property
@@ -121,8 +125,9 @@ class BoundCascade:
 
         The first checks whether parameters and optimizer states fit. The next ones use the sharding of the largest
         microbatch: an even division into stages with the collectives of ZeRO, and the best stages. Then the same with
-        the candidate's own sharding, where the best stages are first computed in the memory of the family member that
-        needs least. The last one evaluates placements on a cluster of equal devices, if not all placements are tried.
+        the candidate's own sharding, where the best stages are first computed in the memory of that candidate which
+        needs least among those that differ in ZeRO alone. The last one evaluates placements on a cluster of equal
+        devices, if not all placements are tried.
         """
         relaxed = self._held, self._gathered, self._bound_candidate_stages, self._bound_stages_thoroughly
         return *relaxed, self._bound_own_microbatch, self._own_leanest, self._own_staged, self._alike.quickly
@@ -153,6 +158,10 @@ class BoundCascade:
         return None
 
     def _even(self, candidates: Sequence[MeshCandidate], _: float) -> float:
+        """Return a lower bound in seconds on the steps of ``candidates``, which differ in ZeRO alone, from an even
+        division into stages, by the sharding of the largest microbatch; 0 if there is none. Raises
+        :class:`CapacityError` if one microbatch does not fit.
+        """
         self.bounds.check_microbatch(candidates[0])
         self._lean[self.family(candidates[0])] = min(candidates, key=self.bounds.state_bytes)
         floor = self._of_largest(self.family(candidates[0]))
@@ -161,9 +170,10 @@ class BoundCascade:
         return self.bounds.with_floor(candidates, floor) if floor else 0.0
 
     def _bound_least_memory_stages(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
-        """Return a lower bound in seconds on the steps of a family, from the best stages in the memory of the member
-        that needs least. Schedules with several stages on a rank are bounded by the recomputation that memory requires.
-        ``candidates``: the members of the family. ``cutoff_s``: a bound of this many seconds is tight enough."""
+        """Return a lower bound in seconds on the steps of ``candidates``, which differ in ZeRO alone, from the best
+        stages in the memory of the one that needs least. Schedules with several stages on a rank are bounded by the
+        recomputation that memory requires. ``cutoff_s``: a bound of this many seconds is tight enough.
+        """
         key = self.family(candidates[0])
         if not is_plain(key.schedule, key.virtual_stages):
             return self._bound_simulated_recompute(candidates, cutoff_s)
@@ -185,15 +195,20 @@ class BoundCascade:
         return self.bounds.staged(candidates, found)
 
     def _own_even(self, candidates: Sequence[MeshCandidate], _: float) -> float:
-        """Return a lower bound in seconds that holds for the whole family, from an even division into stages, by the
-        sharding of the family's candidate without ZeRO. That candidate is never slower than the others. ``candidates``:
-        the members of the family."""
+        """Return a lower bound in seconds that holds for all ``candidates``, which differ in ZeRO alone, from an even
+        division into stages, by the sharding of the candidate without ZeRO. That candidate is never slower than the
+        others.
+        """
         if self._says_most(candidates[0]):
             return 0.0  # an earlier bound included it
         floor = self.evaluator.floor(self.family(candidates[0]), candidates[0].microbatch_size)
         return self.bounds.with_floor(candidates, floor) if floor else 0.0
 
     def _own_lean(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
+        """Return a lower bound in seconds on the steps of ``candidates``, which differ in ZeRO alone, from the best
+        stages by their own sharding in the memory of the one that needs least; 0 if there is none. ``cutoff_s``: a
+        bound of this many seconds is tight enough.
+        """
         if len(candidates) < 2 or not is_plain(candidates[0].schedule, candidates[0].virtual_stages):
             return 0.0
         found = self._of_leanest(self._lean[self.family(candidates[0])], cutoff_s)
@@ -204,6 +219,9 @@ class BoundCascade:
         return 0.0
 
     def _gathered(self, candidate: MeshCandidate, _: float) -> float:
+        """Return a lower bound in seconds on the step of ``candidate``, with the collectives of ZeRO-2 or ZeRO-3; 0 for
+        other stages of ZeRO.
+        """
         if candidate.zero == 2:
             return self._bound_zero2_scatters(candidate)
         floor = self._of_all(candidate) if candidate.zero == 3 else None  # for others the family's bound included it
@@ -222,6 +240,10 @@ class BoundCascade:
         return self._gathers.scattered(candidate, m, known, self.bounds.forward_s(candidate, floor))
 
     def _bound_candidate_stages(self, candidate: MeshCandidate, cutoff_s: float) -> float:
+        """Return a lower bound in seconds on the step of ``candidate`` from its best stages, by the sharding of the
+        largest microbatch; 0 if the bound would not be tighter than earlier ones. ``cutoff_s``: a bound of this many
+        seconds is tight enough.
+        """
         if not is_plain(candidate.schedule, candidate.virtual_stages):
             return self._bound_simulated_recompute([candidate], cutoff_s)
         if self._has_room(candidate):
@@ -233,8 +255,9 @@ class BoundCascade:
         return self.bounds.staged([candidate], least)
 
     def _has_room(self, candidate: MeshCandidate) -> bool:
-        """Whether an even division into stages leaves so much memory free that the candidate's bound on stages would
-        equal its family's."""
+        """Return whether an even division into stages leaves so much memory free that the candidate's bound on stages
+        would equal the bound that holds for all candidates that differ in ZeRO alone.
+        """
         if candidate.zero == 3 or not isinstance(self._shared.get(self.family(candidate)), LeastTime):
             return False
         flying = most_in_flight(candidate.schedule, candidate.pp, int(self.bounds.rounds(candidate)))
@@ -245,7 +268,8 @@ class BoundCascade:
     def _bound_simulated_recompute(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
         """Return a lower bound in seconds on steps under a simulated schedule: the work plus the recomputation that is
         needed so that activations fit on all ranks together, where no rank computes for longer than the step.
-        ``candidates``: the members of the family. ``cutoff_s``: a bound of this many seconds is tight enough."""
+        ``candidates``: differ in ZeRO alone. ``cutoff_s``: a bound of this many seconds is tight enough.
+        """
         candidate = min(candidates, key=self.bounds.state_bytes)
         job = self.evaluator.job
         if not job.train or candidate.pp == 1 or job.constraints.offload:
@@ -270,6 +294,9 @@ class BoundCascade:
         return least_of(of_steps, known, cutoff_s)
 
     def _needs_of(self, candidate: MeshCandidate) -> MicrobatchMemory:
+        """Return lower bounds on the activation bytes of one microbatch of ``candidate`` through all block calls
+        (cached).
+        """
         split = is_split(candidate.schedule)
         key = candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep, split
         if key not in self._needs:
@@ -298,8 +325,10 @@ class BoundCascade:
         return float(m / speeds * seconds)
 
     def _bound_stages_thoroughly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return a lower bound in seconds from a thorough search of the stages, if the quick search found none that
-        fit; otherwise 0. ``cutoff_s``: a bound of this many seconds is tight enough."""
+        """Return a lower bound in seconds on the step of ``candidate`` from a thorough search of its cuts into stages,
+        if the quick search found none that fit; otherwise 0. ``cutoff_s``: a bound of this many seconds is tight
+        enough.
+        """
         if candidate not in self._unseen:
             return 0.0
         return self.bounds.staged(
@@ -307,17 +336,25 @@ class BoundCascade:
         )
 
     def _bound_own_microbatch(self, candidate: MeshCandidate, _: float) -> float:
+        """Return a lower bound in seconds on the step of ``candidate`` from an even division into stages, by its own
+        sharding; 0 if there is none or an earlier bound included it.
+        """
         if self._says_most(candidate):
             return 0.0  # an earlier bound included it
         floor = self.evaluator.floor(candidate, candidate.microbatch_size)
         return self.bounds.with_floor([candidate], floor) if floor else 0.0
 
     def _says_most(self, candidate: MeshCandidate) -> bool:
-        """Whether the sharding that bounds the family is the candidate's own, so that bounds from it are already
-        known."""
+        """Return whether the sharding of the largest microbatch is the candidate's own, so that bounds from it are
+        already known.
+        """
         return self._scales and candidate.microbatch_size == self._find_largest_microbatch(candidate)
 
     def _own_leanest(self, candidate: MeshCandidate, cutoff_s: float) -> float:
+        """Return a lower bound in seconds on the step of ``candidate`` by its own sharding, in the memory of that
+        candidate which needs least among those that differ in ZeRO alone; 0 if there is none. ``cutoff_s``: a bound of
+        this many seconds is tight enough.
+        """
         leanest = self._lean.get(self.family(candidate), candidate)
         if leanest == candidate or not is_plain(candidate.schedule, candidate.virtual_stages):
             return 0.0
@@ -325,9 +362,10 @@ class BoundCascade:
         return self.bounds.staged([candidate], found) if found else 0.0
 
     def _of_leanest(self, leanest: MeshCandidate, cutoff_s: float) -> LeastTime | None:
-        """Return lower bounds on the stage times of a family, in the memory of ``leanest``, its member that needs
-        least. ``None`` means that there is no bound. ``cutoff_s``: bounds that make a step this many seconds long are
-        tight enough. Raises the error of ``leanest`` if that has no plan."""
+        """Return lower bounds on the stage times of candidates that differ in ZeRO alone, in the memory of ``leanest``,
+        the one that needs least. ``None`` means that there is no bound. ``cutoff_s``: bounds that make a step this many
+        seconds long are tight enough. Raises :class:`PartitionError` if ``leanest`` has no plan.
+        """
         if leanest not in self._own_shared:
             try:
                 least = self.evaluator.bound_family_costs(leanest)
@@ -340,6 +378,10 @@ class BoundCascade:
         return found
 
     def _own_staged(self, candidate: MeshCandidate, cutoff_s: float) -> float:
+        """Return a lower bound in seconds on the step of ``candidate`` from its best stages, by its own sharding; 0 for
+        schedules that have to be simulated with several stages on a rank. ``cutoff_s``: a bound of this many seconds is
+        tight enough.
+        """
         if not is_plain(candidate.schedule, candidate.virtual_stages):
             return 0.0
         return self.bounds.staged(
@@ -352,6 +394,9 @@ class BoundCascade:
         return self._gathers.beside(self._of_largest(self.family(candidate)), candidate)
 
     def _of_largest(self, candidate: MeshCandidate) -> BlockLowerBound | None:
+        """Return lower bounds on each block's seconds for ``candidate``, by the sharding of the largest microbatch;
+        ``None`` if there is no bound.
+        """
         if (
             not self._scales or candidate.tp == candidate.cp == candidate.ep == 1
         ):  # without collectives the bound would hardly be tighter

@@ -81,10 +81,10 @@ _MOST_SIMULATED = 4  # candidates that get their simulated time, at most; after 
 
 
 class PlanFinder(Protocol):
-    """Callable that returns the best plan of a job within a time limit in seconds (``None``: no limit).
+    """Function that returns the best plan of a job within a time limit in seconds (``None``: no limit).
 
-    ``before``: the result of an earlier search, in which ranks had more free memory. ``emit``: function that writes the
-    program of a solved candidate; it may be started before the search has ended.
+    ``before``: the result of an earlier search, in which ranks had more free memory, or ``None``. ``emit``: function
+    that writes the program of a solved candidate; it may be started before the search has ended.
     """
 
     def __call__(
@@ -105,9 +105,8 @@ def plan_to_fit(
 
     The program of a plan may need more memory than the search estimated. If it exceeds a device, the search is repeated
     with more memory reserved for this candidate, and finally for all candidates. ``estimate_only``: return no program,
-    because the plan is not to be executed. Repetitions end when ``time_limit_s`` seconds have passed.
-
-    Raises the exceptions of ``find``, and :class:`CapacityError` if no program fits.
+    because the plan is not to be executed. Repetitions end when ``time_limit_s`` seconds have passed. Raises the
+    exceptions of ``find``, and :class:`CapacityError` if no program fits.
     """
     near: tuple[PlannedProgram, PlanSearchResult] | None = None
     explored: PlanSearchResult | None = None
@@ -167,7 +166,7 @@ def plan_to_fit(
 
 
 def _is_slower(estimate: Estimate) -> bool:
-    """Whether the simulation of the program is longer than the estimate by more than :data:`SAME_TIME`."""
+    """Return whether the simulated step time of the program is more than 1 % longer than the estimate."""
     return estimate.simulated is not None and estimate.simulated > estimate.step_time * (1 + SAME_TIME)
 
 
@@ -191,8 +190,8 @@ def _correct_step_time(found: PlannedProgram, certificate: Certificate) -> Plann
 
 
 def _as_followed(certificate: Certificate, found: PlannedProgram) -> Certificate:
-    """Return ``certificate`` in which the row of the chosen plan has the memory of its program, instead of the search's
-    estimate.
+    """Return ``certificate`` in which the row of the chosen plan has the memory of its program (``found``), instead of
+    the search's estimate.
     """
     if found.program is None:
         return certificate
@@ -211,7 +210,8 @@ def _as_followed(certificate: Certificate, found: PlannedProgram) -> Certificate
 
 def _with_less(job: Job, candidate: MeshCandidate, lacks: _MemoryShortfall, tried: Counter[MeshCandidate]) -> Job:
     """Return ``job`` with a larger memory reserve for ``candidate``, so that its program may fit. After a few tries the
-    returned job excludes the candidate instead.
+    returned job excludes the candidate instead. ``lacks``: the memory shortage of its program. ``tried``: candidate ->
+    number of tries, increased by this call.
     """
     tried[candidate] += 1
     if tried[candidate] >= _TRIES:
@@ -254,7 +254,7 @@ def _emit_chosen_program(job: Job, chosen: SolvedCandidate) -> EmittedProgram:
 @dataclass(frozen=True)
 class _MemoryShortfall:
     """Memory shortage of a program. ``error``: the shortage of the fullest stage. ``room``: usable bytes of a device of
-    that stage. ``untold``: the most bytes by which a stage that does not fit exceeds the search's estimate.
+    that stage. ``untold``: the most bytes by which a stage that does not fit needs more than the search estimated.
     """
 
     error: CapacityError
@@ -263,8 +263,8 @@ class _MemoryShortfall:
 
 
 def can_fit_program(job: Job, chosen: SolvedCandidate) -> bool:
-    """Whether the program of ``chosen`` fits in device memory, or exceeds it by no more than a small tolerance. Returns
-    ``True`` for plans that are only estimated, because they have no program.
+    """Return whether the program of ``chosen`` fits in device memory, or exceeds it by no more than a small tolerance.
+    Returns ``True`` for plans that are only estimated, because they have no program.
     """
     if planned_only(job, chosen.candidate, job.constraints):
         return True

@@ -61,10 +61,11 @@ def schedules_of_several(
     bounds: Bounds,
 ) -> list[Sequence[MeshCandidate]]:
     """Return groups of candidates with several virtual stages on each rank, in the order in which they should be tried.
+    In each group, the first candidate shows whether the others are worth trying.
 
-    The groups are variants of the best candidates in ``solved``, of solved pipelines that lose much time to bubbles and
-    recomputation, and of candidates whose bounds suggest a faster plan. ``found``: the best candidate so far. ``rows``:
-    the outcomes of all candidates. In each group, the first candidate shows whether the others are worth trying.
+    The groups are variants of the best candidates in ``solved`` (candidate -> plan), of solved pipelines that lose much
+    time to bubbles and recomputation, and of candidates whose bounds suggest a faster plan. ``found``: the best
+    candidate so far. ``rows``: the outcomes of all candidates. ``bounds``: computes lower bounds on candidates.
     """
     enough = solved[found].step_time
     best: dict[MeshCandidate, MeshCandidate] = {}
@@ -93,7 +94,9 @@ def schedules_of_several(
 
 
 def _far_from_few(candidate: MeshCandidate) -> tuple[bool, int]:
-    """Return a sort key: interleaved schedules come first, and among them numbers of virtual stages near 8."""
+    """Return a sort key of ``candidate``: interleaved schedules come first, and among them numbers of virtual stages
+    near 8.
+    """
     return candidate.schedule != "interleaved", abs(candidate.virtual_stages - _FEW)
 
 
@@ -137,7 +140,7 @@ def _list_promising_candidates(
     bounds: Bounds,
 ) -> Iterator[MeshCandidate]:
     """Yield unsolved 1F1B candidates that would take clearly less than ``cutoff_s`` seconds with interleaved stages,
-    fastest first.
+    fastest first. ``rows``: the outcomes of the search. ``bounds``: computes lower bounds on candidates.
 
     The estimate scales the bounds of a candidate by the smaller pipeline bubble and adds the recomputation that memory
     requires. Candidates whose mesh and microbatch size are in ``solved`` are skipped.
@@ -210,12 +213,13 @@ def best_schedule(
     certificate: Certificate,
     deadline: float,
 ) -> tuple[SolvedCandidate, Certificate]:
-    """Return the best plan among ``found`` and the candidates in ``several``, and the certificate with a row for each
-    candidate tried.
+    """Return the best plan among ``found`` and the candidates in ``several`` (groups with several virtual stages on a
+    rank), and the certificate with a row for each candidate tried.
 
-    The search ends at ``deadline`` or on ``KeyboardInterrupt``. ``evaluate``: plans a candidate and bounds its plans.
-    ``attempt``: plans a candidate without such a bound. ``last``: computes the tightest lower bound of a candidate in
-    seconds, given a step time that is tight enough.
+    The search ends at ``deadline`` (:func:`time.monotonic`) or on ``KeyboardInterrupt``. ``evaluate``: plans a
+    candidate and bounds its plans. ``attempt``: plans a candidate without such a bound. ``last``: computes the tightest
+    lower bound of a candidate in seconds, given a step time that is tight enough. ``bounds``: computes quicker lower
+    bounds.
     """
     best, rows, cut_off = found, list[Candidate](), certificate.cut_off
     better: EvaluatedCandidate | None = None
@@ -274,8 +278,9 @@ def best_schedule(
 def without_limit(
     certificate: Certificate, found: SolvedCandidate, again: SolvedCandidate
 ) -> tuple[SolvedCandidate, Certificate]:
-    """Return the faster of two plans and its certificate. ``found``: solved with a cutoff of the step time. ``again``:
-    the same candidate solved without a cutoff.
+    """Return the faster of two plans and its certificate. ``found``: the plan that was solved with the step time of an
+    earlier plan as a limit, and has ``certificate``. ``again``: the plan of the same candidate, solved without this
+    limit.
     """
     if again.estimate.step_time >= found.estimate.step_time:
         return found, certificate
@@ -301,8 +306,9 @@ def solved_to_evaluated(solved: SolvedCandidate) -> EvaluatedCandidate:
 def _add_rows_to_certificate(
     certificate: Certificate, rows: Sequence[Candidate], best: SolvedCandidate, found: SolvedCandidate
 ) -> Certificate:
-    """Return ``certificate`` with ``rows`` appended. If ``best`` is not ``found``, the objective, the chosen row, the
-    bound and the gap are those of ``best``, and the bound of ``certificate`` is the one of the covered schedules.
+    """Return ``certificate`` with ``rows`` appended. ``found``: the plan that it certifies. If ``best`` is another
+    plan, the objective, the chosen row, the bound and the gap become those of ``best``, and the old bound is stored as
+    the one of the schedules that the search covers.
     """
     if best is found:
         return certificate.model_copy(update={"candidates": (*certificate.candidates, *rows)})
@@ -328,7 +334,7 @@ def _at_least(row: Candidate, seconds: float) -> Candidate:
 
 
 def _is_same_candidate(row: Candidate, other: Candidate) -> bool:
-    """Whether two rows of a report are about the same candidate."""
+    """Return whether two rows of a report are about the same candidate."""
     names = "mesh", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard", "etp"
     return all(getattr(row, name) == getattr(other, name) for name in names)
 

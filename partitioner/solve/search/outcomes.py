@@ -23,7 +23,8 @@ _ROUNDING = 1e-12  # relative gap that counts as none
 @dataclass(frozen=True)
 class EvaluatedCandidate:
     """The best plan of a candidate. ``step_time``: seconds of a step. ``memory``: bytes on the fullest rank.
-    ``payload``: data of the caller, such as the plan. ``breakdown``: seconds of a step by kind.
+    ``payload``: data of the caller, such as the plan. ``breakdown``: kind of work, such as ``"compute"`` -> seconds of
+    a step.
 
     ``least``: lower bound in seconds on the candidate's plans (``None``: ``step_time``). ``partly``: the bound covers
     only the placements that were tried. ``unsure``: other bounds of the candidate may be tighter.
@@ -48,9 +49,9 @@ class CandidateOutcome:
     """The result of the search for one candidate.
 
     ``status``: ``"chosen"``, ``"solved"``, ``"bounded"`` (not solved) or ``"infeasible"``. ``bound``: lower bound in
-    seconds on its step time. ``loose``: whether the bound could be tightened. ``pruned_s``: for a candidate that was
-    pruned, a lower bound in seconds on the plans that an evaluation would have tried. ``reason``, ``error``: why it has
-    no plan.
+    seconds on its step time. ``evaluated``: its best plan, or ``None``. ``loose``: whether the bound could be
+    tightened. ``pruned_s``: for a candidate that was not evaluated because it cannot be better, a lower bound in
+    seconds on the plans that an evaluation would have tried. ``reason``, ``error``: why it has no plan.
     """
 
     candidate: MeshCandidate
@@ -64,7 +65,7 @@ class CandidateOutcome:
 
     @property
     def is_open(self) -> bool:
-        """Whether the candidate was neither evaluated nor found infeasible."""
+        """Return whether the candidate was neither evaluated nor found infeasible."""
         return self.evaluated is None and self.error is None
 
     @property
@@ -77,7 +78,7 @@ class CandidateOutcome:
 
     @property
     def says(self) -> bool:
-        """Whether the bound of this candidate counts in the bound of the whole search."""
+        """Return whether the lower bound of this candidate counts in the lower bound of the whole search."""
         return self.status == "bounded" or (self.evaluated is not None and self.evaluated.least is not None)
 
 
@@ -90,7 +91,8 @@ def list_solved_candidates(rows: Mapping[MeshCandidate, CandidateOutcome]) -> di
 def certificate_of(every: Collection[CandidateOutcome], objective: float, cut_off: CutOff | None = None) -> Certificate:
     """Return the certificate of a search: rows of the candidates, best first, and the least lower bound. ``every``: the
     outcomes of all candidates. ``objective``: step time of the best plan in seconds. ``cut_off``: why the search ended
-    early; ``None`` if it was completed."""
+    early (``"time limit"`` or ``"interruption"``); ``None`` if it was completed.
+    """
     order = {"chosen": 0, "solved": 1, "bounded": 2, "infeasible": 3}
     bound, gap = bound_and_gap(objective, (row.bound for row in every if row.says))
     rows = sorted(every, key=lambda r: (r.evaluated is None, order[r.status], _outcome_seconds(r)))
@@ -107,8 +109,8 @@ def certificate_of(every: Collection[CandidateOutcome], objective: float, cut_of
 
 
 def bound_and_gap(objective: float, bounds: Iterable[float]) -> tuple[float, float]:
-    """Return the least of ``objective`` and ``bounds`` in seconds, and the relative gap between ``objective`` and it. A
-    gap within rounding is 0.
+    """Return two numbers: the least of ``objective`` and ``bounds`` in seconds, and the gap between ``objective`` and
+    it as a fraction of ``objective``. A gap within rounding is 0.
     """
     bound = min([objective, *bounds])
     if objective - bound <= _ROUNDING * objective:

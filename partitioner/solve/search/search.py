@@ -69,12 +69,12 @@ _LEAST_S = 5.0  # for smaller clusters and tuned layouts, which are looked at fo
 
 @dataclass(frozen=True)
 class PlanSearchResult:
-    """Result of the search: the plan, its certificate, and the baselines, which may still be computed in the
-    background.
+    """Result of the search: the plan, its certificate, and the baselines (well-known layouts for comparison), which may
+    still be computed in the background.
 
-    ``chosen``: the plan. ``rows``: the outcome of each candidate. ``ahead``: an earlier best plan and its program,
-    which is written in the background. ``lacking``: the memory shortage that made the search choose offload; empty if
-    there was none.
+    ``chosen``: the plan. ``rows``: candidate -> its outcome. ``ahead``: an earlier best plan and its program, which is
+    written in the background, or ``None``. ``lacking``: the memory shortage that made the search choose offload; empty
+    if there was none.
     """
 
     chosen: SolvedCandidate
@@ -203,8 +203,11 @@ def _with_offload(job: Job, kinds: tuple[Offload, ...]) -> Job:
 
 @dataclass(frozen=True)
 class _SearchRequest:
-    """Arguments of :func:`search_for_plan`, where they are explained. ``deadline``: end of the search on the clock of
-    :func:`time.monotonic`."""
+    """Arguments of a search for a plan. ``progress``: called with the state of the search, or ``None``. ``compare``:
+    whether to plan the standard layouts for comparison. ``deadline``: end of the search on the clock of
+    :func:`time.monotonic`. ``cutoff_s``: plans of at least this many seconds per step are of no interest. ``emit``:
+    writes the program of a plan. ``other_batch``: returns the job with another global batch.
+    """
 
     progress: Callable[[SearchProgress], None] | None
     compare: bool
@@ -216,10 +219,11 @@ class _SearchRequest:
 
 @dataclass
 class _CandidateAttempts:
-    """Plans and bounds the candidates of one search, see :class:`partitioner.solve.search.best_first.CandidatePlanner`.
+    """Plans and bounds the candidates of one search.
 
-    ``best_s``: step time in seconds of the best plan so far, or the cutoff. The evaluator drops candidates that take
-    longer.
+    ``evaluator``: plans single candidates. ``bounds``: their lower bounds. ``early``: is told each outcome.
+    ``siblings``: skips candidates that cannot fit because a similar one did not. ``best_s``: step time in seconds of
+    the best plan so far, or the cutoff; the evaluator drops candidates that take longer.
     """
 
     evaluator: CandidateEvaluator
@@ -233,7 +237,9 @@ class _CandidateAttempts:
         self, candidate: MeshCandidate, *, proven: bool = True, devices: tuple[int, ...] | None = None
     ) -> EvaluatedCandidate:
         """Return the best plan of a candidate. ``proven``: whether to compute a tight lower bound on its plans.
-        ``devices``: the device of each rank; if ``None``, the placement is searched."""
+        ``devices``: the device index of each rank; if ``None``, the placement is searched. Raises
+        :class:`PartitionError` if there is no plan.
+        """
         is_complete = self.evaluator.placements.complete(candidate.grid)
         solve = partial(self.evaluator.solve, devices=devices, proven=proven and is_complete, cutoff_s=self.best_s)
         try:
@@ -264,8 +270,9 @@ def _search_candidates(
     *,
     hosts: bool,
 ) -> PlanSearchResult:
-    """Search the candidates of one offload variant of the job. ``hosts``: whether offload was added because nothing
-    fitted without it.
+    """Search the candidates of one variant of the job with fixed kinds of offloaded data, and return the best plan.
+    ``evaluator``, ``bounds``: plan and bound its candidates. ``before``: candidate -> its outcome in an earlier search.
+    ``hosts``: whether offload was added because nothing fitted without it.
     """
     start, compare, deadline, emit = time.monotonic(), request.compare, request.deadline, request.emit
     space = space_of(job, bounds)
@@ -329,6 +336,7 @@ def _search_candidates(
     as_long_s = max(_LEAST_S, search_s)
 
     def others() -> tuple[Baseline, ...]:
+        """Return the outcomes of the layouts, smaller clusters and batches with which the report compares the plan."""
         if not compare:
             return ()
         until = min(deadline, time.monotonic() + as_long_s)
@@ -371,6 +379,7 @@ def _slowest_first(found: EvaluatedCandidate) -> float:
 
 
 def _space_to_limits(space: SearchSpace) -> Limits:
+    """Return the numbers of the search space that the certificate records, such as the number of block calls."""
     dims = tuple(sorted(space.dims))
     return Limits(
         calls=space.num_calls,
@@ -403,7 +412,9 @@ def _solved_beside(evaluator: CandidateEvaluator, candidate: MeshCandidate, cuto
 
 
 def find_best_report(time_limit_s: float, job: Job, cutoff_s: float) -> Candidate:
-    """Return the report's row of the best plan of ``job``. Raises the exceptions of :func:`search_for_plan`."""
+    """Return the report's row of the best plan of ``job`` that takes less than ``cutoff_s`` seconds per step.
+    ``time_limit_s``: seconds for the search. Raises :class:`PartitionError` if there is no such plan.
+    """
     rows = search_for_plan(job, time_limit_s, compare=False, cutoff_s=cutoff_s).certificate.candidates
     return next(row for row in rows if row.status == "chosen").model_copy(update={"status": "solved"})
 

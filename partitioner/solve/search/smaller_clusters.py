@@ -37,7 +37,8 @@ Best = Callable[[Job, float], Candidate]  # the best plan of a job that takes le
 
 def smaller_clusters(topology: Topology) -> Iterator[Topology]:
     """Yield copies of ``topology`` without its slowest devices, without the devices that have least memory or network
-    bandwidth, or without the smallest nodes. At most ``_MOST`` are yielded, those that lose least speed first."""
+    bandwidth, or without the smallest nodes. At most three are yielded, those that lose least speed first.
+    """
     paces, of_device = topology.paces
     rates = np.array([max(topology.types[kind].peak.values()) * speed for kind, speed in paces])[of_device]
     sizes = np.bincount(topology.node_of)[topology.node_of]
@@ -75,7 +76,9 @@ def rounder_clusters(topology: Topology) -> Iterator[Topology]:
 
 
 def is_even(topology: Topology) -> bool:
-    """Whether all devices have the same speed, memory and network bandwidth, and all nodes equally many devices."""
+    """Return whether all devices have the same speed, memory and network bandwidth, and all nodes the same number of
+    devices.
+    """
     own: tuple[NDArray[np.float64] | NDArray[np.int64], ...] = topology.usable, topology.network_share
     alike = all(len(np.unique(values)) == 1 for values in own)
     return alike and len(topology.paces[0]) == 1 and len({group.devices for group in topology.nodes}) == 1
@@ -88,8 +91,8 @@ def without_laggards(
     Clusters with a power of two of nodes are returned even if they are only as fast.
 
     ``lower_bound_s``: function that returns a lower bound on the step with all devices; it is called only if the
-    devices are equal. ``space_of``: returns the search space of a job. ``best``: returns the best plan of a job that
-    takes less than the given seconds.
+    devices are equal. ``space_of``: returns the search space of a job, given its bounds. ``best``: returns the best
+    plan of a job that takes less than the given seconds.
     """
     found = []
     clusters = [(topology, _WORTH) for topology in _list_smaller_clusters(job.topology, best_s, lower_bound_s)]
@@ -150,8 +153,10 @@ def batches_near(global_batch: int, num_devices: int) -> list[int]:
 
 def faster_batches(job: Job, best_s: float, job_of: JobOf, space_of: SpaceOf, best: Best) -> tuple[Baseline, ...]:
     """Return the nearest global batch whose samples take clearly less time each than those of a step of ``best_s``
-    seconds, with its plan; empty if there is none. ``job_of``: returns the job with another batch. ``space_of``,
-    ``best``: see :func:`without_laggards`."""
+    seconds, with its plan; empty if there is none. ``job_of``: returns the job with another batch. ``space_of``:
+    returns the search space of a job, given its bounds. ``best``: returns the best plan of a job that takes less than
+    the given seconds.
+    """
     pinned = job.constraints
     if not job.train or pinned.group_size is not None or pinned.data_shares is not None:
         return ()

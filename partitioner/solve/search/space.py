@@ -67,7 +67,7 @@ def _describe_batch_limit(space: SearchSpace) -> str:
 
 
 def _describe_pipeline_limit(space: SearchSpace) -> str:
-    """Return the part of an error message that says which pipeline sizes are possible."""
+    """Return the part of an error message that says which numbers of pipeline stages are possible."""
     pinned = space.constraints
     if (pinned.virtual_stages or 1) > 1:
         return f"pp is more than 1 and pp x virtual_stages at most {space.num_calls}"
@@ -84,7 +84,7 @@ def _describe_tensor_limit(space: SearchSpace) -> str:
 
 
 def _asked_by(schedule: str | ScheduleTable) -> str:
-    """Return the part of an error message that says which sizes a schedule requires; empty if it requires none."""
+    """Return the part of an error message that says which sizes ``schedule`` requires; empty if it requires none."""
     table = table_of(schedule)
     if table is not None:
         return (
@@ -115,12 +115,12 @@ _OVERLAPPING = {"zb-2p": (1,)}  # tried in addition if steps overlap: the next s
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The data from which candidates are listed.
+    """The data from which the candidates of a search are listed.
 
     - ``global_batch``: number of samples of a step. ``length``: tokens of a sample; 0 if the model has no sequence to
       share.
-    - ``num_calls``: number of calls that can be distributed over pipeline stages. ``repeated``: how many of them are of
-      blocks that occur several times, such as decoder layers; 0 stands for all.
+    - ``num_calls``: number of block calls that can be distributed over pipeline stages. ``repeated``: how many of them
+      are of blocks that occur several times, such as decoder layers; 0 stands for all.
     - ``dims``: all dim sizes of the parameters. ``tp`` must divide one of them.
     - ``experts``: ``ep`` must divide this number; 0 for a model without experts. ``any_etp``: whether an expert may be
       sharded over other numbers of ranks than 1 and ``tp``.
@@ -150,8 +150,9 @@ class SearchSpace:
         return self.global_batch // (self.constraints.group_size or 1)
 
     def splits(self, dp: int) -> bool:
-        """Whether the batch can be distributed over ``dp`` ranks: evenly or, if that is not required, with at least one
-        unit for each rank."""
+        """Return whether the batch can be distributed over ``dp`` ranks: evenly or, if that is not required, with at
+        least one unit for each rank.
+        """
         return self.units % dp == 0 or (not self.even and dp <= self.units)
 
     @property
@@ -172,8 +173,9 @@ class SearchSpace:
         return [given] if shared else []
 
     def allows(self, candidate: MeshCandidate) -> bool:
-        """Whether the microbatches of ``candidate`` can be distributed over its ranks of ``dp``, evenly or in the
-        numbers that the constraints fix."""
+        """Return whether the microbatches of ``candidate`` can be distributed over its ranks of ``dp``, evenly or in
+        the numbers that the constraints fix.
+        """
         given = self.constraints.data_shares
         if given is not None and (len(given), sum(given)) != (candidate.dp, candidate.parts(self.global_batch)):
             return False
@@ -186,14 +188,13 @@ class SearchSpace:
 
 
 def list_candidates(space: SearchSpace) -> list[MeshCandidate]:
-    """Return all candidates that the constraints allow.
+    """Return all mesh candidates that the constraints allow.
 
     ``tp`` divides a dim of some weight. Unless it is fixed, it is at most 8 or the number of devices of the largest
-    node, whichever is more (two nodes with ``ahead``). The microbatch size divides the batch, and every rank of ``dp``
-    has at least one microbatch. Every stage has at least one call. Features that can be estimated but not executed are
-    included only if the constraints ask for them.
-
-    Raises :class:`ConstraintError` for constraints that cannot hold and :class:`PlanError` if no candidate is left.
+    node, whichever is more (two nodes if the constraint ``ahead`` is set). The microbatch size divides the batch, and
+    every rank of ``dp`` has at least one microbatch. Every stage has at least one block call. Features that can be
+    estimated but not executed are included only if the constraints ask for them. Raises :class:`ConstraintError` for
+    constraints that cannot hold and :class:`PlanError` if no candidate is left.
     """
     pinned = space.constraints
     pinned.check(space.world_size, space.global_batch, space.dims)
@@ -216,8 +217,9 @@ def list_candidates(space: SearchSpace) -> list[MeshCandidate]:
 
 
 def list_hybrid_candidates(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCandidate]:
-    """Return variants of ``candidate`` under hybrid sharding, in which only a part of the ``dp`` ranks shares the
-    states (``dp_shard``). The list is empty on a single node, or if the constraints fix ZeRO or ``dp_shard``.
+    """Return variants of ``candidate`` under hybrid sharding, in which only a part of the ``dp`` ranks (``dp_shard``)
+    shares parameters, gradients and optimizer states. The list is empty on a single node, or if the constraints fix
+    ZeRO or ``dp_shard``.
 
     A part has as many ranks as a node holds, or four times that, and so on. Small parts gather over few nodes, which
     starts sooner; large parts need less memory.
@@ -258,10 +260,10 @@ def list_mesh_shapes(space: SearchSpace) -> list[tuple[int, int, int, int]]:
 
 
 def _context_axes(space: SearchSpace, room: int) -> list[int]:
-    """Return the sizes of ``cp`` to try, if ``room`` ranks are left for ``dp`` and ``cp``.
+    """Return the sizes of ``cp`` to try, if ``room`` ranks are left for ``dp`` and ``cp`` together.
 
     Each rank gets two pieces of the sequence, one from each end, so that causal attention is even. Normally a rank has
-    at least ``_LEAST_TOKENS`` tokens; fewer are allowed if the batch would not divide evenly otherwise.
+    at least 8192 tokens; fewer are allowed if the batch would not divide evenly otherwise.
     """
     pinned, length = space.constraints, space.length
     if pinned.cp is not None:
@@ -279,7 +281,9 @@ def _context_axes(space: SearchSpace, room: int) -> list[int]:
 
 def _expert_axes(space: SearchSpace, room: int, tp: int) -> list[tuple[int, int]]:
     """Return the pairs (ep, etp) to try: the number of ranks that share the experts, and the number of ranks that share
-    one expert (0: ``tp``). ``room``: the number of ranks of dp x cp x tp."""
+    one expert (0: as many as ``tp``). ``room``: the number of ranks of ``dp``, ``cp`` and ``tp`` together. ``tp``: size
+    of that axis.
+    """
     pinned = space.constraints
     if pinned.etp not in (None, 1, tp) and not space.any_etp:
         return []
@@ -295,8 +299,9 @@ def _expert_axes(space: SearchSpace, room: int, tp: int) -> list[tuple[int, int]
 
 
 def _list_schedules(space: SearchSpace, pp: int) -> list[tuple[str | ScheduleTable, int]]:
-    """Return the schedules to try with ``pp`` ranks, each with its number of virtual stages on a rank. GPipe takes as
-    long as 1F1B and at least as much memory, so it is included only if it is fixed."""
+    """Return pairs of a schedule to try with ``pp`` pipeline ranks and its number of virtual stages on a rank. GPipe
+    takes as long as 1F1B and at least as much memory, so it is included only if it is fixed.
+    """
     pinned = space.constraints
     table = None if pinned.schedule is None else table_of(pinned.schedule)
     if table is not None:
@@ -339,8 +344,9 @@ def _chunk_choices(space: SearchSpace, pp: int, schedule: str) -> list[int]:
 
 
 def even_chunks(space: SearchSpace, pp: int) -> list[int]:
-    """Return the numbers of virtual stages on a rank that give all stages equally many layers, and others that nearly
-    do so. Numbers close to each other are left out. Return ``[2]`` if there are none. ``pp``: number of pipeline ranks.
+    """Return the numbers of virtual stages on a rank, ascending, that give all stages equally many layers, and others
+    that nearly do so. Numbers close to each other are left out. Return ``[2]`` if there are none. ``pp``: number of
+    pipeline ranks.
     """
     layers, found = space.repeated or space.num_calls, list[int]()
     several = range(2, min(_MOST_CHUNKS, space.num_calls // pp) + 1)
@@ -382,14 +388,16 @@ def list_context_variants(space: SearchSpace, candidate: MeshCandidate) -> list[
 
 
 def _is_for(table: ScheduleTable | None, pp: int, num_microbatches: int) -> bool:
-    """Whether ``table``, a schedule that the user wrote, is for ``pp`` pipeline ranks and ``num_microbatches``
-    microbatches. Always true if ``table`` is ``None``."""
+    """Return whether ``table``, a schedule that the user wrote, is for ``pp`` pipeline ranks and ``num_microbatches``
+    microbatches. Always true if ``table`` is ``None``.
+    """
     return table is None or (len(table.own.orders), table.num_microbatches) == (pp, num_microbatches)
 
 
 def _list_zero_options(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, int]]:
-    """Return the pairs to try: ZeRO stage, and the number of ``dp`` ranks that share parameters, gradients or optimizer
-    states (0: all of them). ``dp``, ``cp``: sizes of these mesh axes."""
+    """Return the pairs to try: the ZeRO stage (0: none), and the number of ``dp`` ranks that share parameters,
+    gradients or optimizer states (0: all of them). ``dp``, ``cp``: sizes of these mesh axes.
+    """
     pinned = space.constraints
     if pinned.dp_shard is not None and dp % pinned.dp_shard:
         return []
@@ -409,8 +417,9 @@ def _list_zero_options(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, 
 
 
 def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
-    """Return the constraints that a user could fix and the certificate's bound does not cover, each with a sentence
-    that says what was not tried. Plans with such constraints may be faster than a proven plan."""
+    """Return constraint name -> sentence that says what was not tried, for the constraints that a user could fix and
+    that the certificate's bound does not cover. Plans with such constraints may be faster than a proven plan.
+    """
     pinned, topology = space.constraints, space.topology
     several, found = topology.num_nodes > 1, dict[str, str]()
     if pinned.offload is None and can_offload(topology):
@@ -482,8 +491,9 @@ def _tensor_axis_fits(space: SearchSpace, tp: int) -> bool:
 
 
 def widest_searched(topology: Topology, pinned: Constraints) -> int:
-    """Return the greatest ``tp`` that is searched if the user does not fix it: 8 or the number of devices of the
-    largest node, whichever is more (two nodes with ``ahead``)."""
+    """Return the greatest size of the axis ``tp`` that is searched if the user does not fix it: 8 or the number of
+    devices of the largest node, whichever is more (devices of two nodes if the constraint ``ahead`` is set).
+    """
     return max(_WIDEST, max(group.devices for group in topology.nodes) * (2 if pinned.ahead else 1))
 
 
@@ -494,8 +504,8 @@ def find_baseline_candidates(
     ``"megatron"`` (the textbook layout of Megatron-LM). A value is ``None`` if ``candidates`` has no such layout.
 
     The layout of Megatron-LM has ``tp`` as wide as a node, as few stages as fit in memory, and data parallelism over
-    the other ranks (Narayanan et al. 2021, section 3). The microbatch size has the least bound. ``times``: lower bounds
-    in seconds on candidates. ``fits``: whether a candidate fits in memory.
+    the other ranks (Narayanan et al. 2021, section 3). The microbatch size is the one with the least bound. ``times``:
+    function that returns lower bounds in seconds on candidates. ``fits``: whether a candidate fits in memory.
     """
     plain = [p for p in candidates if p.pp == p.tp == p.cp == 1 and not p.zero]
     inside = space.topology.devices_per_node if space.topology.num_nodes > 1 else space.world_size
@@ -516,7 +526,9 @@ def find_baseline_candidates(
 
 
 def left_out(space: SearchSpace, candidates: Sequence[MeshCandidate]) -> dict[MeshCandidate, str]:
-    """Return plain data parallelism with the reason why it is not among ``candidates``; empty if it is among them."""
+    """Return a dict with one entry: plain data parallelism -> reason why it is not among ``candidates``. Empty if it is
+    among them.
+    """
     if any(p.pp == p.tp == p.cp == 1 and not p.zero for p in candidates):
         return {}
     size = space.constraints.group_size or 1
@@ -529,8 +541,10 @@ def left_out(space: SearchSpace, candidates: Sequence[MeshCandidate]) -> dict[Me
 def find_least_bound_candidate(
     choices: Sequence[MeshCandidate], times: Times, fits: Callable[[MeshCandidate], bool]
 ) -> MeshCandidate | None:
-    """Return the candidate of ``choices`` with the least bound among those that fit in memory, or among all if none
-    fits. Return ``None`` if ``choices`` is empty. ``times`` and ``fits``: see :func:`find_baseline_candidates`."""
+    """Return the candidate of ``choices`` with the least lower bound on its step time among those that fit in memory,
+    or among all if none fits. Return ``None`` if ``choices`` is empty. ``times``: function that returns lower bounds in
+    seconds on candidates. ``fits``: whether a candidate fits in memory.
+    """
     if not choices:
         return None
     ranked = [choices[int(i)] for i in np.argsort(times(choices), kind="stable")]

@@ -88,6 +88,7 @@ def _find_node_bandwidth_shares(topology: Topology) -> list[float]:
 
 
 def _num_orders(shares: Sequence[float]) -> int:
+    """Return the number of distinct orders of ``shares``, or a number above the limit if there are many values."""
     if len(set(shares)) == 1:
         return 1
     if len(shares) > 2 * _MOST:
@@ -96,7 +97,9 @@ def _num_orders(shares: Sequence[float]) -> int:
 
 
 def _list_share_orders(shares: Sequence[float]) -> Iterator[tuple[float, ...]]:
-    """Yield all distinct orders of ``shares``, some of which may be equal."""
+    """Yield all distinct orders of ``shares`` (for each node, its fraction of the full network bandwidth), some of
+    which may be equal.
+    """
     if not shares:
         yield ()
     for first in sorted(set(shares), reverse=True):
@@ -109,8 +112,9 @@ _NEAR = 0.75  # least mean peak, as a share of the best device's
 
 
 class UniformClusterBound:
-    """Lower bounds on the candidates that ``evaluator`` solves, from a cluster whose devices are all as good as the
-    best one."""
+    """Computes lower bounds on candidates from a uniform cluster, whose devices are all as good as the best real one.
+    ``evaluator``: plans candidates on the real cluster.
+    """
 
     def __init__(self, evaluator: CandidateEvaluator) -> None:
         self._evaluator = evaluator
@@ -118,13 +122,15 @@ class UniformClusterBound:
         self._machines: dict[tuple[int, ...], list[PlacedMesh]] = {}
 
     def quickly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``. Stop refining it when
-        it falls below ``cutoff_s``. Return 0 if devices differ so much that the bound would be loose."""
+        """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``. The computation stops
+        when the bound falls below ``cutoff_s``. Return 0 if devices differ so much that the bound would be loose.
+        """
         return self._bound_until(candidate, cutoff_s, cutoff_s) if self._are_near else 0.0
 
     def least(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``; 0 means that there is
-        no bound. Raises the exceptions of :meth:`CandidateEvaluator.own`."""
+        no bound. Raises :class:`PartitionError` if the model cannot be sharded as the candidate says.
+        """
         return self._bound_until(candidate, cutoff_s, 0.0)
 
     def _bound_until(self, candidate: MeshCandidate, cutoff_s: float, stop_s: float) -> float:
@@ -162,8 +168,9 @@ class UniformClusterBound:
 
     @cached_property
     def _are_near(self) -> bool:
-        """Whether the mean peak FLOP/s of the devices is near that of the best device, so that the bound is not
-        loose."""
+        """Return whether the mean peak FLOP/s of the devices is near that of the best device, so that the bound is not
+        loose.
+        """
         job = self._evaluator.job
         paces, of_device = job.topology.paces
         rates = np.array([job.topology.types[kind].peak_of(job.precision) * speed for kind, speed in paces])
@@ -182,6 +189,9 @@ class UniformClusterBound:
         return replace(self._evaluator.job, topology=self._uniform_topologies[0])
 
     def _build_uniform_evaluator(self, candidate: MeshCandidate, cutoff_s: float) -> PlacementEvaluator:
+        """Return the object that finds the best plan of ``candidate`` on placements on the uniform cluster.
+        ``cutoff_s``: plans of at least this many seconds per step are of no interest.
+        """
         evaluator, job = self._evaluator, self._uniform_job
         local, costs, states = evaluator.own(candidate)
         key = SameObject(costs)
@@ -201,6 +211,9 @@ class UniformClusterBound:
         return self._machines[key]
 
     def _list_all_placements(self, candidate: MeshCandidate) -> Iterator[PlacedMesh]:
+        """Yield placements of the candidate's mesh on the uniform clusters, as topologies with the mesh laid over them.
+        Some may have equal costs.
+        """
         sizes = tuple(candidate.grid.get(axis, 1) for axis in AXES)
         nested = all_nestings(sizes, self._level_sizes)
         first, precision = self._uniform_topologies[0], self._uniform_job.precision
@@ -214,6 +227,7 @@ class UniformClusterBound:
 
 
 def _evaluate_for_bound(placement_evaluator: PlacementEvaluator, machine: PlacedMesh) -> float:
+    """Evaluate the placement ``machine``, and return a lower bound in seconds on its plans; 0 if no plan was found."""
     try:
         placement_evaluator(machine)
     except PartitionError:  # under a simulated schedule some cut may fit although none was found

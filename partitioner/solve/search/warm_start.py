@@ -34,9 +34,9 @@ class WarmStart:
     """Generates the first candidates of a search. The caller evaluates each candidate of :meth:`list_first_candidates`
     and reports the outcome with :meth:`tell` before it requests the next.
 
-    ``candidates``: the candidates that may be evaluated. ``standards``: the standard layouts of the report.
-    ``deadline``: time (:func:`time.monotonic`) after which no more neighbours are tried. ``cutoff_s``: plans that take
-    at least this many seconds per step are of no interest.
+    ``space``: the search space. ``candidates``: the candidates that may be evaluated. ``bounds``: quick lower bounds.
+    ``standards``: the standard layouts of the report. ``deadline``: time (:func:`time.monotonic`) after which no more
+    neighbours are tried. ``cutoff_s``: plans that take at least this many seconds per step are of no interest.
     """
 
     space: SearchSpace
@@ -52,6 +52,9 @@ class WarmStart:
         self._found[candidate] = found
 
     def list_first_candidates(self) -> Iterator[MeshCandidate]:
+        """Yield the candidates to evaluate first: those of the standard layouts; for models with experts also textbook
+        layouts with distributed experts, and neighbours of the plans found.
+        """
         for standard in self.standards:
             yield from self._first_that_fits(standard)
         if not self.space.experts:  # without experts the search itself finds good plans quickly
@@ -78,7 +81,7 @@ class WarmStart:
                 return
 
     def _is_worth(self, candidate: MeshCandidate) -> bool:
-        """Whether a candidate is allowed, was not tried, and may be a better plan by its quick bounds."""
+        """Return whether a candidate is allowed, was not tried, and may be a better plan by its quick bounds."""
         if candidate in self._found or candidate not in self.candidates:
             return False
         try:
@@ -123,8 +126,9 @@ class WarmStart:
         return min(candidate.microbatch_size - 1, max(1, int(candidate.microbatch_size * share)))
 
     def _climb_from_candidate(self, start: MeshCandidate) -> Iterator[MeshCandidate]:
-        """Yield neighbours of ``start``, a candidate that has a plan. When one is better, continue from it; stop if
-        none is."""
+        """Yield neighbours of ``start``, a candidate that has a plan. A neighbour differs in one number, such as
+        ``tp``. When one is better, continue from it; stop if none is.
+        """
         here = start
         while True:
             for candidate in self._list_neighbour_candidates(here):
@@ -140,8 +144,9 @@ class WarmStart:
                 return
 
     def _list_neighbour_candidates(self, candidate: MeshCandidate) -> Iterator[MeshCandidate]:
-        """Yield candidates that differ from ``candidate`` in one number. Those with the same local graphs come first,
-        because they are quick to plan."""
+        """Yield candidates that differ from ``candidate`` in one number, such as the ZeRO stage, ``tp`` or the
+        microbatch size. Those with the same graphs on a rank come first, because they are quick to plan.
+        """
         if candidate.dp > 1:
             yield from (candidate.sharing(zero) for zero in (3, 2, 1, 0))
         for ep in _find_adjacent_numbers(list_divisors(self.space.experts), candidate.ep):
@@ -164,7 +169,7 @@ class WarmStart:
 
 
 def _find_adjacent_numbers(numbers: Sequence[int], number: int) -> list[int]:
-    """Return the next smaller and the next larger of ``numbers`` than ``number``, as far as they exist."""
+    """Return the greatest of the ascending ``numbers`` below ``number`` and the least above it, if they exist."""
     below, above = [n for n in numbers if n < number], [n for n in numbers if n > number]
     return [*below[-1:], *above[:1]]
 

@@ -52,13 +52,13 @@ def batch_size(model: FoldedModel, global_batch: int | None) -> int:
 
 
 def shard_batch(model: FoldedModel, batch: int, allowed: Allowed | None = None) -> ShardingSolution:
-    """Return the sharding that splits the ``batch`` samples of ``model``: for each value the dim of its samples, if
-    any.
+    """Return the sharding that splits the ``batch`` samples of ``model``: for each value the dim that indexes samples,
+    if any.
 
-    The layouts hold for any number of parts that divides ``batch``. ``allowed(operator, strategy)``: whether an
-    operator may be run in this way; ``None`` allows all. Raise
-    :class:`partitioner.solve.sharding.choices.ShardingError` if no sharding exists, because the model does not compute
-    samples separately.
+    The layouts hold for any number of parts that divides ``batch``. ``allowed``: function of an operator and a strategy
+    (layouts of its operands and results) that says whether the operator may be run in this way; ``None`` allows all.
+    Raise :class:`partitioner.solve.sharding.choices.ShardingError` if no sharding exists, because the model does not
+    compute samples separately.
     """
     outputs = {
         o.value: [REPLICATED, PARTIAL, *map(make_shard_layout, range(len(model.values[o.value].shape)))]
@@ -80,9 +80,9 @@ def shard_batch(model: FoldedModel, batch: int, allowed: Allowed | None = None) 
 def of_groups(model: FoldedModel, group: GroupModel, count: int) -> tuple[FoldedModel, ShardingSolution]:
     """Return a model for ``count`` groups of samples, and the sharding that splits the batch into these groups.
 
-    ``model`` is the folded graph of one ``group``. The returned model has the same graph and the inputs of all
-    ``count`` groups. The sharding splits nothing inside a group; the gradient of every trained parameter is a partial
-    sum over groups.
+    ``model`` is the graph of one group, as calls of blocks; ``group`` says which dims of its inputs and outputs index
+    samples. The returned model has the same graph and the inputs of all ``count`` groups. The sharding splits nothing
+    inside a group; the gradient of every trained parameter is a partial sum over groups.
     """
     layouts = {i.value: _dim_layout(group.inputs[i.path]) for i in model.inputs}
     layouts |= {o.value: group.outputs[o.path] for o in model.outputs if o.value is not None}
@@ -106,9 +106,9 @@ def _input_layouts(model_input: ModelInput, batch: int) -> list[Layout]:
 
 
 def _without_samples(model: FoldedModel, batch: int) -> frozenset[fx.Node]:
-    """Return the operators that depend on no input with a batch dim, wherever their block is used in the model. They
-    depend on weights, constants and random indices alone. ``batch``: the number of samples, by which a batch dim is
-    recognized."""
+    """Return the operators that depend on no input with a batch dim, in any call of their block. They depend on
+    weights, constants and random indices alone. ``batch``: the number of samples, by which a batch dim is recognized.
+    """
     reached = {i.value for i in model.inputs if batch in i.spec.shape}
     found: set[fx.Node] = set()
     for run in model.calls:
@@ -139,6 +139,9 @@ def _into_buffers(model: FoldedModel) -> frozenset[fx.Node]:
 
 
 def _work(model: FoldedModel, alone: frozenset[fx.Node]) -> float:
+    """Return the approximate work of all operators of ``model`` except those in ``alone``: FLOPs of matrix products
+    plus elements of results, times the number of calls.
+    """
     return sum(
         model.num_calls(name) * node_work(node)
         for name, block in model.blocks.items()
@@ -159,7 +162,7 @@ def node_work(node: fx.Node) -> float:
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """The costs of a sharding on the axis ``data``, in units without a dimension.
+    """The costs of a sharding of the batch over the pseudo-axis ``data``, in units without a dimension.
 
     ``total``: the work of all operators that count, for scaling. ``samples``: the shapes and dtypes of inputs with a
     batch dim. ``alone``: operators whose work costs nothing, mainly those that depend on no sample. ``moved``: the cost
@@ -173,12 +176,18 @@ class BatchCosts:
     moved: float = 1.0
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
+        """Return the cost of running the operator ``node`` by ``strategy``: its work, divided by ``num_ranks`` if the
+        strategy divides it; 0 for operators that need not be divided.
+        """
         if node in self.alone:  # every microbatch needs it whole; dividing it would have samples meet at its gradient
             return 0.0
         work = _ALL_WORK * node_work(node) / max(self.total, 1.0)
         return work / num_ranks if strategy.factor is not None else work
 
     def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
+        """Return the cost of one change of a tensor from layout ``source`` to ``target``, and back for its gradient if
+        ``differentiable``; ``math.inf`` if it is impossible. ``spec``: whole shape and dtype of the tensor.
+        """
         if source == target:
             return 0.0
         reshard = RESHARDS.get((source.kind, target.kind))

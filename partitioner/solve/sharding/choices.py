@@ -29,21 +29,21 @@ from partitioner.solve.sharding.layout_ties import BlockValue, LayoutTie
 
 
 class ShardingError(PartitionError):
-    """No sharding satisfies the request: a fixed layout is impossible, or the required layouts contradict each
-    other.
+    """Error that is raised if no sharding satisfies the request: a fixed layout is impossible, or the required layouts
+    contradict each other.
     """
 
 
 @dataclass(frozen=True)
 class LayoutRules:
-    """Layouts that are fixed by the caller of the solver, by the name of a value or a state (parameter or buffer).
+    """Layouts that the caller of the solver fixes, by the name of a value or of a state (parameter or buffer).
 
-    ``inputs``: the layouts that a model input may have (``R``, replicated, if it is not named). ``outputs``: those that
-    a model output may have (``S``, sharded, or ``R`` if it is not named). ``pins``: the one layout of a value, input or
+    ``inputs``: the layouts that a model input may have (replicated only, if it is not named). ``outputs``: those that a
+    model output may have (sharded or replicated, if it is not named). ``pins``: the one layout of a value, input or
     state. ``states``: the one layout of a state, with the kind of its gradient. ``whole_states``: no state is sharded,
     and the gradient of a trained state is a partial sum. ``partial_values``: values between calls may be partial sums.
-    ``lengths``: sequence lengths. Dims of these sizes may be sharded zigzag, and operators on them have further
-    strategies.
+    ``lengths``: sequence lengths; dims of these sizes may be sharded zigzag (each rank has a piece from the start and
+    one from the end), and operators on them have further strategies.
     """
 
     inputs: Mapping[str, Collection[Layout]] = field(default_factory=dict)
@@ -72,7 +72,9 @@ FREE_LAYOUTS = LayoutRules()  # nothing is fixed
 
 
 def _list_dim_shards(tie: LayoutTie, num_ranks: int) -> list[Layout]:
-    """Return one layout for each dim of the tied values whose size ``num_ranks`` divides, sharded on this dim."""
+    """Return one sharded layout for each dim of ``tie`` (tensors that must share one layout) whose size ``num_ranks``
+    divides.
+    """
     layouts = [make_shard_layout(d) for d, size in enumerate(tie.spec.shape) if size > 0]
     return [layout for layout in layouts if can_shard_evenly(layout, tie.spec.shape, num_ranks)]
 
@@ -111,8 +113,9 @@ def state_options(
 ) -> list[Layout]:
     """Return the layouts that the states of ``tie`` (parameters or buffers that must share one layout) may have.
 
-    ``trained``: whether the states receive gradients. ``asked``: layouts that shard a dim in separate sections, which
-    operators could use. Raise :class:`ShardingError` if ``rules`` leave no layout.
+    ``num_ranks``: size of the mesh axis. ``rules``: layouts that the caller fixes. ``trained``: whether the states
+    receive gradients. ``asked``: layouts that shard a dim in separate sections, which operators could use. Raise
+    :class:`ShardingError` if ``rules`` leave no layout.
     """
     options = [REPLICATED, *_list_dim_shards(tie, num_ranks)]
     options += [layout for layout in dict.fromkeys(asked) if layout.is_shard and layout not in options]
@@ -144,6 +147,10 @@ def _pinned_state(layout: Layout, trained: bool) -> Collection[Layout]:
 def _restrict_layouts(
     options: list[Layout], limits: list[tuple[str, str, Collection[Layout]]], tie: LayoutTie, num_ranks: int
 ) -> list[Layout]:
+    """Return those ``options`` that all ``limits`` allow. ``limits``: triples of a tensor's name, the reason of the
+    limit in words, and the allowed layouts. Raise :class:`ShardingError` if none is left. ``tie``: the tensors, for the
+    message.
+    """
     left = [o for o in options if all(o in allowed for _, _, allowed in limits)]
     if not left:
         said = "; ".join(f"{name!r} is {why} {' or '.join(map(str, allowed))}" for name, why, allowed in limits)
@@ -165,11 +172,11 @@ MAX_WANTED = 6  # section layouts of one value that are passed on
 def list_operator_strategies(
     values: Sequence[BlockValue], operators: Sequence[fx.Node], num_ranks: int, lengths: Collection[int] = NO_SIZES
 ) -> dict[fx.Node, list[Strategy]]:
-    """Return for each operator of a block its strategies: the ways to run it on ``num_ranks`` ranks, with the layouts
+    """Return, for each operator of a block, its strategies: the ways to run it on ``num_ranks`` ranks, with the layouts
     of its operands and results.
 
     ``operators``: the operators of the block. ``values``: its tensors. ``lengths``: sequence lengths; dims of these
-    sizes may be sharded zigzag.
+    sizes may be sharded zigzag (each rank has a piece from the start and one from the end).
     """
     spots: dict[fx.Node, dict[int, int]] = {node: {} for node in operators}  # operand i or result ~k -> value
     for number, value in enumerate(values):
@@ -200,11 +207,12 @@ def list_operator_strategies(
 def _offer_section_layouts(
     node: fx.Node, found: Sequence[Strategy], spots: Mapping[int, int], wanted: Sequence[dict[Layout, None]]
 ) -> set[int]:
-    """Offer layouts that shard a dim in sections (separately sharded parts) from one operator to its neighbours.
+    """Offer layouts that shard a dim in sections (separately sharded parts) from one operator to its neighbours, and
+    return the indices of the values that gained a layout.
 
-    The section layouts of ``found``, the strategies of ``node``, are added to ``wanted``, the layouts wanted for each
-    value. ``spots``: the index of the value at each operand i and each result ~k. Return the indices of the values that
-    gained a layout.
+    The section layouts of ``found``, the strategies of ``node``, are added to ``wanted``, which has for each value the
+    layouts that operators could use. ``spots``: index i of an operand, or ``~k`` for result k -> index of the value
+    there.
     """
     gained = set[int]()
     for strategy in found:
@@ -256,8 +264,8 @@ FLOPS: dict[str, Callable[[list[Shape], Shape], float]] = {
 
 
 def matmul_flops(node: fx.Node) -> float:
-    """Return the multiplications plus additions of one run of a matrix product, convolution or attention; 0 for any
-    other operator.
+    """Return the FLOPs (multiplications plus additions) of one call of a matrix product, convolution or attention; 0
+    for any other operator.
     """
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0.0

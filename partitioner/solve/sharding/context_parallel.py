@@ -65,10 +65,11 @@ def shard_context(
     """Return the model of one rank of ``cp``: ``split`` with its sequence sharded over ``num_ranks`` ranks at the least
     cost.
 
-    ``split``: the model of one microbatch. ``batch``: the dim of the samples of each value. ``tp``: ranks that also
-    divide the attention heads. ``algorithm``: the algorithm of every attention, or ``None`` to choose. ``allowed``:
-    whether an operator may use a strategy. ``known``: a sharding found before, which is then used instead of a search.
-    Raise :class:`PlanError` if the algorithm, or any useful split of the sequence, is impossible.
+    ``split``: the model of one microbatch. ``batch``: the sharding that says which dim of each value indexes samples.
+    ``costs``: prices of the shardings. ``tp``: ranks that also divide the attention heads. ``algorithm``: the algorithm
+    of every attention, or ``None`` to choose. ``allowed``: function that says whether an operator may use a strategy.
+    ``known``: a sharding found before, which is then used instead of a search. Raise :class:`PlanError` if the
+    algorithm, or any useful split of the sequence, is impossible.
     """
     solution = known or _solve_context_sharding(split, batch, num_ranks, costs, tp, algorithm, allowed)
     _check_divided(split, solution)
@@ -92,6 +93,11 @@ def _solve_context_sharding(
     algorithm: Algorithm | None,
     allowed: Allowed | None,
 ) -> ShardingSolution:
+    """Return the sharding of ``split`` over ``num_ranks`` ranks of ``cp`` at the least cost. ``batch``: which dim of
+    each value indexes samples. ``tp``: ranks that also divide the attention heads. ``algorithm``: of every attention,
+    or ``None`` to choose. ``allowed``: whether an operator may use a strategy. Raise :class:`PlanError` if there is
+    none.
+    """
     check_algorithm(split, num_ranks, tp, algorithm)
     layouts = {i.value: _input_layouts(split.values[i.value], batch.values[i.value], num_ranks) for i in split.inputs}
     lengths = {split.values[name].shape[to.dim] for name, found in layouts.items() for to in found if to.is_shard}
@@ -111,8 +117,10 @@ def _solve_context_sharding(
 
 
 def _input_layouts(spec: TensorSpec, batch: Layout, num_ranks: int) -> list[Layout]:
-    """Return the layouts that an input may have: replicated, or sharded (in order or zigzag) on any dim but that of the
-    samples. ``spec``: the shape and dtype of the input. ``num_ranks``: size of ``cp``."""
+    """Return the layouts that an input may have: replicated, or sharded on any dim but that of the samples, in order or
+    zigzag (each rank has a piece from the start and one from the end). ``spec``: the shape and dtype of the input.
+    ``batch``: the layout that splits its samples. ``num_ranks``: size of ``cp``.
+    """
     dims = [d for d in range(len(spec.shape)) if not (batch.is_shard and batch.dim == d)]
     found = [make_shard_layout(d, (), zigzag) for d in dims for zigzag in (False, True)]
     return [REPLICATED, *(to for to in found if can_shard_evenly(to, spec.shape, num_ranks))]
@@ -145,8 +153,10 @@ def check_algorithm(model: FoldedModel, num_ranks: int, tp: int, algorithm: Algo
 
 
 def _explain_algorithm_obstacle(node: fx.Node, num_ranks: int, tp: int, algorithm: str) -> str:
-    """Return the reason why an attention cannot run by ``algorithm``, as the predicate of a sentence; ``""`` if it can.
-    ``num_ranks``: size of ``cp``. ``tp``: number of ranks that share the attention heads."""
+    """Return the reason why the attention ``node`` cannot run by ``algorithm`` (``"ring"``, ``"all_gather"`` or
+    ``"ulysses"``), as the predicate of a sentence; ``""`` if it can. ``num_ranks``: size of ``cp``. ``tp``: number of
+    ranks that share the attention heads.
+    """
     query, key = (get_meta_shape(o) for o in operands_of(node)[:2])
     if get_node_argument(node, "dropout_p"):
         return "drops out weights within the operator"
@@ -164,8 +174,8 @@ def _explain_algorithm_obstacle(node: fx.Node, num_ranks: int, tp: int, algorith
 
 
 class _ContextRules:
-    """A function object: whether an operator may be run by a strategy over ``cp``. It refuses strategies that shard
-    samples or weights, and attention by another algorithm than the requested one.
+    """A function object that says whether an operator may be run by a strategy over ``cp``. It refuses strategies that
+    shard samples or weights, and attention by another algorithm than the requested one.
 
     ``batch``: the layouts that split the batch; they show which dims have samples. ``num_ranks``: size of ``cp``.
     ``tp``: number of ranks that share the attention heads. ``algorithm``: the requested one; ``None`` allows all.
@@ -219,16 +229,17 @@ class _ContextRules:
         )
 
     def _splits_weights(self, node: fx.Node, strategy: Strategy) -> bool:
-        """Whether ``strategy`` shards a weight of a matrix product or embedding. Other weights may be sharded, because
-        they have an element for each position, as learned position embeddings do.
+        """Return whether ``strategy`` shards a weight of a matrix product or embedding. Other weights may be sharded,
+        because they have an element for each position, as learned position embeddings do.
         """
         if not (is_product(node) or "embedding" in str(node.target)):
             return False
         return any(to.is_shard for to, state in zip(strategy.operands, self.states[node], strict=True) if state)
 
     def _is_zigzag(self, node: fx.Node, strategy: Strategy) -> bool:
-        """Whether this attention strategy must use zigzag positions. Causal attention must if twice the number of ranks
-        divides the sequence, since this balances the work; other attention may use the layout that ``strategy`` has.
+        """Return whether the attention ``node`` must have zigzag positions (each rank has a piece from the start of the
+        sequence and one from the end) under ``strategy``. Causal attention must if twice the number of ranks divides
+        the sequence, since this balances the work; other attention may use the layout that ``strategy`` has.
         """
         seen = find_attention_band(node)
         if seen is None or not seen.is_causal:
@@ -262,8 +273,8 @@ def algorithm_of(node: fx.Node, strategy: Strategy) -> str:
 
 
 def algorithms_of(model: FoldedModel, sharding: ShardingSolution) -> dict[str, int]:
-    """Return the number of attention calls of the model by algorithm, most frequent first. The key ``"whole"`` counts
-    calls that use none of the algorithms.
+    """Return algorithm name -> number of attention calls of the model, most frequent first. The key ``"whole"`` counts
+    calls that use none of the algorithms. ``sharding``: the sharding over ``cp``.
     """
     counts: dict[str, int] = {}
     for name, block in model.blocks.items():
@@ -275,6 +286,9 @@ def algorithms_of(model: FoldedModel, sharding: ShardingSolution) -> dict[str, i
 
 
 def _check_divided(model: FoldedModel, solution: ShardingSolution) -> None:
+    """Raise :class:`PlanError` if the sharding ``solution`` divides less than half of the work of the model's matrix
+    products. The message names the largest product that is not divided.
+    """
     if solution.matmul_sharded >= _LEAST_DIVIDED:
         return
     work: dict[fx.Node, float] = {}

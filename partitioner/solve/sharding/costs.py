@@ -52,15 +52,15 @@ class TensorCosts:
     """Prices in seconds per microbatch for a sharding over ``group``: of operators, changes of layout, states
     (parameters and buffers), and tensors that are kept between blocks.
 
-    ``num_microbatches``: costs that occur once per step are divided by it. ``sequence_parallel``: ``False`` forbids
-    sharded tensors between blocks. ``update_bytes``: memory traffic of the optimizer per byte of parameter that a rank
-    holds. ``state_price``: further seconds per byte of state that a rank holds; callers raise it until the states fit
-    in memory. ``undivided``: further seconds for each matrix-product FLOP that every rank repeats. ``repeated``:
-    further seconds for each byte of results that every rank computes.
-
-    ``short_gradients``: gradients have the dtype of their parameter instead of float32. ``complete``: a gradient that
-    every rank computes completely costs as much as one that must be reduced, because ZeRO shards only states of the
-    second kind. ``tp``: number of ranks that divide the attention heads left by this axis.
+    - ``num_microbatches``: costs that occur once per step are divided by it. ``sequence_parallel``: ``False`` forbids
+      sharded tensors between blocks. ``update_bytes``: memory traffic of the optimizer per byte of parameter that a
+      rank holds. ``tp``: number of ranks that divide the attention heads left by this axis.
+    - ``state_price``: further seconds per byte of state that a rank holds. ``undivided``: further seconds for each
+      matrix-product FLOP that every rank repeats. ``repeated``: further seconds for each byte of results that every
+      rank computes.
+    - ``short_gradients``: gradients have the dtype of their parameter instead of float32. ``complete``: a gradient that
+      every rank computes completely costs as much as one that must be reduced, because ZeRO shards only states of the
+      second kind.
     """
 
     device: DeviceType
@@ -79,9 +79,10 @@ class TensorCosts:
     _operators: dict[fx.Node, _Operator] = field(default_factory=dict, repr=False)
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
-        """Return the seconds of one call of an operator, forward and backward, if it is run by ``strategy`` (with these
-        layouts of operands and results). The collectives of the strategy are included. ``num_ranks``: size of the mesh
-        axis over which the model is sharded."""
+        """Return the seconds of one call of the operator ``node``, forward and backward, if it is run by ``strategy``
+        (layouts of its operands and results). The collectives of the strategy are included. ``num_ranks``: size of the
+        mesh axis over which the model is sharded.
+        """
         key = (node, strategy)
         if key not in self._nodes:
             operator = self._operators.get(node)
@@ -113,10 +114,8 @@ class TensorCosts:
         return seconds / num_ranks + rest
 
     def _of_form(self, operator: _Operator, strategy: Strategy, seconds: float, num_ranks: int) -> float:
-        """Return the seconds that the communication of a sequence-parallel attention adds to its computation of
-        ``seconds``.
-
-        ``num_ranks``: size of the mesh axis over which the model is sharded.
+        """Return the seconds that the communication of an attention over a sharded sequence adds to its computation.
+        ``seconds``: those of the computation. ``num_ranks``: size of the mesh axis over which the model is sharded.
         """
         query, key, value = operator.operands(strategy, num_ranks)[:3]
         zigzag, seen = strategy.operands[0].zigzag, find_attention_band(operator.node) or Band()
@@ -167,8 +166,9 @@ class TensorCosts:
         return seconds / self.num_microbatches + local * self.state_price
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
-        """Return the seconds of keeping a tensor between blocks for the backward: a rank writes its part once and reads
-        it once. ``math.inf`` for a shard if sequence parallelism is forbidden.
+        """Return the seconds of keeping a tensor between blocks for the backward in ``layout``: a rank writes its part
+        once and reads it once. ``math.inf`` for a shard if sequence parallelism is forbidden. ``spec``: whole shape and
+        dtype of the tensor.
         """
         if layout.is_shard and self.sequence_parallel is False:
             return math.inf
@@ -177,9 +177,10 @@ class TensorCosts:
 
 
 class _Operator:
-    """The data of one operator that are equal for all strategies, and its compute seconds cached by the shapes on one
-    rank. ``train``: the backward counts too. ``tp``: number of ranks that divide the attention heads left by the mesh
-    axis."""
+    """The data of one operator that are equal for all strategies, and a cache of its compute seconds by the shapes on
+    one rank. ``train``: the backward counts too. ``tp``: number of ranks that divide the attention heads left by the
+    mesh axis.
+    """
 
     def __init__(self, node: fx.Node, train: bool, tp: int) -> None:
         self.node, self._tp = node, tp
@@ -194,17 +195,17 @@ class _Operator:
         self._seconds: dict[tuple[tuple[tuple[Shape, float], ...], tuple[Shape, ...]], float] = {}
 
     def lowering(self, strategy: Strategy) -> Lowering | None:
-        """Return the special local operators that run the operator under ``strategy``; ``None`` if each rank runs the
-        operator itself on its shards.
+        """Return the special operators by which one rank runs the operator under ``strategy``; ``None`` if each rank
+        runs the operator itself on its shards.
         """
         return None if strategy.factor is None else self._lower.get(strategy.factor)
 
     def operands(self, strategy: Strategy, num_ranks: int) -> list[Operand]:
-        """Return the shapes and dtypes of one rank's operands under ``strategy``. ``num_ranks``: size of the mesh axis
-        over which the model is sharded.
+        """Return the operands of one rank, with shapes and dtypes, under ``strategy``. ``num_ranks``: size of the mesh
+        axis over which the model is sharded.
 
-        If ranks share the sequence of an attention, repeated key heads are counted once
-        (``passes/shard/repeated_heads.py``).
+        If ranks share the sequence of an attention, key heads that a view repeats for several query heads are counted
+        once (``passes/shard/repeated_heads.py``).
         """
         found = []
         for place, (shape, dtype), (dim, group) in zip(self._places, self._operands, self._repeated, strict=True):
@@ -222,7 +223,7 @@ class _Operator:
 
     @cached_property
     def _key_head_reduction(self) -> int:
-        """Factor by which the number of key heads shrinks if repeated heads are not materialised."""
+        """Return the factor by which the number of key heads shrinks if repeated heads are not materialised."""
         times = count_head_repetitions(self.node)
         return times // exchanged_times(self._operands[1][0][1], times, self._tp) if times > 1 else 1
 
@@ -251,9 +252,9 @@ class _Operator:
 
 
 def _find_repeated_dim(node: fx.Node) -> tuple[int, float]:
-    """Return the dim along which a view repeats each element of a smaller tensor, and the number of repetitions.
-
-    An example is keys whose heads are shared by groups of query heads. ``(-1, 1.0)`` if there is no such dim.
+    """Return the dim along which the view ``node`` repeats each element of a smaller tensor, and the number of
+    repetitions. An example is keys whose heads are shared by groups of query heads. Return ``(-1, 1.0)`` if there is no
+    such dim.
     """
     group, source = repeats_of(node, copied=True), node
     if group == 1:

@@ -29,7 +29,7 @@ from partitioner.solve.sharding.sharding import Allowed, ShardingSolution
 
 
 def regions_of(model: FoldedModel, apart: Collection[str] = ()) -> dict[str, list[ExpertRegion]]:
-    """Return the expert regions (parts of a graph that compute by expert) of each block that has any, by block name.
+    """Return, by block name, the parts of a block's graph that compute by expert, for each block that has any.
     ``apart``: mesh axes whose ranks will hold different experts.
     """
     found = {name: find_regions(block, apart) for name, block in model.blocks.items()}
@@ -37,8 +37,9 @@ def regions_of(model: FoldedModel, apart: Collection[str] = ()) -> dict[str, lis
 
 
 def expert_states(model: FoldedModel, regions: Mapping[str, list[ExpertRegion]]) -> dict[str, tuple[int, int]]:
-    """Return the experts' parameters and buffers by name, each with the dim that indexes experts and the number of
-    experts. ``regions``: the parts of each block that compute by expert, by block name."""
+    """Return, for each parameter and buffer of experts by name, the dim that indexes experts and the number of experts.
+    ``regions``: block name -> the parts of its graph that compute by expert.
+    """
     found: dict[str, tuple[int, int]] = {}
     for call in model.calls:
         bound = dict(zip(model.blocks[call.block].states, call.states, strict=True))
@@ -48,10 +49,11 @@ def expert_states(model: FoldedModel, regions: Mapping[str, list[ExpertRegion]])
 
 
 def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = True) -> Allowed | None:
-    """Return a function that says whether an operator may be run by a strategy, so that ``tp`` shards experts as
-    ``split`` says: ``"rows"`` (each rank has other rows) or ``"within"`` (each expert is sharded).
+    """Return a function of an operator and a strategy that says whether the operator may be run in this way, so that
+    ``tp`` shards experts as ``split`` says: ``"rows"`` (each rank has other rows) or ``"within"`` (each expert is
+    sharded).
 
-    ``None`` if ``split`` is empty, which allows everything. ``in_order``: each rank must have consecutive rows.
+    Return ``None`` if ``split`` is empty, which allows everything. ``in_order``: each rank must have consecutive rows.
     """
     if not split:
         return None
@@ -59,6 +61,9 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
     products = {node for regions in regions_of(model).values() for region in regions for node in region.products}
 
     def within(node: fx.Node, strategy: Strategy) -> bool:
+        """Return whether ``strategy`` of the operator ``node`` shards each expert instead of distributing experts or
+        rows.
+        """
         if node in tables:
             return strategy.results[0] != make_shard_layout(tables[node])
         if node not in rows:
@@ -72,8 +77,8 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
 
 
 def _find_expert_row_dims(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
-    """Return two dicts: the operators of experts that work row by row, with the dim of rows of their results, and the
-    nodes that are computed from experts' parameters alone, with the dim that indexes experts.
+    """Return two dicts: operator of experts that works row by row (a row is a token) -> dim of rows of its results; and
+    node that is computed from experts' parameters alone -> dim that indexes experts.
     """
     rows: dict[fx.Node, int] = {}
     tables: dict[fx.Node, int] = {}
@@ -85,12 +90,11 @@ def _find_expert_row_dims(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[
 
 
 def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_order: bool = True) -> Allowed:
-    """Return a function that allows an operator only strategies under which every rank has its own rows of the experts'
-    work.
+    """Return a function that allows an operator only strategies under which every rank has its own rows (tokens) of the
+    experts' work.
 
-    ``rows``: the operators that work row by row, with the dim of rows of their results. ``tables``: nodes that are
-    computed from experts' parameters alone, with the dim that indexes experts. ``in_order``: each rank must have
-    consecutive rows.
+    ``rows``: operators that work row by row -> dim of rows of their results. ``tables``: nodes that are computed from
+    experts' parameters alone -> dim that indexes experts. ``in_order``: each rank must have consecutive rows.
     """
 
     def allowed(node: fx.Node, strategy: Strategy) -> bool:
@@ -103,11 +107,11 @@ def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_orde
 
 
 def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> Allowed:
-    """Return a function that allows an operator only strategies under which every rank has all rows and a part of their
-    gradients. A row that two ranks send to its expert then counts once.
+    """Return a function that allows an operator only strategies under which every rank has all rows (tokens) and a part
+    of their gradients. A row that two ranks send to its expert then counts once.
 
-    ``rows``: the operators that work row by row, with the dim of rows of their results. ``tables``: nodes that are
-    computed from experts' parameters alone, with the dim that indexes experts.
+    ``rows``: operators that work row by row -> dim of rows of their results. ``tables``: nodes that are computed from
+    experts' parameters alone -> dim that indexes experts.
     """
 
     def allowed(node: fx.Node, strategy: Strategy) -> bool:
@@ -120,10 +124,8 @@ def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> All
 
 
 def spread_batch(model: FoldedModel, batch: ShardingSolution, samples: int) -> ShardingSolution:
-    """Return a split of the batch with which ranks that have different samples may hold different experts.
-
-    This is ``batch`` itself if it qualifies, else another sharding of ``samples`` samples. Return ``batch`` if none
-    exists.
+    """Return a sharding of the batch with which ranks that have different samples may hold different experts. This is
+    ``batch`` itself if it qualifies, else another sharding of ``samples`` samples. Return ``batch`` if none exists.
     """
     if can_spread_experts(model, batch):
         return batch
@@ -134,8 +136,8 @@ def spread_batch(model: FoldedModel, batch: ShardingSolution, samples: int) -> S
 
 
 def can_spread_experts(model: FoldedModel, batch: ShardingSolution) -> bool:
-    """Whether ranks with different parts of the batch may hold different experts. That is the case if the sharding
-    ``batch`` divides the experts' work only by rows, or if every rank has all rows.
+    """Return whether ranks with different parts of the batch may hold different experts. That is the case if the
+    sharding ``batch`` divides the experts' work only by rows (tokens), or if every rank has all rows.
     """
     ways = [way(*_find_expert_row_dims(model)) for way in (_by_rows, _all_rows)]
     for name, regions in regions_of(model).items():
@@ -148,11 +150,11 @@ def can_spread_experts(model: FoldedModel, batch: ShardingSolution) -> bool:
 
 
 def spread_over_ranks(model: FoldedModel, tp: int, ep: int, etp: int) -> tuple[FoldedModel, dict[str, Layout]]:
-    """Return ``model`` with its experts distributed over ``ep`` ranks, and the layouts of the distributed states over
-    ``ep``.
+    """Return ``model`` with its experts distributed over ``ep`` ranks, and name -> layout over ``ep`` of the parameters
+    and buffers that are distributed.
 
-    ``model`` is already sharded over ``tp``; each expert is shared by ``etp`` ranks. Raise :class:`PlanError` if the
-    graph does not allow it.
+    ``model`` is already sharded over ``tp`` ranks; each expert is shared by ``etp`` ranks (0: ``tp``). Raise
+    :class:`PlanError` if the graph does not allow it.
     """
     merged = "tp" if split_of(tp, ep, etp) == "rows" else None
     apart = ("dp", "cp") if merged is None else ("dp", "cp", merged)
@@ -175,6 +177,6 @@ def spread_over_ranks(model: FoldedModel, tp: int, ep: int, etp: int) -> tuple[F
 
 def common_experts(states: Mapping[str, tuple[int, int]]) -> int:
     """Return the largest number of ranks over which the experts of all layers can be distributed evenly; 0 without
-    experts. ``states``: for each parameter of experts, the dim that indexes experts and the number of experts.
+    experts. ``states``: for each parameter of experts by name, the dim that indexes experts and the number of experts.
     """
     return math.gcd(*(count for _, count in states.values()))

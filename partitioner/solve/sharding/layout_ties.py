@@ -91,10 +91,10 @@ def values_of(block: Block) -> list[BlockValue]:
 @dataclass(frozen=True)
 class LayoutTie:
     """Tensors between blocks, or parameters and buffers, that must share one layout because different calls of a block
-    pass them through the same port.
+    read or return them at the same place.
 
-    ``names``: their names. ``ports``: each a block name, a kind (input, state or output) and an index. ``spec``: their
-    common shape and dtype.
+    ``names``: their names. ``ports``: these places, each a block name, a kind (``"input"``, ``"state"`` or
+    ``"output"``) and an index. ``spec``: their common shape and dtype.
     """
 
     names: tuple[str, ...]
@@ -120,8 +120,9 @@ def tied_states(model: FoldedModel) -> list[LayoutTie]:
 
 
 def _group_connected_ports(pairs: Iterable[tuple[str, Port | None]]) -> list[tuple[tuple[str, ...], tuple[Port, ...]]]:
-    """Return the connected components of a graph of names and ports (inputs, states or outputs of blocks), in order of
-    first appearance. ``pairs``: a name and a port that it passes through, or ``None`` for no port.
+    """Group names that share a port (an input, state or output of a block), directly or over other names, and return
+    for each group its names and its ports, in order of first appearance. ``pairs``: a name and a port that it passes
+    through, or ``None`` for no port.
     """
     parent: dict[str | Port, str | Port] = {}
 

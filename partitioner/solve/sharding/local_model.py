@@ -22,10 +22,10 @@ from partitioner.solve.sharding.sharding import ShardingSolution
 class LocalModel:
     """The blocks that one rank runs for one microbatch, and the layouts of its tensors over ``tp``, ``cp`` and ``ep``.
 
-    ``model``: the blocks with the shapes of one rank; parameters, buffers (states) and inputs have their global shapes.
-    ``sharding``: layouts over ``tp``. ``context``: layouts over ``cp``; ``None`` if ``cp`` is 1. ``experts``: layouts
-    of the experts' states over ``ep``, by name. ``by_rows``: the ranks of ``tp`` hold different experts and different
-    rows of their work.
+    ``model``: the blocks with the shapes of one rank; parameters, buffers and inputs have their global shapes.
+    ``sharding``: layouts over ``tp``. ``context``: layouts over ``cp``; ``None`` if ``cp`` is 1. ``experts``: name of a
+    parameter or buffer of experts -> layout over ``ep``. ``by_rows``: the ranks of ``tp`` hold different experts and
+    different rows (tokens) of their work.
     """
 
     model: FoldedModel  # blocks and values as one rank has them; states and inputs with their global specs
@@ -36,8 +36,8 @@ class LocalModel:
 
     @property
     def complete(self) -> frozenset[str]:
-        """The names of the parameters and buffers whose gradient every rank of ``cp`` computes completely, so that no
-        reduction over ``cp`` is needed.
+        """Return the names of the parameters and buffers whose gradient every rank of ``cp`` computes completely, so
+        that no reduction over ``cp`` is needed.
         """
         if self.context is None:
             return frozenset()
@@ -45,7 +45,7 @@ class LocalModel:
 
     @cached_property
     def left_whole(self) -> frozenset[str]:
-        """The names of the parameters and buffers that ZeRO-3 does not shard, because they are small."""
+        """Return the names of the parameters and buffers that ZeRO-3 does not shard, because they are small."""
         return states_left_whole(self.model)
 
     def spread(self, tp: int, ep: int, etp: int) -> LocalModel:
@@ -67,7 +67,7 @@ def build_local_model(
     """Return the model of one rank: ``split`` sharded over ``tp`` by ``solution``.
 
     ``split``: the model of one microbatch, already sharded over ``cp`` by ``context`` if that is not ``None``.
-    ``known``: a cache of sharded blocks, filled in place, by which solutions with equal layouts share blocks.
+    ``known``: a cache of sharded blocks, to which this function adds; solutions with equal layouts share blocks.
     """
     tp = solution.num_ranks
     blocks: dict[str, Block] = {}
@@ -95,9 +95,9 @@ def unmark_stopped(block: Block) -> Block:
 
 
 def layouts_of(local: LocalModel, batch: ShardingSolution) -> Layouts:
-    """Return the layouts of all tensors over ``tp``, ``ep`` and ``cp``, the axes over which each gradient is a partial
-    sum, and the batch dims of inputs. The emitter writes them into the program. ``batch``: the sharding over
-    microbatches and ``dp``.
+    """Return the layouts of all tensors of ``local`` over ``tp``, ``ep`` and ``cp``, the axes over which each gradient
+    is a partial sum, and the batch dims of inputs, as the emitter writes them into the program. ``batch``: the sharding
+    over microbatches and ``dp``.
     """
     tensor = local.sharding
     axes: dict[str, tuple[str, ...]] = {}

@@ -32,8 +32,9 @@ ReshardCost = Callable[[TensorSpec, Layout, Layout, bool], float]
 
 
 class ProblemBuilder:
-    """An :class:`AssignmentProblem` (choose a layout or strategy for each node) under construction. ``names``: a text
-    for each node, used in error messages.
+    """An :class:`AssignmentProblem` (choose a layout or strategy for each node) under construction. ``costs``: for each
+    node, the costs of its choices. ``edges``: tuples (node, other node, table of costs of each pair of choices).
+    ``names``: a text for each node, used in error messages.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,9 @@ class ProblemBuilder:
 
 
 class Reshards:
-    """A cache of the seconds of changes of layout, which ``cost`` computes; infinite if a change is impossible."""
+    """A cache of the costs of changes of layout; infinite if a change is impossible. ``cost``: function that computes
+    such a cost from the tensor's shape and dtype, the two layouts, and whether the tensor has a gradient.
+    """
 
     def __init__(self, cost: ReshardCost) -> None:
         self._cost = cost
@@ -61,8 +64,9 @@ class Reshards:
         self._tables: dict[tuple[TensorSpec, bool, tuple[Layout, ...], tuple[Layout, ...]], Table] = {}
 
     def table(self, spec: TensorSpec, grad: bool, made: Sequence[Layout], targets: Sequence[Layout]) -> Table:
-        """Return the seconds of every change of layout from ``made`` (rows) to ``targets`` (columns), for a value of
-        ``spec``. ``grad``: whether the backward must also change the layout of the gradient.
+        """Return a table of the costs of every change of layout from ``made`` (rows) to ``targets`` (columns), for a
+        value with the whole shape and dtype ``spec``. ``grad``: whether the backward must also change the layout of the
+        gradient.
         """
         key = spec, grad, tuple(made), tuple(targets)
         if key not in self._tables:
@@ -71,6 +75,9 @@ class Reshards:
         return self._tables[key]
 
     def _reshard_seconds(self, spec: TensorSpec, grad: bool, source: Layout, target: Layout) -> float:
+        """Return the cost of one change of layout from the cache, or compute it; infinite if it is impossible.
+        ``spec``: whole shape and dtype. ``grad``: whether the backward must also change the layout of the gradient.
+        """
         if source == target and source.kind != "P":
             return 0.0
         key = (spec, grad, source, target)
@@ -80,6 +87,9 @@ class Reshards:
         return found
 
     def _look_up(self, spec: TensorSpec, grad: bool, source: Layout, target: Layout) -> float:
+        """Compute the cost of one change of layout; infinite if it is impossible. ``spec``: whole shape and dtype.
+        ``grad``: whether the backward must also change the layout of the gradient.
+        """
         if (source.kind, target.kind) not in RESHARDS:
             return math.inf
         if target.kind == "P" and source.is_whole and not is_differentiable(spec.meta()):
@@ -123,10 +133,10 @@ def add_reshard_costs(
     weight: float,
 ) -> None:
     """Add to ``builder`` the nodes and edges that price the changes of layout of one value between the node that
-    produces it, ``source``, and its readers, ``askers``.
+    produces it, ``source``, and the nodes that read it, ``askers``.
 
-    ``name``: a text for error messages. ``value``: the spec (shape and dtype) of the value and whether it has a
-    gradient. ``weight``: the number of calls, by which seconds are multiplied.
+    ``reshards``: the costs of changes of layout. ``name``: a text for error messages. ``value``: the shape and dtype of
+    the value, and whether it has a gradient. ``weight``: the number of calls, by which costs are multiplied.
     """
     made, made_of = _index_distinct_items(source.layouts)
     asked = [_index_distinct_items(a.layouts) for a in askers]
@@ -161,15 +171,17 @@ def _index_distinct_items(items: Sequence[T]) -> tuple[list[T], NDArray[np.intp]
 
 
 def _mask_to_infinite_cost(mask: NDArray[Any] | np.bool_) -> Table:
+    """Return a table with infinity where ``mask`` is true and 0 elsewhere."""
     return np.where(mask, np.inf, 0.0)
 
 
 def _list_available_layout_sets(cost: Table, most: int) -> tuple[NDArray[np.intp], NDArray[np.bool_]] | None:
-    """Return the choices of a value with several readers as two arrays, or ``None`` if there are more than
-    ``MAX_SETS``.
+    """Return the choices of a value with several readers as two arrays, or ``None`` if there are more than 400. For
+    each choice they contain the index of the layout in which the value is made, and a mask of the layouts that are
+    available.
 
-    Per choice: the index of the layout in which the value is made, and a mask of the layouts that are available.
-    ``cost`` is indexed (made, target). ``most``: the largest number of layouts that are read at once.
+    ``cost``: cost of each change of layout, indexed (made, target). ``most``: the largest number of layouts that are
+    read at once.
     """
     count = 0
     for row in cost:
@@ -199,13 +211,14 @@ def _connect_by_target(
     wants: Sequence[NDArray[np.bool_]],
     asked_of: Sequence[NDArray[np.intp]],
 ) -> None:
-    """Add one node with the choices (absent, available) for each layout in which a value is read. This replaces a
-    single node with a choice for each set of layouts, if there are too many sets.
+    """Add to ``builder`` one node with the choices (absent, available) for each layout in which a value is read. This
+    replaces a single node with a choice for each set of layouts, if there are too many sets. ``source`` produces the
+    value, ``askers`` read it.
 
-    ``cost``: seconds indexed (layout in which the value is produced, layout in which it is read). ``made_of``: for each
-    choice of ``source``, the index of the layout that it produces. ``wants``: for each reader, a mask of the layouts in
-    each set that it may need. ``asked_of``: for each reader, the index of this set for each of its choices. ``name``: a
-    text for error messages.
+    ``cost``: cost of each change, indexed (layout in which the value is produced, layout in which it is read).
+    ``made_of``: for each choice of ``source``, the index of the layout that it produces. ``wants``: for each of
+    ``askers``, a mask of the layouts in each set that it may need. ``asked_of``: for each of ``askers``, the index of
+    this set for each of its choices. ``name``: a text for error messages.
     """
     for target in range(cost.shape[1]):
         node = builder.add(f"{name}, layout {target}", np.zeros(2))

@@ -2,13 +2,13 @@
 
 The folded model becomes a pairwise problem (``partitioner/solve/pairwise/assignment.py``):
 
-===================== ============================================ =================================================
-node its choices its cost ===================== ============================================
-================================================= operator its strategies compute, forward and backward, times its calls
-value, many readers (layout produced, layouts made from it) the changes of layout, each counted once values between
-calls ``S(d)`` or ``R`` keeping and sending them states ``S(d)``, ``R`` or ``R'`` memory, and the reduction of their
-gradients ===================== ============================================
-=================================================
+- A node for each operator: its choices are its strategies; its cost is that of computation, forward and backward, times
+  its calls.
+- A node for each value with several readers: its choices are pairs (layout produced, layouts made from it); its cost is
+  that of the changes of layout, each counted once.
+- A node for the values between calls: its choices are ``S(d)`` or ``R``; its cost is that of keeping and sending them.
+- A node for parameters and buffers (states): its choices are ``S(d)``, ``R`` or ``R'``; its cost is that of memory and
+  of the reduction of their gradients.
 
 A value with one reader is an edge whose table has the costs of the changes of layout. Values between calls, or states,
 that must share a layout because they pass through the same port of a repeated block are one node. All block types are
@@ -57,16 +57,18 @@ DATA = "data"  # the axis of the batch: microbatches times data-parallel ranks
 
 
 class ShardingCosts(Protocol):
-    """Prices of a sharding, in seconds per microbatch or other units of one kind. ``math.inf`` forbids a choice."""
+    """Interface of the prices of a sharding, in seconds per microbatch or other units of one kind. ``math.inf`` forbids
+    a choice.
+    """
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
-        """Return the cost of one call of an operator if it is run by ``strategy`` on ``num_ranks`` ranks, forward and
-        backward, with the collectives that this adds.
+        """Return the cost of one call of an operator if it is run by ``strategy`` (layouts of its operands and results)
+        on ``num_ranks`` ranks, forward and backward, with the collectives that this adds.
         """
 
     def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
-        """Return the cost of one change of layout of a value of global ``spec``, forward and, if ``differentiable``,
-        backward.
+        """Return the cost of one change of a tensor from layout ``source`` to ``target``, forward and, if
+        ``differentiable``, backward. ``spec``: its whole shape and its dtype.
         """
 
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
@@ -75,19 +77,21 @@ class ShardingCosts(Protocol):
         ``num_ranks``: size of the mesh axis over which the model is sharded."""
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
-        """Return the cost of keeping or sending a tensor between blocks in ``layout``."""
+        """Return the cost of keeping or sending a tensor between blocks in ``layout``. ``spec``: its whole shape and
+        its dtype.
+        """
 
 
 @dataclass(frozen=True)
 class ShardingSolution:
-    """The chosen layouts and strategies on one axis. ``objective`` is the cost, and no sharding costs less than
+    """The chosen layouts and strategies on one mesh axis. ``objective`` is the cost, and no sharding costs less than
     ``bound``; both are in the unit of the costs, seconds on ``tp`` and ``cp``.
 
-    ``axis``, ``num_ranks``: name and size of the mesh axis. ``blocks``: strategies and layouts by block name.
-    ``values`` and ``states``: layouts by name. ``matmul_sharded``: the share of the matrix-multiply FLOPs that is
-    divided over the ranks. ``without_rule``: the share of compute time of each operator that has no factor rule and
-    therefore cannot be sharded. ``seconds``: time of the solution. ``num_choices``: number of choices of the assignment
-    problem.
+    ``axis``, ``num_ranks``: name and size of the mesh axis. ``blocks``: block name -> strategies and layouts.
+    ``values`` and ``states``: name -> layout. ``matmul_sharded``: the fraction of the matrix-multiply FLOPs that is
+    divided over the ranks. ``without_rule``: operator name -> fraction of compute time, for operators that have no
+    sharding rule and therefore cannot be sharded. ``seconds``: time that the solver took. ``num_choices``: number of
+    choices of the assignment problem.
     """
 
     axis: str
@@ -117,17 +121,13 @@ def solve_sharding(
     time_limit_s: float = 60.0,
 ) -> ShardingSolution:
     """Return the cheapest sharding of ``model`` over ``num_ranks`` ranks of ``axis``: layouts of tensors and strategies
-    of operators.
+    of operators. ``costs``: prices of the choices.
 
-    Args:
-        rules: layouts that the caller fixes. Unless it is named, the loss is ``P`` (a partial sum) on the axis ``data``
-            and ``R`` (replicated) on others. On ``data``, states are not sharded and tensors between blocks may be
-            partial sums.
-        allowed: ``allowed(operator, strategy)``: whether an operator may be run in this way; ``None`` allows all.
-
-    Raises:
-        ShardingError: a name is unknown, or the rules exclude every sharding.
-        AssignmentTimeLimitError: no sharding was found in time.
+    ``rules``: layouts that the caller fixes. Unless it is named, the loss is a partial sum on the axis ``data`` and
+    replicated on others. On ``data``, parameters and buffers are not sharded, and tensors between blocks may be partial
+    sums. ``allowed``: function of an operator and a strategy that says whether the operator may be run in this way;
+    ``None`` allows all. ``time_limit_s``: seconds for the solver. Raises :class:`ShardingError` if a name is unknown,
+    or the rules exclude every sharding, and :class:`AssignmentTimeLimitError` if no sharding was found in time.
     """
     rules = _complete_layout_rules(model, axis, rules)
     if num_ranks == 1:
@@ -138,14 +138,16 @@ def solve_sharding(
 def sharding_problem(
     model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts, rules: LayoutRules = FREE_LAYOUTS
 ) -> ShardingProblem:
-    """Return the problem that :func:`solve_sharding` solves, for two or more ranks. ``axis``: name of the mesh axis,
-    such as ``"tp"``. ``num_ranks``: its size. ``rules``: layouts fixed by the caller."""
+    """Return the problem of finding the cheapest sharding of ``model``, for two or more ranks. ``axis``: name of the
+    mesh axis, such as ``"tp"``. ``num_ranks``: its size. ``costs``: prices of the choices. ``rules``: layouts fixed by
+    the caller.
+    """
     return ShardingProblem(model, axis, num_ranks, costs, _complete_layout_rules(model, axis, rules))
 
 
 def _complete_layout_rules(model: FoldedModel, axis: str, rules: LayoutRules) -> LayoutRules:
-    """Return ``rules`` with the layouts that ``axis`` requires. Raise ``ShardingError`` if a name is not in the
-    model.
+    """Return ``rules`` with the layouts that ``axis`` requires: those of the loss, and on the axis ``data`` those of
+    parameters, buffers and tensors between blocks. Raise ``ShardingError`` if a name is not in the model.
     """
     outputs = dict(rules.outputs)
     if model.loss is not None:
@@ -156,8 +158,8 @@ def _complete_layout_rules(model: FoldedModel, axis: str, rules: LayoutRules) ->
 
 
 class ShardingProblem:
-    """The pairwise assignment problem of a model on one mesh axis, and the meaning of its nodes. It can be solved
-    several times, each with other strategies allowed.
+    """The pairwise assignment problem (one choice per node, least total cost) of sharding a model over one mesh axis.
+    It can be solved several times, each with other strategies allowed.
 
     Most nodes are operators, whose choices are strategies, and tensors, whose choices are layouts. ``axis``,
     ``num_ranks``: name and size of the mesh axis. ``costs``: prices of strategies and layouts. ``rules``: layouts that
@@ -189,8 +191,9 @@ class ShardingProblem:
                 self._connect_value_readers(name, value)
 
     def solve(self, allowed: Allowed | None = None, time_limit_s: float = 60.0) -> ShardingSolution:
-        """Return the cheapest sharding that uses only strategies for which ``allowed(operator, strategy)`` is true.
-        Raise ``ShardingError`` if none exists and ``AssignmentTimeLimitError`` if none is found in time.
+        """Return the cheapest sharding that uses only strategies for which ``allowed(operator, strategy)`` is true
+        (``None``: all). Raise ``ShardingError`` if none exists and ``AssignmentTimeLimitError`` if none is found in
+        ``time_limit_s`` seconds.
         """
         start = time.perf_counter()
         try:
@@ -205,8 +208,9 @@ class ShardingProblem:
         return self._assignment_to_solution(answer, time.perf_counter() - start)
 
     def _solve_with_allowed(self, allowed: Allowed | None, time_limit_s: float) -> Assignment:
-        """Return the cheapest assignment under ``allowed``. The unrestricted optimum is cached and is returned if it
-        uses only allowed strategies, since it is then also the restricted optimum.
+        """Return the cheapest assignment of choices under ``allowed``, a function of an operator and a strategy. The
+        unrestricted optimum is cached and is returned if it uses only allowed strategies, since it is then also the
+        restricted optimum.
         """
         problem = self.builder.problem()
         if self._best is None:
@@ -224,6 +228,9 @@ class ShardingProblem:
         return solve_assignment(replace(problem, costs=costs), time_limit_s=time_limit_s, settle=True)
 
     def _add_operators(self, name: str, block: Block, values: list[BlockValue]) -> None:
+        """Add a node for each operator of the block ``name``, whose choices are its strategies. ``values``: the tensors
+        of the block.
+        """
         found = list_operator_strategies(values, operators_of(block), self.num_ranks, self.rules.lengths)
         weight = self.weights[name]
         self.operators[name] = {}
@@ -237,7 +244,7 @@ class ShardingProblem:
         self.ports.update(dict.fromkeys(tie.ports, (variable, options)))
 
     def _tie_updates(self) -> None:
-        """Require that a value which the forward writes into a buffer has the layout of the buffer."""
+        """Add edges that require that a value which the forward writes into a buffer has the layout of the buffer."""
         if not self.model.updates:
             return
         of = {name: (variable, options) for tie, variable, options in self.ties for name in tie.names}
@@ -248,6 +255,9 @@ class ShardingProblem:
         self.builder.edges += [(state, value, np.array(table)) for (state, value), table in tables.items()]
 
     def _state_options(self, tie: LayoutTie, values: Mapping[str, list[BlockValue]]) -> list[Layout]:
+        """Return the layouts that the parameters or buffers of ``tie`` (which must share one layout) may have.
+        ``values``: block name -> tensors of the block.
+        """
         trained, asked = False, dict[Layout, None]()
         for name, _, place in tie.ports:
             block = self.model.blocks[name]
@@ -259,6 +269,9 @@ class ShardingProblem:
         return state_options(self.model, tie, self.num_ranks, self.rules, trained, asked)
 
     def _connect_value_readers(self, name: str, value: BlockValue) -> None:
+        """Add the costs of changing the layout of ``value`` between the node that produces it and those that read it.
+        ``name``: name of its block.
+        """
         block = self.model.blocks[name]
         if value.source.op == "placeholder":
             source = Source(*self.ports[_placeholder_to_port(block, value.source)])
@@ -287,13 +300,17 @@ class ShardingProblem:
                 yield Asker(variable, [frozenset(s.operands[p] for p in reader.positions) for s in choices])
 
     def _ties_reading(self, name: str, value: BlockValue) -> Iterator[Asker]:
-        """Yield one reader for each group of block outputs (that must share a layout) as which this value is returned.
-        ``name``: name of the block."""
+        """Yield one node of the problem for each group of block outputs (that must share a layout) to which ``value``
+        belongs, with the layouts that the node needs. ``name``: name of the block.
+        """
         places = [p for reader in value.readers if reader.node is None for p in reader.positions]
         for variable, options in dict(self.ports[name, "output", p] for p in places).items():
             yield Asker(variable, [frozenset((layout,)) for layout in options])
 
     def _assignment_to_solution(self, answer: Assignment, seconds: float) -> ShardingSolution:
+        """Return the layouts and strategies that the assignment ``answer`` stands for. ``seconds``: time that the
+        solver took.
+        """
         chosen = {
             name: {node: choices[answer.choice[variable]] for node, (variable, choices) in operators.items()}
             for name, operators in self.operators.items()
@@ -334,8 +351,10 @@ def _placeholder_to_port(block: Block, placeholder: fx.Node) -> Port:
 def _measure_sharded_work(
     model: FoldedModel, chosen: Mapping[str, Mapping[fx.Node, Strategy]], costs: ShardingCosts, num_ranks: int
 ) -> tuple[float, dict[str, float]]:
-    """Return the share of matrix-multiply FLOPs that is sharded, and the share of compute time of each operator without
-    a factor rule, by operator name. ``chosen``: for each block by name, the strategy of each operator."""
+    """Return the fraction of matrix-multiply FLOPs that is sharded, and, for operators without a sharding rule,
+    operator name -> fraction of compute time. ``chosen``: block name -> strategy of each operator. ``costs``: prices of
+    the strategies.
+    """
     flops = sharded = total = 0.0
     unruled: dict[str, float] = {}
     for name, strategies in chosen.items():

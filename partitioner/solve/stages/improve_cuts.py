@@ -43,10 +43,10 @@ _STEPS = (1, -1, 2, -2)  # numbers of calls by which cuts are moved
 
 @dataclass(frozen=True)
 class RankedCuts:
-    """Cuts into stages that were tried, as pairs of step time in seconds and cuts, fastest first. ``bound``: a lower
-    bound in seconds on the step time of all cuts.
+    """Cuts of the block calls into stages that were tried, as pairs of step time in seconds and cuts, fastest first.
+    ``bound``: a lower bound in seconds on the step time of all cuts.
 
-    Cuts are the positions of the first call of each stage, followed by the number of calls.
+    Cuts are a tuple: the index of the first call of each stage, followed by the number of calls.
     """
 
     cuts: tuple[tuple[float, tuple[int, ...]], ...]
@@ -56,12 +56,14 @@ class RankedCuts:
 def better_cuts(
     tables: StageTables, timetable: Timetable, start: Sequence[int], cutoff_s: float = math.inf, *, quick: bool = False
 ) -> RankedCuts:
-    """Search cuts into virtual stages with a shorter step time, starting from the cuts ``start``. Return all cuts that
-    were tried, fastest first, with a lower bound in seconds over all cuts.
+    """Search cuts of the block calls into virtual stages with a shorter step time, starting from the cuts ``start``
+    (the index of the first call of each stage, followed by the number of calls). Return all cuts that were tried,
+    fastest first, with a lower bound in seconds over all cuts.
 
-    Each stage alone fits on its rank; the virtual stages of a rank together may not. The search stops early if the
-    lower bound reaches ``cutoff_s`` seconds, because longer steps are of no use to the caller. ``quick``: run a quarter
-    of the iterations.
+    ``tables``: seconds and bytes of all possible stages. ``timetable``: the order of actions of the schedule. Each
+    stage alone fits on its rank; the virtual stages of a rank together may not. The search stops early if the lower
+    bound reaches ``cutoff_s`` seconds, because longer steps are of no use to the caller. ``quick``: run a quarter of
+    the iterations.
     """
     costs = _Costs(tables)
     how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
@@ -91,11 +93,12 @@ def better_cuts(
 def _improve_cuts_locally(
     costs: _Costs, timetable: Timetable, how: Mapping[str, bool], seen: dict[tuple[int, ...], float], left: int
 ) -> None:
-    """Add cuts into stages to ``seen`` (step time in seconds by cuts) by a local search from the fastest ones. The
+    """Add cuts into stages to ``seen`` (cuts -> step time in seconds) by a local search from the fastest ones. The
     search moves single cuts and groups of neighbouring cuts, and stops if no move is faster. ``left``: the largest
     number of schedules to simulate.
 
-    ``how``: the options ``train`` and ``overlap_steps`` of the simulation, as in :class:`StageProblem`.
+    ``costs``: seconds of all possible stages. ``how``: options of the simulation: ``train`` (there is a backward) and
+    ``overlap_steps`` (a rank begins the next step when it has ended its part of this one).
     """
     best, before = min(seen, key=lambda cuts: seen[cuts]), None
     while best != before and left > 0:
@@ -107,7 +110,8 @@ def _improve_cuts_locally(
 
 def _list_neighbour_cuts(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Yield variants of ``cuts`` in which one or more neighbouring cuts are moved by one or two calls. Variants with
-    fewer moved cuts come first."""
+    fewer moved cuts come first. ``cuts``: the index of the first call of each stage, followed by the number of calls.
+    """
     inner = len(cuts) - 2
     for count in range(1, inner + 1):
         for first in range(1, inner + 2 - count):
@@ -118,9 +122,11 @@ def _list_neighbour_cuts(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int) -> RankedCuts:
-    """Simulate all possible cuts and return the fastest ones. The bound is the step time of the best. ``calls``,
-    ``stages``: the numbers of calls and of stages. ``how``: the options ``train`` and ``overlap_steps`` of the
-    simulation, as in :class:`StageProblem`."""
+    """Simulate all possible cuts of the block calls into stages and return the fastest ones. The bound is the step time
+    of the best. ``costs``: seconds of all possible stages. ``calls``, ``stages``: the numbers of calls and of stages.
+    ``how``: options of the simulation: ``train`` (there is a backward) and ``overlap_steps`` (a rank begins the next
+    step when it has ended its part of this one).
+    """
     taken = costs.taken(timetable, _all_cuts(calls, stages), how, _KEPT)  # at least the first cuts fit
     order = tuple((seconds, cuts) for cuts, seconds in taken.items())
     return RankedCuts(order, order[0][0])
@@ -128,15 +134,19 @@ def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], c
 
 @lru_cache(maxsize=16)
 def _all_cuts(calls: int, stages: int) -> Places:
+    """Return all cuts of ``calls`` calls into ``stages`` stages, one per row: the index of the first call of each
+    stage, followed by the number of calls.
+    """
     inner = np.array(list(combinations(range(1, calls), stages - 1)), dtype=np.int64)
     return np.pad(inner, ((0, 0), (1, 1)), constant_values=((0, 0), (0, calls)))
 
 
 class _Costs:
-    """Seconds of every run of calls on every virtual stage.
+    """Seconds of every sequence of consecutive block calls on every virtual stage.
 
-    There is one array for each stage, of shape ``[5, calls + 1, calls + 1]``; the first dimension is the fields of
-    :class:`Phases`. The backward for inputs is infinite if the run does not fit in memory.
+    ``of_stage`` has one array for each stage, of shape ``[5, calls + 1, calls + 1]``. The first dim is forward,
+    backward for inputs, backward for weights, wait for values and wait for gradients; the others are the first call and
+    the call after the last. The backward for inputs is infinite if the calls do not fit in memory.
     """
 
     def __init__(self, tables: StageTables) -> None:
@@ -156,6 +166,9 @@ class _Costs:
         self.of_stage = made
 
     def phases(self, cuts: Sequence[int]) -> list[Phases]:
+        """Return, for each stage under ``cuts``, its seconds by phase (forward, backward for inputs, and so on).
+        ``cuts``: the index of the first call of each stage, followed by the number of calls.
+        """
         return [
             Phases(*(float(seconds) for seconds in table[:, cuts[k], cuts[k + 1]]))
             for k, table in enumerate(self.of_stage)
@@ -164,10 +177,12 @@ class _Costs:
     def taken(
         self, timetable: Timetable, cuts: Places, how: Mapping[str, bool], most: int | None = None
     ) -> dict[tuple[int, ...], float]:
-        """Simulate the cuts in the rows of ``cuts`` and return step time in seconds by cuts, fastest first.
+        """Simulate the cuts in the rows of ``cuts`` (the index of the first call of each stage, followed by the number
+        of calls), and return cuts -> step time in seconds, fastest first.
 
         Cuts with a stage that alone does not fit on its rank are left out. ``most``: largest number of results.
-        ``how``: the options ``train`` and ``overlap_steps`` of the simulation, as in :class:`StageProblem`.
+        ``how``: options of the simulation: ``train`` (there is a backward) and ``overlap_steps`` (a rank begins the
+        next step when it has ended its part of this one).
         """
         each = np.stack([table[:, cuts[:, k], cuts[:, k + 1]] for k, table in enumerate(self.of_stage)])
         fit = np.flatnonzero(np.isfinite(each[:, 1]).all(axis=0))
@@ -178,8 +193,9 @@ class _Costs:
         return dict(zip(map(tuple, cuts[fit[order]].tolist()), seconds[order].tolist(), strict=True))
 
     def bands(self, most: float) -> _Bands:
-        """Return the seconds of the runs of calls that take at most ``most`` seconds per microbatch and fit in memory,
-        in a compact table."""
+        """Return, in a compact table, the seconds of those sequences of consecutive block calls that take at most
+        ``most`` seconds per microbatch and fit in memory.
+        """
         size = self.of_stage[0].shape[-1]
         total = np.stack([table[:3].sum(axis=0) for table in self.of_stage])
         length = np.arange(size)[None, :] - np.arange(size)[:, None]
@@ -195,18 +211,22 @@ class _Costs:
 
 @dataclass(frozen=True)
 class _Bands:
-    """Seconds of runs of calls, indexed by the end of the run and by its length minus one.
+    """Seconds of sequences of consecutive block calls, indexed by the call after the last and by the number of calls
+    minus one.
 
-    ``seconds``: shape ``[stages, 5, calls + 1, width]``. ``barred``: shape ``[stages, calls + 1, width]``; 0 if the
-    entry is an allowed run, else infinite.
+    ``seconds``: shape ``[stages, 5, calls + 1, width]``; the second dim is forward, backward for inputs, backward for
+    weights, wait for values and wait for gradients. ``barred``: shape ``[stages, calls + 1, width]``; 0 if the stage
+    may consist of these calls, else infinite.
     """
 
     seconds: Table
     barred: Table
 
     def shortest(self, paths: Table) -> tuple[float, tuple[int, ...]]:
-        """Return the least weighted sum of the stages' phases in seconds, and the cuts that attain it. ``paths``:
-        weights, shape ``[stages, 5]``."""
+        """Return the least weighted sum of the seconds of all stages, over all cuts, and the cuts that attain it (the
+        index of the first call of each stage, followed by the number of calls). ``paths``: weight of each stage and
+        phase, shape ``[stages, 5]``.
+        """
         sums = np.einsum("kc,kcjw->kjw", paths, self.seconds) + self.barred
         _, size, width = sums.shape
         reached = np.full(width + size, np.inf)  # the first ``width`` entries stand for positions before the first call

@@ -33,12 +33,12 @@ _LONG, _SEVERAL = (
 
 @dataclass(frozen=True)
 class LeastTime:
-    """Lower bounds in seconds per microbatch over all splits (cuts of the calls into stages).
+    """Lower bounds in seconds per microbatch over all cuts of the block calls into stages.
 
     ``slowest_s``: on the slowest stage. ``total_s``: on the sum of all stages. ``forward_s``: the forward part of
     ``total_s``. ``backward_s``: backward with recomputation, known only for a single stage. ``unseen``: bounds on
-    (slowest, total) for the splits that were skipped; infinite if none were skipped. ``step_s``: lower bound on the
-    whole step for the splits that were examined.
+    (slowest, total) for the cuts that were skipped; infinite if none were skipped. ``step_s``: lower bound on the whole
+    step for the cuts that were examined.
     """
 
     slowest_s: float
@@ -50,14 +50,12 @@ class LeastTime:
 
     @property
     def is_seen(self) -> bool:
-        """Whether cuts into stages were examined and at least one of them fits in memory."""
+        """Return whether cuts into stages were examined and at least one of them fits in memory."""
         return bool(np.isfinite(self.total_s))
 
     def pipeline_s(self, schedule: str | ScheduleTable, p: int, m: int, overlap_steps: bool = False) -> float:
         """Return a lower bound on the seconds of ``m`` microbatches under ``schedule`` with one stage on each of ``p``
-        ranks.
-
-        ``overlap_steps``: a rank begins the next step as soon as it has ended its own part of this one.
+        ranks. ``overlap_steps``: a rank begins the next step as soon as it has ended its own part of this one.
         """
         fill = least_fill(schedule, p, m, 1, overlap_steps)
         seen = max(self.step_s, self._pipeline_s(schedule, p, m, fill, self.slowest_s, self.total_s))
@@ -66,6 +64,10 @@ class LeastTime:
     def _pipeline_s(
         self, schedule: str | ScheduleTable, p: int, m: int, fill: tuple[float, float], slowest: float, total: float
     ) -> float:
+        """Return a lower bound on the seconds of ``m`` microbatches on ``p`` ranks, if the slowest stage takes at least
+        ``slowest`` and all stages together at least ``total`` seconds. ``fill``: the fill and drain time, as fractions
+        of a microbatch's forward and backward seconds.
+        """
         if total == np.inf:
             return total
         if is_formula(schedule):
@@ -75,12 +77,11 @@ class LeastTime:
 
 
 def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool = False) -> LeastTime:
-    """Return lower bounds on the stage times of all splits of ``problem`` (cuts of its calls into stages).
+    """Return lower bounds on the stage times of all cuts of the calls of ``problem`` into stages.
 
-    Runs of calls that alone make a step of ``cutoff_s`` seconds are skipped. ``quick``: skip all long runs, even if no
-    split without them fits.
-
-    Raises :class:`CapacityError` if memory cannot suffice, and :class:`PlanError` if there are more stages than calls.
+    Stages that alone make a step of ``cutoff_s`` seconds are skipped. ``quick``: skip all stages that take much longer
+    than an even share, even if no cut without them fits. Raises :class:`CapacityError` if memory cannot suffice, and
+    :class:`PlanError` if there are more stages than calls.
     """
     tables = StageTables(problem)
     if tables.hopeless:
@@ -118,9 +119,10 @@ def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool =
 
 
 def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] | None:
-    """Return bounds over the splits into runs whose work alone takes at most ``limit`` seconds: the least slowest
-    stage, the least sum of stages and the least step, in seconds. Return ``None`` if there is no such split, or if
-    longer runs might be better."""
+    """Return bounds in seconds over the cuts into stages whose work alone takes at most ``limit`` seconds: the least
+    slowest stage, the least sum of stages and the least step. Return ``None`` if there is no such cut, or if longer
+    stages might be better.
+    """
     start, stop, firsts = _runs_by_stop(tables, limit)
     if not len(start):
         return None
@@ -165,8 +167,9 @@ class OtherStageTimes(NamedTuple):
 def _after_others(
     problem: StageProblem, stage: int, others: OtherStageTimes, start: Places, stop: Places, times: Vector
 ) -> Vector:
-    """Return lower bounds in seconds on the step if ``stage`` runs the calls ``[start, stop)`` in ``times`` seconds per
-    microbatch.
+    """Return lower bounds in seconds on the step if the stage with index ``stage`` runs the calls ``start:stop`` in
+    ``times`` seconds per microbatch; all three are arrays. ``others``: cumulative seconds of a microbatch up to each
+    call.
 
     The stage begins when the first microbatch has passed all earlier calls. After its last backward for inputs,
     backward continues through all earlier calls; meanwhile the stage can still run the backwards for weights that it
@@ -196,7 +199,8 @@ def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
 
 def _check_memory(tables: StageTables) -> None:
     """Raise :class:`CapacityError` if no cut into stages fits in memory under any allowed recomputation. The error
-    states the missing bytes, but no stage."""
+    states the missing bytes, but no stage. ``tables``: seconds and bytes of all possible stages.
+    """
     problem = tables.problem
     if problem.pinned or problem.recompute == "full":
         return
@@ -218,8 +222,10 @@ def _check_memory(tables: StageTables) -> None:
 
 
 def _runs_by_stop(tables: StageTables, limit: float) -> tuple[Places, Places, Places]:
-    """Return the runs of calls whose work takes at most ``limit`` seconds, sorted by their stops: three arrays with the
-    starts, the stops, and the index of the first run for each stop."""
+    """Return the possible stages whose work takes at most ``limit`` seconds, sorted by their ends, as three arrays: the
+    index of the first call, the index after the last call, and, for each distinct end, the position of its first entry
+    in the other two.
+    """
     start, stop = tables.short_runs(limit)
     # least number of stages for the calls before and after the run, plus one for the run
     done = np.concatenate([[0.0], np.cumsum(np.diagonal(tables.least_work, 1))]) / max(limit, TINY)

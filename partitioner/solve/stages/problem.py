@@ -22,13 +22,13 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class StageCall:
-    """One call of a module that is to be placed on a stage, with its cost.
+    """One call of a block (such as a layer) that is to be placed on a pipeline stage, with its cost.
 
     ``path``: the name of the module that is called, such as ``layers.3``. ``inputs``, ``outputs``: names of the values
-    that stages send or keep, in the order of ``cost``. ``states``: names of the parameters and buffers that the call
+    that it reads and computes, in the order of ``cost``. ``states``: names of the parameters and buffers that the call
     reads. ``index``: its position among the model's calls. ``gathered_bytes``: temporary bytes of gathered weights (its
-    own and its neighbours') while it runs, with gradients. ``at_ends``: temporary bytes at the first and last call of a
-    stage, see :class:`AtEnds`.
+    own and its neighbours') while it runs, with gradients. ``at_ends``: temporary bytes if it is the first or the last
+    call of a stage.
     """
 
     path: str
@@ -48,8 +48,8 @@ class StageCall:
 
 @dataclass(frozen=True)
 class Pace:
-    """The costs of all calls on the devices of one stage, for clusters whose stages have devices of different speeds.
-    Only the seconds of these costs are used.
+    """The costs of all block calls on the devices of one stage, for clusters whose stages have devices of different
+    speeds. Only the seconds of these costs are used.
 
     ``costs``: the cost of each call, in the order of the problem. ``overhead``: the cost of the calls that every stage
     runs in addition.
@@ -61,27 +61,23 @@ class Pace:
 
 @dataclass(frozen=True)
 class StageProblem:
-    """The problem of cutting calls into pipeline stages: the calls in order, the stages' memory and links, and the
-    schedule.
+    """The problem of cutting block calls into pipeline stages: the calls in order, the stages' memory and links, and
+    the schedule.
 
-    - ``schedule``: name of the pipeline schedule. ``microbatch_size``: number of samples. ``tp``, ``dp``: sizes of
-      these mesh axes. ``train``: calls have a backward.
-    - ``capacity``: usable bytes of a rank, by stage. ``links``: the link from each stage to the next.
-    - ``state_bytes``: bytes of a parameter or buffer on a rank, with its gradient and optimizer states, by name.
+    - ``capacity``: usable bytes of a rank, by stage. ``links``: the link from each stage to the next. ``tp``, ``dp``:
+      sizes of these mesh axes. ``microbatch_size``: number of samples. ``train``: calls have a backward.
+    - ``state_bytes``: name of a parameter or buffer -> bytes on a rank, with its gradient and optimizer states.
       ``late_bytes``: the part of these bytes that is allocated only when the first backward frees activations.
-    - ``local``: names of values that are never sent between stages (model inputs, results of calls that every stage
-      runs).
-    - ``recompute``: the recomputation that is required, or ``None`` for a free choice. ``pinned``: for calls whose
-      stage is fixed, the stage by index of the call.
+      ``local``: names of values that are never sent between stages. ``total_bytes``: bytes of sums over the batch that
+      are sent before the first forward.
+    - ``recompute``: the recomputation that is required, or ``None`` for a free choice. ``pinned``: index of a call ->
+      its fixed stage. ``barred``: for each stage, a mask ``[start, stop]`` of the calls ``start:stop`` of which it may
+      not consist. ``repeated``: for each call, whether its block occurs more than once.
     - ``overhead``: the calls that every stage runs in addition. ``paces``: costs on each stage's devices; if empty, the
-      calls' own costs apply.
-    - ``bubble``: the schedule's fraction of the fill and drain time of a plain pipeline. ``chunks``: number of virtual
-      stages on one rank. ``flying``: for each stage, the numbers of microbatches that it holds at a time, if the
-      schedule has no formula for them.
-    - ``repeated``: for each call, whether its block occurs more than once in the model. ``barred``: for each stage, a
-      mask of the runs of calls ``[start, stop]`` that it may not hold.
-    - ``overlap_steps``: a rank begins the next step when it has ended its own part of this one. ``total_bytes``: bytes
-      of sums over the batch that are sent before the first forward of the stage that needs them.
+      calls' own costs apply. ``bubble``: the schedule's fraction of the fill and drain time of a plain pipeline.
+      ``chunks``: number of virtual stages on a rank. ``flying``: for each stage, the numbers of microbatches that it
+      holds at a time, if the schedule has no formula for them. ``overlap_steps``: a rank begins the next step when it
+      has ended its own part of this one.
     """
 
     calls: tuple[StageCall, ...]
@@ -123,8 +119,10 @@ class StageProblem:
         return Pace(tuple(call.cost for call in self.calls), self.overhead)
 
     def held(self, stage: int) -> tuple[Counts, ...]:
-        """Return the numbers of microbatches whose activations ``stage`` holds at a time, as pairs (backward not begun,
-        between the two halves of a split backward). The memory of the stage peaks at one of these pairs."""
+        """Return the numbers of microbatches whose activations the stage with index ``stage`` holds at a time, as pairs
+        (backward not begun, between the two halves of a split backward). The memory of the stage peaks at one of these
+        pairs.
+        """
         if not self.train:
             return ((1, 0),)
         return self.flying[stage] if self.flying else self._count_formula_in_flight(stage)

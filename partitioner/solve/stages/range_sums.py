@@ -28,14 +28,14 @@ _MOST_KNOWN = 1 << 21  # entries of tables of states
 
 
 class Holding(NamedTuple):
-    """The values that one call reads, writes and keeps, with their bytes. This is the hashable part of a ``StageCall``
-    and its cost, so that tables can be cached by it.
+    """The values that one block call reads, writes and keeps, with their bytes. It is hashable, so that tables can be
+    cached by it.
 
     ``inputs``, ``outputs`` and ``states`` (parameters and buffers) are names. ``input_bytes``, ``saved_inputs``,
     ``output_bytes`` and ``output_grads`` have one entry for each input or output: its bytes, and whether it is kept for
     backward (``saved_inputs``) or receives a gradient (``output_grads``). ``saved_bytes``: kept from forward to
-    backward besides inputs. ``carried_bytes``: held between the two halves of the backward. ``working_bytes``:
-    temporary. ``at_ends``: the fields of :class:`AtEnds`.
+    backward besides inputs. ``carried_bytes``: held between backward for inputs and backward for weights.
+    ``working_bytes``: temporary. ``at_ends``: three numbers of temporary bytes at the first and last call of a stage.
     """
 
     inputs: tuple[str, ...]
@@ -52,10 +52,9 @@ class Holding(NamedTuple):
 
 
 def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()) -> Segments:
-    """Return the tables over all runs of ``calls``, from a cache if calls with equal values and bytes were seen before.
-
-    ``local``: names of values that are never sent between stages. The tables do not contain seconds or the bytes of
-    parameters, and do not depend on the stages. Problems that differ only in these share one result.
+    """Return tables of the bytes of all sequences of consecutive ``calls``, from a cache if calls with equal values and
+    bytes were seen before. ``local``: names of values that are never sent between stages. The tables do not contain
+    seconds or the bytes of parameters, and do not depend on the stages.
     """
     holdings = tuple(
         Holding(
@@ -77,10 +76,9 @@ def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()
 
 
 class Segments:
-    """Tables of the bytes that every run of consecutive calls keeps, uses and transfers, computed when they are first
-    used. Row ``i`` and column ``j`` of a table are for the calls ``[i, j)``.
-
-    ``local``: names of values that are never sent between stages.
+    """Tables of the bytes that every sequence of consecutive block calls keeps, uses and transfers, computed when they
+    are first used. The entry ``[i, j]`` of a table is for the calls ``i:j``. ``local``: names of values that are never
+    sent between stages.
     """
 
     def __init__(self, calls: Sequence[Holding], local: Collection[str] = frozenset()) -> None:
@@ -89,27 +87,31 @@ class Segments:
 
     @cached_property
     def saved(self) -> Table:
-        """Return a table ``[start, stop]`` of the bytes of activations that each run of calls saves for backward, per
-        microbatch, without its inputs."""
+        """Return a table whose entry ``[start, stop]`` is the bytes of activations that the block calls ``start:stop``
+        save for backward, per microbatch, without their inputs.
+        """
         return self.sums([c.saved_bytes for c in self.calls])
 
     @cached_property
     def carried(self) -> Table:
-        """Return a table ``[start, stop]`` of the bytes that each run of calls holds between its backward for inputs
-        and its backward for weights, per microbatch, without its inputs."""
+        """Return a table whose entry ``[start, stop]`` is the bytes that the block calls ``start:stop`` hold between
+        their backward for inputs and their backward for weights, per microbatch, without their inputs.
+        """
         return self.sums([c.carried_bytes for c in self.calls])
 
     @cached_property
     def largest_again(self) -> Table:
-        """Return a table ``[start, stop]`` of the largest sum of saved and temporary bytes of a single call of each
-        run. This is the peak while calls are recomputed one at a time."""
+        """Return a table whose entry ``[start, stop]`` is the largest sum of saved and temporary bytes of a single one
+        of the block calls ``start:stop``. This is the peak while calls are recomputed one at a time.
+        """
         return self._tabulate_run_maxima([c.saved_bytes + c.working_bytes for c in self.calls])
 
     @cached_property
     def largest_working(self) -> Table:
-        """Return a table ``[start, stop]`` of the largest temporary bytes of each run of calls at any moment. This is
-        the maximum over its calls, or the backward of the last call together with gradients of the first call that the
-        previous microbatch is still sending."""
+        """Return a table whose entry ``[start, stop]`` is the largest temporary bytes of the block calls ``start:stop``
+        at any moment. This is the maximum over the calls, or the backward of the last call together with gradients of
+        the first call that the previous microbatch is still sending.
+        """
         table = self._tabulate_run_maxima([c.working_bytes for c in self.calls])
         last, lingering, _ = zip(*(c.at_ends for c in self.calls), strict=True)
         if not any(lingering):
@@ -119,23 +121,24 @@ class Segments:
 
     @cached_property
     def closing(self) -> Table:
-        """Return the bytes of the gradients that a run sends at the end of a microbatch's backward, when its
-        activations are freed. Shape ``[calls + 1]``, indexed by the start of the run."""
+        """Return the bytes of gradients that a stage sends at the end of a microbatch's backward, when its activations
+        are freed. Shape ``[calls + 1]``, indexed by the first call of the stage.
+        """
         return np.array([*(c.at_ends[2] for c in self.calls), 0.0])
 
     def states_of(self, sizes: Mapping[str, float]) -> Table:
-        """Return a table ``[start, stop]`` of the bytes of the distinct parameters and buffers in each run of calls.
-
-        ``sizes``: bytes by name of parameter or buffer. The result is cached by the identity of ``sizes``, so the
-        mapping must not be modified later.
+        """Return a table whose entry ``[start, stop]`` is the bytes of the distinct parameters and buffers that the
+        block calls ``start:stop`` read. ``sizes``: name of a parameter or buffer -> bytes. The result is cached by the
+        identity of ``sizes``, so the mapping must not be modified later.
         """
         names = tuple(call.states for call in self.calls)
         return (_states_of if len(names) <= _MOST_REMEMBERED else _StateReads)(names).table(sizes)
 
     @cached_property
     def saved_inputs(self) -> Table:
-        """Return a table ``[start, stop]`` of the bytes of the distinct inputs that each run of calls keeps for
-        backward, per microbatch."""
+        """Return a table whose entry ``[start, stop]`` is the bytes of the distinct inputs that the block calls
+        ``start:stop`` keep for backward, per microbatch.
+        """
         return self._tabulate_distinct_bytes(
             [
                 [item for item, kept in zip(self._list_input_items(c), c.saved_inputs, strict=True) if kept]
@@ -145,25 +148,30 @@ class Segments:
 
     @cached_property
     def all_inputs(self) -> Table:
-        """Return a table ``[start, stop]`` of the bytes of all distinct inputs of the calls in each run. Recomputation
-        must keep them."""
+        """Return a table whose entry ``[start, stop]`` is the bytes of all distinct inputs of the block calls
+        ``start:stop``. Recomputation must keep them.
+        """
         return self._tabulate_distinct_bytes([self._list_input_items(c) for c in self.calls])
 
     @cached_property
     def forward(self) -> Table:
-        """Return the bytes of the values that are sent across each cut in forward, shape ``[calls + 1]``. A value
-        crosses a cut if a call before the cut writes it and a call after the cut reads it."""
+        """Return the bytes of the values that are sent in forward across each possible cut between stages, shape
+        ``[calls + 1]``. A value crosses a cut if a call before the cut computes it and a call after the cut reads it.
+        """
         return self._passing(gradients=False)
 
     @cached_property
     def backward(self) -> Table:
-        """Return the bytes of the gradients that are sent across each cut in backward, shape ``[calls + 1]``."""
+        """Return the bytes of the gradients that are sent in backward across each possible cut between stages, shape
+        ``[calls + 1]``.
+        """
         return self._passing(gradients=True)
 
     @cached_property
     def boundary(self) -> Table:
-        """Return a table ``[start, stop]`` of the bytes of the send and receive buffers of each run of calls, for
-        values and gradients at its start and at its end."""
+        """Return a table whose entry ``[start, stop]`` is the bytes of the send and receive buffers of a stage of the
+        block calls ``start:stop``, for values and gradients at its start and at its end.
+        """
         both: Table = self.forward + self.backward
         return both[:, None] + both[None, :]
 
@@ -171,12 +179,16 @@ class Segments:
         return list(zip(call.inputs, call.input_bytes, strict=True))
 
     def sums(self, per_call: Sequence[float]) -> Table:
-        """Return a table ``[start, stop]`` of the sums of ``per_call`` (one number for each call) over every run of
-        calls."""
+        """Return a table whose entry ``[start, stop]`` is the sum of ``per_call[start:stop]``. ``per_call``: one number
+        for each call.
+        """
         prefix: Table = np.concatenate([[0.0], np.cumsum(np.asarray(per_call, dtype=np.float64))])
         return np.maximum(0.0, prefix[None, :] - prefix[:, None])
 
     def _tabulate_run_maxima(self, per_call: Sequence[float]) -> Table:
+        """Return a table whose entry ``[start, stop]`` is the maximum of ``per_call[start:stop]``, 0 if that is empty.
+        ``per_call``: one number for each call.
+        """
         n = len(per_call)
         table = np.zeros((n + 1, n + 1))
         grid = np.where(np.arange(n)[None, :] >= np.arange(n)[:, None], np.asarray(per_call)[None, :], 0.0)
@@ -184,13 +196,17 @@ class Segments:
         return table
 
     def _tabulate_distinct_bytes(self, items: Sequence[Sequence[Item]]) -> Table:
-        """Return a table ``[start, stop]`` of the bytes of the distinct items in each run of calls. ``items``: for each
-        call, its pairs of name and bytes."""
+        """Return a table whose entry ``[start, stop]`` is the bytes of the distinct items of the calls ``start:stop``.
+        ``items``: for each call, its pairs of name and bytes.
+        """
         places, counted = _index_first_occurrences([[name for name, _ in own] for own in items])
         sizes = np.array([size for own in items for _, size in own], dtype=np.float64)
         return _sum_first_occurrences(places, sizes[counted], len(items))
 
     def _passing(self, gradients: bool) -> Table:
+        """Return the bytes of values, or with ``gradients`` of gradients, that are sent across each possible cut
+        between stages, shape ``[calls + 1]``.
+        """
         last = {name: k for k, call in enumerate(self.calls) for name in call.inputs}
         passing = np.zeros(len(self.calls) + 1)
         for k, call in enumerate(self.calls):
@@ -202,8 +218,9 @@ class Segments:
 
 
 class _StateReads:
-    """The names of the parameters and buffers that each call reads, prepared for tables of the bytes of runs of calls,
-    one table for each mapping of names to bytes. ``names``: for each call, these names."""
+    """The names of the parameters and buffers that each block call reads, prepared for tables of bytes over all
+    sequences of consecutive calls, one table for each mapping of names to bytes. ``names``: for each call, these names.
+    """
 
     def __init__(self, names: Sequence[Sequence[str]]) -> None:
         self._places, counted = _index_first_occurrences(names)
@@ -212,8 +229,9 @@ class _StateReads:
         self._known: dict[SameObject[Mapping[str, float]], Table] = {}
 
     def table(self, sizes: Mapping[str, float]) -> Table:
-        """Return a table ``[start, stop]`` of the bytes of the distinct parameters and buffers in each run of calls.
-        ``sizes``: bytes by name; the result is cached by its identity."""
+        """Return a table whose entry ``[start, stop]`` is the bytes of the distinct parameters and buffers that the
+        block calls ``start:stop`` read. ``sizes``: name -> bytes; the result is cached by its identity.
+        """
         key = SameObject(sizes)
         if key not in self._known:
             if len(self._known) * (self._calls + 1) ** 2 > _MOST_KNOWN:
@@ -234,10 +252,11 @@ def _build_cached_segments(calls: tuple[Holding, ...], local: frozenset[str]) ->
 
 
 def _sum_first_occurrences(places: NDArray[np.int64], sizes: NDArray[np.float64], n: int) -> Table:
-    """Return a table ``[start, stop]`` of the bytes of distinct items over all runs of ``n`` calls.
+    """Return a table whose entry ``[start, stop]`` is the bytes of the distinct items of the calls ``start:stop``, for
+    ``n`` calls.
 
-    ``places`` and ``sizes`` are parallel: the flat index from :func:`_index_first_occurrences` and the bytes of each
-    item.
+    ``places``, ``sizes``: for each item, the flat index ``start * n + call`` of the earliest start from which the item
+    is new at this call, and its bytes.
     """
     added = np.bincount(places, sizes, minlength=n * n).reshape(n, n)
     first = np.triu(np.cumsum(added, axis=0))  # [i, k]: bytes that call k adds to a run that starts at i
@@ -247,9 +266,10 @@ def _sum_first_occurrences(places: NDArray[np.int64], sizes: NDArray[np.float64]
 
 
 def _index_first_occurrences(names: Sequence[Sequence[str]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find from which start of a run each item of a call is new in the run, so that sums count shared items once.
+    """Find, for each item of a call, the earliest start of a sequence of calls in which the item is new at this call,
+    so that sums count shared items once. ``names``: for each call, the names of its items.
 
-    Returns two parallel arrays: flat indices into ``[start, call]``, and the position of the item in the concatenated
+    Return two parallel arrays: flat indices ``start * calls + call``, and the position of the item in the concatenated
     ``names``. The start is the call after the previous call that has the item. An item that one call names twice is
     listed once.
     """

@@ -42,7 +42,9 @@ def check_room(takes: str, needed: float, room: float) -> None:
 
 def _find_least_shortage(tables: StageTables) -> tuple[float, int, list[int]]:
     """Find the cut into stages whose worst memory shortage over its stages is smallest. Return that shortage in bytes
-    (negative if memory is left over), the number of the worst stage, and the cuts."""
+    (negative if memory is left over), the index of the worst stage, and the cuts (the index of the first call of each
+    stage, followed by the number of calls).
+    """
     least = [_find_pinned_memory(tables, stage) for stage in range(len(tables.allowed))]
     excess = [m - c for m, c in zip(least, tables.problem.capacity, strict=True)]
     worst, cuts = min_max(excess)
@@ -51,8 +53,9 @@ def _find_least_shortage(tables: StageTables) -> tuple[float, int, list[int]]:
 
 
 def _find_pinned_memory(tables: StageTables, stage: int) -> Table:
-    """Return a table ``[start, stop]`` of the least peak bytes of every run of calls on ``stage``. If the problem
-    requires full recomputation, exactly that is assumed."""
+    """Return a table whose entry ``[start, stop]`` is the least peak bytes of the stage with index ``stage`` if it
+    consists of the block calls ``start:stop``. If the problem requires full recomputation, exactly that is assumed.
+    """
     if tables.problem.recompute != "full" or not tables.problem.train:
         return tables.least_memory[stage]
     start, stop = np.nonzero(tables.allowed[stage])
@@ -63,10 +66,10 @@ def _find_pinned_memory(tables: StageTables, stage: int) -> Table:
 
 def capacity_error(tables: StageTables, *, relaxed: bool = False) -> PlanError:
     """Return the error for a problem that no cut into stages satisfies. It names the stage that lacks memory in the cut
-    with the least shortage, and the missing bytes.
+    with the least shortage, and the missing bytes. ``tables``: seconds and bytes of all possible stages.
 
-    The error is a plain :class:`PlanError` if pinned calls exclude every cut. ``relaxed``: the missing bytes are a
-    lower bound.
+    The error is a plain :class:`PlanError` if calls with a fixed stage exclude every cut. ``relaxed``: the missing
+    bytes are a lower bound.
     """
     problem = tables.problem
     missing, stage, cuts = _find_least_shortage(tables)
@@ -91,8 +94,8 @@ SLACK = 0.01  # share of the optimum that may be lost for equal stages
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The calls ``start:stop`` of one stage, with seconds and memory. Backward recomputes the first ``recompute`` calls
-    in full. If ``selective``, it also recomputes the cheap parts of the other calls.
+    """The block calls ``start:stop`` of one pipeline stage, with seconds and memory. Backward recomputes the first
+    ``recompute`` calls in full. If ``selective``, it also recomputes the cheap parts of the other calls.
 
     ``start``, ``stop``: indices among the calls of the problem; ``stop`` itself is not included. Seconds are per
     microbatch. ``recompute_s``: recomputation, which ``backward_s`` does not contain. ``transfer_s``: seconds of
@@ -117,7 +120,7 @@ class StagePlan:
 
     @property
     def runs(self) -> tuple[StagePlan, ...]:
-        """Return the runs of consecutive calls of this stage: its virtual stages, or the stage itself."""
+        """Return the parts of this stage that consist of consecutive calls: its virtual stages, or the stage itself."""
         return self.parts or (self,)
 
     @property
@@ -132,8 +135,8 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class StageSplit:
-    """A cut of the calls into pipeline stages, in order, and the seconds (``pipeline_s``) that one step of the pipeline
-    takes.
+    """A cut of the block calls into pipeline stages, in order, and the seconds (``pipeline_s``) that one step of the
+    pipeline takes.
 
     ``lower_bound_s``: lower bound on the pipeline's seconds over all cuts. ``stages`` may be slightly slower, because
     about equal stages are preferred. ``microbatch_s``: seconds of one microbatch through all calls, forward and
@@ -152,12 +155,12 @@ class StageSplit:
 
 
 class NoneLeft(CapacityError):
-    """Error that is raised if every cut that fits in memory has a stage that the problem forbids (``barred``)."""
+    """Error that is raised if every cut into stages that fits in memory has a stage that the problem forbids."""
 
 
 def solve_stages(problem: StageProblem, tables: StageTables | None = None) -> StageSplit:
-    """Return the cut of the calls into stages with the least pipeline time. ``tables``: the tables of ``problem``, if
-    they exist already.
+    """Return the cut of the block calls of ``problem`` into stages with the least pipeline time. ``tables``: the tables
+    of ``problem`` (seconds and bytes of all possible stages), if they exist already.
 
     Raises :class:`PlanError` if there are more stages than calls, and :class:`CapacityError` if no cut fits in memory.
     """
@@ -169,7 +172,9 @@ def solve_stages(problem: StageProblem, tables: StageTables | None = None) -> St
 
 
 class _Splitter:
-    """Search for the best split by shortest paths over (stage, cut), with the seconds and memory in ``tables``."""
+    """Searches for the best cut of block calls into stages by shortest paths over (stage, cut). ``tables``: the seconds
+    and memory of all possible stages.
+    """
 
     def __init__(self, tables: StageTables) -> None:
         self.tables = tables
@@ -177,7 +182,8 @@ class _Splitter:
 
     def best(self) -> StageSplit | None:
         """Return the cut into stages that minimises ``(m - b) max + b sum`` of the stage times; ``None`` if none fits
-        in memory. ``m`` is the number of microbatches, ``b`` depends on the schedule."""
+        in memory. ``m`` is the number of microbatches, ``b`` a number that depends on the schedule.
+        """
         bubble = self.problem.bubble
         often = self.problem.num_rounds - bubble
         free = self.path(np.inf)
@@ -208,7 +214,7 @@ class _Splitter:
 
     def balanced(self, best: list[int]) -> list[int]:
         """Return the cuts with the least time of the slowest stage among all cuts that cost at most 1 % more than
-        ``best``.
+        ``best``. Cuts are the index of the first call of each stage, followed by the number of calls.
 
         With few microbatches the step time hardly depends on the cuts. Equal stages then need less memory and suit
         other schedules.
@@ -226,7 +232,8 @@ class _Splitter:
 
     def path(self, limit: float) -> list[int] | None:
         """Return the cuts with the least sum of stage times, if no stage may take more than ``limit`` seconds; ``None``
-        if no cuts satisfy that."""
+        if no cuts satisfy that. Cuts are the index of the first call of each stage, followed by the number of calls.
+        """
         n, p = len(self.problem.calls), self.problem.num_stages
         reached = np.full(n + 1, np.inf)
         reached[0] = 0.0
@@ -270,11 +277,11 @@ class _Splitter:
 def stage_plan(
     tables: StageTables, stage: int, start: int, stop: int, recompute: int | None = None, *, in_part: bool = False
 ) -> StagePlan:
-    """Return the plan of one stage that holds the calls ``start:stop``, with its seconds and peak bytes.
+    """Return the plan of one stage that holds the block calls ``start:stop``, with its seconds and peak bytes.
 
-    ``stage``: index of a stage of the problem. ``recompute``: number of first calls to recompute in full; by default
-    the fewest that fit in memory. ``in_part``: also recompute the cheap parts of the other calls. It applies only if
-    ``recompute`` is given.
+    ``tables``: seconds and bytes of all possible stages. ``stage``: index of a stage of the problem. ``recompute``:
+    number of first calls to recompute in full; by default the fewest that fit in memory. ``in_part``: also recompute
+    the cheap parts of the other calls; it applies only if ``recompute`` is given.
     """
     if recompute is None:
         return stage_plans(tables, stage, np.array([start]), np.array([stop]))[0]
@@ -283,9 +290,9 @@ def stage_plan(
 
 
 def stage_plans(tables: StageTables, stage: int, starts: Counts, stops: Counts) -> list[StagePlan]:
-    """Build the plans of stage ``stage`` for several segments, with the least recomputation that fits in memory.
-
-    ``starts``, ``stops``: the first call of each segment, and the call after its last. The plans are in their order.
+    """Return the plans of the stage with index ``stage`` for several possible sequences of block calls, with the least
+    recomputation that fits in memory. ``starts``, ``stops``: for each sequence, the index of the first call and the
+    index after the last. The plans are in this order.
     """
     slimmed = tables.slimmed(stage, starts, stops)
     plans: list[StagePlan | None] = [None] * len(starts)
@@ -302,10 +309,10 @@ def stage_plans(tables: StageTables, stage: int, starts: Counts, stops: Counts) 
 def _build_stage_plans(
     tables: StageTables, way: StageTables, stage: int, start: Counts, stop: Counts, recomputed: Counts
 ) -> list[StagePlan]:
-    """Build the plans of segments that all use the tables ``way``, either ``tables`` or its selective ones.
-
-    ``stage``: index of the stage. ``start``, ``stop``: for each segment, the index of its first call and of the call
-    after its last. ``recomputed``: for each segment, the number of first calls to recompute in full.
+    """Return the plans of the stage with index ``stage`` for several possible sequences of block calls that all use the
+    tables ``way``: either ``tables`` or those for selective recomputation. ``start``, ``stop``: for each sequence, the
+    index of the first call and the index after the last. ``recomputed``: for each sequence, the number of first calls
+    to recompute in full.
     """
     problem = tables.problem
     forward, backward = (table[start, stop] for table in tables.seconds(stage))

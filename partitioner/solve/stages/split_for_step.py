@@ -29,10 +29,9 @@ Priced = TypeVar("Priced")
 
 @dataclass(frozen=True)
 class PricedSplit(Generic[Priced]):
-    """A cut into stages, the seconds of its step, and the additional result of the function that computed these seconds
-    (``priced``).
-
-    ``lower_bound_s``: lower bound on the step over all cuts; at most ``step_s`` and the cutoff of the search.
+    """A cut of the block calls into stages (``split``), the seconds of its step (``step_s``), and the additional result
+    of the function that computed these seconds (``priced``). ``lower_bound_s``: lower bound on the step over all cuts;
+    at most ``step_s`` and the cutoff of the search.
     """
 
     split: StageSplit
@@ -49,18 +48,17 @@ def cut_for_step(
     run_tails: Callable[[float], Sequence[Table]],
     cutoff_s: float = np.inf,
 ) -> PricedSplit[Priced]:
-    """Return the split with the shortest step, with a lower bound on the step over all splits.
+    """Return the cut into stages with the shortest step, with a lower bound on the step over all cuts.
 
-    Args:
-        problem: the calls and stages.
-        solve: returns the split with the shortest pipeline; raises :class:`PlanError` if there is none.
-        price: returns the seconds of a step with a split, and a result that is passed on.
-        least_tail_s: lower bound on the seconds after the pipeline, for any split.
-        run_tails: returns for each stage a table of seconds after the pipeline, by run of calls. The argument is a step
-            time in seconds; runs that alone make the step longer may be infinite.
-        cutoff_s: steps that take at least this many seconds are of no use to the caller.
+    - ``problem``: the calls and stages. ``solve``: returns the cut with the shortest pipeline; raises
+      :class:`PlanError` if there is none. ``price``: returns the seconds of a step with a cut, and a result that is
+      passed on.
+    - ``least_tail_s``: lower bound on the seconds after the pipeline, for any cut. ``run_tails``: function of a step
+      time in seconds. It returns for each stage a table of the seconds after the pipeline, whose entry ``[start,
+      stop]`` is for the calls ``start:stop``; it is infinite if these calls alone make the step longer.
+    - ``cutoff_s``: steps that take at least this many seconds are of no use to the caller.
 
-    Raises the errors of ``solve`` and ``price`` for the split with the shortest pipeline.
+    Raises the errors of ``solve`` and ``price`` for the cut with the shortest pipeline.
     """
     split = solve(problem)
     step, priced = price(split)
@@ -101,7 +99,9 @@ def cut_for_step(
 
 def _list_stage_tails(tails: Sequence[Table], split: StageSplit) -> list[float]:
     """Return, for each stage of ``split``, a lower bound on the seconds that it works after the pipeline (gradient
-    reduction and update). ``tails``: for each stage, a table ``[start, stop]`` of these bounds by run of calls."""
+    reduction and update). ``tails``: for each stage, a table of these bounds, whose entry ``[start, stop]`` is for the
+    calls ``start:stop``.
+    """
     stages = split.virtual or split.stages
     return [float(tail[stage.start, stage.stop]) for tail, stage in zip(tails, stages, strict=True)]
 

@@ -26,11 +26,12 @@ _MOST_ENTRIES = 1 << 21  # entries of tables that are made together
 
 
 class StageTables:
-    """Seconds and peak bytes of every run of consecutive calls (a "segment") on every stage, as tables of shape
-    ``[calls + 1, calls + 1]``. Row ``i`` and column ``j`` are for the calls ``[i, j)``.
+    """Seconds and peak bytes of every sequence of consecutive block calls on every stage, as tables of shape ``[calls +
+    1, calls + 1]``. The entry ``[i, j]`` is for the calls ``i:j``.
 
     ``problem``: the calls and stages. ``slim``: the tables under selective recomputation, or ``None`` if that is not
-    allowed. Each segment uses the faster of the two. Raises :class:`PlanError` if there are more stages than calls.
+    allowed; for each sequence the faster of the two is used. Raises :class:`PlanError` if there are more stages than
+    calls.
     """
 
     def __init__(self, problem: StageProblem) -> None:
@@ -60,14 +61,18 @@ class StageTables:
 
     @property
     def times(self) -> list[Table]:
-        """Return, for each stage, a table ``[start, stop]`` of the seconds per microbatch of every run of calls, with
-        selective recomputation if that is faster. An entry is infinite if the run does not fit or is not allowed."""
+        """Return, for each stage, a table whose entry ``[start, stop]`` is the seconds per microbatch of the block
+        calls ``start:stop``, with selective recomputation if that is faster. An entry is infinite if the calls do not
+        fit or are not allowed.
+        """
         return self._ways[0]
 
     @cached_property
     def _ways(self) -> tuple[list[Table], list[NDArray[np.bool_]]]:
-        """Return the tables of :attr:`times`, and for each stage a mask ``[start, stop]`` of the runs of calls that
-        recompute selectively. The second list is empty if no run may."""
+        """Return two lists with one entry for each stage: a table whose entry ``[start, stop]`` is the seconds per
+        microbatch of the block calls ``start:stop``, and a mask ``[start, stop]`` that says which of them recompute
+        selectively. The second list is empty if none may.
+        """
         p, n = self.problem.num_stages, len(self.problem.calls)
         chunks = np.array_split(np.arange(p), math.ceil(p * (n + 1) ** 2 / _MOST_ENTRIES))
         times = [table for stages in chunks for table in self._tabulate_segment_times(stages)]
@@ -80,27 +85,32 @@ class StageTables:
 
     @property
     def hopeless(self) -> bool:
-        """Whether parameters, gradients and optimizer states alone exceed the capacity of all stages; then no table of
-        times is needed."""
+        """Return whether parameters, gradients and optimizer states alone exceed the memory of all stages; then no
+        table of times is needed.
+        """
         return bool(self.states[0, -1] > sum(self.problem.capacity))
 
     def slimmed(self, stage: int, start: Counts, stop: Counts) -> NDArray[np.bool_]:
-        """Return for each segment ``[start, stop)`` whether it recomputes selectively: whether :attr:`slim` has its
-        figures instead of these tables. ``stage``: index of the stage that holds the segments."""
+        """Return, for each pair of ``start`` and ``stop``, whether the block calls ``start:stop`` recompute selectively
+        on the stage with index ``stage``. :attr:`slim` then has their figures instead of these tables.
+        """
         return np.zeros(len(start), bool) if self.slim is None else self._ways[1][stage][start, stop]
 
     @cached_property
     def least_memory(self) -> list[Table]:
-        """Return, for each stage, a table ``[start, stop]`` of the peak bytes of every run of calls under the most
-        recomputation allowed. An entry is infinite if the stage may not hold the run."""
+        """Return, for each stage, a table whose entry ``[start, stop]`` is the peak bytes of the block calls
+        ``start:stop`` under the most recomputation allowed. An entry is infinite if the stage may not consist of these
+        calls.
+        """
         start, stop = self._segment_ranges
         least = np.full((self.problem.num_stages, *self.segments.saved.shape), np.inf)
         least[:, start, stop] = self.least_bytes(start, stop)
         return [np.where(allowed, of_stage, np.inf) for allowed, of_stage in zip(self.allowed, least, strict=True)]
 
     def least_bytes(self, start: Counts, stop: Counts) -> Table:
-        """Return the peak bytes of the runs of calls ``[start, stop)`` under the most recomputation allowed, shape
-        ``[stages, runs]``. Runs that a stage may not hold are included."""
+        """Return the peak bytes of a stage of the block calls ``start:stop``, for each pair of ``start`` and ``stop``,
+        under the most recomputation allowed, shape ``[stages, pairs]``. Calls that a stage may not hold are included.
+        """
         stages = np.arange(self.problem.num_stages)[:, None]
         fixed = np.broadcast_to(self.fixed_memory[start, stop], (len(stages), len(start)))
         least: Table = self._compute_peak_without_recompute(stages, start, stop) if self.problem.train else fixed
@@ -113,8 +123,9 @@ class StageTables:
         return slim if self.problem.recompute == "selective" else np.minimum(least, slim)
 
     def _tabulate_segment_times(self, stages: Counts) -> Table:
-        """Return the seconds per microbatch of every run of consecutive calls on ``stages``, shape ``[stages, calls +
-        1, calls + 1]``; infinite if a run does not fit or is not allowed."""
+        """Return the seconds per microbatch of every sequence of consecutive block calls on each of ``stages``
+        (indices), shape ``[stages, calls + 1, calls + 1]``; infinite if the calls do not fit or are not allowed.
+        """
         start, stop = self._segment_ranges
         times = np.full((len(stages), *self.segments.saved.shape), np.inf)
         times[:, start, stop] = self.run_times(stages, start, stop)
@@ -122,14 +133,17 @@ class StageTables:
 
     @property
     def _segment_ranges(self) -> tuple[Counts, Counts]:
-        """Return the starts and the stops of all runs of calls that are short enough to leave one call for each other
-        stage."""
+        """Return two arrays: the first call, and the index after the last call, of all sequences of consecutive block
+        calls that are short enough to leave one call for each other stage.
+        """
         n = len(self.problem.calls)
         return _runs_of(n, n - self.problem.num_stages + 1)
 
     def run_times(self, stages: Counts, start: Counts, stop: Counts) -> Table:
-        """Return the seconds per microbatch of the runs of calls ``[start, stop)`` on ``stages``, shape ``[stages,
-        runs]``. As few calls are recomputed as memory demands. Infinite if a run does not fit or is not allowed."""
+        """Return the seconds per microbatch of the block calls ``start:stop``, for each pair of ``start`` and ``stop``,
+        on each of ``stages`` (indices), shape ``[stages, pairs]``. As few calls are recomputed as memory demands.
+        Infinite if the calls do not fit or are not allowed.
+        """
         problem, pace = self.problem, self._pace_of[stages][:, None]
         usable = self._capacity[stages][:, None]
         before, after = (of_ends[stages] for of_ends in self._end_wait_seconds)
@@ -157,22 +171,26 @@ class StageTables:
         return np.where(fits, time, np.inf)
 
     def short_runs(self, limit: float) -> tuple[Counts, Counts]:
-        """Return the starts and the stops of the runs of calls whose work takes at most ``limit`` seconds on the
-        fastest stage."""
+        """Return two arrays: the first call, and the index after the last call, of the sequences of consecutive block
+        calls whose work takes at most ``limit`` seconds on the fastest stage.
+        """
         start, stop = self._segment_ranges
         near = np.flatnonzero(self.least_work[start, stop] <= limit)
         return start[near], stop[near]
 
     @cached_property
     def least_work(self) -> Table:
-        """Return a table ``[start, stop]`` of the seconds per microbatch of every run of calls on the stage that is
-        fastest for it, without recomputation and waits."""
+        """Return a table whose entry ``[start, stop]`` is the seconds per microbatch of the block calls ``start:stop``
+        on the stage that is fastest for them, without recomputation and waits.
+        """
         least: Table = (self._forward + self._backward if self.problem.train else self._forward).min(axis=0)
         return least
 
     def _allowed_segments(self) -> list[NDArray[np.bool_]]:
-        """Return for each stage a mask of the runs of calls that it may hold. An allowed run is not empty, is not
-        barred, contains every call pinned to the stage and no call pinned to another stage."""
+        """Return, for each stage, a mask whose entry ``[start, stop]`` says whether the stage may consist of the block
+        calls ``start:stop``. They are not empty, not forbidden by the problem, and contain every call that is fixed to
+        the stage and no call that is fixed to another.
+        """
         n = len(self.problem.calls)
         start, stop = np.arange(n + 1)[:, None], np.arange(n + 1)[None, :]
         if self.problem.barred:
@@ -181,6 +199,10 @@ class StageTables:
         return self._mask_pinned_segments(start, stop)
 
     def _mask_pinned_segments(self, start: Counts, stop: Counts) -> list[NDArray[np.bool_]]:
+        """Return, for each stage, a mask that says whether the block calls ``start:stop`` are not empty, contain every
+        call that is fixed to the stage, and no call that is fixed to another. ``start``, ``stop``: arrays that are
+        broadcast to a table.
+        """
         if not self.problem.pinned:
             return [start < stop] * self.problem.num_stages
         tables = []
@@ -193,18 +215,22 @@ class StageTables:
         return tables
 
     def pace_number(self, stage: int) -> int:
-        """Return a number that is equal for stages on whose devices every call takes equally long. ``stage``: index of
-        the stage."""
+        """Return a number that is equal for stages on whose devices every block call takes equally long. ``stage``:
+        index of the stage.
+        """
         return int(self._pace_of[stage])
 
     def seconds(self, stage: int) -> tuple[Table, Table]:
-        """Return two tables ``[start, stop]``: the forward and the backward seconds of every run of calls on the
-        devices of ``stage``. The calls that every stage runs in addition are not included."""
+        """Return two tables whose entry ``[start, stop]`` is the forward, or the backward, seconds of the block calls
+        ``start:stop`` on the devices of the stage with index ``stage``. The calls that every stage runs in addition are
+        not included.
+        """
         return self._forward[self._pace_of[stage]], self._backward[self._pace_of[stage]]
 
     def transfers(self, stage: int) -> tuple[Table, Table]:
-        """Return the seconds that ``stage`` waits for values at its start, shape ``[calls + 1, 1]``, and for gradients
-        at its end, shape ``[1, calls + 1]``."""
+        """Return the seconds that the stage with index ``stage`` waits for values at its start, shape ``[calls + 1,
+        1]``, and for gradients at its end, shape ``[1, calls + 1]``, indexed by the position of the cut.
+        """
         before, after = self._end_wait_seconds
         return before[stage][:, None], after[stage][None, :]
 
@@ -225,8 +251,9 @@ class StageTables:
 
     @cached_property
     def most_recomputed(self) -> Counts:
-        """Return a table ``[start, stop]`` of the largest number of calls that each run of calls may recompute in
-        full."""
+        """Return a table whose entry ``[start, stop]`` is the largest number of the block calls ``start:stop`` that may
+        be recomputed in full.
+        """
         n = len(self.problem.calls)
         stop = np.arange(n + 1)[None, :]
         if self.problem.recompute == "full":  # recomputing the embedding and the head frees hardly any memory
@@ -235,12 +262,12 @@ class StageTables:
         return length if self.problem.train and self.problem.recompute in (None, "full") else np.zeros_like(length)
 
     def recomputed(self, stage: int | Counts, start: Counts, stop: Counts) -> Counts:
-        """Return how many of its first calls each run of calls ``[start, stop)`` recomputes in full. If full
-        recomputation is required, this is the greatest allowed number, otherwise the least number with which the run
-        fits in memory.
+        """Return, for each pair of ``start`` and ``stop``, how many of the first of the block calls ``start:stop`` are
+        recomputed in full. If full recomputation is required, this is the greatest allowed number, otherwise the least
+        number with which the calls fit in memory.
 
-        ``stage``: one stage for all runs, or one for each. Recomputed calls keep all their inputs; the other calls keep
-        what they save. For each start, a prefix sum of the saved bytes gives the number of calls to recompute.
+        ``stage``: index of one stage for all pairs, or one for each. Recomputed calls keep all their inputs; the other
+        calls keep what they save. A prefix sum of the saved bytes gives the number of calls to recompute.
         """
         most, capacity = self.most_recomputed[start, stop], self._capacity[stage]
         if self.problem.recompute == "full" or not most.any():
@@ -269,8 +296,9 @@ class StageTables:
         )
 
     def again(self, stage: int | Counts, start: Counts, recomputed: Counts) -> Table:
-        """Return the seconds to recompute in full the first ``recomputed`` calls of runs that begin at ``start``.
-        ``stage``: index of the stage, or one index for each run."""
+        """Return the seconds to recompute in full the first ``recomputed`` block calls from index ``start`` on; both
+        are arrays. ``stage``: index of the stage, or one index for each entry.
+        """
         prefix, pace = self._whole_again, self._pace_of[stage]
         stop = np.minimum(start + recomputed, prefix.shape[1] - 1)
         seconds: Table = prefix[pace, stop] - prefix[pace, start]
@@ -278,16 +306,19 @@ class StageTables:
 
     @cached_property
     def fixed_memory(self) -> Table:
-        """Return a table ``[start, stop]`` of the bytes of each run of calls that do not depend on the number of
-        microbatches in flight: parameters, gradients, optimizer states, send and receive buffers, and working
-        memory."""
+        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` that
+        do not depend on the number of microbatches in flight: parameters, gradients, optimizer states, send and receive
+        buffers, and working memory.
+        """
         cut = self.segments
         return self.states + cut.largest_working + cut.boundary + self.problem.overhead.working_bytes
 
     @cached_property
     def _fixed_bytes_without_recompute(self) -> Table:
-        """Return :attr:`fixed_memory` for runs of calls that recompute nothing. Gradients that are allocated late,
-        during the first backward, count only as far as they exceed the activations that backward has freed by then."""
+        """Return a table of the bytes of each possible stage that do not depend on the number of microbatches in
+        flight, if it recomputes nothing. Gradients that are allocated late, during the first backward, count only as
+        far as they exceed the activations that backward has freed by then.
+        """
         late = self.problem.late_bytes
         if not late:
             return self.fixed_memory
@@ -304,9 +335,10 @@ class StageTables:
 
     @cached_property
     def _fixed_again(self) -> Table:
-        """Return :attr:`fixed_memory` for runs of calls that recompute calls in full. The working memory is the larger
-        of two: that of a call without recomputation, or the saved and temporary bytes of the one call that is being
-        recomputed."""
+        """Return a table of the bytes of each possible stage that do not depend on the number of microbatches in
+        flight, if it recomputes calls in full. The working memory is the larger of two: that of a call without
+        recomputation, or the saved and temporary bytes of the one call that is being recomputed.
+        """
         return self._fixed_bytes_without_working + np.maximum(
             self.segments.largest_working, self.segments.largest_again
         )
@@ -332,9 +364,8 @@ class StageTables:
         return held
 
     def _compute_peak_without_recompute(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
-        """Return the peak bytes of the runs of calls ``[start, stop)`` if no call is recomputed in full.
-
-        ``stage``: index of the stage, or an array of indices.
+        """Return the peak bytes of a stage of the block calls ``start:stop``, for each pair of ``start`` and ``stop``,
+        if no call is recomputed in full. ``stage``: index of the stage, or an array of indices.
         """
         inputs = self.segments.saved_inputs[start, stop]
         carried = self.segments.carried[start, stop] + inputs
@@ -346,10 +377,10 @@ class StageTables:
         self, peak: Table, stage: int | Counts, start: Counts, stop: Counts, whole: Table, half: Table
     ) -> Table:
         """Return the larger of ``peak`` and the bytes at the end of a microbatch's backward. At that moment gradients
-        are sent to the previous stage, and one microbatch (``whole`` bytes) is already freed.
+        are sent to the ranks that own them, and one microbatch (``whole`` bytes) is already freed.
 
-        ``stage``: index of the stage, or an array of indices. ``start``, ``stop``: the runs of calls. ``half``: bytes
-        of a microbatch between the two halves of its backward.
+        ``stage``: index of the stage, or an array of indices. ``start``, ``stop``: arrays; the stage consists of the
+        block calls ``start:stop``. ``half``: bytes of a microbatch between the two halves of its backward.
         """
         closing = self.segments.closing[start]
         if not closing.any():
@@ -363,14 +394,15 @@ class StageTables:
 
     @cached_property
     def _fixed_bytes_without_working(self) -> Table:
-        """Return :attr:`fixed_memory` without the working memory of calls."""
+        """Return a table of the bytes of each possible stage that do not depend on the number of microbatches in
+        flight, without the working memory of calls.
+        """
         return self.fixed_memory - self.segments.largest_working
 
     def _compute_peak_with_recompute(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
-        """Return the peak bytes of the runs of calls ``[start, stop)`` if all their calls are recomputed in full, so
-        that only inputs are kept.
-
-        ``stage``: index of the stage, or an array of indices.
+        """Return the peak bytes of a stage of the block calls ``start:stop``, for each pair of ``start`` and ``stop``,
+        if all of them are recomputed in full, so that only inputs are kept. ``stage``: index of the stage, or an array
+        of indices.
         """
         inputs = self.segments.all_inputs[start, stop]
         held = inputs, inputs + self.segments.carried[start, stop]
@@ -378,19 +410,19 @@ class StageTables:
         return self._closed(peak, stage, start, stop, *held)
 
     def each(self, start: Counts, stop: Counts, recomputed: Counts) -> tuple[Table, Table]:
-        """Return two arrays of bytes per run of calls ``[start, stop)``: of one microbatch whose backward has not
-        begun, and of one between the two halves of its backward. The first ``recomputed`` calls of each run are
-        recomputed in full."""
+        """Return two arrays of bytes for a stage of the block calls ``start:stop``, for each pair of ``start`` and
+        ``stop``: of one microbatch whose backward has not begun, and of one between the two halves of its backward. The
+        first ``recomputed`` calls are recomputed in full.
+        """
         cut, prefix = self.segments, self.segments.saved[0]
         made = prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
         inputs = np.where(recomputed > 0, cut.all_inputs[start, stop], cut.saved_inputs[start, stop])
         return inputs + np.maximum(0.0, cut.saved[start, stop] - made), inputs + cut.carried[start, stop]
 
     def memory(self, stage: int | Counts, start: Counts, stop: Counts, recomputed: Counts) -> Table:
-        """Return the peak bytes of a rank that holds the calls ``[start, stop)`` and recomputes the first
-        ``recomputed`` of them in full. Arguments may be arrays; the result has an entry for each run.
-
-        ``stage``: index of the stage, or an array of indices.
+        """Return the peak bytes of a rank that holds the block calls ``start:stop`` and recomputes the first
+        ``recomputed`` of them in full. Arguments may be arrays; the result has an entry for each element. ``stage``:
+        index of the stage, or an array of indices.
         """
         if not self.problem.train:
             return self.fixed_memory[start, stop]
@@ -404,16 +436,17 @@ class StageTables:
 
 @lru_cache(maxsize=8)
 def _runs_of(calls: int, most: int) -> tuple[Counts, Counts]:
-    """Return the starts and the stops of all non-empty runs of calls of at most ``most`` calls. ``calls``: the number
-    of calls of the model."""
+    """Return two arrays: the first call, and the index after the last call, of all sequences of 1 to ``most``
+    consecutive calls. ``calls``: the number of calls of the model.
+    """
     start, stop = np.triu_indices(calls + 1, 1)
     short = stop - start <= most
     return start[short], stop[short]
 
 
 def _stack_in_flight_counts(held: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Vector, Vector]]:
-    """Rearrange the numbers of microbatches that each stage holds, given as pairs by stage, into pairs of arrays of
-    shape ``[stages]``. For stages with fewer pairs the last pair is repeated.
+    """Rearrange the numbers of microbatches that each stage holds, given as pairs by stage (``held``), into a list of
+    pairs of arrays of shape ``[stages]``. For stages with fewer pairs the last pair is repeated.
 
     A pair is a moment of the schedule: the number of microbatches whose backward has not begun, and the number between
     the two halves of their backward.
@@ -431,9 +464,10 @@ def _message_times(num_bytes: Table, bandwidth: float, latency: float) -> Table:
 
 
 def min_max(tables: list[Table]) -> tuple[float, list[int]]:
-    """Choose cuts into stages that minimise the largest entry. ``tables``: for each stage, the values of every run of
-    calls ``[start, stop)``. Return that entry, and the cuts: the first call of each stage, followed by the number of
-    calls."""
+    """Choose cuts of the block calls into stages that minimise the largest entry. ``tables``: for each stage, a table
+    whose entry ``[start, stop]`` is the value of the calls ``start:stop``. Return that largest entry, and the cuts: the
+    index of the first call of each stage, followed by the number of calls.
+    """
     n = tables[0].shape[0] - 1
     reached = np.full(n + 1, np.inf)
     reached[0] = -np.inf

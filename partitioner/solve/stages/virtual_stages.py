@@ -50,8 +50,8 @@ def fit_virtual_stages(
     """Choose the recomputation of a rank's virtual stages so that they fit in ``capacity`` bytes together, with the
     least recomputation time. Return the new plans, or ``None`` if not even the most recomputation fits.
 
-    ``plans``: the virtual stages; their calls stay as they are. ``taken``: returns the peak bytes of all virtual stages
-    together.
+    ``tables``: seconds and bytes of all possible stages. ``plans``: the virtual stages; their calls stay as they are.
+    ``taken``: function that returns the peak bytes of all virtual stages together.
     """
     every = _by_calls(tables, plans), _in_part(tables, plans), _by_calls(tables, plans, in_part=True)
     found = [ways for ways in map(list, every) if ways]
@@ -60,8 +60,10 @@ def fit_virtual_stages(
 
 
 def _find_least_recompute_fit(ways: Sequence[list[StagePlan]], taken: Taken, capacity: float) -> list[StagePlan] | None:
-    """Return the first of ``ways`` that fits in ``capacity`` bytes, or ``None`` if none fits. ``ways`` are ordered by
-    increasing recomputation, so a binary search finds it."""
+    """Return the first of ``ways`` that fits in ``capacity`` bytes, or ``None`` if none fits. ``ways``: plans of a
+    rank's virtual stages, ordered by increasing recomputation, so a binary search finds the result. ``taken``: function
+    that returns the peak bytes of such plans together.
+    """
     low, high = 0, len(ways) - 1
     if taken(ways[high]) > capacity:
         return None
@@ -75,7 +77,8 @@ def _by_calls(tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool 
     """Yield variants of ``plans`` (the virtual stages of a rank): first with no call recomputed in full, then with one
     more such call each time, in the order of bytes freed per second of recomputation.
 
-    ``in_part``: the other calls are recomputed selectively. Nothing is yielded if the problem leaves no such choice.
+    ``in_part``: the other calls are recomputed selectively. Nothing is yielded if the problem requires full
+    recomputation, or allows no such recomputation.
     """
     most = [int(tables.most_recomputed[plan.start, plan.stop]) for plan in plans]
     if tables.problem.recompute == "full" or not any(most) or (in_part and tables.slim is None):
@@ -133,18 +136,15 @@ def solve_virtual(
     improved: bool = True,
     cutoff_s: float = np.inf,
 ) -> StageSplit:
-    """Cut the calls of ``problem`` into the virtual stages of ``schedule``, and return the stages of each rank with the
-    simulated pipeline time. The problem has one stage for each virtual stage; its capacity is that of the stage's rank.
+    """Cut the block calls of ``problem`` into the virtual stages of ``schedule``, and return the stages of each rank
+    with the simulated pipeline time. The problem has one stage for each virtual stage; its capacity is that of the
+    stage's rank.
 
-    ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on each rank. ``proven``: also compute
-    a lower bound over all cuts. ``improved``: also search cuts beyond those that are best if the largest stage paces
-    all others. ``cutoff_s``: pipelines that take at least this many seconds are of no use to the caller.
-
-    If memory is short, cuts chosen for selective and for full recomputation of all stages are also tried. Cuts chosen
-    without recomputation may fit worse.
-
-    Raises :class:`PlanError` if there are more stages than calls, and :class:`CapacityError` if no cuts that fit were
-    found.
+    ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on each rank; ``None``: the number
+    that the schedule fixes. ``proven``: also compute a lower bound over all cuts. ``improved``: also search cuts beyond
+    those that are best if the largest stage sets the pace of all others. ``cutoff_s``: pipelines that take at least
+    this many seconds are of no use to the caller. Raises :class:`PlanError` if there are more stages than calls, and
+    :class:`CapacityError` if no cuts that fit were found.
     """
     lacking: CapacityError | None = None
     found: list[StageSplit] = []
@@ -180,7 +180,8 @@ def solve_virtual(
 class _VirtualStageRanks:
     """The virtual stages of ``problem``, grouped by the rank that runs them under ``schedule``.
 
-    ``chunks``: number of virtual stages on a rank. ``own``: for each rank, the numbers of its virtual stages.
+    ``chunks``: number of virtual stages on a rank; ``None``: the number that the schedule fixes. ``own``: for each
+    rank, the indices of its virtual stages.
     """
 
     problem: StageProblem
@@ -192,6 +193,9 @@ class _VirtualStageRanks:
     def of(
         cls, problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None
     ) -> _VirtualStageRanks:
+        """Return the virtual stages of ``problem`` under ``schedule``, grouped by rank. ``num_ranks``: number of
+        pipeline ranks. ``chunks``: number of virtual stages on a rank; ``None``: the number that the schedule fixes.
+        """
         own = group_stages_by_rank(ranks_of(schedule, num_ranks, chunks), num_ranks)
         return cls(set_scheduled_in_flight(problem, schedule, num_ranks, chunks), schedule, chunks, own)
 
@@ -215,21 +219,25 @@ class _VirtualStageRanks:
         return pipeline_seconds(*how, overlap_steps=overlap)
 
     def memory(self, tables: StageTables, every: Sequence[StagePlan]) -> list[float]:
-        """Return the peak bytes of each rank. ``every``: the plans of all virtual stages in order."""
+        """Return the peak bytes of each rank. ``tables``: seconds and bytes of all possible stages. ``every``: the
+        plans of all virtual stages in order.
+        """
         return [self.taken(tables, rank, [every[k] for k in own]) for rank, own in enumerate(self.own)]
 
     def hold(self, tables: StageTables, every: Sequence[StagePlan]) -> bool:
-        """Whether the virtual stages of every rank fit in its memory together. ``every``: the plans of all virtual
-        stages in order."""
+        """Return whether the virtual stages of every rank fit in its memory together. ``every``: the plans of all
+        virtual stages in order.
+        """
         every_rank = zip(self.own, self.capacity, strict=True)
         return all(
             self.taken(tables, rank, [every[k] for k in own]) <= room for rank, (own, room) in enumerate(every_rank)
         )
 
     def taken(self, tables: StageTables, rank: int, plans: Sequence[StagePlan]) -> float:
-        """Return the peak bytes of rank ``rank`` with the virtual stages ``plans``. This is the sum of the peaks of its
-        stages, except that shared parameters and working memory count once, and activations count only as far as they
-        coexist."""
+        """Return the peak bytes of the rank with index ``rank`` with the virtual stages ``plans``. This is the sum of
+        the peaks of its stages, except that shared parameters and working memory count once, and activations count only
+        as far as they exist at the same time.
+        """
         problem, stages = tables.problem, self.own[rank]
         ways = [tables.slim if plan.selective and tables.slim is not None else tables for plan in plans]
         places = [(np.array([plan.start]), np.array([plan.stop])) for plan in plans]
@@ -261,6 +269,11 @@ def _solve_virtual_stages(
     improved: bool,
     cutoff_s: float,
 ) -> StageSplit:
+    """Cut the block calls of ``problem`` into the virtual stages of ``schedule``, and return the stages of each rank.
+    ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on a rank. ``proven``: the search may
+    take longer, so that the lower bound is tighter. ``improved``: also search better cuts. ``cutoff_s``: pipelines of
+    at least this many seconds are of no use. Raises :class:`CapacityError` if no cuts that fit were found.
+    """
     ranks = _VirtualStageRanks.of(problem, schedule, num_ranks, chunks)
     capacity = ranks.capacity
     whole = tables = StageTables(ranks.problem)
@@ -320,8 +333,9 @@ def set_scheduled_in_flight(
 
 
 def _made_again(tables: StageTables, split: StageSplit, ranks: _VirtualStageRanks) -> StageSplit | None:
-    """Return ``split`` with equal cuts and enough recomputation for every rank to fit; ``None`` if some rank cannot
-    fit."""
+    """Return ``split`` with the same cuts and enough recomputation for every rank to fit in memory; ``None`` if some
+    rank cannot fit. ``ranks``: the virtual stages of each rank.
+    """
     stages = list(split.stages)
     for rank, (virtual, room) in enumerate(zip(ranks.own, ranks.capacity, strict=True)):
         taken = partial(ranks.taken, tables, rank)
@@ -339,8 +353,10 @@ def _made_again(tables: StageTables, split: StageSplit, ranks: _VirtualStageRank
 def _divide_rank_capacity(
     needs: Sequence[float], own: Sequence[Sequence[int]], capacity: Sequence[float]
 ) -> list[float]:
-    """Divide the memory of each rank among its virtual stages in proportion to ``needs``. Return the bytes of each
-    virtual stage. ``capacity``: usable bytes by rank. ``own``: for each rank, the numbers of its virtual stages."""
+    """Divide the memory of each rank among its virtual stages in proportion to ``needs``, the bytes that each stage
+    needs, and return the bytes of each virtual stage. ``capacity``: usable bytes by rank. ``own``: for each rank, the
+    indices of its virtual stages.
+    """
     limits = [0.0] * len(needs)
     for stages, room in zip(own, capacity, strict=True):
         total = sum(needs[k] for k in stages)
@@ -358,11 +374,11 @@ def _sum_in_flight_bytes(counts: Counts, each: tuple[float, float]) -> float:
 def _improve_virtual_cuts(
     tables: StageTables, split: StageSplit, ranks: _VirtualStageRanks, cutoff_s: float, quick: bool
 ) -> tuple[StageSplit, float]:
-    """Return the fastest split that fits, searched from the cuts of ``split``, and a lower bound in seconds over all
-    cuts.
+    """Search from the cuts of ``split`` for faster ones. Return the fastest cut into stages that fits, and a lower
+    bound in seconds over all cuts.
 
-    ``tables``: tables in which each virtual stage may use all memory of its rank. ``cutoff_s``: slower pipelines are of
-    no use to the caller. ``quick``: search less.
+    ``tables``: tables in which each virtual stage may use all memory of its rank. ``ranks``: the virtual stages of each
+    rank. ``cutoff_s``: slower pipelines are of no use to the caller. ``quick``: search less.
     """
     problem, p = ranks.problem, len(ranks.own)
     table, more = shorten_timetable(ranks.schedule, p, problem.num_microbatches, ranks.chunks)
@@ -395,8 +411,9 @@ def _improve_virtual_cuts(
 
 
 def _cut_by_memory(problem: StageProblem, split: StageSplit) -> bool:
-    """Whether stages of ``split`` recompute calls only to fit in memory. The search for better cuts does not consider
-    such recomputation."""
+    """Return whether stages of ``split`` recompute calls only to fit in memory. The search for better cuts does not
+    consider such recomputation.
+    """
     return problem.recompute is None and any(plan.recompute or plan.selective for plan in split.stages)
 
 

@@ -316,6 +316,9 @@ def _get_host_fields(name: str | None) -> dict[str, Any]:
 
 
 def _find_device_kind(name: str) -> str:
+    """Return the key in the device catalogue of the device that the driver calls ``name``. Raise ``TopologyError``
+    if the catalogue has no such device.
+    """
     for kind, entry in catalogue("devices").items():
         if name in entry.get("matches", ()):
             return kind

@@ -130,6 +130,7 @@ class Topology(TopologyPart):
         return self
 
     def _find_disconnected_devices(self) -> tuple[str, str] | None:
+        """Return the names of two devices that no path of links joins; ``None`` if all devices are connected."""
         if self.num_devices == 1 or any(len(set(groups.tolist())) == 1 for groups in self.groups):
             return None
         import networkx as nx  # most topologies do not need it

@@ -127,7 +127,7 @@ def _list_pipelines(
 
 
 def steps_overlap(plan: HasProgram) -> bool:
-    """Whether a rank of ``plan`` may begin a step before all other ranks have finished the previous one."""
+    """Return whether a rank of ``plan`` may begin a step before all other ranks have finished the previous one."""
     return plan.constraints.overlap_steps and is_split(plan.program.schedule)
 
 

@@ -186,8 +186,8 @@ def _compare_memory(names: tuple[str, str], plan: Plan, other: Plan) -> list[Ren
 
 
 def _compare_stages(names: tuple[str, str], plan: Plan, other: Plan) -> Iterator[RenderableType]:
-    """Yield a table of the blocks and calls of each stage of both plans, if they differ. ``names`` are the headings
-    of the plans.
+    """Yield a table of the first module, last module and calls of each stage, if the two plans differ.
+    ``names`` are the headings of the plans.
     """
     ones, twos = (
         [

@@ -87,7 +87,7 @@ def allocate_shared_array(size: int, dtype: type) -> NDArray[np.generic]:
 
 
 def can_help() -> bool:
-    """Whether this process can fork and has a second processor."""
+    """Return whether this process can fork and has a second processor."""
     return hasattr(os, "fork") and hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) > 1
 
 
@@ -114,7 +114,7 @@ class ForkedWorker:
 
     @property
     def runs(self) -> bool:
-        """Whether the process has not ended."""
+        """Return whether the process has not ended."""
         if not self._ended:
             try:
                 self._ended = os.waitpid(self.pid, os.WNOHANG)[0] != 0
@@ -210,7 +210,7 @@ class BackgroundWorker(Generic[K, R]):
         return found
 
     def works_on(self, key: K) -> bool:
-        """Whether the helper process is computing the result for ``key`` now."""
+        """Return whether the helper process is computing the result for ``key`` now."""
         place = self._places.get(key)
         return place is not None and self._marks[place] == _BEGUN and self._helper is not None and self._helper.runs
 

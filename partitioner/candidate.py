@@ -102,7 +102,7 @@ class MeshCandidate:
 
     @property
     def shares_out(self) -> bool:
-        """Whether ranks of ``dp`` may have different numbers of microbatches. This requires that no experts are
+        """Return whether ranks of ``dp`` may have different numbers of microbatches. This requires that no experts are
         exchanged over ``dp``, and that the schedule is not a table for a fixed number of microbatches.
         """
         inside = self.cp * self.tp % (self.ep * self.expert_tp) == 0

@@ -191,6 +191,9 @@ def size_cluster(
 
 
 def _plan_cluster_size(model: PreparedModel, topology: Topology, nodes: int, more: dict[str, Any]) -> Size:
+    """Return the plan of ``model`` on ``topology``, of ``nodes`` nodes, with its money and energy; if there is no
+    plan, return the reason instead. ``more`` has further keyword arguments of ``partition``.
+    """
     try:
         plan = partition(model, topology, **more)
     except InputsError:  # which no size makes right
@@ -221,6 +224,9 @@ def _require_known_value(value: float | None, name: str, unit: str) -> float:
 
 
 def _explain_no_size(tried: Sequence[Size], step_time: float | None) -> SizeError:
+    """Return the error for the case that none of the sizes in ``tried`` satisfies the request. ``step_time`` is the
+    requested upper bound of a step, in seconds.
+    """
     best = min(tried, key=lambda size: size.step_time)
     fastest = f"{format_plural(best.nodes, 'node')} with {best.step_time:.3g} s"
     late = [str(size.nodes) for size in tried if size.out_of_time]

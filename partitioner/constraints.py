@@ -335,6 +335,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def _check_shares(self, global_batch: int) -> None:
+        """Raise ``ConstraintError`` if ``data_shares`` (microbatches of each ``dp`` rank) does not match
+        ``global_batch``, in samples, or the given ``dp`` or ``microbatch_size``.
+        """
         shares = self.data_shares
         if shares is None:
             return
@@ -426,8 +429,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def sends_compressed(self, zero: int, dp_shard: int) -> bool:
-        """Whether gradients can be compressed as ``grad_compression`` requires, under ZeRO stage ``zero`` over
-        ``dp_shard`` ranks of ``dp`` (0: all). True if no compression is requested.
+        """Return whether gradients can be compressed as ``grad_compression`` requires, under ZeRO stage ``zero``
+        over ``dp_shard`` ranks of ``dp`` (0: all). True if no compression is requested.
         """
         if self.grad_compression is None or zero < 2 or dp_shard:
             return True

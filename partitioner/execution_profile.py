@@ -154,7 +154,7 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """The fields in which the profile differs from the runtime of this project, as ``field=value`` texts."""
+        """Return the fields in which the profile differs from the runtime of this project, as ``field=value`` texts."""
         facts = ((name, getattr(self, name)) for name in type(self).model_fields if name != "name")
         return tuple(f"{name}={value}" for name, value in facts if value != getattr(OURS, name))
 

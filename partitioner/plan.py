@@ -61,7 +61,9 @@ class StageEstimate(Data):
 
     @property
     def again(self) -> str:
-        """A text on the recomputation of the stage, such as ``3 recomputed``; ``""`` if nothing is recomputed."""
+        """Return a text on the recomputation of the stage, such as ``3 recomputed``; ``""`` if nothing is
+        recomputed.
+        """
         if not self.recomputed:
             return f"{self.in_part or ''} recomputed in part".strip() if self.selective else ""
         return f"{self.recomputed} recomputed" + (f", {self.in_part or 'others'} in part" if self.selective else "")

@@ -291,7 +291,7 @@ class _RelaxationSearch:
         return plain or choices
 
     def _can_bounds_allow(self, variant: Variant, pins: tuple[str, ...], candidate: MeshCandidate) -> bool:
-        """Whether the lower bounds on the memory of ``candidate`` allow a plan."""
+        """Return whether the lower bounds on the memory of ``candidate`` allow a plan."""
         try:
             self._find_model_bounds(_maximise_offload(self._prepare_relaxed_job(variant, pins))).refine(candidate)
         except CapacityError:
@@ -330,7 +330,7 @@ class _RelaxationSearch:
         return None
 
     def _is_possible_by_bounds(self, constraints: Constraints) -> bool:
-        """Whether the lower bounds allow a plan under ``constraints``."""
+        """Return whether the lower bounds allow a plan under ``constraints``."""
         try:
             job = self.asked.prepare(self.asked.topology, constraints, self.asked.global_batch)
             _check_job_request(job)

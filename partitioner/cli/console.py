@@ -77,13 +77,13 @@ class Commands(TyperGroup):
 
 
 def takes_constraints(ctx: Any) -> bool:
-    """Whether the command of ``ctx``, a context of typer, has the option ``--constraints``."""
+    """Return whether the command of ``ctx``, a context of typer, has the option ``--constraints``."""
     options = [option for each in getattr(getattr(ctx, "command", None), "params", ()) for option in each.opts]
     return "--constraints" in options
 
 
 def _is_of_the_command_line(error: Exception) -> bool:
-    """Whether ``error`` must pass through :func:`typed_errors` unchanged, because it is handled elsewhere: an
+    """Return whether ``error`` must pass through :func:`typed_errors` unchanged, because it is handled elsewhere: an
     ``OSError``, or an exception with which typer ends a command."""
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in ("click", "typer")
 

@@ -385,7 +385,7 @@ class _TopologyScene:
         return found[:_MOST_NOTES]
 
     def is_other_memory(self, device: Device) -> bool:
-        """Whether a device's memory differs from that of its type."""
+        """Return whether a device's memory differs from that of its type."""
         return device.memory != self.topology.types[device.kind].memory
 
     def generate_device_boxes(self, start: int, stop: int) -> Iterator[DeviceBox]:

@@ -183,6 +183,9 @@ def _insert_instructions(
     before: Mapping[int, Sequence[Instruction]],
     after: Mapping[int, Sequence[Instruction]],
 ) -> Iterator[Instruction]:
+    """Yield ``instructions`` in order, with further ones before and after them. The keys of ``before`` and ``after``
+    are indices into ``instructions``, from 0.
+    """
     for index, instruction in enumerate(instructions):
         yield from before.get(index, ())
         yield instruction

@@ -300,6 +300,9 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
 
 
 def _build_signature_data(signature: CallSignature) -> SignatureData:
+    """Return ``signature`` in the form that a program file stores: argument names and defaults, fixed values by
+    path, and guards with their expressions as JSON.
+    """
     arguments = None
     if signature.arguments is not None:
         arguments = tuple(
@@ -341,6 +344,10 @@ def _derive_instruction_lists(lists: Callable[[int], Lists], found: SteadyState 
 
 
 def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel, dp_shard: int) -> None:
+    """Raise ``EmitError`` if ``mesh`` (axis name to number of ranks) has an unknown axis or a size below 1, if
+    ``dp_shard`` is not 0 and does not divide the size of ``dp``, or if ``objective`` is ``train`` and the model
+    has no loss.
+    """
     unknown = set(mesh) - set(MESH_AXES)
     if unknown or any(size < 1 for size in mesh.values()):
         raise EmitError(f"mesh {dict(mesh)}: its axes are {', '.join(MESH_AXES)}, each of at least one rank")
@@ -476,6 +483,9 @@ def _stage_flow(model: FoldedModel, here: StageCalls, flow: GradientFlow) -> Sta
 
 
 def _build_value_data(model: FoldedModel, flow: GradientFlow, layouts: Layouts) -> dict[str, Value]:
+    """Return, by name, the shape, dtype and layouts of each input of ``model`` and each output of its calls, and
+    whether a gradient flows to it.
+    """
     names = [i.value for i in model.inputs] + [v for c in model.calls for v in c.outputs]
     return {
         name: Value(
@@ -490,6 +500,9 @@ def _build_value_data(model: FoldedModel, flow: GradientFlow, layouts: Layouts) 
 
 
 def _build_output_data(model: FoldedModel, routes: Routes, layouts: Layouts) -> list[OutputData]:
+    """Return a description of each output of ``model``, in order: a constant, or a value with its layouts and the
+    stage that holds it.
+    """
     result = []
     for o in model.outputs:
         if o.value is None:

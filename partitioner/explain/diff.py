@@ -154,6 +154,9 @@ def _build_amount_table(
     words: Mapping[str, str],
     text: Callable[[float], str],
 ) -> RenderableType:
+    """Return a table of two plans with a row for each key of ``one`` and ``two``, the largest amounts first.
+    ``names`` are the headings of the plans, ``words`` maps a key to its label, and ``text`` formats an amount.
+    """
     made = build_empty_table([("", False), (names[0], True), (names[1], True), ("difference", True)])
     for kind in sorted({**one, **two}, key=lambda k: -max(one.get(k, 0.0), two.get(k, 0.0))):
         a, b = one.get(kind, 0.0), two.get(kind, 0.0)
@@ -169,6 +172,9 @@ def _compare_times(names: tuple[str, str], plan: Plan, other: Plan) -> Renderabl
 
 
 def _compare_memory(names: tuple[str, str], plan: Plan, other: Plan) -> list[RenderableType]:
+    """Return a table of the memory of the fullest stage of both plans, by kind; an empty list if a plan has no
+    estimates of stages. ``names`` are the headings of the plans.
+    """
     parts = []
     for each in (plan, other):
         if not each.estimate.stages:
@@ -180,6 +186,9 @@ def _compare_memory(names: tuple[str, str], plan: Plan, other: Plan) -> list[Ren
 
 
 def _compare_stages(names: tuple[str, str], plan: Plan, other: Plan) -> Iterator[RenderableType]:
+    """Yield a table of the first module, last module and calls of each stage, if the two plans differ.
+    ``names`` are the headings of the plans.
+    """
     ones, twos = (
         [
             f"{s.first} to {s.last}, {format_plural(s.num_calls, 'call')}" + (f", {s.again}" if s.again else "")

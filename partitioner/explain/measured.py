@@ -81,6 +81,9 @@ def predicted_events(timeline: Timeline) -> Iterator[Event]:
 
 
 def _receive_ends(timeline: Timeline) -> dict[tuple[int, str, int | None, tuple[str, ...]], float]:
+    """Return the end in seconds of each receive in ``timeline``, by stage, direction (the last letter of the
+    operation), microbatch and names of the values.
+    """
     return {
         (stage, s.instruction.op[-1], s.instruction.microbatch, s.instruction.values): s.end
         for stage, lane in enumerate(timeline.stages)
@@ -152,6 +155,9 @@ def _require_same_plan(program: Program, spans: Sequence[TraceSpan]) -> None:
 
 
 def by_stage(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageComparison]:
+    """Return for each stage the predicted and the measured seconds of work, then of waiting. Measured seconds are
+    the median over the ranks of the stage.
+    """
     rows = []
     for stage, lane in enumerate(timeline.stages):
         ranks = _group_spans_by_rank(spans, stage)
@@ -183,6 +189,9 @@ def by_kind(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageCompari
 
 
 def by_instruction(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageComparison]:
+    """Return the predicted and the measured seconds of each compute instruction, by stage and in the order of
+    ``timeline``. Measured seconds are the median over the ranks of the stage.
+    """
     rows = []
     for stage, lane in enumerate(timeline.stages):
         ranks = _group_spans_by_rank(spans, stage)
@@ -222,6 +231,9 @@ def _format_time_ratio(predicted: float, measured: float) -> str:
 
 
 def _build_comparison_table(title: str, rows: Sequence[StageComparison]) -> RenderableType:
+    """Return a table of ``rows`` with the predicted time, the measured time and measured divided by predicted.
+    ``title`` is the heading of the second column.
+    """
     made = build_empty_table(
         [("stage", True), (title, False), ("predicted", True), ("measured", True), ("ratio", True)]
     )

@@ -187,12 +187,12 @@ _SAME = 1e-3  # of a step: less is no difference
 
 
 def is_barred(candidate: Candidate) -> bool:
-    """Whether a candidate is infeasible for another reason than lack of memory."""
+    """Return whether a candidate is infeasible for another reason than lack of memory."""
     return candidate.status == "infeasible" and candidate.missing is None
 
 
 def is_as_fast(candidate: Candidate, certificate: Certificate) -> bool:
-    """Whether a solved candidate that was not chosen takes no longer than the plan."""
+    """Return whether a solved candidate that was not chosen takes no longer than the plan."""
     solved = candidate.status == "solved" and candidate.step_time is not None
     return solved and (candidate.step_time or 0.0) <= certificate.objective * (1 + _ROUNDING)
 

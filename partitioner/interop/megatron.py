@@ -133,7 +133,7 @@ def read_megatron_bridge(text: str) -> TrainingLayout:
 
 
 def _is_read(section: str, name: str) -> bool:
-    """Whether a field of a section of Megatron-Bridge is read as an option of Megatron-LM."""
+    """Return whether a field of a section of Megatron-Bridge is read as an option of Megatron-LM."""
     if section == "dataset":
         return name == "seq-length"
     return section in ("", *load_known_options()["megatron-bridge"])

@@ -125,7 +125,7 @@ class Options:
         return self.written.get(option) or self.write.format(option)
 
     def has(self, option: str) -> bool:
-        """Whether an option is given, with a value other than ``None`` and ``auto``."""
+        """Return whether an option is given, with a value other than ``None`` and ``auto``."""
         return self.given.get(option) not in (None, "auto")
 
     def take(self, option: str) -> Any:
@@ -224,7 +224,7 @@ class Options:
                 )
 
     def _is_ignored(self, option: str) -> bool:
-        """Whether the user said that an option, or its section, belongs to the training script."""
+        """Return whether the user said that an option, or its section, belongs to the training script."""
         return option in self._ignore or option.split(".")[0] in self._ignore
 
     def list_unused(self) -> tuple[UnusedOption, ...]:

@@ -47,7 +47,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has enough memory."""
+        """Return whether every rank has enough memory."""
         return not self.missing_bytes
 
     @property

@@ -50,7 +50,7 @@ def read_config_function(source: str, function: str | None, where: str) -> dict[
 
 
 def _returns_config(node: ast.FunctionDef) -> bool:
-    """Whether the annotation of a function says that it returns a configuration."""
+    """Return whether the annotation of a function says that it returns a configuration."""
     name = ast.unparse(node.returns).strip("'\"") if node.returns is not None else ""
     return name.endswith("Config") and not node.args.args
 

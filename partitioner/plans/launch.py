@@ -203,6 +203,6 @@ def _build_srun_lines(job: LaunchJob) -> list[str]:
 
 
 def _has_interchangeable_nodes(topology: Topology) -> bool:
-    """Whether nodes may change places and nothing differs."""
+    """Return whether nodes may change places and nothing differs."""
     apart = topology.overrides or topology.node_overrides or topology.links or len(topology.nodes) > 1
     return not apart and all(level.nodes in (None, 1) for level in topology.levels)

@@ -541,7 +541,7 @@ def _failing_by_itself(model: nn.Module) -> Iterator[None]:
 
 
 def _is_tensor_unchanged(held: Tensor, before: Tensor | None) -> bool:
-    """Whether the buffer or parameter ``held`` equals ``before``, its earlier value; NaN equals NaN."""
+    """Return whether the buffer or parameter ``held`` equals ``before``, its earlier value; NaN equals NaN."""
     if before is None or before.shape != held.shape:
         return False
     return torch.allclose(held, before, rtol=0.0, atol=0.0, equal_nan=True)

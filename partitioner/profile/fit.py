@@ -75,7 +75,7 @@ class FitError:
 
     @property
     def is_large(self) -> bool:
-        """Whether the error is so large (over 25 %) that plans based on the fit may be wrong."""
+        """Return whether the error is so large (over 25 %) that plans based on the fit may be wrong."""
         return self.median > _LARGE_ERROR
 
 

@@ -82,6 +82,9 @@ class _OperandPool:
         self.next = 0
 
     def take(self, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor of ``shape`` with random numbers: a view of the next part of the stored numbers, or a new
+        tensor if it needs more than half of them.
+        """
         count = math.prod(shape)
         if 2 * count > len(self.numbers):  # the next operand would be the same numbers
             return torch.randn(shape, device=self.numbers.device)
@@ -119,6 +122,7 @@ def _build_product(case: KernelCase, device: torch.device) -> BuiltCase:
 
 
 def _with_tf32(a: Tensor, b: Tensor) -> Tensor:
+    """Return the matrix product of ``a`` and ``b``, computed with TF32 allowed; restore the setting afterwards."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
@@ -128,6 +132,9 @@ def _with_tf32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _build_attention(case: KernelCase, device: torch.device) -> BuiltCase:
+    """Return causal attention on random tensors on ``device``, ready to be timed, with the kernel that the cost
+    model compares it with. The shape of ``case`` is (batch, heads, sequence, head size).
+    """
     batch, heads, seq, size = case.shape
     dtype = DTYPES[case.precision]
     query, key, value = (_take_random_tensor(batch, heads, seq, size, device=device, dtype=dtype) for _ in range(3))

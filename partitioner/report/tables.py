@@ -122,6 +122,9 @@ def build_why_not_table(plan: Plan) -> ET.Element:
 
 
 def _list_answer_rows(plan: Plan) -> Iterator[list[Cell]]:
+    """Yield a table row for each question why a layout was not chosen: the layout, the verdict, its time and the
+    reasons. Layouts that were chosen have no row.
+    """
     for asked in list_questions(plan):
         try:
             answer = plan.why_not(**asked)

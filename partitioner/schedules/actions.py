@@ -130,6 +130,9 @@ _ONCE: tuple[tuple[str, frozenset[ActionKind]], ...] = (
 
 
 def _is_action_ready(action: Action, virtual: int, last: int, done: set[tuple[str, int, int]]) -> bool:
+    """Return whether ``action`` of the virtual stage ``virtual`` can run. ``last`` is the index of the last virtual
+    stage, from 0; ``done`` has the finished work as (``F`` or ``B``, microbatch, virtual stage).
+    """
     if action.kind == "F":
         return virtual == 0 or ("F", action.microbatch, virtual - 1) in done
     if action.kind == "W":

@@ -150,6 +150,9 @@ class _ContentionSimulation:
         return not self.train or action.kind == "W" or k == self.last or ("B", i, k + 1) in self.done
 
     def _finish_actions(self, ranks: Sequence[int]) -> None:
+        """Record the current action of each rank in ``ranks`` as finished and move the rank to its next action; then
+        start the ranks that are idle.
+        """
         for rank in ranks:
             del self.computing[rank]
             action = self.table.orders[rank][self.at[rank]]

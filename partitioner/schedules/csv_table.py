@@ -162,6 +162,9 @@ class _ScheduleTableReader:
                     yield self.parse_cell(part.strip(), number, place)
 
     def parse_cell(self, text: str, row: int, place: int) -> _ScheduleCell:
+        """Return the action that the cell ``text`` describes, such as ``3F0``. ``row`` and ``place`` locate the cell
+        in errors. Raise ``ScheduleError`` if the text is no action.
+        """
         found = _ACTION.fullmatch(text)
         if found:
             return _ScheduleCell(found[2], int(found[1]), int(found[3]), row, place)
@@ -171,6 +174,9 @@ class _ScheduleTableReader:
         raise self.create_schedule_error(f"row {row}, cell {place}: {text!r} is no action; expected {hint}")
 
     def parse_timetable(self) -> Timetable:
+        """Return the timetable that the rows describe, one row per pipeline rank. Raise ``ScheduleError`` if an
+        action is missing, occurs twice, or waits for one that comes after it.
+        """
         cells = [cell for row in self.rows for cell in row]
         if not cells:
             raise ScheduleError(f"the schedule {self.name!r} has no actions; expected a row for each pipeline rank")
@@ -212,6 +218,9 @@ class _ScheduleTableReader:
         return first
 
     def check_once(self, cells: Sequence[_ScheduleCell]) -> None:
+        """Raise ``ScheduleError`` if two of ``cells`` compute the same part of the same virtual stage and
+        microbatch.
+        """
         seen: dict[tuple[str, int, int], _ScheduleCell] = {}
         for cell in cells:
             for kind in _HALVES[cell.kind]:
@@ -260,6 +269,7 @@ class _ScheduleTableReader:
                 seen.add((cell.kind, cell.stage, cell.microbatch))
 
     def check_progress(self, timetable: Timetable) -> None:
+        """Raise ``ScheduleError`` with the cells that wait for ever, if the order of ``timetable`` has a deadlock."""
         stuck = stuck_at(timetable)
         if stuck:
             cells = [self.rows[rank][place] for rank, place in stuck]

@@ -58,7 +58,7 @@ _MOST_ACTIONS = 30_000  # actions to simulate; longer steps are extrapolated fro
 
 
 def is_formula(schedule: str | ScheduleTable) -> bool:
-    """Whether a closed formula gives the step time of ``schedule`` if each rank has one stage."""
+    """Return whether a closed formula gives the step time of ``schedule`` if each rank has one stage."""
     return isinstance(schedule, str) and schedule in _FORMULAS
 
 
@@ -173,7 +173,7 @@ def _compute_upper_hull(counts: set[Counts]) -> tuple[Counts, ...]:
 
 
 def _is_below_line(a: Counts, b: Counts, c: Counts) -> bool:
-    """Whether point ``b`` lies on or below the line from ``a`` to ``c``."""
+    """Return whether point ``b`` lies on or below the line from ``a`` to ``c``."""
     return (a[0] - b[0]) * (c[1] - b[1]) >= (b[0] - c[0]) * (b[1] - a[1])
 
 

@@ -100,6 +100,10 @@ def build_timetable(
 def _build_checked_timetable(
     schedule: Schedule, name: str, num_ranks: int, num_microbatches: int, chunks: int | None
 ) -> Timetable:
+    """Return the timetable of ``schedule`` for ``num_ranks`` pipeline ranks, after a check that it is complete.
+    ``chunks`` is the number of virtual stages on each rank; ``None``: the default of the schedule. ``name`` is
+    for errors. Raise ``ScheduleError`` if a number is not possible.
+    """
     if num_ranks < 1 or num_microbatches < 1:
         raise ScheduleError(
             f"schedule {name!r} needs at least one stage and one microbatch, got {num_ranks} and {num_microbatches}"
@@ -118,6 +122,9 @@ def _find_schedule(name: str) -> Schedule:
 
 
 def _resolve_chunk_count(schedule: Schedule, name: str, asked: int | None) -> int:
+    """Return the number of virtual stages on each rank: that of ``schedule`` if it is fixed, otherwise ``asked``, or
+    1 if ``asked`` is ``None``. Raise ``ScheduleError``, with ``name``, if ``asked`` is not possible.
+    """
     if schedule.chunks is None:
         count = asked or 1
         if count < 1:

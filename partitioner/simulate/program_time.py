@@ -127,7 +127,7 @@ def _list_pipelines(
 
 
 def steps_overlap(plan: HasProgram) -> bool:
-    """Whether a rank of ``plan`` may begin a step before all other ranks have finished the previous one."""
+    """Return whether a rank of ``plan`` may begin a step before all other ranks have finished the previous one."""
     return plan.constraints.overlap_steps and is_split(plan.program.schedule)
 
 
@@ -180,6 +180,9 @@ class PlanDurations:
         self.machine = PlacedMesh(self.topology, plan.program.mesh, precision, plan.devices, ep=ep, etp=etp)
 
     def call(self, stage: int, call: int, part: Part) -> float:
+        """Return the seconds of one call of a block. ``stage`` and ``call`` are indices from 0. ``part`` is ``F``
+        (forward), ``B`` (backward), or one half of it: ``I`` (input gradients) or ``W`` (weight gradients).
+        """
         here = self.plan.program.stages[stage]
         cost = self.costs[stage][here.calls[call].block]
         again = cost.selective_s if call in here.selective_calls else 0.0
@@ -267,6 +270,9 @@ class PlanDurations:
         return self.machine.stage_groups(*(_EXPERT_AXES.get(axis, axis) for axis in axes))
 
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
+        """Return the seconds to all-reduce ``nbytes`` bytes over the mesh axes ``axes``, the slowest of ``stages``
+        (empty: of all stages). Without axes: over the ranks of ``stages``; 0 if these are fewer than two.
+        """
         if axes:
             groups = self._find_axis_groups(axes)
             return max(collective_time("all_reduce", nbytes, groups[stage]) for stage in stages or range(len(groups)))

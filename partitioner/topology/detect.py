@@ -268,7 +268,7 @@ def _build_wired_levels(group: dict[str, Any], kind: str, wires: Wiring) -> dict
 
 
 def _has_nvlink_switches(wires: Wiring) -> bool:
-    """Whether all NVLinks of a device lead to switches. Each pair of devices then reports all of them."""
+    """Return whether all NVLinks of a device lead to switches. Each pair of devices then reports all of them."""
     apart = wires.nvlinks[~np.eye(len(wires.nvlinks), dtype=bool)]
     count = int(apart[0])
     if len(wires.nvlinks) == 2 or (apart != count).any():
@@ -316,6 +316,9 @@ def _get_host_fields(name: str | None) -> dict[str, Any]:
 
 
 def _find_device_kind(name: str) -> str:
+    """Return the key in the device catalogue of the device that the driver calls ``name``. Raise ``TopologyError``
+    if the catalogue has no such device.
+    """
     for kind, entry in catalogue("devices").items():
         if name in entry.get("matches", ()):
             return kind

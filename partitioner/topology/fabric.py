@@ -66,7 +66,7 @@ def level_groups(topology: Topology, level: Level) -> Ints:
 
 
 def spans_nodes(level: Level) -> bool:
-    """Whether ``level`` connects devices of different nodes, over network cards."""
+    """Return whether ``level`` connects devices of different nodes, over network cards."""
     return level.devices is None and level.nodes != 1
 
 

@@ -212,7 +212,7 @@ def select_slowest_group(groups: Iterable[Group]) -> Group:
 
 
 def _no_faster(group: Group, other: Group) -> bool:
-    """Whether each collective over ``group`` takes at least as long as over ``other``, up to rounding."""
+    """Return whether each collective over ``group`` takes at least as long as over ``other``, up to rounding."""
     return all(own * (1 + _ROUNDING) >= its for own, its in zip(group.prices, other.prices, strict=True))
 
 

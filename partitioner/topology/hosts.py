@@ -61,13 +61,13 @@ def host_shares(topology: Topology) -> tuple[HostShare | None, ...]:
 
 
 def can_offload(topology: Topology) -> bool:
-    """Whether every device has a host whose memory is separate from the device's own."""
+    """Return whether every device has a host whose memory is separate from the device's own."""
     hosts = [topology.host(node) for node in {device.node for device in topology.devices}]
     return all(host is not None and not host.shared for host in hosts)
 
 
 def has_disks(topology: Topology) -> bool:
-    """Whether the node of every device has a disk."""
+    """Return whether the node of every device has a disk."""
     hosts = [topology.host(node) for node in {device.node for device in topology.devices}]
     return all(host is not None and host.disk > 0 for host in hosts)
 

@@ -43,7 +43,7 @@ class NetworkCards:
 
     @cached_property
     def are_shared(self) -> bool:
-        """Whether any port is used by several devices."""
+        """Return whether any port is used by several devices."""
         return bool((self.users > 1).any())
 
     def among(self, devices: Ints, talking: Ints) -> Floats:

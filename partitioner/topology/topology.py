@@ -130,6 +130,7 @@ class Topology(TopologyPart):
         return self
 
     def _find_disconnected_devices(self) -> tuple[str, str] | None:
+        """Return the names of two devices that no path of links joins; ``None`` if all devices are connected."""
         if self.num_devices == 1 or any(len(set(groups.tolist())) == 1 for groups in self.groups):
             return None
         import networkx as nx  # most topologies do not need it
@@ -298,17 +299,17 @@ class Topology(TopologyPart):
 
     @cached_property
     def fused_attention(self) -> bool:
-        """Whether all devices compute attention without storing the matrix of scores."""
+        """Return whether all devices compute attention without storing the matrix of scores."""
         return all(self.types[kind].fused_attention for kind, _ in self.paces[0])
 
     @cached_property
     def whole_scatter(self) -> bool:
-        """Whether some device type receives whole buffers in a reduce-scatter before it sums them."""
+        """Return whether some device type receives whole buffers in a reduce-scatter before it sums them."""
         return any(self.types[kind].whole_scatter for kind, _ in self.paces[0])
 
     @cached_property
     def single_ring(self) -> bool:
-        """Whether some device type runs an all-reduce as a single ring through all ranks."""
+        """Return whether some device type runs an all-reduce as a single ring through all ranks."""
         return any(self.types[kind].single_ring for kind, _ in self.paces[0])
 
     def device_type(self, index: int) -> DeviceType:

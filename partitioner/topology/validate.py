@@ -151,6 +151,7 @@ def check_parts(topology: Topology) -> None:
 
 
 def _check_types(topology: Topology) -> None:
+    """Raise ``MisplacedError`` if a node or an override names a device type that the topology does not describe."""
     named: list[tuple[str, tuple[int | str, ...]]] = [
         (g.type, ("nodes", i, "type")) for i, g in enumerate(topology.nodes)
     ]
@@ -162,6 +163,9 @@ def _check_types(topology: Topology) -> None:
 
 
 def _check_names(topology: Topology) -> None:
+    """Raise ``MisplacedError`` if two devices have the same name, or if an override or a link names an unknown
+    device.
+    """
     duplicates = _find_duplicates(topology.names)
     if duplicates:
         twice = ", ".join(duplicates)

@@ -47,7 +47,7 @@ def propagate_padding(
     single = SINGLE_RULES.get(operator_name(node)) if len(shapes) == 1 else None
     made = None if single is None else single(node, operands)
     values = (made,) if made is not None else _by_factors(node, operands, other_shapes, sizes)
-    if operator_name(node) == "partition::band_attention":
+    if operator_name(node) in ("partition::band_attention", "partition::document_attention"):
         attended = _attend_padded(node, operands)
         values = (attended, replace(attended, dims=attended.dims[:-1]))
     return tuple(

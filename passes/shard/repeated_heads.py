@@ -211,6 +211,7 @@ def group_queries(block: Block, tp: int = 1) -> Block:
     The fewest copies remain with which the heads split evenly over ``tp`` ranks. ``block`` is changed and returned.
     """
     _read_once(block, ops.context_attention.default, tp)
+    _read_once(block, ops.context_document_attention.default, tp)
     return block
 
 
@@ -219,7 +220,11 @@ def read_heads_once(block: Block) -> bool:
 
     Return whether anything changed.
     """
-    targets = aten.scaled_dot_product_attention.default, ops.band_attention.default
+    targets = (
+        aten.scaled_dot_product_attention.default,
+        ops.band_attention.default,
+        ops.document_attention.default,
+    )
     changed = [_read_once(block, target, 1) for target in targets]
     return any(changed)
 

@@ -1,0 +1,167 @@
+"""Recognise attention masks that keep packed documents apart, by what they compare.
+
+A mask shows a key to a query if both are in the same document, ``ids[query] == ids[key]``, and if constant conditions
+on their positions hold, such as ``key <= query``. The ids are integers that depend on data: an input, a running sum of
+the places where positions restart, or the result of a search in cumulated lengths. Any integers will do, because equal
+ones are the same document by definition.
+
+Positions may themselves be data that restart at each document. ``positions[key] <= positions[query]`` says the same as
+``key <= query`` within a document if the ids are proven to change wherever positions do not count up by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from partitioner.passes.ir.interpret import insert_operator_node
+from partitioner.passes.ir.rewrite import aten, list_node_sizes
+from partitioner.passes.normalize.constant_folding import Condition, DataTerm, Term
+from partitioner.passes.ops.attention import Band
+
+
+class DocumentMask(NamedTuple):
+    """A mask that shows the keys within ``band`` of the same document.
+
+    ``source``: the node of the document ids. ``position_dim``, ``batch_dim``: its dims of positions and of rows of the
+    batch; ``None`` if all rows have the same ids.
+    """
+
+    source: fx.Node
+    position_dim: int
+    batch_dim: int | None
+    band: Band
+
+
+class DocumentTerms(NamedTuple):
+    """The conditions of a mask, split into documents and the rest.
+
+    ``source``, ``position_dim``, ``batch_dim``: the document ids as in :class:`DocumentMask`. ``terms``: the other
+    conditions, which depend on positions alone.
+    """
+
+    source: fx.Node
+    position_dim: int
+    batch_dim: int | None
+    terms: tuple[Condition, ...]
+
+
+def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms | None:
+    """Return the documents within which a mask shows keys, and its other conditions.
+
+    ``terms``: conditions that hold together where a key is shown. ``length``: the number of queries and of keys.
+    ``None`` if data decide in another way than by documents.
+    """
+    data = [t for t in terms if isinstance(t, DataTerm)]
+    same = [t for t in data if t.compare == "eq" and t.a.added == t.b.added]
+    found = {(t.a.source, _find_pair_dims(t, length)) for t in same}
+    if len(found) != 1:
+        return None
+    ((ids, dims),) = found
+    if dims is None:
+        return None
+    rest: list[Condition] = [t for t in terms if not isinstance(t, DataTerm)]
+    for term in data:
+        if term in same:
+            continue
+        of = _find_pair_dims(term, length)
+        if of is None or not _counts_up_within(term.a.source, of[0], ids, dims[0]):
+            return None
+        rest.append(Term(term.compare, *(side.places[of[0]] + side.added for side in (term.a, term.b))))
+    return DocumentTerms(ids, *dims, tuple(rest))
+
+
+def _find_pair_dims(term: DataTerm, length: int) -> tuple[int, int | None] | None:
+    """Return the dims of positions and of batch rows of a tensor that ``term`` compares between query and key.
+
+    One side must be the element of the query, the other that of the key, both of the same row. The second number is
+    ``None`` if the tensor has one row for all. ``length``: the number of queries and of keys. ``None`` if the
+    comparison is of another kind.
+    """
+    position, batch = None, None
+    for dim, size in enumerate(list_node_sizes(term.a.source)):
+        sides = term.a.places[dim], term.b.places[dim]
+        if size == 1:
+            continue
+        pairs = (sides, sides[::-1])
+        if size == length and any(_counts_along(a, -2, size) and _counts_along(b, -1, size) for a, b in pairs):
+            if position is not None:
+                return None
+            position = dim
+        elif batch is None and all(_counts_along(side, -4, size) for side in sides):
+            batch = dim
+        else:
+            return None
+    return None if position is None else (position, batch)
+
+
+def _counts_along(side: Tensor, dim: int, size: int) -> bool:
+    """Whether the indices ``side`` are 0, 1, ... up to ``size`` along ``dim``, and constant along all other dims."""
+    if side.dim() < -dim or side.numel() != size or side.shape[dim] != size:
+        return False
+    return bool(torch.equal(side.reshape(-1), torch.arange(size)))
+
+
+_INTEGER_CASTS = (torch.int32, torch.int64)
+
+
+def _look_through(node: fx.Node) -> fx.Node:
+    """Return the node whose integers ``node`` repeats: operands of ``expand`` and of casts between integers."""
+    while node.target is aten.expand.default or (node.target is aten.to.dtype and node.args[1] in _INTEGER_CASTS):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _counts_up_within(positions: fx.Node, position_dim: int, ids: fx.Node, ids_dim: int) -> bool:
+    """Whether ``positions`` are proven to count up by one along the positions of each document.
+
+    It is proven if ``ids`` is the running sum of ``diff(positions) != 1``. ``position_dim``, ``ids_dim``: the dims of
+    positions of the two tensors.
+    """
+    total = _look_through(ids)
+    if total.target is not aten.cumsum.default:
+        return False
+    changes = _look_through(total.args[0])  # type: ignore[arg-type]
+    if changes.target is not aten.ne.Scalar or changes.args[1] != 1:
+        return False
+    steps = changes.args[0]
+    if not isinstance(steps, fx.Node) or steps.target is not aten.diff.default:
+        return False
+    given: list[Any] = list(steps.args)
+    operand, order, dim, first, *more = given + [1, -1, None][len(given) - 1 :]
+    if order != 1 or any(m is not None for m in more) or not isinstance(first, fx.Node):
+        return False
+    rank = len(list_node_sizes(steps))
+    along = {int(total.args[1]) % rank, int(dim) % rank}  # type: ignore[arg-type]
+    if along != {ids_dim % rank} or list_node_sizes(first)[ids_dim] != 1:
+        return False
+    return _look_through(operand) is _look_through(positions) and position_dim == ids_dim
+
+
+def insert_document_ids(graph: fx.Graph, mask: DocumentMask, rows: int) -> fx.Node:
+    """Return a node of the document ids of ``mask`` as ``[rows, s]``, and insert the operators it needs after their
+    source.
+    """
+    source = mask.source
+    kept = [d for d in (mask.batch_dim, mask.position_dim) if d is not None]
+    sizes = list_node_sizes(source)
+    steps: list[tuple[Any, list[int]]] = []
+    if kept != sorted(kept):
+        order = [*kept, *(d for d in range(len(sizes)) if d not in kept)]
+        steps.append((aten.permute.default, order))
+    wanted = [sizes[d] for d in kept]
+    if len(sizes) != len(kept) or len(kept) == 1:
+        steps.append((aten.reshape.default, [1] * (2 - len(kept)) + wanted))
+    if wanted[0] != rows or len(kept) == 1:
+        steps.append((aten.expand.default, [rows, wanted[-1]]))
+    made, last = source, source
+    if source.op == "placeholder":
+        last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    for target, argument in steps:
+        with graph.inserting_after(last):
+            made = last = insert_operator_node(graph, target, (made, argument))
+        made.meta.update({k: v for k, v in source.meta.items() if k != "val"})
+    return made

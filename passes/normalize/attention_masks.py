@@ -31,6 +31,7 @@ from partitioner.passes.normalize.constant_folding import (
 )
 from partitioner.passes.normalize.document_masks import DocumentMask, find_document_mask, insert_document_ids
 from partitioner.passes.ops.attention import Band, limits_of
+from partitioner.passes.ops.documents import document_ops
 
 
 def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
@@ -89,7 +90,7 @@ def _replace_mask_by_documents(
     if where not in ids:
         ids[where] = insert_document_ids(graph, mask, query[0])
     arguments = (*node.args[:3], ids[where], [], *limits_of(mask.band), node.kwargs.get("scale"))
-    _replace_attention(graph, node, torch.ops.partition.document_attention.default, arguments)
+    _replace_attention(graph, node, document_ops.document_attention.default, arguments)
 
 
 def _replace_attention(

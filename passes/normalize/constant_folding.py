@@ -331,6 +331,8 @@ def _require_additive(node: fx.Node, value: Any) -> ConditionalValue:
         hidden = value[value != 0]
         most = hidden.max() if hidden.numel() else value.new_tensor(-torch.inf)
         value = ConditionalValue((value == 0,), value.new_zeros(()), most)
+    if isinstance(value, ConditionalValue) and value.hidden == 0 and len(value.terms) == 1:
+        value = ConditionalValue((_negate_condition(value.terms[0]),), value.hidden, value.shown)
     if not isinstance(value, ConditionalValue) or value.shown != 0 or not value.hidden <= MASKED:
         raise _Unknown
     rank = get_node_tensor(node).dim()

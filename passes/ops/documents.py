@@ -356,6 +356,7 @@ for _device in ("CPU", "CUDA"):
     _library.impl("document_attention_backward", document_attention_backward, _device)
 torch.library.register_fake(f"{NAMESPACE}::document_attention", _empty_results, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::document_attention_backward", _empty_gradients, lib=_library)
+document_ops = torch.ops.partition
 
 
 def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -22,6 +22,7 @@ from partitioner.passes.ir.collectives import ops as collective
 from partitioner.passes.ir.interpret import META
 from partitioner.passes.ir.layouts import PARTIAL
 from partitioner.passes.ops.attention import Band, band_of, limits_of
+from partitioner.passes.ops.documents import document_ops
 from partitioner.passes.rules.factors import (
     FIRST,
     NAMES,
@@ -147,7 +148,7 @@ def documents_over_ranks(node: fx.Node) -> OpFactors:
 _BANDS = (
     ops.band_attention.default,
     ops.context_attention.default,
-    ops.document_attention.default,
+    document_ops.document_attention.default,
     ops.context_document_attention.default,
 )
 
@@ -182,14 +183,14 @@ def _context_forms(node: fx.Node) -> dict[str, Form]:
     """Return the forms of an attention in which queries, keys and values are sharded along the sequence (dim 2), and
     document ids, if it has them (dim 1), by name.
     """
-    ids = (1,) * (node.target is ops.document_attention.default)
+    ids = (1,) * (node.target is document_ops.document_attention.default)
     return {name: Form("q", (2, 2, 2, *ids), (2, 2), partial(_over_ranks, name)) for name in CONTEXT_FORMS}
 
 
 def _over_ranks(algorithm: str, local: Local) -> fx.Node:
     seen = find_attention_band(local.node)
     assert seen is not None, local.node
-    documents = local.node.target is ops.document_attention.default
+    documents = local.node.target is document_ops.document_attention.default
     made = local.call(
         ops.context_document_attention.default if documents else ops.context_attention.default,
         *local.operands,

@@ -11,16 +11,18 @@ Positions may themselves be data that restart at each document. ``positions[key]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from partitioner.passes.ir.interpret import insert_operator_node
+from partitioner.passes.ir.model import Captured
 from partitioner.passes.ir.rewrite import aten, list_node_sizes
-from partitioner.passes.normalize.constant_folding import Condition, DataTerm, Term
+from partitioner.passes.normalize.constant_folding import Condition, ConstantEvaluator, DataTerm, Term
 from partitioner.passes.ops.attention import Band
+from partitioner.passes.ops.documents import document_ops
 
 
 class DocumentMask(NamedTuple):
@@ -165,3 +167,63 @@ def insert_document_ids(graph: fx.Graph, mask: DocumentMask, rows: int) -> fx.No
             made = last = insert_operator_node(graph, target, (made, argument))
         made.meta.update({k: v for k, v in source.meta.items() if k != "val"})
     return made
+
+
+# --- typical lengths, for the cost model ------------------------------------------------------------------------------
+_MOST_DOCUMENTS = 256  # whose lengths are kept; a plan stores them with each attention
+
+
+def list_document_attentions(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes of ``partition::document_attention`` in ``graph``."""
+    return [n for n in graph.nodes if n.target is document_ops.document_attention.default]
+
+
+def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """Store the typical lengths of documents in the attentions of ``captured``, in place, and return them.
+
+    ``lengths``: the numbers of positions of typical documents. If there are none, they are counted in ``inputs``, the
+    values of inputs by path; meta tensors have no values. Only the cost model reads lengths. Return an empty tuple if
+    there is no such attention, or if the ids depend on more than inputs and constants.
+    """
+    nodes = list_document_attentions(captured.graph)
+    specs = {i.value: i for i in captured.inputs}
+    values = {}
+    for placeholder, name in captured.placeholders.items():
+        if name in captured.constants:
+            values[placeholder] = captured.constants[name]
+        elif name in specs and specs[name].path in inputs:
+            spec, value = specs[name].spec, inputs[specs[name].path]
+            rows = _repeat_rows(value, tuple(spec.shape))
+            if rows is not None:
+                values[placeholder] = rows
+    evaluator = ConstantEvaluator(values)
+    for node in nodes:
+        found = tuple(lengths) or _count_documents(evaluator, node.args[3])  # type: ignore[arg-type]
+        node.args = (*node.args[:4], list(found), *node.args[5:])
+    return tuple(nodes[0].args[4]) if nodes else ()  # type: ignore[arg-type]
+
+
+def _repeat_rows(value: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    """Return the values of an input at the shape that the graph has: rows of a sample of the batch are repeated.
+
+    ``None`` for a tensor without values, or if the shapes differ in another way.
+    """
+    if value.device.type != "cpu" or value.dim() != len(shape) or value.numel() == 0:
+        return None
+    times = [a // b for a, b in zip(shape, value.shape, strict=True)]
+    if any(t * b != a for t, a, b in zip(times, shape, value.shape, strict=True)):
+        return None
+    return value.repeat(times) if any(t != 1 for t in times) else value
+
+
+def _count_documents(evaluator: ConstantEvaluator, ids: fx.Node) -> tuple[int, ...]:
+    """Return the lengths of the runs of equal ids in the first rows of a batch, in order; empty if they are unknown."""
+    found = evaluator.find_value(ids)
+    if not isinstance(found, Tensor):
+        return ()
+    lengths: list[int] = []
+    for row in found.expand(list_node_sizes(ids)):
+        lengths += torch.unique_consecutive(row, return_counts=True)[1].tolist()
+        if len(lengths) >= _MOST_DOCUMENTS:
+            break
+    return tuple(lengths)

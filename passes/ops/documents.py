@@ -34,6 +34,7 @@ from partitioner.passes.ops.attention import (
     empty_by_position,
     find_accumulation_dtype,
     has_flash,
+    most_pairs,
     parts_of,
     tiles_of,
 )
@@ -183,7 +184,7 @@ def count_document_pairs(lengths: tuple[int, ...], queries: int, num_ranks: int,
             most = max(most, sum(_count_row_pairs(r, places, starts, lengths, row, band) for r in ids.numpy()))
         return most / (total // row)
     pairs = sum(_count_band_pairs(np.arange(n), n, band) for n in lengths)
-    return pairs / total * queries
+    return min(pairs / total * queries, float(most_pairs(queries, queries, num_ranks, zigzag, band)))
 
 
 def _count_row_pairs(

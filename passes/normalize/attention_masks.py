@@ -6,16 +6,24 @@ that hides nothing is removed. A sliding window becomes ``partition::band_attent
 length or more counts as no limit. A mask "within a band and within the same document", where documents are data,
 becomes ``partition::document_attention``, with the document of each position as an operand. Requires: a graph in normal
 form.
+
+A mask function of ``flex_attention`` is evaluated on the indices of all queries and keys while the model is traced, see
+:func:`flex_attention_traced`. It gives a mask like any other.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.nn.attention import flex_attention
 
 from partitioner.passes.ir.interpret import insert_operator_node
 from partitioner.passes.ir.rewrite import aten, drop_unused, list_node_sizes
@@ -282,3 +290,52 @@ def _fails_above(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
     """
     smallest_after = over_keys.flip(0).cummin(0).values.flip(0)[1:]
     return not bool(_select_comparison(strict)(smallest_after, over_queries[:-1]).any())
+
+
+# --- flex_attention, while the model is traced ------------------------------------------------------------------------
+
+
+@contextmanager
+def flex_attention_traced() -> Iterator[None]:
+    """Context in which ``flex_attention`` is traced as scaled dot-product attention with a mask.
+
+    Its mask function is called once with the indices of all rows, heads, queries and keys, in place of once for each
+    element. A score function is called with all scores; attention is then a product, a softmax and a product. Without
+    this, torch would trace one operator around functions of single elements, and on CPU refuse gradients.
+    """
+    replaced = {
+        "_validate_device": lambda *_: None,
+        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
+        "flex_attention_hop": _attend_flexibly,
+    }
+    with ExitStack() as stack:
+        if all(hasattr(flex_attention, name) for name in replaced):  # otherwise another torch
+            for name, value in replaced.items():
+                stack.enter_context(mock.patch.object(flex_attention, name, value))
+        yield
+
+
+def _attend_flexibly(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Any], block_mask: Any, scale: float, options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``flex_attention`` with operators on whole tensors. Return the result and two empty tensors.
+
+    ``score_mod`` changes a score, given the indices of row, head, query and key. ``block_mask``: a tuple whose last
+    element is the mask function of these indices. ``options``: options of kernels; they do not change the result.
+    """
+    batch, heads, queries, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+    sizes = batch, heads, queries, keys
+    index = [
+        torch.arange(n, device=q.device).reshape([n if i == d else 1 for i in range(4)]) for d, n in enumerate(sizes)
+    ]
+    shown: Tensor = block_mask[-1](*index)
+    shown = shown.reshape([1] * (4 - shown.dim()) + list(shown.shape))
+    repeated = [x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v)]
+    scores = (q @ repeated[0].transpose(-2, -1)) * scale
+    changed = score_mod(scores, *index)
+    none = q.new_empty(0)
+    if changed is scores:
+        grouped = k.shape[1] != heads
+        return F.scaled_dot_product_attention(q, k, v, shown, scale=scale, enable_gqa=grouped), none, none
+    weights = changed.masked_fill(~shown, -math.inf).softmax(-1)
+    return weights.to(v.dtype) @ repeated[1], none, none

@@ -149,7 +149,9 @@ def insert_document_ids(graph: fx.Graph, mask: DocumentMask, rows: int) -> fx.No
     """
     source = mask.source
     kept = [d for d in (mask.batch_dim, mask.position_dim) if d is not None]
-    sizes = list_node_sizes(source)
+    sizes = list(list_node_sizes(source))
+    if sizes == [rows, sizes[-1]] and mask.position_dim == 1:
+        return source
     steps: list[tuple[Any, list[int]]] = []
     if kept != sorted(kept):
         order = [*kept, *(d for d in range(len(sizes)) if d not in kept)]

@@ -6,15 +6,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 import partitioner
 from partitioner import Constraints, Plan, Topology, partition
+from partitioner.plans.reference import keep_in_float64
 from partitioner.plans.verify import TOLERANCE
 from tests.helpers.packed_models import (
     LENGTHS,
     NOTATIONS,
     ROW,
+    VOCAB,
     PackedDecoder,
     list_packings,
     make_documents,
@@ -104,3 +107,74 @@ def test_the_plan_is_verified_beside_the_model():
     model = PackedDecoder("boolean")
     report = plan_of(model, tp=2).verify(model, pack(DOCUMENTS, PACKINGS[1]))
     assert report.ok, str(report)
+
+
+# --- Hugging Face models: positions that restart ----------------------------------------------------------------------
+
+
+def _hub_model(kind: str, attention: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, use_cache=False, attn_implementation=attention, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=3))
+
+
+def _labels(tokens: Tensor) -> Tensor:
+    """The first token of a document is predicted by none."""
+    return tokens.clone().index_fill(0, torch.tensor(0), -100)
+
+
+def _hub_batch(order: list[int]) -> dict[str, Tensor]:
+    rows = [DOCUMENTS[d][0] for d in order]
+    joined = [
+        torch.cat(x).view(-1, ROW) for x in (rows, list(map(_labels, rows)), [torch.arange(len(r)) for r in rows])
+    ]
+    return dict(zip(("input_ids", "labels", "position_ids"), joined, strict=True))
+
+
+def _hub_alone(model: nn.Module, order: list[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model.zero_grad()
+    logits, losses = [], []
+    for d in order:
+        tokens = DOCUMENTS[d][0]
+        out = model(input_ids=tokens[None], use_cache=False).logits[0]
+        logits.append(out)
+        losses.append(nn.functional.cross_entropy(out[:-1], tokens[1:], reduction="sum"))
+    loss = torch.stack(losses).sum() / sum(len(DOCUMENTS[d][0]) - 1 for d in order)
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), "logits": torch.cat(logits).detach().view(-1, ROW, VOCAB)}, gradients
+
+
+HUB: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "sdpa", dict(tp=2, pp=2, microbatch_size=1)),
+    ("llama", "sdpa", dict(cp=2, context="ring")),
+    ("mistral", "sdpa", dict(tp=2)),
+    ("mistral", "sdpa", dict(cp=2, dp=2, context="all_gather")),
+    ("llama", "flex_attention", dict(dp=2)),
+]
+
+
+@pytest.mark.parametrize(("kind", "attention", "fixed"), HUB, ids=_name)
+def test_models_that_read_restarting_positions(
+    kind: str, attention: str, fixed: dict[str, Any], ranks: partitioner.LocalRanks
+):
+    model, alone = _hub_model(kind, attention), _hub_model(kind, "sdpa").double()
+    fixed = {"pp": 1, "dp": 1, "tp": 1, "cp": 1, **fixed}
+    size = fixed["pp"] * fixed["dp"] * fixed["tp"] * fixed["cp"]
+    plan = partition(model, Topology.local(size), _hub_batch(PACKINGS[0]), constraints=Constraints(**fixed))
+    assert {t for t in targets_of(plan) if "attention" in t} <= {
+        "partition.document_attention.default",
+        "partition.context_document_attention.default",
+    }
+    for order in PACKINGS[:3]:
+        run = partitioner.run_local(plan, model, _hub_batch(order), precision="fp64", ranks=ranks, timeout=120)
+        with keep_in_float64():
+            outputs, gradients = _hub_alone(alone, order)
+        assert worst({n: run.outputs[n].detach() for n in outputs}, outputs) <= TOLERANCE
+        assert worst(run.grads, gradients) <= TOLERANCE

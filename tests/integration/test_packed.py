@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import partitioner
-from partitioner import Constraints, Plan, Topology, partition
+from partitioner import Constraints, Engine, InputsError, Plan, Shapes, Topology, partition
 from partitioner.plans.reference import keep_in_float64
 from partitioner.plans.verify import TOLERANCE
+from tests.helpers.every_rank import on_every_rank
 from tests.helpers.packed_models import (
     LENGTHS,
     NOTATIONS,
@@ -178,3 +179,103 @@ def test_models_that_read_restarting_positions(
             outputs, gradients = _hub_alone(alone, order)
         assert worst({n: run.outputs[n].detach() for n in outputs}, outputs) <= TOLERANCE
         assert worst(run.grads, gradients) <= TOLERANCE
+
+
+# --- smaller batches, prices and errors -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["boolean", "restarted"])
+def test_smaller_packed_batches_are_padded_exactly(name: str):
+    """Three rows of 20 positions run in a program of four rows of 24; each rank is a thread."""
+    model, order = PackedDecoder(name), list(range(12))
+    plan = partition(
+        model,
+        Topology.local(2),
+        pack(DOCUMENTS, PACKINGS[0]),
+        constraints=Constraints(pp=1, dp=2, tp=1, cp=1),
+        shapes=Shapes(batch=(2, 4), length=(16, 24)),
+        documents=(5, 5, 6),
+    )
+    few = make_documents((5, 1, 7, 3, 4, 9, 2, 6, 3, 8, 8, 4))
+
+    def step(communicator: Any) -> tuple[float, dict[str, Tensor]]:
+        engine = Engine(plan, model, communicator=communicator)
+        loss = float(engine.step(pack(few, order, 20)))  # type: ignore[arg-type]
+        before = {n: t.clone() for n, t in engine.state_dict(full=True).items()}
+        torch.optim.SGD(engine.parameters(), lr=1.0).step()
+        after = engine.state_dict(full=True)
+        return loss, {n: t - after[n] for n, t in before.items()}
+
+    loss, _, gradients = run_alone(model, few, order, 20)
+    found = on_every_rank(plan.program, step)
+    assert [rank_loss for rank_loss, _ in found] == pytest.approx([float(loss)] * 2, rel=1e-12)
+    assert worst(found[0][1], gradients) <= TOLERANCE  # rank 0 has the whole state
+
+
+def test_the_step_is_priced_by_the_lengths_of_documents():
+    """Real ids are counted; lengths that are given count instead; without numbers a row is one document."""
+    config = dict(dtype=torch.long, device="meta")
+    batch = tuple(x.repeat(4, 40) for x in pack(DOCUMENTS, PACKINGS[0]))
+    with torch.device("meta"):
+        unknown = tuple(torch.zeros_like(x, **config) for x in batch)
+    model = PackedDecoder("boolean")
+    fixed = Constraints(pp=1, dp=1, tp=1, cp=1)
+    times = {
+        name: partition(model, Topology.local(1), given, constraints=fixed, documents=lengths).estimate.step_time
+        for name, given, lengths in (
+            ("real", batch, ()),
+            ("given", unknown, (5,) * 10),
+            ("one", unknown, ()),
+        )
+    }
+    assert times["real"] < 0.8 * times["one"] and times["given"] < 0.8 * times["one"]
+
+
+@pytest.mark.parametrize(
+    ("name", "documents", "message"),
+    [
+        ("boolean", (5, 0), "documents must be the lengths of typical documents"),
+        ("none", (5, 6), "no attention of the model is within documents.*position_ids that restart"),
+    ],
+)
+def test_lengths_that_mean_nothing_are_refused(name: str, documents: tuple[int, ...], message: str):
+    batch = pack(DOCUMENTS, PACKINGS[0])
+    model: nn.Module = PackedDecoder("boolean") if name == "boolean" else Unpacked()
+    with pytest.raises(InputsError, match=message):
+        partition(model, Topology.local(1), batch, documents=documents)
+
+
+class Unpacked(nn.Module):
+    """The decoder with rows that are one document each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = PackedDecoder("boolean")
+
+    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+        logits = self.decoder.logits(tokens, positions, None)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.slow
+def test_long_packed_rows_are_planned_without_a_mask():
+    """Llama-3.1-8B with rows of 131,072 tokens on 64 H100, from meta tensors."""
+    transformers = pytest.importorskip("transformers")
+    length = 131_072
+    config = transformers.LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=length, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+        tokens = torch.zeros(1, length, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens, "position_ids": tokens}
+    times = []
+    for documents in ((), (8192,) * 16):
+        topology = Topology.preset("dgx-h100", nodes=8)
+        plan = partition(model, topology, batch, global_batch=8, precision="bf16", documents=documents)
+        shapes = [n["val"][0] for b in plan.program.blocks.values() for n in b.nodes if isinstance(n.get("val"), list)]
+        positions = {length, length // plan.mesh["cp"]}
+        assert shapes and not any(len(shape) > 1 and positions >= set(shape[-2:]) for shape in shapes)
+        times.append(plan.estimate.step_time)
+    assert times[1] < 0.5 * times[0]

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import partitioner
 from partitioner import Constraints, Engine, InputsError, Plan, Shapes, Topology, partition
+from partitioner.passes.ops.attention import Band
+from partitioner.passes.ops.documents import count_document_pairs
 from partitioner.plans.reference import keep_in_float64
 from partitioner.plans.verify import TOLERANCE
 from tests.helpers.every_rank import on_every_rank
@@ -279,3 +281,17 @@ def test_long_packed_rows_are_planned_without_a_mask():
         assert shapes and not any(len(shape) > 1 and positions >= set(shape[-2:]) for shape in shapes)
         times.append(plan.estimate.step_time)
     assert times[1] < 0.5 * times[0]
+
+
+@pytest.mark.parametrize(("documents", "zigzag"), [((768, 256), False), ((1024,), True), ((256, 768), True)])
+def test_ranks_share_rows_in_the_order_that_balances_documents(documents: tuple[int, ...], zigzag: bool):
+    """Positions in order, or a piece from either end: the slowest rank has fewer pairs."""
+    pairs = {z: count_document_pairs(documents, 512, 2, z, Band(None, 0)) for z in (False, True)}
+    assert pairs[zigzag] < pairs[not zigzag]
+    batch = tuple(torch.zeros(1, 1024, dtype=torch.long, device="meta") for _ in range(4))
+    pinned = Constraints(pp=1, dp=1, tp=1, cp=2, context="ring")
+    plan = partition(PackedDecoder("boolean"), Topology.local(2), batch, constraints=pinned, documents=documents)
+    orders = {
+        n["args"][-2] for b in plan.program.blocks.values() for n in b.nodes if "context_doc" in str(n.get("target"))
+    }
+    assert orders == {zigzag}

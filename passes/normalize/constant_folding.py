@@ -45,7 +45,7 @@ class Term:
 _OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Gathered:
     """Integers that depend on data: elements of one tensor of the graph, plus a constant.
 
@@ -62,7 +62,7 @@ class Gathered:
         return Gathered(self.source, tuple(move(p) for p in self.places), self.added)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DataTerm:
     """A comparison of two elements of one tensor that depends on data: ``compare(a, b)`` with broadcasting.
 
@@ -251,7 +251,7 @@ def _shift_gathered(node: fx.Node, a: Any, b: Any, *rest: Any) -> Gathered:
     """Evaluate an addition or subtraction of an integer, or a cast that keeps integers; raise :class:`_Unknown` for
     other operators.
     """
-    if isinstance(a, Gathered) and node.target is aten.to.dtype and b in (torch.int32, torch.int64):
+    if isinstance(a, Gathered) and node.target is aten.to.dtype and keeps_integers(node):
         return a
     add, subtract = (getattr(aten, name) for name in ("add", "sub"))
     kind, exact = getattr(node.target, "overloadpacket", None), get_node_tensor(node).dtype in _INTEGERS
@@ -264,6 +264,12 @@ def _shift_gathered(node: fx.Node, a: Any, b: Any, *rest: Any) -> Gathered:
     rank = get_node_tensor(node).dim()
     moved: Gathered = one.map_tensors(lambda t: _align_rank(t, rank))
     return Gathered(moved.source, moved.places, moved.added + (other if kind is add else -other))
+
+
+def keeps_integers(cast: fx.Node) -> bool:
+    """Whether the node ``cast`` converts integers to a type that has all of them."""
+    before, after = get_node_tensor(cast.args[0]).dtype, get_node_tensor(cast).dtype  # type: ignore[arg-type]
+    return before in _INTEGERS and after in _INTEGERS and before.itemsize <= after.itemsize
 
 
 def _align_rank(tensor: Tensor, rank: int) -> Tensor:
@@ -372,7 +378,8 @@ def _require_terms(value: Any) -> tuple[Condition, ...]:
         return value
     if isinstance(value, Tensor):
         return (value,)
-    if len(value.terms) == 1 and not value.shown and value.hidden and value.shown.dtype is torch.bool:
+    single = isinstance(value, ConditionalValue) and len(value.terms) == 1
+    if single and not value.shown and value.hidden and value.shown.dtype is torch.bool:
         return (_negate_condition(value.terms[0]),)
     raise _Unknown
 
@@ -491,7 +498,12 @@ def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Any:
 
 
 def _evaluate_gather(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
-    """Evaluate ``gather`` of data by constant indices; raise :class:`_Unknown` if they select within other dims."""
+    """Evaluate ``gather`` of a constant or of data by constant indices; raise :class:`_Unknown` for data of which they
+    select within several dims.
+    """
+    if isinstance(source, Tensor) and isinstance(index, Tensor):
+        whole = _expand_to_sizes(source, list(list_node_sizes(node.args[0])))  # type: ignore[arg-type]
+        return whole.gather(dim, _expand_to_sizes(index, list(list_node_sizes(node))))
     if not isinstance(source, Gathered) or not isinstance(index, Tensor):
         raise _Unknown
     old, new = list_node_sizes(node.args[0]), list_node_sizes(node)  # type: ignore[arg-type]
@@ -544,15 +556,28 @@ def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
     if isinstance(x, Tensor) and x[..., :1, :1].numel() * rows * columns <= LIMIT:
         whole = x.expand([*x.shape[:-2], rows, columns])
         return whole.tril(diagonal) if lower else whole.triu(diagonal)
-    if not isinstance(x, Tensor) or x.numel() != 1:
+    if isinstance(x, Gathered) or (isinstance(x, Tensor) and x.numel() != 1):
         raise _Unknown
     rank = get_node_tensor(node).dim()
     row = torch.arange(rows).reshape([1] * (rank - 2) + [rows, 1])
     column = torch.arange(columns).reshape([1] * (rank - 1) + [columns])
     terms = (Term("le" if lower else "ge", column, row + diagonal),)
+    if isinstance(x, tuple | ConditionalValue):  # a mask: outside of the triangle everything is hidden
+        return _hide_outside(x, terms)
     if get_node_tensor(node).dtype is torch.bool and bool(x):
         return terms
     return ConditionalValue(terms, x.reshape(()), torch.zeros((), dtype=x.dtype))
+
+
+def _hide_outside(mask: tuple[Condition, ...] | ConditionalValue, terms: tuple[Term, ...]) -> Value:
+    """Return a mask whose hidden value is 0 (false), with further elements set to it: those where not all ``terms``
+    hold.
+    """
+    if isinstance(mask, tuple):
+        return mask + terms
+    if mask.hidden != 0:
+        raise _Unknown
+    return ConditionalValue(mask.terms + terms, mask.shown, mask.hidden)
 
 
 _EQUALITIES = [getattr(getattr(aten, name), kind) for name in ("eq", "ne") for kind in ("Tensor", "Scalar")]

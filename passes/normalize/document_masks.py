@@ -11,16 +11,17 @@ Positions may themselves be data that restart at each document. ``positions[key]
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from partitioner.passes.ir.interpret import insert_operator_node
+from partitioner.passes.ir.interpret import META, insert_operator_node
 from partitioner.passes.ir.model import Captured
 from partitioner.passes.ir.rewrite import aten, list_node_sizes
-from partitioner.passes.normalize.constant_folding import Condition, ConstantEvaluator, DataTerm, Term
+from partitioner.passes.normalize.constant_folding import Condition, ConstantEvaluator, DataTerm, Term, keeps_integers
 from partitioner.passes.ops.attention import Band
 from partitioner.passes.ops.documents import document_ops
 
@@ -107,12 +108,9 @@ def _counts_along(side: Tensor, dim: int, size: int) -> bool:
     return bool(torch.equal(side.reshape(-1), torch.arange(size)))
 
 
-_INTEGER_CASTS = (torch.int32, torch.int64)
-
-
 def _look_through(node: fx.Node) -> fx.Node:
     """Return the node whose integers ``node`` repeats: operands of ``expand`` and of casts between integers."""
-    while node.target is aten.expand.default or (node.target is aten.to.dtype and node.args[1] in _INTEGER_CASTS):
+    while node.target is aten.expand.default or (node.target is aten.to.dtype and keeps_integers(node)):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -169,6 +167,78 @@ def insert_document_ids(graph: fx.Graph, mask: DocumentMask, rows: int) -> fx.No
             made = last = insert_operator_node(graph, target, (made, argument))
         made.meta.update({k: v for k, v in source.meta.items() if k != "val"})
     return made
+
+
+# --- attention of sequences of different lengths ----------------------------------------------------------------------
+_VARLEN = "torch_attn::_varlen_attn"  # torch registers it when a model imports torch.nn.attention.varlen
+
+
+def replace_packed_sequences(graph: fx.Graph) -> None:
+    """Replace ``torch.nn.attention.varlen.varlen_attn`` in ``graph``, in place, by ``partition::document_attention``.
+
+    Its queries, keys and values are ``[positions, heads, width]``. The cumulated lengths ``[sequences + 1]`` of queries
+    and keys must be one tensor, which starts at 0 and ends at the number of positions. Other calls are left alone.
+    """
+    ids: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or schema.name != _VARLEN:
+            continue
+        given = {a.name: v for a, v in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
+        ends, others = given["cu_seq_q"], given.get("cu_seq_k")
+        used = {user.args[1] for user in node.users if user.target is operator.getitem}
+        other_keys = given.get("seqused_k") is not None or given.get("block_table") is not None
+        if others not in (None, ends) or other_keys or used - {0} or len(used) != len(node.users):
+            continue
+        length = list_node_sizes(given["query"])[0]
+        if ends not in ids:
+            ids[ends] = _insert_sequence_numbers(graph, ends, length)
+        limits = (-1, 0) if given.get("is_causal") else tuple(given.get("window_size") or (-1, -1))
+        with graph.inserting_before(node):
+            rows = [_insert_steps(graph, given[n], _TO_ROWS, node) for n in ("query", "key", "value")]
+            arguments = (*rows, ids[ends], [], *limits, given.get("scale"))
+            made = insert_operator_node(graph, document_ops.document_attention.default, arguments)
+            first = insert_operator_node(graph, operator.getitem, (made, 0))
+            out = _insert_steps(graph, first, _FROM_ROWS, node)
+        for new in (made, first):
+            new.meta.update({k: v for k, v in node.meta.items() if k != "val"})
+        for user in list(node.users):
+            user.replace_all_uses_with(out)
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+_Step = tuple[Any, tuple[int, ...]]  # an operator and its arguments after the operand
+_TO_ROWS: tuple[_Step, ...] = ((aten.unsqueeze.default, (0,)), (aten.transpose.int, (1, 2)))
+_FROM_ROWS: tuple[_Step, ...] = ((aten.transpose.int, (1, 2)), (aten.select.int, (0, 0)))
+
+
+def _insert_steps(graph: fx.Graph, value: fx.Node, steps: Sequence[_Step], like: fx.Node) -> fx.Node:
+    """Insert ``steps`` on ``value`` at the present place of ``graph``, with the metadata of ``like``; return the last
+    node.
+    """
+    for target, arguments in steps:
+        value = insert_operator_node(graph, target, (value, *arguments))
+        value.meta.update({k: v for k, v in like.meta.items() if k != "val"})
+    return value
+
+
+def _insert_sequence_numbers(graph: fx.Graph, ends: fx.Node, length: int) -> fx.Node:
+    """Insert operators after ``ends``, cumulated lengths, that give the number of the sequence of each of ``length``
+    positions. Return their node ``[1, length]``.
+    """
+    last = ends if ends.op != "placeholder" else [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        places = graph.call_function(aten.arange.start_step, (0, length, 1), {"device": META, "dtype": torch.int64})
+    places.meta["val"] = torch.empty(length, dtype=torch.int64, device=META)
+    with graph.inserting_after(places):
+        found = graph.call_function(aten.searchsorted.Tensor, (ends, places), {"right": True})
+    found.meta["val"] = torch.empty(length, dtype=torch.int64, device=META)
+    with graph.inserting_after(found):
+        rows = insert_operator_node(graph, aten.unsqueeze.default, (found, 0))
+    for new in (places, found, rows):
+        new.meta.update({k: v for k, v in ends.meta.items() if k != "val"})
+    return rows
 
 
 # --- typical lengths, for the cost model ------------------------------------------------------------------------------

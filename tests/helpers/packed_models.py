@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 HIDDEN, HEADS, KV_HEADS, VOCAB, WINDOW = 32, 8, 4, 40, 3
 LENGTHS = (5, 1, 7, 3, 9, 2, 4, 6, 8, 3)  # two rows of 24 positions
@@ -64,6 +65,14 @@ def indexed(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
     return _sdpa(q, k, v, (ids[row, query] == ids[row, key]) & (key <= query))
 
 
+def triangular(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    return _sdpa(q, k, v, (1 - _same(ids).to(q.dtype).tril()) * torch.finfo(q.dtype).min)
+
+
+def lower(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    return _sdpa(q, k, v, _same(ids).tril())
+
+
 def window(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
     distance = _distance(q.shape[2])
     return _sdpa(q, k, v, _same(ids) & (distance >= 0) & (distance < WINDOW))
@@ -86,9 +95,8 @@ def restarted_window(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tens
     return _sdpa(q, k, v, _same(changes.cumsum(-1)) & (query >= key) & (key > query - WINDOW))
 
 
-BY_IDS: dict[str, Attend] = {
-    f.__name__: f for f in (boolean, additive, subtracted, hidden, chosen, indexed, window, both_ways)
-}
+_BY_IDS = boolean, additive, subtracted, hidden, chosen, indexed, triangular, lower, window, both_ways
+BY_IDS: dict[str, Attend] = {f.__name__: f for f in _BY_IDS}
 BY_POSITIONS: dict[str, Attend] = {f.__name__: f for f in (restarted, restarted_window)}
 NOTATIONS = BY_IDS | BY_POSITIONS
 
@@ -186,3 +194,35 @@ def run_alone(
     loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return loss.detach(), logits.detach().view(-1, row, VOCAB), gradients
+
+
+class SequenceDecoder(nn.Module):
+    """In float64. Attends within sequences of different lengths by torch's ``varlen_attn``, which runs on GPUs alone.
+
+    Tokens and targets are ``[1, positions]``, cumulated lengths ``[sequences + 1]``. Without cumulated lengths the row
+    is one document, which runs anywhere.
+    """
+
+    def __init__(self, window: int | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.window = window
+        self.embedding, self.qkv = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, 2 * HIDDEN)
+        self.out, self.head = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, VOCAB)
+        self.double()
+
+    def logits(self, tokens: Tensor, ends: Tensor | None) -> Tensor:
+        x = self.embedding(tokens)
+        parts = self.qkv(x[0]).split([HIDDEN, HIDDEN // 2, HIDDEN // 2], -1)
+        q, k, v = (part.unflatten(-1, (-1, HIDDEN // HEADS)) for part in parts)
+        if ends is None:
+            name = "boolean" if self.window is None else "window"
+            attended = attend_alone(name, *(a.transpose(0, 1)[None] for a in (q, k, v)))[0].transpose(0, 1)
+        else:
+            before = -1 if self.window is None else self.window - 1
+            attended = varlen_attn(q, k, v, ends, ends, ROW, ROW, window_size=(before, 0), enable_gqa=True)
+        return self.head(x + self.out(attended.flatten(1))[None])
+
+    def forward(self, tokens: Tensor, targets: Tensor, ends: Tensor) -> dict[str, Tensor]:
+        logits = self.logits(tokens, ends)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}

@@ -21,7 +21,9 @@ from tests.helpers.packed_models import (
     NOTATIONS,
     ROW,
     VOCAB,
+    WINDOW,
     PackedDecoder,
+    SequenceDecoder,
     list_packings,
     make_documents,
     pack,
@@ -295,3 +297,27 @@ def test_ranks_share_rows_in_the_order_that_balances_documents(documents: tuple[
         n["args"][-2] for b in plan.program.blocks.values() for n in b.nodes if "context_doc" in str(n.get("target"))
     }
     assert orders == {zigzag}
+
+
+@pytest.mark.parametrize("fixed", [dict(tp=2), dict(cp=2, context="ring")], ids=_name)
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_sequences_by_cumulated_lengths(window: int | None, fixed: dict[str, Any], ranks: partitioner.LocalRanks):
+    """Torch's attention of sequences of different lengths, whose kernel is for GPUs, runs here by documents."""
+    model, documents = SequenceDecoder(window), make_documents((5, 1, 7, 3, 8))
+    pinned = Constraints(**{"pp": 1, "dp": 1, "tp": 1, "cp": 1, **fixed})
+
+    def batch_of(order: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, targets = (torch.cat([documents[d][i] for d in order])[None] for i in range(2))
+        ends = torch.tensor([0, *(len(documents[d][0]) for d in order)]).cumsum(0).int()
+        return tokens, targets, ends
+
+    plan = partition(model, Topology.local(2), batch_of([0, 1, 2, 3, 4]), constraints=pinned)
+    for order in ([0, 1, 2, 3, 4], [3, 4, 0, 2, 1]):
+        model.zero_grad()
+        logits = torch.cat([model.logits(documents[d][0][None], None) for d in order], 1)
+        loss = nn.functional.cross_entropy(logits[0], torch.cat([documents[d][1] for d in order]))
+        loss.backward()
+        run = partitioner.run_local(plan, model, batch_of(order), ranks=ranks, timeout=120)
+        outputs = {"loss": loss.detach(), "logits": logits.detach()}
+        assert worst({n: run.outputs[n].detach() for n in outputs}, outputs) <= TOLERANCE
+        assert worst(run.grads, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}) <= TOLERANCE

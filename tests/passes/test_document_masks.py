@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
@@ -295,6 +295,61 @@ def test_other_masks_of_data_stay(name: str):
     """They give the same numbers; no documents are read into them."""
     mask, data = OTHERS[name]
     assert _attentions(_by_mask(mask), *_operands(), *data) == MASKED
+
+
+Atom = Callable[[Tensor, Tensor], Tensor]  # of ids and restarting positions
+
+ATOMS: dict[str, Atom] = {
+    "same": lambda i, p: _pairs(i),
+    "changes": lambda i, p: _pairs(_changes(p)),
+    "order": lambda i, p: _order(p),
+    "near": lambda i, p: p[:, None, None, :] > p[:, None, :, None] - 3,
+    "far": lambda i, p: p[:, None, None, :] + 2 < p[:, None, :, None],
+    "shifted": lambda i, p: i[:, None, :, None] == i[:, None, None, :] + 1,
+    "causal": lambda i, p: _causal(),
+    "long": lambda i, p: PLACE[:, None] - PLACE < 4,
+    "ahead": lambda i, p: PLACE[:, None] <= PLACE,
+}
+EXPRESSIONS = st.recursive(
+    st.sampled_from(sorted(ATOMS)),
+    lambda inner: st.one_of(
+        st.tuples(st.just("and"), inner, inner),
+        st.tuples(st.just("or"), inner, inner),
+        st.tuples(st.sampled_from(["not", "tril", "triu"]), inner),
+    ),
+    max_leaves=4,
+)
+WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "boolean": lambda shown: shown,
+    "filled": lambda shown: torch.zeros(shown.shape, dtype=torch.float64).masked_fill(~shown, -torch.inf),
+    "scaled": lambda shown: (1 - shown.double()) * -1e9,
+    "added": lambda shown: (torch.where(shown, 0.0, -1e9) + torch.where(_causal(), 0.0, -1e9)).double(),
+}
+
+
+def _evaluate(expression: Any, ids: Tensor, positions: Tensor) -> Tensor:
+    if isinstance(expression, str):
+        return ATOMS[expression](ids, positions)
+    kind, *parts = expression
+    values = [_evaluate(part, ids, positions) for part in parts]
+    if kind in ("tril", "triu"):
+        return getattr(torch, kind)(values[0])
+    return ~values[0] if kind == "not" else values[0] & values[1] if kind == "and" else values[0] | values[1]
+
+
+@settings(deadline=None, max_examples=80, derandomize=True)
+@given(EXPRESSIONS, st.sampled_from(sorted(WRITTEN)), st.booleans())
+def test_masks_of_any_expression_keep_their_meaning(expression: Any, written: str, restricted: bool):
+    """Whether or not documents are recognised in it. Every query sees itself, so that no row is empty."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
+        shown = _evaluate(expression, ids, positions)
+        shown = shown & _pairs(ids) if restricted else shown
+        return 2 * F.scaled_dot_product_attention(q, k, v, WRITTEN[written](shown), enable_gqa=True)
+
+    shown = _evaluate(expression, IDS, _restart(IDS)).expand(ROWS, 1, LENGTH, LENGTH)
+    assume(bool(shown.diagonal(dim1=-2, dim2=-1).all()))
+    _attentions(attend, *_operands(), IDS, _restart(IDS))
 
 
 def test_masks_of_long_rows_are_not_created():

@@ -11,6 +11,7 @@ Positions may themselves be data that restart at each document. ``positions[key]
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +22,14 @@ from torch import Tensor, fx
 from partitioner.passes.ir.interpret import META, insert_operator_node
 from partitioner.passes.ir.model import Captured
 from partitioner.passes.ir.rewrite import aten, list_node_sizes
-from partitioner.passes.normalize.constant_folding import Condition, ConstantEvaluator, DataTerm, Term, keeps_integers
+from partitioner.passes.normalize.constant_folding import (
+    LIMIT,
+    Condition,
+    ConstantEvaluator,
+    DataTerm,
+    Term,
+    keeps_integers,
+)
 from partitioner.passes.ops.attention import Band
 from partitioner.passes.ops.documents import document_ops
 
@@ -278,9 +286,9 @@ def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Map
 def _repeat_rows(value: Tensor, shape: tuple[int, ...]) -> Tensor | None:
     """Return the values of an input at the shape that the graph has: rows of a sample of the batch are repeated.
 
-    ``None`` for a tensor without values, or if the shapes differ in another way.
+    ``None`` for a tensor without values or too large a shape, or if the shapes differ in another way.
     """
-    if value.device.type != "cpu" or value.dim() != len(shape) or value.numel() == 0:
+    if value.device.type != "cpu" or value.dim() != len(shape) or not 0 < value.numel() <= math.prod(shape) <= LIMIT:
         return None
     times = [a // b for a, b in zip(shape, value.shape, strict=True)]
     if any(t * b != a for t, a, b in zip(times, shape, value.shape, strict=True)):

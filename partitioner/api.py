@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -43,6 +43,7 @@ def partition(
     constraints: Constraints | None = None,
     profile: ExecutionProfile | str | None = None,
     precision: str | None = None,
+    documents: Sequence[int] = (),
     optimizer: str = "adamw",
     progress: Callable[[SearchProgress], None] | None = None,
     estimate_only: bool = False,
@@ -64,6 +65,7 @@ def partition(
         profile: another framework, such as ``"megatron-core"``, to predict: the plan has estimates and no program.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: that of the parameters. ``tf32``: fp32, with
             matrix products in TF32 on GPUs. ``fp8``: bf16, with products of weights in fp8; with experts planned only.
+        documents: typical lengths of packed documents, for the cost model; (): those of inputs that have values.
         optimizer: the optimizer whose states need memory: ``adamw``, ``adam``, ``sgd_momentum``, ``sgd`` or ``none``.
         progress: called during the search with its progress.
         estimate_only: return the estimates without a program and without baselines; faster, for many plans.
@@ -74,7 +76,7 @@ def partition(
     check_options(time_limit_s, progress)
     check_programs(programs)
     constraints, how = constraints or Constraints(), ExecutionProfile.resolve(profile)
-    prepared = prepare(model, inputs, loss=loss, objective=objective, precision=precision)
+    prepared = prepare(model, inputs, loss=loss, objective=objective, precision=precision, documents=documents)
     family = None if shapes is None else ShapeFamily.of(prepared, shapes, global_batch, topology)
     if family is not None:
         prepared, global_batch = family.largest, None

@@ -170,7 +170,7 @@ def size_cluster(
         raise ConstraintError(f"nodes must be positive whole numbers of machines, like (1, 2, 4); got {tuple(nodes)}")
     check_seconds("step_time", step_time)
     check_seconds("time_limit_s", more.get("time_limit_s"))
-    own = ("loss", "objective", "precision")
+    own = ("loss", "objective", "precision", "documents")
     prepared = prepare(model, inputs, **{name: more.pop(name) for name in own if name in more})
     tried: list[Size] = []
     for count in sorted(set(nodes)):
@@ -336,7 +336,7 @@ def largest_that_fits(
 def _of_microbatch(
     model: Any, topology: Topology, inputs: Any, asked: Constraints, more: dict[str, Any]
 ) -> Callable[[int], Plan]:
-    own = ("loss", "objective", "precision")
+    own = ("loss", "objective", "precision", "documents")
     prepared = prepare(model, inputs, **{name: more[name] for name in own if name in more})
     others = {name: value for name, value in more.items() if name not in (*own, "global_batch")}
 

@@ -17,6 +17,7 @@ _PRODUCTS = (
     "bilinear",
     "grouped_mm",
     "band_attention",
+    "document_attention",
 )
 
 

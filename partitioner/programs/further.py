@@ -105,7 +105,9 @@ class FirstProgram:
             )
         inputs = self.prepared.inputs if asked.inputs is None else asked.inputs
         loss: Callable[[Any], Tensor] | None = self.prepared.loss if asked.loss is None else asked.loss
-        prepared = prepare(model, inputs, loss=loss, objective="infer", precision=self.prepared.precision)
+        documents = self.prepared.documents if asked.inputs is None else ()
+        precision = self.prepared.precision
+        prepared = prepare(model, inputs, loss=loss, objective="infer", precision=precision, documents=documents)
         batch = self.job.global_batch if asked.inputs is None else None
         with in_evaluation_mode(model):
             job = self.job_of(batch, prepared)

@@ -39,6 +39,7 @@ from partitioner.passes.errors import CaptureError, InputsError, PartitionError
 from partitioner.passes.experts.traced_loops import TracedLoops, hits_traced
 from partitioner.passes.faults import FRAME, is_users, shorten_file_path
 from partitioner.passes.ir.lifted_numbers import LiftedNumber, LiftScope, NotLiftable, is_lifted, numbers_followed
+from partitioner.passes.normalize.attention_masks import flex_attention_traced
 from partitioner.passes.ops.experts import grouped_traced
 from partitioner.passes.ops.fake_quantize import OBSERVERS_OFF, fused_quantizers_traced
 from partitioner.passes.ops.random import draws_traced
@@ -204,6 +205,7 @@ def export_parameterless_copy(
             known,
             selections_traced(is_users),
             draws_traced(_line_now),
+            flex_attention_traced(),
             fused_quantizers_traced(_line_now),
             hits_traced(twin.hits),
             _numbers_lifted(twin),

@@ -21,6 +21,7 @@ operator                             backward                 change of layout
 ``dispatch``                         ``combine``              sends rows to the ranks of their experts
 ``combine``                          ``dispatch``             sends the rows back to where they came from
 ``context_attention``                its ``_backward``        local queries attend to the keys of all ranks
+``context_document_attention``       its ``_backward``        the same within documents, whose ids are exchanged, too
 ===================================  =======================  ==============================================
 
 The number of rows that go to an expert depends on the data. ``route`` determines it. It has three results: the order of
@@ -34,7 +35,8 @@ gradients (``passes/shard/differentiate.py``) makes it symbolic.
 part, in order or in ``zigzag`` (one piece from the start and one from the end). ``algorithm`` says how keys and values
 are exchanged: by an ``all_gather``, or by sends in a ``ring``. It is one operator because the computation depends on
 the rank's index, which a graph that is equal on all ranks cannot express. Backward exchanges keys and values again, so
-that a rank saves only its own part.
+that a rank saves only its own part. ``context_document_attention`` is the same within documents
+(``passes/ops/documents.py``); every rank gathers the document ids of all positions, which are small.
 """
 
 from __future__ import annotations
@@ -68,6 +70,11 @@ _SCHEMAS = {
     "bool zigzag, str algorithm) -> (Tensor, Tensor)",
     "context_attention_backward": "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int before, "
     "int after, float? scale, str axis, int size, bool zigzag, str algorithm) -> (Tensor, Tensor, Tensor)",
+    "context_document_attention": "(Tensor q, Tensor k, Tensor v, Tensor ids, int[] lengths, int before, int after, "
+    "float? scale, str axis, int size, bool zigzag, str algorithm) -> (Tensor, Tensor)",
+    "context_document_attention_backward": "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor ids, Tensor out, "
+    "Tensor lse, int before, int after, float? scale, str axis, int size, bool zigzag, str algorithm) "
+    "-> (Tensor, Tensor, Tensor)",
 }
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema)
@@ -145,6 +152,8 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "combine": lambda x, order, counts, experts, axis, size: x.new_empty((order.shape[0], *x.shape[1:])),
     "context_attention": _make_attention_results,
     "context_attention_backward": _attended_back,
+    "context_document_attention": _make_attention_results,
+    "context_document_attention_backward": _attended_back,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
@@ -256,9 +265,32 @@ torch.library.register_autograd(
     f"{NAMESPACE}::context_attention", _attention_backward, setup_context=_save_attention_context, lib=_library
 )
 
+
+def _save_document_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:4], *output)
+    ctx.set_materialize_grads(False)
+    ctx.kept = inputs[5:]
+
+
+def _document_backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    rest = (None,) * (2 + len(ctx.kept))
+    if grad is None:
+        return None, None, None, *rest
+    return *ops.context_document_attention_backward(grad, *ctx.saved_tensors, *ctx.kept), *rest
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::context_document_attention", _document_backward, setup_context=_save_document_context, lib=_library
+)
+
 ROUTED = frozenset({"route", "dispatch", "combine"})  # in numbers of rows that only the data tells
 
-CONTEXT = frozenset({"context_attention", "context_attention_backward"})
+CONTEXT = frozenset(
+    {
+        "context_attention", "context_attention_backward",
+        "context_document_attention", "context_document_attention_backward",
+    }
+)  # fmt: skip
 COMMUNICATING = (
     frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_reduce_max", "all_to_all"}) | ROUTED | CONTEXT
 )

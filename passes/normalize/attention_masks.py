@@ -1,36 +1,56 @@
-"""Replace constant attention masks by an ``is_causal`` flag or by attention within a band, so that no mask is computed.
+"""Replace attention masks by an ``is_causal`` flag, a band or the documents of positions, so that no mask is computed.
 
 A band means that each query sees only the keys within a fixed distance before and after it. The mask is recognised by
 its values, however the model computes it, if they depend on constants only. A causal mask becomes ``is_causal``. A mask
 that hides nothing is removed. A sliding window becomes ``partition::band_attention``; a window limit of the sequence's
-length or more counts as no limit. Requires: a graph in normal form.
+length or more counts as no limit. A mask "within a band and within the same document", where documents are data,
+becomes ``partition::document_attention``, with the document of each position as an operand. Requires: a graph in normal
+form.
+
+A mask function of ``flex_attention`` is evaluated on the indices of all queries and keys while the model is traced, see
+:func:`flex_attention_traced`. It gives a mask like any other.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.nn.attention import flex_attention
 
 from partitioner.passes.ir.interpret import insert_operator_node
 from partitioner.passes.ir.rewrite import aten, drop_unused, list_node_sizes
-from partitioner.passes.normalize.constant_folding import LIMIT, ConditionalValue, ConstantEvaluator, Term, Value
+from partitioner.passes.normalize.constant_folding import (
+    LIMIT,
+    MASKED,
+    Condition,
+    ConditionalValue,
+    DataTerm,
+    MaskEvaluator,
+    Term,
+    Value,
+)
+from partitioner.passes.normalize.document_masks import DocumentMask, find_document_mask, insert_document_ids
 from partitioner.passes.ops.attention import Band, limits_of
-
-_MASKED = -6e4  # hiding a score adds at most this, usually the type's lowest number or -inf
+from partitioner.passes.ops.documents import document_ops
 
 
 def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
-    """Replace each constant attention mask in ``graph``, in place, if it shows each query a fixed range of positions
-    around its own.
+    """Replace each constant attention mask in ``graph``, in place, if it shows each query a band of positions around
+    its own, or such a band within the documents that data say.
 
     ``constants``: the values of placeholders by placeholder name. Attention under any other mask is left unchanged.
     """
-    evaluator = ConstantEvaluator(constants)
-    kinds: dict[tuple[fx.Node, int], Band | None] = {}
+    evaluator = MaskEvaluator(constants)
+    kinds: dict[tuple[fx.Node, int], Band | DocumentMask | None] = {}
+    ids: dict[tuple[fx.Node, int], fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is not aten.scaled_dot_product_attention.default:
             continue
@@ -41,7 +61,9 @@ def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> Non
         if (mask, queries) not in kinds:
             kinds[mask, queries] = _classify_mask(evaluator.find_value(mask), queries, list_node_sizes(mask)[-1])
         band = kinds[mask, queries]
-        if band is not None:
+        if isinstance(band, DocumentMask):
+            _replace_mask_by_documents(graph, node, band, ids)
+        elif band is not None:
             _replace_mask_by_band(graph, node, band)
     if any(band is not None for band in kinds.values()):
         drop_unused(graph)
@@ -58,14 +80,39 @@ def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> None:
         node.args = (*node.args[:3], None, 0.0, band.is_causal)
         node.kwargs = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
     elif _is_plain(node):
-        with graph.inserting_before(node):
-            arguments = (*node.args[:3], *limits_of(band), node.kwargs.get("scale"))
-            made = insert_operator_node(graph, torch.ops.partition.band_attention.default, arguments)
-            out = insert_operator_node(graph, operator.getitem, (made, 0))
-        for new in (made, out):
-            new.meta.update({k: v for k, v in node.meta.items() if k != "val"})
-        node.replace_all_uses_with(out)
-        graph.erase_node(node)
+        arguments = (*node.args[:3], *limits_of(band), node.kwargs.get("scale"))
+        _replace_attention(graph, node, torch.ops.partition.band_attention.default, arguments)
+
+
+def _replace_mask_by_documents(
+    graph: fx.Graph, node: fx.Node, mask: DocumentMask, ids: dict[tuple[fx.Node, int], fx.Node]
+) -> None:
+    """Replace the attention ``node`` by ``partition::document_attention`` if :func:`_is_plain` allows it; otherwise it
+    keeps its mask.
+
+    ``ids``: the nodes ``[b, s]`` of document ids made so far, by source and number of rows; a new one is added.
+    """
+    query, key = (list_node_sizes(n) for n in node.args[:2])  # type: ignore[arg-type]
+    if not _is_plain(node) or query[-2] != key[-2]:
+        return
+    where = mask.source, query[0]
+    if where not in ids:
+        ids[where] = insert_document_ids(graph, mask, query[0])
+    arguments = (*node.args[:3], ids[where], [], *limits_of(mask.band), node.kwargs.get("scale"))
+    _replace_attention(graph, node, document_ops.document_attention.default, arguments)
+
+
+def _replace_attention(
+    graph: fx.Graph, node: fx.Node, target: Callable[..., object], arguments: tuple[object, ...]
+) -> None:
+    """Replace the attention ``node`` by the first result of the operator ``target`` on ``arguments``."""
+    with graph.inserting_before(node):
+        made = insert_operator_node(graph, target, arguments)
+        out = insert_operator_node(graph, operator.getitem, (made, 0))
+    for new in (made, out):
+        new.meta.update({k: v for k, v in node.meta.items() if k != "val"})
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)
 
 
 def _is_plain(node: fx.Node) -> bool:
@@ -81,21 +128,46 @@ def _is_plain(node: fx.Node) -> bool:
     return query[0] == key[0] == value[0] and bool(heads)
 
 
-def _classify_mask(value: Value | None, queries: int, keys: int) -> Band | None:
-    """Return the range of positions around its own that a mask ``[..., queries, keys]`` shows a query; ``None`` if
-    there is none or it is not known.
+def _classify_mask(value: Value | None, queries: int, keys: int) -> Band | DocumentMask | None:
+    """Return the band of positions that a mask ``[..., queries, keys]`` shows, or the band within documents.
 
-    ``value``: the mask as a constant tensor, as comparisons or as a choice by comparisons; ``None`` if it is not
-    constant. A band without limits means that nothing is hidden. ``queries``, ``keys``: the numbers of queries and
-    keys.
+    ``None`` if it is neither or not known.
+
+    ``value``: the mask as :class:`MaskEvaluator` found it. A band without limits means that nothing is hidden.
+    ``queries``, ``keys``: the numbers of queries and keys.
     """
     if value is None:
         return None
     if isinstance(value, Tensor):
         return _classify_tensor(value, queries, keys)
     terms = _find_shown_terms(value) if isinstance(value, ConditionalValue) else value
-    if terms is None:
+    if not isinstance(terms, tuple):
         return None
+    if not any(isinstance(t, DataTerm) for t in terms):
+        return _classify_conditions(terms, queries, keys)
+    found = find_document_mask(terms, queries)
+    if found is None or queries != keys:
+        return None
+    band = _classify_conditions(found.terms, queries, keys)
+    return None if band is None else DocumentMask(found.source, found.position_dim, found.batch_dim, band)
+
+
+def _classify_conditions(conditions: Sequence[Condition], queries: int, keys: int) -> Band | None:
+    """Return the band of positions at which all ``conditions`` hold; ``None`` if it is no band.
+
+    ``queries``, ``keys``: the numbers of queries and keys.
+    """
+    whole = [_classify_tensor(c, queries, keys) for c in conditions if isinstance(c, Tensor)]
+    terms = [c for c in conditions if isinstance(c, Term)]
+    band = _classify_terms(terms, queries, keys)
+    return band if not whole else _intersect_bands([band, *whole], queries, keys)
+
+
+def _classify_terms(terms: Sequence[Term], queries: int, keys: int) -> Band | None:
+    """Return the band of positions at which all comparisons hold; ``None`` if it is no band.
+
+    ``queries``, ``keys``: the numbers of queries and keys.
+    """
     sides = [_split_term_sides(t, queries, keys) for t in terms]
     known = [s for s in sides if s is not None]
     if len(known) < len(sides):
@@ -141,16 +213,17 @@ def _intersect_bands(bands: Sequence[Band | None], queries: int, keys: int) -> B
     return Band(None if before >= queries - 1 else before, None if after >= keys - 1 else after)
 
 
-def _find_shown_terms(choice: ConditionalValue) -> tuple[Term, ...] | None:
-    """Return comparisons that all hold at exactly those attention scores that an additive mask does not hide.
+def _find_shown_terms(choice: ConditionalValue) -> tuple[Condition, ...] | None:
+    """Return conditions that all hold at exactly those attention scores that an additive mask does not hide.
 
     An additive mask is 0 at shown scores and -6e4 or less at hidden ones. Return ``None`` if ``choice``, a tensor of
     two values, is no such mask.
     """
-    if choice.shown == 0 and choice.hidden <= _MASKED:
+    if choice.shown == 0 and choice.hidden <= MASKED:
         return choice.terms
-    if choice.hidden == 0 and choice.shown <= _MASKED and len(choice.terms) == 1:
-        return (choice.terms[0].negated(),)
+    if choice.hidden == 0 and choice.shown <= MASKED and len(choice.terms) == 1:
+        only = choice.terms[0]
+        return (~only if isinstance(only, Tensor) else only.negated(),)
     return None
 
 
@@ -171,7 +244,7 @@ def _classify_tensor(value: Tensor, queries: int, keys: int) -> Band | None:
         return Band()
     if queries != keys or queries * keys > LIMIT:
         return None
-    hidden = ~value if value.dtype is torch.bool else value <= _MASKED
+    hidden = ~value if value.dtype is torch.bool else value <= MASKED
     shown = shown.expand(queries, keys)
     if not bool((shown | hidden).all()) or not bool(shown.any()):
         return None
@@ -229,3 +302,52 @@ def _fails_above(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
     """
     smallest_after = over_keys.flip(0).cummin(0).values.flip(0)[1:]
     return not bool(_select_comparison(strict)(smallest_after, over_queries[:-1]).any())
+
+
+# --- flex_attention, while the model is traced ------------------------------------------------------------------------
+
+
+@contextmanager
+def flex_attention_traced() -> Iterator[None]:
+    """Context in which ``flex_attention`` is traced as scaled dot-product attention with a mask.
+
+    Its mask function is called once with the indices of all rows, heads, queries and keys, in place of once for each
+    element. A score function is called with all scores; attention is then a product, a softmax and a product. Without
+    this, torch would trace one operator around functions of single elements, and on CPU refuse gradients.
+    """
+    replaced = {
+        "_validate_device": lambda *_: None,
+        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
+        "flex_attention_hop": _attend_flexibly,
+    }
+    with ExitStack() as stack:
+        if all(hasattr(flex_attention, name) for name in replaced):  # otherwise another torch
+            for name, value in replaced.items():
+                stack.enter_context(mock.patch.object(flex_attention, name, value))
+        yield
+
+
+def _attend_flexibly(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Any], block_mask: Any, scale: float, options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``flex_attention`` with operators on whole tensors. Return the result and two empty tensors.
+
+    ``score_mod`` changes a score, given the indices of row, head, query and key. ``block_mask``: a tuple whose last
+    element is the mask function of these indices. ``options``: options of kernels; they do not change the result.
+    """
+    batch, heads, queries, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+    sizes = batch, heads, queries, keys
+    index = [
+        torch.arange(n, device=q.device).reshape([n if i == d else 1 for i in range(4)]) for d, n in enumerate(sizes)
+    ]
+    shown: Tensor = block_mask[-1](*index)
+    shown = shown.reshape([1] * (4 - shown.dim()) + list(shown.shape))
+    repeated = [x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v)]
+    scores = (q @ repeated[0].transpose(-2, -1)) * scale
+    changed = score_mod(scores, *index)
+    none = q.new_empty(0)
+    if changed is scores:
+        grouped = k.shape[1] != heads
+        return F.scaled_dot_product_attention(q, k, v, shown, scale=scale, enable_gqa=grouped), none, none
+    weights = changed.masked_fill(~shown, -math.inf).softmax(-1)
+    return weights.to(v.dtype) @ repeated[1], none, none

@@ -3,6 +3,9 @@
 A tensor is kept with size 1 in every dim along which it is constant. A comparison of a value that varies along one dim
 with a value that varies along another, such as ``column <= row`` of a causal mask, is kept as the two vectors. The cost
 of a mask thus grows with the length of the sequence, not with its square.
+
+:class:`MaskEvaluator` also follows integers that depend on data, such as the document of each position. It knows which
+element of which tensor of the graph each of them is, not the number.
 """
 
 from __future__ import annotations
@@ -35,25 +38,72 @@ class Term:
         """Return the comparison that holds exactly where this one fails."""
         return Term(_OPPOSITE[self.compare], self.a, self.b)
 
+    def map_tensors(self, move: Callable[[Tensor], Tensor]) -> Term:
+        """Return the comparison with ``move`` applied to both sides."""
+        return Term(self.compare, move(self.a), move(self.b))
 
-_OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
+
+_OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """Integers that depend on data: elements of one tensor of the graph, plus a constant.
+
+    ``source``: the node of the tensor. ``places``: for each dim of ``source``, the index of each element along it, with
+    size 1 in every dim along which the index is constant. ``added``: the constant.
+    """
+
+    source: fx.Node
+    places: tuple[Tensor, ...]
+    added: int = 0
+
+    def map_tensors(self, move: Callable[[Tensor], Tensor]) -> Gathered:
+        """Return the same elements with ``move`` applied to the index along each dim."""
+        return Gathered(self.source, tuple(move(p) for p in self.places), self.added)
+
+
+@dataclass(frozen=True, eq=False)
+class DataTerm:
+    """A comparison of two elements of one tensor that depends on data: ``compare(a, b)`` with broadcasting.
+
+    ``compare``: ``eq``, ``ne``, ``lt``, ``le``, ``gt`` or ``ge``. ``a`` and ``b`` have the same source.
+    """
+
+    compare: str
+    a: Gathered
+    b: Gathered
+
+    def negated(self) -> DataTerm:
+        return DataTerm(_OPPOSITE[self.compare], self.a, self.b)
+
+    def map_tensors(self, move: Callable[[Tensor], Tensor]) -> DataTerm:
+        """Return the comparison with ``move`` applied to the indices of both sides."""
+        return DataTerm(self.compare, self.a.map_tensors(move), self.b.map_tensors(move))
+
+
+# A boolean tensor that must hold is a condition, too.
+Condition = Term | DataTerm | Tensor
 
 
 @dataclass(frozen=True)
 class ConditionalValue:
-    """A tensor of two numbers: ``shown`` at elements for which all comparisons in ``terms`` hold, ``hidden`` at the
+    """A tensor with two values: ``shown`` at elements for which all conditions in ``terms`` hold, ``hidden`` at the
     others.
 
-    Both are 0-dimensional tensors.
+    Both are 0-dimensional tensors. A sum of two masks that hide scores has several values at the others; ``hidden`` is
+    then an upper bound of them.
     """
 
-    terms: tuple[Term, ...]
+    terms: tuple[Condition, ...]
     shown: Tensor
     hidden: Tensor
 
 
-# A tensor with size 1 in constant dims; or comparisons that must all hold; or a choice between two numbers.
-Value = Tensor | tuple[Term, ...] | ConditionalValue
+# A tensor with size 1 in constant dims; or conditions that must all hold; or a choice between two numbers; or data.
+Value = Tensor | tuple[Condition, ...] | ConditionalValue | Gathered
+
+MASKED = -6e4  # hiding a score adds at most this, usually the type's lowest number or -inf
 
 
 class _Unknown(Exception):
@@ -73,8 +123,8 @@ class ConstantEvaluator:
     def find_value(self, node: fx.Node) -> Value | None:
         """Return the value of ``node``; ``None`` if it depends on more than constants or costs too much.
 
-        The value is a tensor with size 1 in every dim along which it is constant, a tuple of :class:`Term` that must
-        all hold (a boolean tensor), or a :class:`ConditionalValue`.
+        The value is a tensor with size 1 in every dim along which it is constant, a tuple of conditions that must all
+        hold (a boolean tensor), a :class:`ConditionalValue` or, in a :class:`MaskEvaluator`, a :class:`Gathered`.
         """
         stack = [node]
         while stack:
@@ -104,6 +154,8 @@ class ConstantEvaluator:
             kwargs: Any = fx.node.map_arg(node.kwargs, known)
             rule = _RULES.get(node.target)
             result = self.as_it_is(node) if rule is None else rule(node, *args, **kwargs)
+            if isinstance(result, Gathered):
+                return result.map_tensors(_squeeze_constant_dims)
             return _squeeze_constant_dims(result) if isinstance(result, Tensor) else result
         except (_Unknown, RuntimeError, IndexError, TypeError):
             return None
@@ -126,6 +178,30 @@ class ConstantEvaluator:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         result: Tensor = target(*args, **kwargs)
         return result
+
+
+_INTEGERS = frozenset({torch.int16, torch.int32, torch.int64})
+_MOST_DIMS = 4  # of a tensor of data that masks are made of
+
+
+class MaskEvaluator(ConstantEvaluator):
+    """Computes values of nodes, and follows integers that depend on data as :class:`Gathered`.
+
+    An integer that no rule follows, such as a running sum over data, is a source itself.
+    """
+
+    def compute_value(self, node: fx.Node) -> Value | None:
+        value = super().compute_value(node)
+        tensor = node.meta.get("val")
+        if value is not None or not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
+            return value
+        if not 1 <= tensor.dim() <= _MOST_DIMS or max(tensor.shape) > LIMIT:
+            return None
+        rank = tensor.dim()
+        places = [
+            torch.arange(n).reshape([n if i == d else 1 for i in range(rank)]) for d, n in enumerate(tensor.shape)
+        ]
+        return Gathered(node, tuple(places))
 
 
 def _squeeze_constant_dims(tensor: Tensor) -> Tensor:
@@ -165,17 +241,115 @@ def _evaluate_arange(node: fx.Node, start: Any, end: Any, step: Any, **_: Any) -
     return torch.arange(start, end, step, dtype=get_node_tensor(node).dtype)
 
 
-def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Tensor:
-    """Return the value of a pointwise operator on tensors and numbers; raise :class:`_Unknown` if it is too large or
-    not a tensor.
-    """
-    tensors = [a for a in args if isinstance(a, Tensor)]
+def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Value:
     if any(isinstance(a, tuple | ConditionalValue) for a in args):
-        raise _Unknown
+        return _evaluate_choice(node, args, kwargs)
+    if any(isinstance(a, Gathered) for a in args):
+        return _shift_gathered(node, *args)
+    tensors = [a for a in args if isinstance(a, Tensor)]
     if torch.broadcast_shapes(*(t.shape for t in tensors)).numel() > LIMIT:
         raise _Unknown
     result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
     return result.reshape([1] * (get_node_tensor(node).dim() - result.dim()) + list(result.shape))
+
+
+def _shift_gathered(node: fx.Node, a: Any, b: Any, *rest: Any) -> Gathered:
+    """Evaluate an addition or subtraction of an integer, or a cast that keeps integers; raise :class:`_Unknown` for
+    other operators.
+    """
+    if isinstance(a, Gathered) and node.target is aten.to.dtype and keeps_integers(node):
+        return a
+    add, subtract = (getattr(aten, name) for name in ("add", "sub"))
+    kind, exact = getattr(node.target, "overloadpacket", None), get_node_tensor(node).dtype in _INTEGERS
+    one, other = (a, b) if isinstance(a, Gathered) else (b, a)
+    if isinstance(other, Tensor) and other.numel() == 1 and other.dtype in _INTEGERS:
+        other = int(other)
+    whole = isinstance(one, Gathered) and isinstance(other, int) and not isinstance(other, bool)
+    if not whole or not exact or rest or node.kwargs or kind not in (add, subtract) or (kind is subtract and one is b):
+        raise _Unknown
+    rank = get_node_tensor(node).dim()
+    moved: Gathered = one.map_tensors(lambda t: _align_rank(t, rank))
+    return Gathered(moved.source, moved.places, moved.added + (other if kind is add else -other))
+
+
+def keeps_integers(cast: fx.Node) -> bool:
+    """Whether the node ``cast`` converts integers to a type that has all of them."""
+    before, after = get_node_tensor(cast.args[0]).dtype, get_node_tensor(cast).dtype  # type: ignore[arg-type]
+    return before in _INTEGERS and after in _INTEGERS and before.itemsize <= after.itemsize
+
+
+def _align_rank(tensor: Tensor, rank: int) -> Tensor:
+    """Return ``tensor`` with dims of size 1 in front, so that it has ``rank`` dims."""
+    return tensor.reshape([1] * (rank - tensor.dim()) + list(tensor.shape))
+
+
+def _evaluate_choice(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
+    """Evaluate a pointwise operator of which one operand is a mask: conditions, or a choice between two numbers.
+
+    The other operands are numbers; two masks that are added hide what one of them hides.
+    """
+    if node.target in (aten.bitwise_or.Tensor, aten.logical_or.default):
+        return ConditionalValue(_negate(node, args[0]) + _negate(node, args[1]), _FALSE, _TRUE)
+    if node.target is aten.add.Tensor and not kwargs and not any(isinstance(a, int | float) for a in args):
+        masks = [_require_additive(node, a) for a in args]
+        return ConditionalValue(
+            masks[0].terms + masks[1].terms, masks[0].shown, torch.maximum(masks[0].hidden, masks[1].hidden)
+        )
+    choices = [a for a in args if isinstance(a, tuple | ConditionalValue)]
+    others = [a for a in args if isinstance(a, Tensor) and a.numel() != 1]
+    if len(choices) != 1 or others:
+        raise _Unknown
+    mask = choices[0] if isinstance(choices[0], ConditionalValue) else ConditionalValue(choices[0], _TRUE, _FALSE)
+    rank = get_node_tensor(node).dim()
+    values = []
+    for number in (mask.shown, mask.hidden):
+        given = [number if a is choices[0] else a.reshape(()) if isinstance(a, Tensor) else a for a in args]
+        values.append(torch.as_tensor(node.target(*given, **kwargs)).to(get_node_tensor(node).dtype))  # type: ignore[operator]
+    terms = tuple(_map_condition(t, lambda x: _align_rank(x, rank)) for t in mask.terms)
+    return _simplify_choice(ConditionalValue(terms, values[0], values[1]))
+
+
+_TRUE, _FALSE = torch.tensor(True), torch.tensor(False)
+
+
+def _simplify_choice(choice: ConditionalValue) -> Value:
+    """Return a choice between true and false as its conditions."""
+    return choice.terms if choice.shown.dtype is torch.bool and choice.shown and not choice.hidden else choice
+
+
+def _negate(node: fx.Node, value: Any) -> tuple[Condition, ...]:
+    """Return conditions that hold together exactly where the boolean ``value`` is false, of the rank of ``node``."""
+    if isinstance(value, Tensor):
+        found: tuple[Condition, ...] = (~value,)
+    elif isinstance(value, ConditionalValue) and not value.shown and value.hidden and value.shown.dtype is torch.bool:
+        found = value.terms
+    elif isinstance(value, tuple) and len(value) == 1:
+        found = (_negate_condition(value[0]),)
+    else:
+        raise _Unknown
+    rank = get_node_tensor(node).dim()
+    return tuple(_map_condition(t, lambda x: _align_rank(x, rank)) for t in found)
+
+
+def _negate_condition(condition: Condition) -> Condition:
+    return ~condition if isinstance(condition, Tensor) else condition.negated()
+
+
+def _require_additive(node: fx.Node, value: Any) -> ConditionalValue:
+    """Return an additive mask, which is 0 at shown scores and ``MASKED`` or less at hidden ones, with the rank of
+    ``node``; raise :class:`_Unknown` for other values.
+    """
+    if isinstance(value, Tensor) and value.is_floating_point():
+        hidden = value[value != 0]
+        most = hidden.max() if hidden.numel() else value.new_tensor(-torch.inf)
+        value = ConditionalValue((value == 0,), value.new_zeros(()), most)
+    if isinstance(value, ConditionalValue) and value.hidden == 0 and len(value.terms) == 1:
+        value = ConditionalValue((_negate_condition(value.terms[0]),), value.hidden, value.shown)
+    if not isinstance(value, ConditionalValue) or value.shown != 0 or not value.hidden <= MASKED:
+        raise _Unknown
+    rank = get_node_tensor(node).dim()
+    terms = tuple(_map_condition(t, lambda x: _align_rank(x, rank)) for t in value.terms)
+    return ConditionalValue(terms, value.shown, value.hidden)
 
 
 def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
@@ -183,7 +357,15 @@ def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
     large.
     """
     if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
-        raise _Unknown
+        return _evaluate_choice(node, (a, b), {})
+    if isinstance(a, Gathered) or isinstance(b, Gathered):
+        if not isinstance(a, Gathered) or not isinstance(b, Gathered) or a.source is not b.source:
+            raise _Unknown
+        width = get_node_tensor(node).dim()
+        name = str(node.target._schema.name).rpartition("::")[2]  # type: ignore[union-attr]
+        return (DataTerm(name, a, b).map_tensors(lambda t: _align_rank(t, width)),)
+    if node.target in _EQUALITIES:
+        return _evaluate_pointwise(node, a, b)
     given = a, b
     a, b = (torch.as_tensor(x) for x in given)
     if torch.broadcast_shapes(a.shape, b.shape).numel() <= LIMIT:
@@ -199,9 +381,15 @@ def _widen_number_type(x: Tensor) -> Tensor:
     return x.double() if x.is_floating_point() else x.long()
 
 
-def _require_terms(value: Any) -> tuple[Term, ...]:
+def _require_terms(value: Any) -> tuple[Condition, ...]:
+    """Return the conditions that hold together exactly where a boolean ``value`` is true."""
     if isinstance(value, tuple):
         return value
+    if isinstance(value, Tensor):
+        return (value,)
+    single = isinstance(value, ConditionalValue) and len(value.terms) == 1
+    if single and not value.shown and value.hidden and value.shown.dtype is torch.bool:
+        return (_negate_condition(value.terms[0]),)
     raise _Unknown
 
 
@@ -213,10 +401,9 @@ def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
         return _evaluate_pointwise(node, a, b)
     for one, other in ((a, b), (b, a)):
         if isinstance(one, Tensor) and one.numel() == 1 and bool(one):
-            return _map_value_parts(
-                other, lambda t: t.reshape([1] * (get_node_tensor(node).dim() - t.dim()) + list(t.shape))
-            )
-    return _require_terms(a) + _require_terms(b)
+            return _map_value_parts(other, lambda t: _align_rank(t, get_node_tensor(node).dim()))
+    terms = _require_terms(a) + _require_terms(b)
+    return tuple(_map_condition(t, lambda x: _align_rank(x, get_node_tensor(node).dim())) for t in terms)
 
 
 def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
@@ -227,7 +414,11 @@ def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
     """
     if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
         raise _Unknown
+    if isinstance(a, Gathered) or isinstance(b, Gathered) or isinstance(condition, Gathered):
+        raise _Unknown
     a, b = (torch.as_tensor(x, dtype=get_node_tensor(node).dtype) for x in (a, b))
+    if isinstance(condition, ConditionalValue) and not condition.shown and condition.hidden:
+        condition, a, b = condition.terms, b, a  # a boolean that is false where its conditions hold
     if isinstance(condition, Tensor):
         if torch.broadcast_shapes(condition.shape, a.shape, b.shape).numel() > LIMIT:
             raise _Unknown
@@ -244,10 +435,10 @@ def _evaluate_not(node: fx.Node, x: Any) -> Value:
     """
     if isinstance(x, Tensor):
         return _evaluate_pointwise(node, x)
+    if isinstance(x, ConditionalValue):
+        return _evaluate_choice(node, (x,), {})
     terms = _require_terms(x)
-    if len(terms) != 1:
-        raise _Unknown
-    return (terms[0].negated(),)
+    return (_negate_condition(terms[0]),) if len(terms) == 1 else ConditionalValue(terms, _FALSE, _TRUE)
 
 
 def _masked_fill(node: fx.Node, x: Any, mask: Any, value: Any) -> Value:
@@ -271,13 +462,15 @@ def _map_value_parts(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
     """
     if isinstance(value, Tensor):
         return move(value)
+    if isinstance(value, Gathered):
+        return value.map_tensors(move)
     if isinstance(value, ConditionalValue):
-        return ConditionalValue(_map_term_operands(value.terms, move), value.shown, value.hidden)
-    return _map_term_operands(value, move)
+        return ConditionalValue(tuple(_map_condition(t, move) for t in value.terms), value.shown, value.hidden)
+    return tuple(_map_condition(t, move) for t in value)
 
 
-def _map_term_operands(terms: tuple[Term, ...], move: Callable[[Tensor], Tensor]) -> tuple[Term, ...]:
-    return tuple(Term(t.compare, move(t.a), move(t.b)) for t in terms)
+def _map_condition(condition: Condition, move: Callable[[Tensor], Tensor]) -> Condition:
+    return move(condition) if isinstance(condition, Tensor) else condition.map_tensors(move)
 
 
 def _evaluate_expand(node: fx.Node, value: Value, _: Any) -> Value:
@@ -309,12 +502,13 @@ def _evaluate_select(node: fx.Node, value: Value, dim: int, index: int) -> Value
     return _map_value_parts(value, lambda t: t.select(dim, 0 if t.shape[dim] == 1 else index))
 
 
-def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Tensor:
-    """Return ``source[indices]`` if every dim of ``source`` is indexed by a known tensor; raise :class:`_Unknown`
-    otherwise.
+def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Any:
+    """Evaluate ``source[indices]`` if every dim of ``source`` is indexed by a known tensor.
 
     ``source`` has size 1 in dims along which it is constant; indices into these dims are ignored.
     """
+    if isinstance(source, Gathered):
+        return source.map_tensors(lambda place: _evaluate_index(node, place, indices))
     if (
         not isinstance(source, Tensor)
         or len(indices) != source.dim()
@@ -327,6 +521,38 @@ def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Tensor:
         raise _Unknown
     result = source[tuple(used)]
     return result.reshape([1] * (get_node_tensor(node).dim() - result.dim()) + list(result.shape))
+
+
+def _evaluate_gather(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
+    """Evaluate ``gather`` of a constant or of data by constant indices; raise :class:`_Unknown` for data of which they
+    select within several dims.
+    """
+    if isinstance(source, Tensor) and isinstance(index, Tensor):
+        whole = _expand_to_sizes(source, list(list_node_sizes(node.args[0])))  # type: ignore[arg-type]
+        return whole.gather(dim, _expand_to_sizes(index, list(list_node_sizes(node))))
+    if not isinstance(source, Gathered) or not isinstance(index, Tensor):
+        raise _Unknown
+    old, new = list_node_sizes(node.args[0]), list_node_sizes(node)  # type: ignore[arg-type]
+    dim %= len(old)
+    if any(a != b for d, (a, b) in enumerate(zip(old, new, strict=True)) if d != dim):
+        raise _Unknown
+
+    def move(place: Tensor) -> Tensor:
+        if place.shape[dim] == 1:
+            return place
+        if place.numel() != place.shape[dim]:
+            raise _Unknown
+        return place.reshape(-1)[index]
+
+    return source.map_tensors(move)
+
+
+def _evaluate_index_select(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
+    """Evaluate ``index_select`` of a constant or of data by constant indices."""
+    if not isinstance(index, Tensor):
+        raise _Unknown
+    where = index.expand(list_node_sizes(node)[dim])
+    return _map_value_parts(source, lambda t: t if t.shape[dim] == 1 else t.index_select(dim, where))
 
 
 def _evaluate_cumsum(node: fx.Node, x: Any, dim: int, **kwargs: Any) -> Tensor:
@@ -360,25 +586,37 @@ def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
     if isinstance(x, Tensor) and x[..., :1, :1].numel() * rows * columns <= LIMIT:
         whole = x.expand([*x.shape[:-2], rows, columns])
         return whole.tril(diagonal) if lower else whole.triu(diagonal)
-    if not isinstance(x, Tensor) or x.numel() != 1:
+    if isinstance(x, Gathered) or (isinstance(x, Tensor) and x.numel() != 1):
         raise _Unknown
     rank = get_node_tensor(node).dim()
     row = torch.arange(rows).reshape([1] * (rank - 2) + [rows, 1])
     column = torch.arange(columns).reshape([1] * (rank - 1) + [columns])
     terms = (Term("le" if lower else "ge", column, row + diagonal),)
+    if isinstance(x, tuple | ConditionalValue):  # a mask: outside of the triangle everything is hidden
+        return _hide_outside(x, terms)
     if get_node_tensor(node).dtype is torch.bool and bool(x):
         return terms
     return ConditionalValue(terms, x.reshape(()), torch.zeros((), dtype=x.dtype))
 
 
+def _hide_outside(mask: tuple[Condition, ...] | ConditionalValue, terms: tuple[Term, ...]) -> Value:
+    """Return a mask whose hidden value is 0 (false), with further elements set to it: those where not all ``terms``
+    hold.
+    """
+    if isinstance(mask, tuple):
+        return mask + terms
+    if mask.hidden != 0:
+        raise _Unknown
+    return ConditionalValue(mask.terms + terms, mask.shown, mask.hidden)
+
+
+_EQUALITIES = [getattr(getattr(aten, name), kind) for name in ("eq", "ne") for kind in ("Tensor", "Scalar")]
 _COMPARISONS = [
     getattr(getattr(aten, name), kind) for name in ("lt", "le", "gt", "ge") for kind in ("Tensor", "Scalar")
 ]
 _POINTWISE = [
     getattr(getattr(aten, name), kind)
     for name, kinds in {
-        "eq": ("Tensor", "Scalar"),
-        "ne": ("Tensor", "Scalar"),
         "add": ("Tensor", "Scalar"),
         "sub": ("Tensor", "Scalar"),
         "rsub": ("Tensor", "Scalar"),
@@ -401,7 +639,7 @@ _POINTWISE = [
 
 _RULES: dict[Any, Callable[..., Value]] = {
     **dict.fromkeys(_POINTWISE, _evaluate_pointwise),
-    **dict.fromkeys(_COMPARISONS, _evaluate_comparison),
+    **dict.fromkeys([*_COMPARISONS, *_EQUALITIES], _evaluate_comparison),
     aten.bitwise_and.Tensor: _evaluate_and,
     aten.logical_and.default: _evaluate_and,
     aten.bitwise_not.default: _evaluate_not,
@@ -423,6 +661,8 @@ _RULES: dict[Any, Callable[..., Value]] = {
     aten.slice.Tensor: _evaluate_slice,
     aten.select.int: _evaluate_select,
     aten.index.Tensor: _evaluate_index,
+    aten.gather.default: _evaluate_gather,
+    aten.index_select.default: _evaluate_index_select,
     aten.cumsum.default: _evaluate_cumsum,
     aten.diff.default: _evaluate_diff,
     aten.tril.default: _evaluate_triangle,

@@ -36,6 +36,7 @@ from partitioner.passes.ir.rewrite import format_node_location, placeholder_name
 from partitioner.passes.normalize.algebra import ALGEBRA
 from partitioner.passes.normalize.attention_masks import drop_constant_masks
 from partitioner.passes.normalize.decompose import RECURRENT, decompose_operators
+from partitioner.passes.normalize.document_masks import replace_packed_sequences
 from partitioner.passes.normalize.indexing import BAGS, INDICES, PLACES
 from partitioner.passes.normalize.losses import LOSSES, pick_before_softmax
 from partitioner.passes.normalize.random import RANDOM, refuse_draws
@@ -147,6 +148,7 @@ def _normalize_graph(captured: Captured) -> Captured:
     constants = {p: captured.constants[s] for p, s in captured.placeholders.items() if _is_constant(captured, s)}
     results = _list_result_names(graph)
     drop_constant_masks(graph, constants)
+    replace_packed_sequences(graph)
     pick_before_softmax(graph)
     remove_row_sorts(graph)
     replace_gathered_products(graph)

@@ -272,10 +272,7 @@ class Attention:
         self._merge_tile_result(rows, out, lse)
 
     def _merge_tile_result(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge the result ``out`` and the logsumexp ``lse`` of one tile into the totals. ``rows``: the tile's
-        queries.
-        """
-        wide = _find_accumulation_dtype(self.q)
+        wide = find_accumulation_dtype(self.q)
         if self.out is None and (rows.start, rows.stop) == (0, self.q.shape[-2]):
             self.out, self.lse = out.to(wide), lse.to(wide)
         else:
@@ -287,9 +284,9 @@ class Attention:
         if self.out is None or self.lse is None:
             batch, heads, length, _ = self.q.shape
             self.out = self.q.new_zeros(
-                (batch, length, heads, self.width), dtype=_find_accumulation_dtype(self.q)
+                (batch, length, heads, self.width), dtype=find_accumulation_dtype(self.q)
             ).transpose(1, 2)
-            self.lse = self.q.new_full(self.q.shape[:-1], -math.inf, dtype=_find_accumulation_dtype(self.q))
+            self.lse = self.q.new_full(self.q.shape[:-1], -math.inf, dtype=find_accumulation_dtype(self.q))
         return self.out, self.lse
 
     def _accumulate_tile_rows(self, rows: slice, out: Tensor, lse: Tensor, all_out: Tensor, all_lse: Tensor) -> None:
@@ -333,7 +330,7 @@ class AttentionGradients:
     _masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.of_q = torch.zeros_like(self.q, dtype=_find_accumulation_dtype(self.q))
+        self.of_q = torch.zeros_like(self.q, dtype=find_accumulation_dtype(self.q))
 
     def add(self, tile: Tile, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
         """Add the gradients through one tile to ``self.of_q``, and in place to ``of_k`` and ``of_v``, those of keys and
@@ -375,9 +372,9 @@ def _mask_of(tile: Tile, band: Band, q: Tensor, made: _Masks) -> Tensor | None:
     return made[key]
 
 
-def _find_accumulation_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which tensors of the type of ``x`` are summed: float32 for 16-bit types, otherwise the type
-    of ``x``.
+def find_accumulation_dtype(x: Tensor) -> torch.dtype:
+    """Return the type in which tensors of the type of ``x`` are summed: float32 for 16-bit types, otherwise the type
+    itself.
     """
     return torch.float32 if x.dtype in _NARROW else x.dtype
 
@@ -423,7 +420,7 @@ def compute_tile_attention(q: Tensor, k: Tensor, v: Tensor, scoring: TileScoring
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, diagonal, attn_mask=mask, scale=scale)
         return out, lse
-    if _has_flash(q, v, mask):
+    if has_flash(q, v, mask):
         k, v = _for_flash(k, q), _for_flash(v, q)
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, diagonal, False, scale=scale)
         return out, lse[..., : q.shape[-2]]
@@ -446,7 +443,7 @@ def attend_backward(
         of_q, of_k, of_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, diagonal, attn_mask=mask, scale=scale
         )
-    elif _has_flash(q, v, mask):
+    elif has_flash(q, v, mask):
         keys, values = _for_flash(k, q), _for_flash(v, q)
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         of_q, of_k, of_v = aten._scaled_dot_product_flash_attention_backward(
@@ -464,10 +461,7 @@ def attend_backward(
     return of_q, _sum_repeated_heads(of_k, k), _sum_repeated_heads(of_v, v)
 
 
-def _has_flash(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Return whether torch's flash attention kernel for GPUs supports these queries and values, and there is no
-    mask.
-    """
+def has_flash(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     width = q.shape[-1]
     return (
         q.is_cuda
@@ -484,7 +478,7 @@ def _compute_masked_scores(q: Tensor, k: Tensor, scoring: TileScoring) -> Tensor
     """Return the scaled scores of queries ``q`` and keys ``k``, with minus infinity where a key is hidden."""
     diagonal, mask, scale = scoring
     factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    scores = (q @ k.transpose(-2, -1)).to(_find_accumulation_dtype(q)) * factor
+    scores = (q @ k.transpose(-2, -1)).to(find_accumulation_dtype(q)) * factor
     if diagonal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         return scores.masked_fill_(hidden, -math.inf)
@@ -579,7 +573,7 @@ def limits_of(band: Band) -> tuple[int, int]:
 
 
 def _empty_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return empty_by_position(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=_find_accumulation_dtype(q))
+    return empty_by_position(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=find_accumulation_dtype(q))
 
 
 def _empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:

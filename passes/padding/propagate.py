@@ -51,7 +51,7 @@ def propagate_padding(
     single = SINGLE_RULES.get(operator_name(node)) if len(shapes) == 1 else None
     made = None if single is None else single(node, operands)
     values = (made,) if made is not None else _by_factors(node, operands, other_shapes, sizes)
-    if operator_name(node) == "partition::band_attention":
+    if operator_name(node) in ("partition::band_attention", "partition::document_attention"):
         attended = _attend_padded(node, operands)
         values = (attended, replace(attended, dims=attended.dims[:-1]))
     return tuple(
@@ -597,7 +597,8 @@ def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
     if any(p.grows for o in (query, key, value) for p in o.dims[-1]):
         return query.with_fault(fault or _explain(node, "adds up padded numbers"))
     made = _find_batch_dims(query, key, value)
-    if made is None or not all(_fits_scores(mask, query, key) for mask in masks):
+    fits = _fits_rows if operator_name(node) == "partition::document_attention" else _fits_scores
+    if made is None or not all(fits(mask, query, key) for mask in masks):
         return query.with_fault(fault or _explain(node, "brings together tensors of which one is padded"))
     if keys is not None or values is not None:
         band = find_attention_band(node)
@@ -609,11 +610,17 @@ def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
             keys is not None
             and values is not None
             and keys.kind == values.kind
-            and ((ordered and causal) or any(_hides_keys(node, mask, ordered) for mask in masks))
+            and ((ordered and causal) or any(_hides_keys(node, m, ordered) for m in masks if fits is _fits_scores))
         )
         fault = fault or ("" if hidden else _explain(node, "gives weight to padded positions"))
     dims = (*made, query.dims[rank - 2], value.dims[-1])
     return PaddedValue(tuple(tuple(replace(p, fill=None) for p in parts) for parts in dims), fault)
+
+
+def _fits_rows(ids: PaddedValue, query: PaddedValue, key: PaddedValue) -> bool:
+    """Whether document ids ``[batch, positions]`` grow as the rows of the queries and the positions of the keys do."""
+    pairs = zip(ids.dims, (query.dims[0], key.dims[-2]), strict=True)
+    return all([p.kind for p in own if p.grows] == [p.kind for p in of if p.grows] for own, of in pairs)
 
 
 def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> bool:

@@ -22,6 +22,7 @@ from partitioner.passes.ir.collectives import ops as collective
 from partitioner.passes.ir.interpret import META
 from partitioner.passes.ir.layouts import PARTIAL
 from partitioner.passes.ops.attention import Band, band_of, limits_of
+from partitioner.passes.ops.documents import document_ops
 from partitioner.passes.rules.factors import (
     FIRST,
     NAMES,
@@ -102,7 +103,7 @@ def within_band(node: fx.Node) -> OpFactors:
     Batch and heads may be sharded. The sequence may be sharded if queries, keys and values all are; the ranks then
     exchange keys and values.
     """
-    query, key, _ = operands_of(node)
+    query, key, *_ = operands_of(node)
     heads, groups = get_meta_shape(query)[-3], get_meta_shape(key)[-3]
     sizes = {"b": get_meta_shape(query)[0], "h": groups, "rep": heads // groups}
     head = ("h",) if heads == groups else ("h", "rep")
@@ -116,6 +117,18 @@ def within_band(node: fx.Node) -> OpFactors:
     return OpFactors(sizes, (queries, keys, keys), (queries, queries[:3]), forms=_context_forms(node))
 
 
+@register_family("partition::document_attention")
+def within_documents(node: fx.Node) -> OpFactors:
+    """Return the sharding rule of ``partition::document_attention``, where a query sees only keys of its document.
+
+    Batch and heads may be sharded, and the sequence in the forms of context parallelism. The document ids ``[b, s]``
+    are sharded as the rows and the sequence are.
+    """
+    found = within_band(node)
+    ids = tuple(f for f in ("b",) if f in found.sizes), ()
+    return replace(found, operands=(*found.operands, ids))
+
+
 @register_family("partition::context_attention")
 def over_ranks(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``partition::context_attention``, attention whose sequence is sharded over one mesh
@@ -124,13 +137,36 @@ def over_ranks(node: fx.Node) -> OpFactors:
     return replace(within_band(node), forms={})
 
 
+@register_family("partition::context_document_attention")
+def documents_over_ranks(node: fx.Node) -> OpFactors:
+    """Return the sharding rule of ``partition::context_document_attention``, attention within documents whose sequence
+    is sharded over one mesh axis. Another axis may shard its batch and heads, not its sequence.
+    """
+    return replace(within_documents(node), forms={})
+
+
+_BANDS = (
+    ops.band_attention.default,
+    ops.context_attention.default,
+    document_ops.document_attention.default,
+    ops.context_document_attention.default,
+)
+
+
+def find_document_lengths(node: fx.Node) -> tuple[int, ...]:
+    """Return the typical lengths of the documents of an attention, in positions; empty if they are not known or if the
+    attention ``node`` is not within documents.
+    """
+    return tuple(get_node_argument(node, "lengths", ()))
+
+
 def find_attention_band(node: fx.Node) -> Band | None:
     """Return the range of key positions, relative to the position of a query, that each query of the attention ``node``
     sees.
 
     ``None`` if ``node`` is no attention, has a mask or dropout, is not four-dimensional, or broadcasts its keys.
     """
-    if node.target in (ops.band_attention.default, ops.context_attention.default):
+    if node.target in _BANDS:
         return band_of(get_node_argument(node, "before"), get_node_argument(node, "after"))
     if not str(node.target).startswith("aten.scaled_dot_product_attention") or get_node_argument(node, "dropout_p"):
         return None
@@ -145,10 +181,11 @@ def find_attention_band(node: fx.Node) -> Band | None:
 
 
 def _context_forms(node: fx.Node) -> dict[str, Form]:
-    """Return, by name, the ways to shard queries, keys and values of the attention ``node`` along the sequence (dim 2).
-    The names are ``all_gather`` and ``ring``, the ways to exchange keys and values.
+    """Return the forms of an attention in which queries, keys and values are sharded along the sequence (dim 2), and
+    document ids, if it has them (dim 1), by name.
     """
-    return {name: Form("q", (2, 2, 2), (2, 2), partial(_over_ranks, name)) for name in CONTEXT_FORMS}
+    ids = (1,) * (node.target is document_ops.document_attention.default)
+    return {name: Form("q", (2, 2, 2, *ids), (2, 2), partial(_over_ranks, name)) for name in CONTEXT_FORMS}
 
 
 def _over_ranks(algorithm: str, local: Local) -> fx.Node:
@@ -159,9 +196,11 @@ def _over_ranks(algorithm: str, local: Local) -> fx.Node:
     """
     seen = find_attention_band(local.node)
     assert seen is not None, local.node
+    documents = local.node.target is document_ops.document_attention.default
     made = local.call(
-        ops.context_attention.default,
+        ops.context_document_attention.default if documents else ops.context_attention.default,
         *local.operands,
+        *((list(find_document_lengths(local.node)),) if documents else ()),
         *limits_of(seen),
         get_node_argument(local.node, "scale"),
         local.axis,

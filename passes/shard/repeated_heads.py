@@ -220,6 +220,7 @@ def group_queries(block: Block, tp: int = 1) -> Block:
     reads, and return ``block``. The fewest copies remain with which the heads split evenly over ``tp`` ranks.
     """
     _read_once(block, ops.context_attention.default, tp)
+    _read_once(block, ops.context_document_attention.default, tp)
     return block
 
 
@@ -227,7 +228,11 @@ def read_heads_once(block: Block) -> bool:
     """Remove the copies of key and value heads in the graph of ``block``, in place, for every attention that can read
     each head once. Return whether anything changed.
     """
-    targets = aten.scaled_dot_product_attention.default, ops.band_attention.default
+    targets = (
+        aten.scaled_dot_product_attention.default,
+        ops.band_attention.default,
+        ops.document_attention.default,
+    )
     changed = [_read_once(block, target, 1) for target in targets]
     return any(changed)
 

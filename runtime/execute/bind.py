@@ -40,7 +40,7 @@ from partitioner.runtime.execute.codegen import (
     DirectBinding,
     compile_graph,
 )
-from partitioner.runtime.execute.collective_ops import ContextAttention
+from partitioner.runtime.execute.collective_ops import ContextAttention, ContextDocumentAttention
 from partitioner.runtime.execute.torch_compile import Segment, backend_of, fuse_segments, one_thread
 from partitioner.runtime.files import write_bytes
 from partitioner.runtime.program.analysis import differentiate_for_cpu
@@ -338,6 +338,8 @@ _ARGUMENTS = {
     "combine": _name_arguments("order", "counts", "experts", "axis", "size"),
     "context_attention": _name_arguments("k", "v", *_BAND),
     "context_attention_backward": _name_arguments("q", "k", "v", "out", "lse", *_BAND),
+    "context_document_attention": _name_arguments("k", "v", "ids", "lengths", *_BAND),
+    "context_document_attention_backward": _name_arguments("q", "k", "v", "ids", "out", "lse", *_BAND),
 }
 
 
@@ -430,6 +432,20 @@ def _attend_back(group: RankGroup, before: int, after: int, **how: Any) -> Bindi
     return DirectBinding(_make_context_attention(group, before, after, **how).backward)
 
 
+def _bind_documents(group: RankGroup, before: int, after: int, **how: Any) -> Binding:
+    return DirectBinding(_make_document_attention(group, before, after, **how).forward)
+
+
+def _bind_documents_backward(group: RankGroup, before: int, after: int, **how: Any) -> Binding:
+    return DirectBinding(_make_document_attention(group, before, after, **how).backward)
+
+
+def _make_document_attention(
+    group: RankGroup, before: int, after: int, scale: float | None, zigzag: bool, algorithm: str, **_: Any
+) -> ContextDocumentAttention:
+    return ContextDocumentAttention(group, band_of(before, after), scale, zigzag, algorithm)
+
+
 def _make_context_attention(
     group: RankGroup, before: int, after: int, scale: float | None, zigzag: bool, algorithm: str, **_: Any
 ) -> ContextAttention:
@@ -495,6 +511,8 @@ _BINDINGS: dict[str, Callable[..., Binding]] = {
     "combine": _bind_combine,
     "context_attention": _bind_attention,
     "context_attention_backward": _attend_back,
+    "context_document_attention": _bind_documents,
+    "context_document_attention_backward": _bind_documents_backward,
 }
 assert _BINDINGS.keys() == _ARGUMENTS.keys()
 

@@ -8,6 +8,8 @@ There are two algorithms for attention over a sequence of which each rank of a g
 * All-gather: every rank gathers all keys and values temporarily, forward and backward (used to train Llama 3, Dubey et
   al. 2024), and their gradients are reduce-scattered.
 
+Both also compute attention within documents. The ids of the documents are gathered by every rank beforehand.
+
 Rows (tokens) travel to their experts and back over a group of ranks that hold equal numbers of experts. The numbers of
 rows are exchanged first, at a fixed size; all later exchanges, forward and backward, use them. Every rank takes part in
 every exchange, even without rows.
@@ -15,7 +17,7 @@ every exchange, even without rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -29,22 +31,37 @@ from partitioner.passes.ops.attention import (
     PositionRange,
     Tile,
     by_position,
+    find_accumulation_dtype,
     parts_of,
     ring_steps,
     ring_tiles,
     tiles_of,
 )
+from partitioner.passes.ops.documents import (
+    DocumentAttention,
+    DocumentGradients,
+    Runs,
+    Tiles,
+    document_tiles,
+    find_runs,
+    group_rows,
+)
 from partitioner.runtime.comm.group import Pending, RankGroup
+
+# Attend to the keys and values that a rank has after a step of the ring; None: to those of all ranks.
+Attend = Callable[[int | None, Tensor, Tensor], None]
+# The same in backward: also adds to the gradients of these keys and values.
+AttendBackward = Callable[[int | None, Tensor, Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
-class ContextAttention:
-    """Attention of one rank over a sequence that the ``n`` ranks of ``group`` share.
+class KeyExchange:
+    """The exchange of keys and values of an attention over a sequence that is sharded over ``group``.
 
-    Queries are ``[b, h, s/n, d]``, keys and values ``[b, kv, t/n, d]``. ``band``: which keys each query sees, by
-    positions in the whole sequence. ``scale``: factor of the scores; ``None``: 1/sqrt(d). ``zigzag``: each rank has two
-    parts of the sequence from opposite ends, otherwise one part. ``algorithm``: ``"ring"``, or one that gathers all
-    keys and values.
+    Queries are ``[b, h, s/n, d]``, keys and values ``[b, kv, t/n, d]`` for ``n`` ranks. ``band`` says which keys each
+    query sees, by positions in the whole sequence. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``.
+    Each rank has a consecutive part of the sequence or, with ``zigzag``, two parts from opposite ends. ``algorithm``:
+    ``"ring"`` or ``"all_gather"``.
     """
 
     group: RankGroup
@@ -53,45 +70,28 @@ class ContextAttention:
     zigzag: bool
     algorithm: str
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention result for this rank's queries, and the logarithms of the softmax sums, ``[b, h, s/n]``.
-
-        ``q``, ``k``, ``v``: this rank's queries, keys and values.
-        """
-        attention = Attention(q, self.band, self.scale, v.shape[-1])
+    def exchange_forward(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Call ``attend`` with the keys and values of all ranks, at once or step by step."""
         if self.algorithm == "ring":
-            self._ring_forward(attention, k, v)
+            self._ring_forward(attend, q, k, v)
+        else:
+            attend(None, *self._gather_keys_values(k, v))
+
+    def exchange_backward(self, attend: AttendBackward, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Call ``attend`` with the keys and values of all ranks and their gradients, at once or step by step. Return
+        the gradients of this rank's keys and values.
+        """
+        if self.algorithm == "ring":
+            of_k, of_v = self._ring_backward(attend, q, k, v)
         else:
             keys, values = self._gather_keys_values(k, v)
-            for tile in self._all_tiles(q, k):
-                attention.add(tile, keys, values)
-        return attention.result()
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of this rank's queries, keys and values.
-
-        ``grad``: gradient of the result. ``q``, ``k``, ``v``: this rank's operands. ``out``, ``lse``: results of
-        :meth:`forward`.
-        """
-        found = AttentionGradients(grad, q, out, lse, self.band, self.scale)
-        if self.algorithm == "ring":
-            of_k, of_v = self._ring_backward(found, k, v)
-        else:
-            keys, values = self._gather_keys_values(k, v)
-            wide = found.of_q.dtype
+            wide = find_accumulation_dtype(q)
             of_keys, of_values = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
-            for tile in self._all_tiles(q, k):
-                found.add(tile, keys, values, of_keys, of_values)
+            attend(None, keys, values, of_keys, of_values)
             of_k, of_v = self._reduce_scatter_gradients(of_keys.to(k.dtype), of_values.to(v.dtype), k, v)
-        return by_position(found.of_q.to(q.dtype)), by_position(of_k.to(k.dtype)), by_position(of_v.to(v.dtype))
+        return by_position(of_k.to(k.dtype)), by_position(of_v.to(v.dtype))
 
     # All at once.
-
-    def _all_tiles(self, q: Tensor, k: Tensor) -> tuple[Tile, ...]:
-        whole = k.shape[-2] * self.group.size
-        return tiles_of(self._list_rank_parts(q.shape[-2], self.group.index), (PositionRange(0, whole, 0),), self.band)
 
     def _list_rank_parts(self, length: int, rank: int) -> tuple[PositionRange, ...]:
         return parts_of(length, self.group.size, rank, self.zigzag)
@@ -132,41 +132,26 @@ class ContextAttention:
     def _compute_ring_steps(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
         return ring_steps(q.shape[-2], k.shape[-2], self.group.size, self.zigzag, self.band)
 
-    def _tiles_at(self, q: Tensor, k: Tensor, step: int) -> tuple[Tile, ...]:
-        how = self.group.size, self.zigzag, self.band, self.group.index
-        return ring_tiles(q.shape[-2], k.shape[-2], *how, step)
-
-    def _ring_forward(self, attention: Attention, k: Tensor, v: Tensor) -> None:
-        """Add to ``attention`` the contributions of all keys and values, which travel from rank to rank.
-
-        ``k``, ``v``: this rank's keys and values, with which it starts.
-        """
-        steps = self._compute_ring_steps(attention.q, k)
+    def _ring_forward(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+        steps = self._compute_ring_steps(q, k)
         travelling = _pack_keys_values(k, v) if len(steps) > 1 else k
         for step, hops in zip(steps, _compute_hops(steps), strict=True):
             under_way = self._shift_along_ring(travelling, hops) if hops else None
-            for tile in self._tiles_at(attention.q, k, step):
-                attention.add(tile, k, v)
+            attend(step, k, v)
             if under_way is not None:
                 travelling = under_way.wait()
                 k, v = _unpack_keys_values(travelling, k, v)
 
-    def _ring_backward(self, found: AttentionGradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of this rank's keys and values, and add those of its queries to ``found``.
-
-        Keys and values travel from rank to rank, followed by their gradients, to which each rank adds.
-        """
-        steps = self._compute_ring_steps(found.q, k)
+    def _ring_backward(self, attend: AttendBackward, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        steps = self._compute_ring_steps(q, k)
         travelling = _pack_keys_values(k, v) if len(steps) > 1 else k
         behind: Pending | None = None  # the gradients that the rank before has added to
-        wide = found.of_q.dtype
+        wide = find_accumulation_dtype(q)
         total = torch.empty(0)
         for step, hops in zip(steps, _compute_hops(steps), strict=True):
             under_way = self._shift_along_ring(travelling, hops) if hops else None
             mine = torch.zeros(k.numel() + v.numel(), dtype=wide, device=k.device)
-            of_k, of_v = _unpack_keys_values(mine, k, v)
-            for tile in self._tiles_at(found.q, k, step):
-                found.add(tile, k, v, of_k, of_v)
+            attend(step, k, v, *_unpack_keys_values(mine, k, v))
             total = mine if behind is None else mine.add_(behind.wait())
             if under_way is not None:
                 behind = self._shift_along_ring(total, hops)
@@ -186,6 +171,101 @@ class ContextAttention:
         sends, receives = [0] * size, [0] * size
         sends[to] = receives[source] = x.numel()
         return self.group.exchange_rows(x, sends, receives)
+
+
+@dataclass(frozen=True)
+class ContextAttention(KeyExchange):
+    """Attention within a band of one rank over a sequence that is sharded over ``group``."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the attention result for this rank's queries, and the logarithms of the softmax sums ``[b,
+        h, s/n]``.
+        """
+        attention = Attention(q, self.band, self.scale, v.shape[-1])
+        local = k
+
+        def attend(step: int | None, k: Tensor, v: Tensor) -> None:
+            for tile in self._tiles_at(q, local, step):
+                attention.add(tile, k, v)
+
+        self.exchange_forward(attend, q, k, v)
+        return attention.result()
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of this rank's queries, keys and values."""
+        found = AttentionGradients(grad, q, out, lse, self.band, self.scale)
+        local = k
+
+        def attend(step: int | None, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
+            for tile in self._tiles_at(q, local, step):
+                found.add(tile, k, v, of_k, of_v)
+
+        of_k, of_v = self.exchange_backward(attend, q, k, v)
+        return by_position(found.of_q.to(q.dtype)), of_k, of_v
+
+    def _tiles_at(self, q: Tensor, k: Tensor, step: int | None) -> tuple[Tile, ...]:
+        """Return the tiles of a step of the ring, or those of all keys in the order of the sequence (``None``)."""
+        if step is None:
+            whole = k.shape[-2] * self.group.size
+            own = self._list_rank_parts(q.shape[-2], self.group.index)
+            return tiles_of(own, (PositionRange(0, whole, 0),), self.band)
+        how = self.group.size, self.zigzag, self.band, self.group.index
+        return ring_tiles(q.shape[-2], k.shape[-2], *how, step)
+
+
+@dataclass(frozen=True)
+class ContextDocumentAttention(KeyExchange):
+    """Attention within documents of one rank over a sequence that is sharded over ``group``.
+
+    ``ids`` ``[b, s/n]`` has the document of each position of the rank. Every rank gathers the ids of all positions, so
+    that it knows which keys its queries see.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the attention result for this rank's queries, and the logarithms of the softmax sums ``[b,
+        h, s/n]``.
+        """
+        ranks = self._gather_ids(ids)
+        attention = DocumentAttention(q, group_rows(torch.cat(ranks, 1)), self.band, self.scale, v.shape[-1])
+
+        def attend(step: int | None, k: Tensor, v: Tensor) -> None:
+            attention.add(self._tiles_at(ranks, step), k, v)
+
+        self.exchange_forward(attend, q, k, v)
+        return attention.result()
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of this rank's queries, keys and values."""
+        ranks = self._gather_ids(ids)
+        found = DocumentGradients(grad, q, out, lse, group_rows(torch.cat(ranks, 1)), self.band, self.scale)
+
+        def attend(step: int | None, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
+            found.add(self._tiles_at(ranks, step), k, v, of_k, of_v)
+
+        of_k, of_v = self.exchange_backward(attend, q, k, v)
+        return by_position(found.of_q.to(q.dtype)), of_k, of_v
+
+    def _gather_ids(self, ids: Tensor) -> list[Tensor]:
+        """Return the ids ``[b, s/n]`` of every rank, on the CPU."""
+        return list(self.group.all_gather(ids.contiguous().unsqueeze(0), 0).wait().cpu().unbind(0))
+
+    def _tiles_at(self, ranks: Sequence[Tensor], step: int | None) -> list[Tiles]:
+        """Return the tiles of a step of the ring, or those of all keys in the order of the sequence (``None``), for
+        each row of the batch. ``ranks``: the ids of every rank.
+        """
+        index, size, length = self.group.index, self.group.size, ranks[0].shape[1]
+        own = self._find_rank_runs(ranks, index)
+        if step is not None:
+            return document_tiles(own, self._find_rank_runs(ranks, (index - step) % size), self.band)
+        whole = torch.cat([ranks[r].narrow(1, p.start, p.length) for r, p in self._order_parts(length)], 1)
+        return document_tiles(own, find_runs(whole, (PositionRange(0, length * size, 0),)), self.band)
+
+    def _find_rank_runs(self, ranks: Sequence[Tensor], rank: int) -> list[Runs]:
+        return find_runs(ranks[rank], self._list_rank_parts(ranks[rank].shape[1], rank))
 
 
 def _compute_hops(steps: Sequence[int]) -> list[int]:

@@ -103,6 +103,13 @@ def test_texts_of_several_lengths_train_in_one_layout(tmp_path: Path):
     assert (tmp_path / "out" / "lengths.json").exists()
 
 
+def test_packed_texts_train_as_texts_one_by_one(tmp_path: Path):
+    """The script compares every loss with one process that runs each text alone."""
+    printed = execute(str(ROOT / "examples" / "finetune_packed.py"), cwd=tmp_path, timeout=500)
+    assert "4 attention calls within documents, priced for documents of 39 positions in the mean" in printed
+    assert (tmp_path / "out" / "packed.json").exists()
+
+
 def test_a_rule_shards_the_users_operator(tmp_path: Path):
     before, after = execute(str(ROOT / "examples" / "custom_rule.py"), cwd=tmp_path).split("--- with a rule")
     assert "example.swiglu" in before

@@ -20,8 +20,9 @@ from partitioner.passes.ir.collectives import CONTEXT, collective_name
 from partitioner.passes.ir.gradient_flow import accumulated_in
 from partitioner.passes.ops.attention import Band, most_pairs
 from partitioner.passes.ops.cross_entropy import NARROW
+from partitioner.passes.ops.documents import count_document_pairs
 from partitioner.passes.rules import factors_of
-from partitioner.passes.rules.attention import find_attention_band
+from partitioner.passes.rules.attention import find_attention_band, find_document_lengths
 from partitioner.passes.rules.factors import get_node_argument
 from partitioner.passes.shard.backward_halves import is_early
 
@@ -138,7 +139,7 @@ _LINEAR = frozenset(("to", "_to_copy", "mul", "div", "neg"))
 _ATTENTION = frozenset(
     """scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
     _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu band_attention
-    context_attention""".split()
+    context_attention document_attention context_document_attention""".split()
 )
 # FLOPs of a fused attention's backward relative to its forward: five products to two (Dao et al. 2022).
 _ATTENTION_BACKWARD = 2.5
@@ -307,9 +308,7 @@ def form_kernels(
     forward.
     """
     width = results[0].shape[-1]
-    flops, smallest = attention_product(
-        operands[0].shape, operands[1].shape, width, find_attention_band(node) or Band(), num_ranks, zigzag
-    )
+    flops, smallest = attention_product(node, operands[0].shape, operands[1].shape, width, (num_ranks, zigzag))
     flops *= _ATTENTION_BACKWARD if backward else 1.0
     traffic = [*operands, *results] if not backward else [*operands, *operands, results[0], results[0]]
     launches = (1 + backward) * num_ranks
@@ -425,23 +424,32 @@ def _compute_attention_work(node: fx.Node, operands: Sequence[Operand], out: Sha
     ``out``: shape of the result.
     """
     query, key = operands[0].shape, operands[1].shape
+    over = collective_name(node.target) is not None
+    ranks = (get_node_argument(node, "size"), get_node_argument(node, "zigzag")) if over else (1, False)
+    return attention_product(node, query, key, out[-1], ranks)
+
+
+def attention_product(node: fx.Node, query: Shape, key: Shape, width: int, ranks: tuple[int, bool]) -> _Product:
+    """Return the FLOPs of the attention ``node`` and its number of keys, on the rank with the most work. ``query`` and
+    ``key``: shapes on each rank. ``width``: head width of the values. ``ranks``: the number of ranks that share the
+    sequence, and whether each has two distant parts of it. Within documents of known lengths, pairs of one document are
+    counted, and the number of keys is the mean length."""
+    lengths = find_document_lengths(node)
+    pairs, keys = 0.0, float(key[-2])
+    if lengths and query[-2] == key[-2]:
+        seen = find_attention_band(node) or Band()
+        pairs, keys = count_document_pairs(lengths, query[-2], *ranks, seen), min(keys, sum(lengths) / len(lengths))
+    else:
+        pairs = most_pairs(query[-2], key[-2], *ranks, _find_priced_band(node))
+    return 2.0 * math.prod(query[:-2]) * pairs * (query[-1] + width), keys
+
+
+def _find_priced_band(node: fx.Node) -> Band:
+    """Return the positions whose keys each query of an attention sees, also of a fused kernel of a device."""
     if "partition" in str(node.target):
-        over = collective_name(node.target) is not None
-        size, zigzag = (get_node_argument(node, "size"), get_node_argument(node, "zigzag")) if over else (1, False)
-        return attention_product(query, key, out[-1], find_attention_band(node) or Band(), size, zigzag)
+        return find_attention_band(node) or Band()
     causal = bool(node.kwargs.get("is_causal") or (len(node.args) > 5 and node.args[5] is True))
-    return attention_product(query, key, out[-1], Band(None, 0) if causal else Band())
-
-
-def attention_product(
-    query: Shape, key: Shape, width: int, seen: Band, num_ranks: int = 1, zigzag: bool = False
-) -> _Product:
-    """Return two numbers for an attention, on the rank with the most work: its FLOPs and its number of keys. ``seen``:
-    which pairs of query and key the causal mask or window admits. ``query``, ``key``: shapes on each of ``num_ranks``
-    ranks. ``width``: head width of the values. ``zigzag``: each rank has two distant parts of the sequence.
-    """
-    pairs = most_pairs(query[-2], key[-2], num_ranks, zigzag, seen)
-    return 2.0 * math.prod(query[:-2]) * pairs * (query[-1] + width), key[-2]
+    return Band(None, 0) if causal else Band()
 
 
 def _compute_einsum_work(node: fx.Node, operands: Sequence[Operand]) -> _Product:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,12 +25,14 @@ from torch.export import ExportedProgram
 from partitioner.constraints import Constraints
 from partitioner.passes.capture.buffers import initial_values
 from partitioner.passes.capture.capture import PRECISIONS, capture, given_samples
-from partitioner.passes.capture.inputs import Inputs
+from partitioner.passes.capture.export import leaf_paths
+from partitioner.passes.capture.inputs import Inputs, split_inputs
 from partitioner.passes.capture.wrappers import refuse_sharded, unwrap_model
 from partitioner.passes.errors import InputsError, PartitionError
 from partitioner.passes.faults import typed_errors
 from partitioner.passes.ir.gradient_flow import freeze_unreached, mark_gradients
 from partitioner.passes.ir.model import Captured, FoldedModel
+from partitioner.passes.normalize.document_masks import list_document_attentions, set_document_lengths
 from partitioner.passes.normalize.pipeline import normalize
 from partitioner.passes.ops.random import SEED
 from partitioner.passes.shard.fold import fold
@@ -53,9 +55,10 @@ class PreparedModel:
     place of the module.
 
     The model is captured when it is first planned, once for each combination of global batch, size of groups of
-    samples, and device type. ``notes``: sentences about parts of the given module that are left out. ``given``: a
-    function that returns the normalized graph for the given inputs, if it is known without capturing; ``None``: the
-    model is captured.
+    samples, and device type. ``notes``: sentences about parts of the given module that are left out. ``given``: returns
+    the normal graph of the inputs, if it follows from other graphs; ``None``: the model is captured. ``documents``: the
+    typical lengths of packed documents in positions, which the cost model reads; empty: those in ``inputs``, if these
+    have values.
     """
 
     model: nn.Module | ExportedProgram
@@ -65,6 +68,7 @@ class PreparedModel:
     precision: str | None = None
     notes: tuple[str, ...] = ()
     given: Callable[[], Captured] | None = None
+    documents: tuple[int, ...] = ()
     _known: dict[tuple[int | None, int | None, str], Work] = field(default_factory=dict, repr=False)
 
     def at(self, global_batch: int | None, constraints: Constraints | None = None, device: str = "cpu") -> Work:
@@ -156,12 +160,38 @@ class PreparedModel:
         marked and initial values attached.
         """
         train = self.objective == "train"
+        packed = self._set_document_lengths(normal)
         folded = fold(freeze_unreached(normal) if train else normal)
         check_work(folded, train)
         modes = _in_evaluation(self.model) if train else _list_inference_warnings(folded, self.model)
-        folded = folded.with_(notes=(*self.notes, *folded.notes, *modes))
+        folded = folded.with_(notes=(*self.notes, *folded.notes, *packed, *modes))
         mark_gradients(folded, train)
         return folded.with_(initial=initial_values(self.model, folded))
+
+    def _set_document_lengths(self, normal: Captured) -> tuple[str, ...]:
+        """Store the typical lengths of packed documents in the attentions of the graph ``normal``, in place, and return
+        a note about them; no note if attention is not within documents.
+
+        Raises :class:`InputsError` if lengths were given and no attention is within documents.
+        """
+        count = len(list_document_attentions(normal.graph))
+        if not count:
+            if self.documents:
+                raise InputsError(
+                    f"documents has {format_plural(len(self.documents), 'length')}, but no attention of the model is "
+                    "within documents: expected a mask that compares the documents of query and key; leave documents "
+                    "out, or pass position_ids that restart at each document"
+                )
+            return ()
+        values = {}
+        if self.given is None:  # otherwise inputs of another shape are without numbers
+            leaves = (leaf for part in split_inputs(self.model, self.inputs) for leaf in leaf_paths(part))
+            values = {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta}
+        lengths = set_document_lengths(normal, self.documents, values)
+        attended = f"{format_plural(count, 'attention call')} within documents"
+        if not lengths:
+            return (f"{attended}, priced as one document per row: give documents= or inputs with numbers",)
+        return (f"{attended}, priced for documents of {sum(lengths) / len(lengths):.0f} positions in the mean",)
 
 
 @contextmanager
@@ -232,6 +262,7 @@ def prepare(
     loss: Callable[[Any], Tensor] | None = None,
     objective: Objective = "train",
     precision: str | None = None,
+    documents: Sequence[int] = (),
 ) -> PreparedModel:
     """Prepare ``model`` to be planned many times: for several clusters, batches or constraints. The arguments have the
     meaning that they have in :func:`partitioner.partition`.
@@ -248,6 +279,7 @@ def prepare(
         given = {"inputs": inputs, "loss": loss, "precision": precision}
         other = [n for n, v in given.items() if v is not None and v is not getattr(model, n) and n != "precision"]
         other += ["precision"] if precision not in (None, model.precision) else []
+        other += ["documents"] if documents and tuple(documents) != model.documents else []
         other += ["objective"] if objective not in ("train", model.objective) else []
         if other:
             raise InputsError(f"the model was prepared with another {', '.join(other)}: give it to prepare()")
@@ -257,11 +289,16 @@ def prepare(
     check_callback("loss", loss)
     if precision not in (None, *PRECISIONS, "tf32", "fp8"):
         raise InputsError(f"precision must be one of {', '.join(PRECISIONS)}, tf32, fp8 or None; got {precision!r}")
+    if any(isinstance(n, bool) or not isinstance(n, Integral) or n < 1 for n in documents):
+        raise InputsError(
+            f"documents must be the lengths of typical documents in positions, whole numbers of 1 or more; got "
+            f"{list(documents)!r}"
+        )
     notes: tuple[str, ...] = ()
     if isinstance(model, nn.Module):
         refuse_sharded(model)
         model, notes = unwrap_model(model)
-    return PreparedModel(model, inputs, loss, objective, precision, notes)
+    return PreparedModel(model, inputs, loss, objective, precision, notes, documents=tuple(int(n) for n in documents))
 
 
 _RARELY = (2_000_000, 10, 10)  # thresholds of the collector: more objects than a usual plan creates

@@ -258,7 +258,15 @@ FLOPS: dict[str, Callable[[list[Shape], Shape], float]] = {
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), _with_addend),
     "addbmm": _batches_added,
     "scaled_dot_product_attention": _count_attention_flops,
-    **dict.fromkeys(("partition::band_attention", "partition::context_attention"), _count_attention_flops),
+    **dict.fromkeys(
+        (
+            "partition::band_attention",
+            "partition::context_attention",
+            "partition::document_attention",
+            "partition::context_document_attention",
+        ),
+        _count_attention_flops,
+    ),
     **dict.fromkeys(("convolution", "conv1d", "conv2d", "conv3d"), _count_convolution_flops),
 }
 

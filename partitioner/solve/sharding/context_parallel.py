@@ -27,7 +27,7 @@ from partitioner.cost.call.operators import is_attention, is_product, is_view
 from partitioner.errors import PlanError
 from partitioner.passes.ir.layouts import REPLICATED, Layout, can_shard_evenly, local_shape, make_shard_layout
 from partitioner.passes.ir.model import FoldedModel, TensorSpec
-from partitioner.passes.rules.attention import find_attention_band
+from partitioner.passes.rules.attention import find_attention_band, find_document_lengths
 from partitioner.passes.rules.factors import Strategy, get_meta_shape, get_node_argument, operands_of
 from partitioner.passes.shard.repeated_heads import group_queries
 from partitioner.passes.shard.shard_block import shard_block
@@ -237,12 +237,12 @@ class _ContextRules:
         return any(to.is_shard for to, state in zip(strategy.operands, self.states[node], strict=True) if state)
 
     def _is_zigzag(self, node: fx.Node, strategy: Strategy) -> bool:
-        """Return whether the attention ``node`` must have zigzag positions (each rank has a piece from the start of the
-        sequence and one from the end) under ``strategy``. Causal attention must if twice the number of ranks divides
-        the sequence, since this balances the work; other attention may use the layout that ``strategy`` has.
+        """Whether this attention strategy must use zigzag positions. Causal attention must if twice the number of ranks
+        divides the sequence, since this balances the work; other attention may use the layout that ``strategy`` has.
+        So may attention within documents of known lengths, whose work on each rank decides its price.
         """
         seen = find_attention_band(node)
-        if seen is None or not seen.is_causal:
+        if seen is None or not seen.is_causal or find_document_lengths(node):
             return strategy.operands[0].zigzag
         return all(get_meta_shape(o)[-2] % (2 * self.num_ranks) == 0 for o in operands_of(node)[:2])
 

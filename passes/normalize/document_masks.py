@@ -1,0 +1,309 @@
+"""Recognise attention masks that keep packed documents apart, by what they compare.
+
+A mask shows a key to a query if both are in the same document, ``ids[query] == ids[key]``, and if constant conditions
+on their positions hold, such as ``key <= query``. The ids are integers that depend on data: an input, a running sum of
+the places where positions restart, or the result of a search in cumulated lengths. Any integers will do, because equal
+ones are the same document by definition.
+
+Positions may themselves be data that restart at each document. ``positions[key] <= positions[query]`` says the same as
+``key <= query`` within a document if the ids are proven to change wherever positions do not count up by one.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from partitioner.passes.ir.interpret import META, insert_operator_node
+from partitioner.passes.ir.model import Captured
+from partitioner.passes.ir.rewrite import aten, list_node_sizes
+from partitioner.passes.normalize.constant_folding import (
+    LIMIT,
+    Condition,
+    ConstantEvaluator,
+    DataTerm,
+    Term,
+    keeps_integers,
+)
+from partitioner.passes.ops.attention import Band
+from partitioner.passes.ops.documents import document_ops
+
+
+class DocumentMask(NamedTuple):
+    """A mask that shows the keys within ``band`` of the same document.
+
+    ``source``: the node of the document ids. ``position_dim``, ``batch_dim``: its dims of positions and of rows of the
+    batch; ``None`` if all rows have the same ids.
+    """
+
+    source: fx.Node
+    position_dim: int
+    batch_dim: int | None
+    band: Band
+
+
+class DocumentTerms(NamedTuple):
+    """The conditions of a mask, split into documents and the rest.
+
+    ``source``, ``position_dim``, ``batch_dim``: the document ids as in :class:`DocumentMask`. ``terms``: the other
+    conditions, which depend on positions alone.
+    """
+
+    source: fx.Node
+    position_dim: int
+    batch_dim: int | None
+    terms: tuple[Condition, ...]
+
+
+def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms | None:
+    """Return the documents within which a mask shows keys, and its other conditions.
+
+    ``terms``: conditions that hold together where a key is shown. ``length``: the number of queries and of keys.
+    ``None`` if data decide in another way than by documents.
+    """
+    data = [t for t in terms if isinstance(t, DataTerm)]
+    same = [t for t in data if t.compare == "eq" and t.a.added == t.b.added]
+    found = {(t.a.source, _find_pair_dims(t, length)) for t in same}
+    if len(found) != 1:
+        return None
+    ((ids, dims),) = found
+    if dims is None:
+        return None
+    rest: list[Condition] = [t for t in terms if not isinstance(t, DataTerm)]
+    for term in data:
+        if term in same:
+            continue
+        of = _find_pair_dims(term, length)
+        if of is None or not _counts_up_within(term.a.source, of[0], ids, dims[0]):
+            return None
+        rest.append(Term(term.compare, *(side.places[of[0]] + side.added for side in (term.a, term.b))))
+    return DocumentTerms(ids, *dims, tuple(rest))
+
+
+def _find_pair_dims(term: DataTerm, length: int) -> tuple[int, int | None] | None:
+    """Return the dims of positions and of batch rows of a tensor that ``term`` compares between query and key.
+
+    One side must be the element of the query, the other that of the key, both of the same row. The second number is
+    ``None`` if the tensor has one row for all. ``length``: the number of queries and of keys. ``None`` if the
+    comparison is of another kind.
+    """
+    position, batch = None, None
+    for dim, size in enumerate(list_node_sizes(term.a.source)):
+        sides = term.a.places[dim], term.b.places[dim]
+        if size == 1:
+            continue
+        pairs = (sides, sides[::-1])
+        if size == length and any(_counts_along(a, -2, size) and _counts_along(b, -1, size) for a, b in pairs):
+            if position is not None:
+                return None
+            position = dim
+        elif batch is None and all(_counts_along(side, -4, size) for side in sides):
+            batch = dim
+        else:
+            return None
+    return None if position is None else (position, batch)
+
+
+def _counts_along(side: Tensor, dim: int, size: int) -> bool:
+    """Whether the indices ``side`` are 0, 1, ... up to ``size`` along ``dim``, and constant along all other dims."""
+    if side.dim() < -dim or side.numel() != size or side.shape[dim] != size:
+        return False
+    return bool(torch.equal(side.reshape(-1), torch.arange(size)))
+
+
+def _look_through(node: fx.Node) -> fx.Node:
+    """Return the node whose integers ``node`` repeats: operands of ``expand`` and of casts between integers."""
+    while node.target is aten.expand.default or (node.target is aten.to.dtype and keeps_integers(node)):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _counts_up_within(positions: fx.Node, position_dim: int, ids: fx.Node, ids_dim: int) -> bool:
+    """Whether ``positions`` are proven to count up by one along the positions of each document.
+
+    It is proven if ``ids`` is the running sum of ``diff(positions) != 1``. ``position_dim``, ``ids_dim``: the dims of
+    positions of the two tensors.
+    """
+    total = _look_through(ids)
+    if total.target is not aten.cumsum.default:
+        return False
+    changes = _look_through(total.args[0])  # type: ignore[arg-type]
+    if changes.target is not aten.ne.Scalar or changes.args[1] != 1:
+        return False
+    steps = changes.args[0]
+    if not isinstance(steps, fx.Node) or steps.target is not aten.diff.default:
+        return False
+    given: list[Any] = list(steps.args)
+    operand, order, dim, first, *more = given + [1, -1, None][len(given) - 1 :]
+    if order != 1 or any(m is not None for m in more) or not isinstance(first, fx.Node):
+        return False
+    rank = len(list_node_sizes(steps))
+    along = {int(total.args[1]) % rank, int(dim) % rank}  # type: ignore[arg-type]
+    if along != {ids_dim % rank} or list_node_sizes(first)[ids_dim] != 1:
+        return False
+    return _look_through(operand) is _look_through(positions) and position_dim == ids_dim
+
+
+def insert_document_ids(graph: fx.Graph, mask: DocumentMask, rows: int) -> fx.Node:
+    """Return a node of the document ids of ``mask`` as ``[rows, s]``, and insert the operators it needs after their
+    source.
+    """
+    source = mask.source
+    kept = [d for d in (mask.batch_dim, mask.position_dim) if d is not None]
+    sizes = list(list_node_sizes(source))
+    if sizes == [rows, sizes[-1]] and mask.position_dim == 1:
+        return source
+    steps: list[tuple[Any, list[int]]] = []
+    if kept != sorted(kept):
+        order = [*kept, *(d for d in range(len(sizes)) if d not in kept)]
+        steps.append((aten.permute.default, order))
+    wanted = [sizes[d] for d in kept]
+    if len(sizes) != len(kept) or len(kept) == 1:
+        steps.append((aten.reshape.default, [1] * (2 - len(kept)) + wanted))
+    if wanted[0] != rows or len(kept) == 1:
+        steps.append((aten.expand.default, [rows, wanted[-1]]))
+    made, last = source, source
+    if source.op == "placeholder":
+        last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    for target, argument in steps:
+        with graph.inserting_after(last):
+            made = last = insert_operator_node(graph, target, (made, argument))
+        made.meta.update({k: v for k, v in source.meta.items() if k != "val"})
+    return made
+
+
+# --- attention of sequences of different lengths ----------------------------------------------------------------------
+_VARLEN = "torch_attn::_varlen_attn"  # torch registers it when a model imports torch.nn.attention.varlen
+
+
+def replace_packed_sequences(graph: fx.Graph) -> None:
+    """Replace ``torch.nn.attention.varlen.varlen_attn`` in ``graph``, in place, by ``partition::document_attention``.
+
+    Its queries, keys and values are ``[positions, heads, width]``. The cumulated lengths ``[sequences + 1]`` of queries
+    and keys must be one tensor, which starts at 0 and ends at the number of positions. Other calls are left alone.
+    """
+    ids: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or schema.name != _VARLEN:
+            continue
+        given = {a.name: v for a, v in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
+        ends, others = given["cu_seq_q"], given.get("cu_seq_k")
+        used = {user.args[1] for user in node.users if user.target is operator.getitem}
+        other_keys = given.get("seqused_k") is not None or given.get("block_table") is not None
+        if others not in (None, ends) or other_keys or used - {0} or len(used) != len(node.users):
+            continue
+        length = list_node_sizes(given["query"])[0]
+        if ends not in ids:
+            ids[ends] = _insert_sequence_numbers(graph, ends, length)
+        limits = (-1, 0) if given.get("is_causal") else tuple(given.get("window_size") or (-1, -1))
+        with graph.inserting_before(node):
+            rows = [_insert_steps(graph, given[n], _TO_ROWS, node) for n in ("query", "key", "value")]
+            arguments = (*rows, ids[ends], [], *limits, given.get("scale"))
+            made = insert_operator_node(graph, document_ops.document_attention.default, arguments)
+            first = insert_operator_node(graph, operator.getitem, (made, 0))
+            out = _insert_steps(graph, first, _FROM_ROWS, node)
+        for new in (made, first):
+            new.meta.update({k: v for k, v in node.meta.items() if k != "val"})
+        for user in list(node.users):
+            user.replace_all_uses_with(out)
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+_Step = tuple[Any, tuple[int, ...]]  # an operator and its arguments after the operand
+_TO_ROWS: tuple[_Step, ...] = ((aten.unsqueeze.default, (0,)), (aten.transpose.int, (1, 2)))
+_FROM_ROWS: tuple[_Step, ...] = ((aten.transpose.int, (1, 2)), (aten.select.int, (0, 0)))
+
+
+def _insert_steps(graph: fx.Graph, value: fx.Node, steps: Sequence[_Step], like: fx.Node) -> fx.Node:
+    """Insert ``steps`` on ``value`` at the present place of ``graph``, with the metadata of ``like``; return the last
+    node.
+    """
+    for target, arguments in steps:
+        value = insert_operator_node(graph, target, (value, *arguments))
+        value.meta.update({k: v for k, v in like.meta.items() if k != "val"})
+    return value
+
+
+def _insert_sequence_numbers(graph: fx.Graph, ends: fx.Node, length: int) -> fx.Node:
+    """Insert operators after ``ends``, cumulated lengths, that give the number of the sequence of each of ``length``
+    positions. Return their node ``[1, length]``.
+    """
+    last = ends if ends.op != "placeholder" else [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        places = graph.call_function(aten.arange.start_step, (0, length, 1), {"device": META, "dtype": torch.int64})
+    places.meta["val"] = torch.empty(length, dtype=torch.int64, device=META)
+    with graph.inserting_after(places):
+        found = graph.call_function(aten.searchsorted.Tensor, (ends, places), {"right": True})
+    found.meta["val"] = torch.empty(length, dtype=torch.int64, device=META)
+    with graph.inserting_after(found):
+        rows = insert_operator_node(graph, aten.unsqueeze.default, (found, 0))
+    for new in (places, found, rows):
+        new.meta.update({k: v for k, v in ends.meta.items() if k != "val"})
+    return rows
+
+
+# --- typical lengths, for the cost model ------------------------------------------------------------------------------
+_MOST_DOCUMENTS = 256  # whose lengths are kept; a plan stores them with each attention
+
+
+def list_document_attentions(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes of ``partition::document_attention`` in ``graph``."""
+    return [n for n in graph.nodes if n.target is document_ops.document_attention.default]
+
+
+def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """Store the typical lengths of documents in the attentions of ``captured``, in place, and return them.
+
+    ``lengths``: the numbers of positions of typical documents. If there are none, they are counted in ``inputs``, the
+    values of inputs by path; meta tensors have no values. Only the cost model reads lengths. Return an empty tuple if
+    there is no such attention, or if the ids depend on more than inputs and constants.
+    """
+    nodes = list_document_attentions(captured.graph)
+    specs = {i.value: i for i in captured.inputs}
+    values = {}
+    for placeholder, name in captured.placeholders.items():
+        if name in captured.constants:
+            values[placeholder] = captured.constants[name]
+        elif name in specs and specs[name].path in inputs:
+            spec, value = specs[name].spec, inputs[specs[name].path]
+            rows = _repeat_rows(value, tuple(spec.shape))
+            if rows is not None:
+                values[placeholder] = rows
+    evaluator = ConstantEvaluator(values)
+    for node in nodes:
+        found = tuple(lengths) or _count_documents(evaluator, node.args[3])  # type: ignore[arg-type]
+        node.args = (*node.args[:4], list(found), *node.args[5:])
+    return tuple(nodes[0].args[4]) if nodes else ()  # type: ignore[arg-type]
+
+
+def _repeat_rows(value: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    """Return the values of an input at the shape that the graph has: rows of a sample of the batch are repeated.
+
+    ``None`` for a tensor without values or too large a shape, or if the shapes differ in another way.
+    """
+    if value.device.type != "cpu" or value.dim() != len(shape) or not 0 < value.numel() <= math.prod(shape) <= LIMIT:
+        return None
+    times = [a // b for a, b in zip(shape, value.shape, strict=True)]
+    if any(t * b != a for t, a, b in zip(times, shape, value.shape, strict=True)):
+        return None
+    return value.repeat(times) if any(t != 1 for t in times) else value
+
+
+def _count_documents(evaluator: ConstantEvaluator, ids: fx.Node) -> tuple[int, ...]:
+    """Return the lengths of the runs of equal ids in the first rows of a batch, in order; empty if they are unknown."""
+    found = evaluator.find_value(ids)
+    if not isinstance(found, Tensor):
+        return ()
+    lengths: list[int] = []
+    for row in found.expand(list_node_sizes(ids)):
+        lengths += torch.unique_consecutive(row, return_counts=True)[1].tolist()
+        if len(lengths) >= _MOST_DOCUMENTS:
+            break
+    return tuple(lengths)

@@ -1,0 +1,377 @@
+"""Attention within documents: several documents are packed into one row, and a query sees keys of its document only.
+
+``ids`` ``[b, s]`` has an integer for each position; positions with equal integers belong to one document. The ids are
+data: they are an operand, and no matrix of queries by keys is made from them. Within its document a query sees the keys
+of a band of positions (``passes/ops/attention.py``): all of them, those up to its own position, or a window.
+
+A row is cut into runs of equal ids. Attention is computed in the tiles that the band touches between runs of one
+document. Tiles of other documents are skipped, so that work and memory grow with the sum of the squares of the
+documents' lengths. A document may consist of several runs, as on a rank that has two ends of a sequence. On CUDA,
+16-bit types use torch's flash kernel for sequences of different lengths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from partitioner.passes.ir.collectives import NAMESPACE, _library
+from partitioner.passes.ops.attention import (
+    Attention,
+    AttentionGradients,
+    Band,
+    PositionRange,
+    Tile,
+    band_of,
+    by_position,
+    empty_by_position,
+    find_accumulation_dtype,
+    has_flash,
+    most_pairs,
+    parts_of,
+    tiles_of,
+)
+
+aten = torch.ops.aten
+
+Runs = dict[int, tuple[PositionRange, ...]]  # id of a document -> its runs of positions in one row
+Tiles = tuple[Tile, ...]
+
+
+def find_runs(ids: Tensor, parts: Sequence[PositionRange]) -> list[Runs]:
+    """Return the runs of positions of each document, for each row of ``ids`` ``[b, s]``.
+
+    ``parts``: the ranges of positions that the rank holds; together they have ``s`` positions. A run does not cross the
+    border of a part. The keys of a dictionary are the document ids of the row.
+    """
+    rows = ids.detach().cpu().numpy()
+    return [_find_row_runs(row, parts) for row in rows]
+
+
+def _find_row_runs(row: np.ndarray[Any, Any], parts: Sequence[PositionRange]) -> Runs:
+    found: dict[int, list[PositionRange]] = {}
+    for part in parts:
+        own = row[part.start : part.start + part.length]
+        starts = [0, *(np.flatnonzero(own[1:] != own[:-1]) + 1).tolist()]
+        for start, stop in zip(starts, [*starts[1:], part.length], strict=True):
+            run = PositionRange(part.start + start, stop - start, part.place + start)
+            found.setdefault(int(own[start]), []).append(run)
+    return {document: tuple(runs) for document, runs in found.items()}
+
+
+def document_tiles(queries: Iterable[Runs], keys: Iterable[Runs], band: Band) -> list[Tiles]:
+    """Return the tiles that attention within documents has to compute, for each row of the batch.
+
+    ``queries`` and ``keys``: for each row, the runs of positions by document. ``band``: the positions around its own
+    that a query sees.
+    """
+    return [
+        tuple(tile for d, runs in own.items() if d in theirs for tile in tiles_of(runs, theirs[d], band))
+        for own, theirs in zip(queries, keys, strict=True)
+    ]
+
+
+def group_rows(ids: Tensor) -> list[slice]:
+    """Return the rows of the batch that are computed together: all, if their ids are equal, otherwise one by one.
+
+    ``ids``: the document of each position, ``[b, s]``.
+    """
+    count = ids.shape[0]
+    return [slice(0, count)] if bool((ids[1:] == ids[:1]).all()) else [slice(i, i + 1) for i in range(count)]
+
+
+@dataclass
+class DocumentAttention:
+    """Accumulates the attention of the queries ``q`` ``[b, heads, queries, d]`` over tiles of keys, row by row.
+
+    ``groups``: the rows that are computed together, from :func:`group_rows`. ``band``, ``scale`` and ``width`` are
+    those of :class:`Attention`.
+    """
+
+    q: Tensor
+    groups: Sequence[slice]
+    band: Band
+    scale: float | None
+    width: int
+    out: Tensor = field(init=False)
+    lse: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        q, wide = self.q, find_accumulation_dtype(self.q)
+        self.out = torch.zeros_like(empty_by_position(q, self.width), dtype=wide)
+        self.lse = q.new_full(q.shape[:-1], -math.inf, dtype=wide)
+        masks: dict[tuple[int, int, int], Tensor] = {}
+        self._rows = [
+            Attention(q[g], self.band, self.scale, self.width, self.out[g], self.lse[g], _masks=masks)
+            for g in self.groups
+        ]
+
+    def add(self, tiles: Sequence[Tiles], k: Tensor, v: Tensor) -> None:
+        """Add the attention over ``tiles``, a tuple for each row, to the result. ``k`` and ``v``: all local keys and
+        values, ``[b, kv heads, keys, d]``.
+        """
+        for group, attention in zip(self.groups, self._rows, strict=True):
+            for tile in tiles[group.start]:
+                attention.add(tile, k[group], v[group])
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return the accumulated attention in the type of the queries, and the logsumexp of each query."""
+        return by_position(self.out.to(self.q.dtype)), self.lse
+
+
+@dataclass
+class DocumentGradients:
+    """Accumulates the gradients of an attention within documents, row by row.
+
+    ``grad``: the gradient of the result. ``out`` and ``lse``: result and logsumexp over all keys. ``of_q``: the
+    gradient of the queries so far. The other fields are those of :class:`DocumentAttention`.
+    """
+
+    grad: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    groups: Sequence[slice]
+    band: Band
+    scale: float | None
+    of_q: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.of_q = torch.zeros_like(self.q, dtype=find_accumulation_dtype(self.q))
+        masks: dict[tuple[int, int, int], Tensor] = {}
+        self._rows = []
+        for g in self.groups:
+            found = AttentionGradients(
+                self.grad[g], self.q[g], self.out[g], self.lse[g], self.band, self.scale, _masks=masks
+            )
+            found.of_q = self.of_q[g]
+            self._rows.append(found)
+
+    def add(self, tiles: Sequence[Tiles], k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
+        """Add the gradients through ``tiles``, a tuple for each row, to ``of_q``, and to ``of_k`` and ``of_v`` in
+        place. ``k`` and ``v``: all local keys and values.
+        """
+        for group, found in zip(self.groups, self._rows, strict=True):
+            for tile in tiles[group.start]:
+                found.add(tile, k[group], v[group], of_k[group], of_v[group])
+
+
+@lru_cache(maxsize=1024)
+def count_document_pairs(lengths: tuple[int, ...], queries: int, num_ranks: int, zigzag: bool, band: Band) -> float:
+    """Return the query-key pairs of one row of packed documents on the rank that has most, as a mean over rows.
+
+    ``lengths``: the numbers of positions of typical documents, in order. If whole rows can be made of them, the pairs
+    of each rank are counted; otherwise a row has as many pairs per position as these documents have, and ranks have
+    equal shares. ``queries``: the number of queries of each of the ``num_ranks`` ranks that share the sequence.
+    ``zigzag``: each rank has one range of positions from each end of the sequence.
+    """
+    total, row = sum(lengths), queries * num_ranks
+    starts = np.cumsum([0, *lengths[:-1]])
+    if total % row == 0 and {i * row for i in range(total // row)} <= set(starts.tolist()):
+        ids = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths).reshape(-1, row))
+        most = 0
+        for rank in range(num_ranks):
+            places = np.concatenate(
+                [np.arange(p.place, p.place + p.length) for p in parts_of(queries, num_ranks, rank, zigzag)]
+            )
+            most = max(most, sum(_count_row_pairs(r, places, starts, lengths, row, band) for r in ids.numpy()))
+        return most / (total // row)
+    pairs = sum(_count_band_pairs(np.arange(n), n, band) for n in lengths)
+    return min(pairs / total * queries, float(most_pairs(queries, queries, num_ranks, zigzag, band)))
+
+
+def _count_row_pairs(
+    ids: np.ndarray[Any, Any],
+    places: np.ndarray[Any, Any],
+    starts: np.ndarray[Any, Any],
+    lengths: tuple[int, ...],
+    row: int,
+    band: Band,
+) -> int:
+    """Return the pairs of the queries at ``places`` of one row. ``ids``: the number of the document of each position.
+    ``starts`` and ``lengths``: where each document starts in the joined rows of ``row`` positions, and its length.
+    """
+    mine = ids[places]
+    return _count_band_pairs(places - starts[mine] % row, np.asarray(lengths)[mine], band)
+
+
+def _count_band_pairs(places: np.ndarray[Any, Any], lengths: Any, band: Band) -> int:
+    """Return the number of keys that queries see, summed. ``places``: their positions in their documents, of
+    ``lengths`` positions.
+    """
+    last = lengths - 1
+    ends = np.broadcast_to(last, places.shape) if band.after is None else np.minimum(places + band.after, last)
+    begins = np.zeros_like(places) if band.before is None else np.maximum(places - band.before, 0)
+    return int((ends - begins + 1).sum())
+
+
+# The operator for one device that has all queries, keys and values.
+def document_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ids: Tensor,
+    lengths: Sequence[int],
+    before: int,
+    after: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention within documents: ``q`` ``[b, h, s, d]``, ``k`` and ``v`` ``[b, kv, s, d]``.
+
+    Return the result and the logsumexp ``[b, h, s]``. ``ids`` ``[b, s]``: the document of each position. ``lengths``:
+    typical lengths of documents, for the cost model only; they do not change the result. ``before`` and ``after``: how
+    many positions a query sees before and after its own; -1 means no limit. ``scale``: the factor of the scores;
+    ``None`` means ``1 / sqrt(d)``.
+    """
+    band = band_of(before, after)
+    runs = find_runs(ids, (PositionRange(0, q.shape[-2], 0),))
+    if has_flash(q, v, None) and _is_contiguous(runs):
+        return _flash_forward(q, k, v, _cumulate_lengths(runs, q.device), band, scale)
+    attention = DocumentAttention(q, group_rows(ids), band, scale, v.shape[-1])
+    attention.add(document_tiles(runs, runs, band), k, v)
+    return attention.result()
+
+
+def document_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ids: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    limits: Sequence[int],
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values of :func:`document_attention`.
+
+    ``grad``: the gradient of its first result. ``out``, ``lse``: its two results. ``limits``: the numbers of positions
+    that a query sees before and after its own; -1 means no limit. The other arguments are its own.
+    """
+    band = band_of(*limits)
+    runs = find_runs(ids, (PositionRange(0, q.shape[-2], 0),))
+    if has_flash(q, v, None) and _is_contiguous(runs):
+        return _flash_backward(grad, (q, k, v), (out, lse), _cumulate_lengths(runs, q.device), band, scale)
+    found = DocumentGradients(grad, q, out, lse, group_rows(ids), band, scale)
+    of_k, of_v = (torch.zeros_like(x, dtype=found.of_q.dtype) for x in (k, v))
+    found.add(document_tiles(runs, runs, band), k, v, of_k, of_v)
+    return by_position(found.of_q.to(q.dtype)), by_position(of_k.to(k.dtype)), by_position(of_v.to(v.dtype))
+
+
+# --- CUDA: documents as sequences of different lengths ----------------------------------------------------------------
+def _is_contiguous(rows: Sequence[Runs]) -> bool:
+    """Whether every document of every row is one run of positions."""
+    return all(len(runs) == 1 for row in rows for runs in row.values())
+
+
+def _cumulate_lengths(rows: Sequence[Runs], device: torch.device) -> tuple[Tensor, int]:
+    """Return the starts of the documents in the joined rows, with the end (int32, on ``device``), and the length of the
+    longest document.
+    """
+    lengths = [runs[0].length for row in rows for runs in row.values()]
+    starts = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32)
+    return starts.to(device, non_blocking=True), max(lengths)
+
+
+def _join_rows(x: Tensor) -> Tensor:
+    """Return ``x`` ``[b, h, s, d]`` as the rows of the flash kernel, ``[b * s, h, d]``."""
+    rows: Tensor = x.transpose(1, 2).flatten(0, 1)
+    return rows
+
+
+def _split_rows(x: Tensor, batch: int) -> Tensor:
+    """Return ``x`` ``[b * s, h, d]`` as ``[b, h, s, d]``. ``batch``: the number ``b`` of rows."""
+    rows: Tensor = x.unflatten(0, (batch, -1))
+    return rows.transpose(1, 2)
+
+
+def _describe_window(band: Band, longest: int) -> dict[str, int]:
+    """Return the window arguments of the flash kernel; ``longest``: the length of the longest document."""
+    if band.is_full or band.is_causal:
+        return {}
+    before, after = (longest if limit is None else limit for limit in band)
+    return {"window_size_left": before, "window_size_right": after}
+
+
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor, int], band: Band, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Compute attention within documents by the flash kernel. ``documents``: from :func:`_cumulate_lengths`."""
+    starts, longest = documents
+    rows = [_join_rows(x) for x in (q, k, v)]
+    window = _describe_window(band, longest)
+    out, lse, *_ = aten._flash_attention_forward(
+        *rows, starts, starts, longest, longest, 0.0, band.is_causal, False, scale=scale, **window
+    )
+    batch, heads, length, _ = q.shape
+    return _split_rows(out, batch), lse.view(heads, batch, length).transpose(0, 1).contiguous()
+
+
+def _flash_backward(
+    grad: Tensor,
+    operands: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
+    documents: tuple[Tensor, int],
+    band: Band,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of ``operands`` (queries, keys, values) by the flash kernel. ``results``: the attention's
+    result and logsumexp. ``documents``: from :func:`_cumulate_lengths`.
+    """
+    starts, longest = documents
+    batch = grad.shape[0]
+    lse = results[1].transpose(0, 1).flatten(1).contiguous()
+    state = torch.zeros(2, dtype=torch.uint64, device=grad.device)
+    found = aten._flash_attention_backward(
+        _join_rows(grad), *(_join_rows(x) for x in operands), _join_rows(results[0]), lse, starts, starts, longest,
+        longest, 0.0, band.is_causal, state, state[:0], scale=scale, **_describe_window(band, longest),
+    )  # fmt: skip
+    return tuple(_split_rows(x, batch) for x in found)  # type: ignore[return-value]
+
+
+def _empty_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return empty_by_position(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=find_accumulation_dtype(q))
+
+
+def _empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(empty_by_position(x, x.shape[-1]) for x in (q, k, v))  # type: ignore[return-value]
+
+
+_library.define(
+    "document_attention(Tensor q, Tensor k, Tensor v, Tensor ids, int[] lengths, int before, int after, float? scale) "
+    "-> (Tensor, Tensor)"
+)
+_library.define(
+    "document_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor ids, Tensor out, Tensor lse, "
+    "int[] limits, float? scale) -> (Tensor, Tensor, Tensor)"
+)
+for _device in ("CPU", "CUDA"):
+    _library.impl("document_attention", document_attention, _device)
+    _library.impl("document_attention_backward", document_attention_backward, _device)
+torch.library.register_fake(f"{NAMESPACE}::document_attention", _empty_results, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::document_attention_backward", _empty_gradients, lib=_library)
+document_ops = torch.ops.partition
+
+
+def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:4], *output)
+    ctx.set_materialize_grads(False)
+    ctx.kept = inputs[5:7], inputs[7]
+
+
+def _compute_gradients(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    if grad is None:
+        return (None,) * 8
+    return *torch.ops.partition.document_attention_backward(grad, *ctx.saved_tensors, *ctx.kept), *(None,) * 5
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::document_attention", _compute_gradients, setup_context=_save_operands, lib=_library
+)

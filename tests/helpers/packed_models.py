@@ -1,0 +1,228 @@
+"""Decoders whose attention keeps packed documents apart, in several notations, and packings of documents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+
+HIDDEN, HEADS, KV_HEADS, VOCAB, WINDOW = 32, 8, 4, 40, 3
+LENGTHS = (5, 1, 7, 3, 9, 2, 4, 6, 8, 3)  # two rows of 24 positions
+ROW = 24
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def _distance(length: int) -> Tensor:
+    place = torch.arange(length)
+    return place[:, None] - place
+
+
+def _same(ids: Tensor) -> Tensor:
+    return (ids[:, :, None] == ids[:, None, :])[:, None]
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def boolean(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    return _sdpa(q, k, v, _same(ids) & (_distance(q.shape[2]) >= 0))
+
+
+def additive(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    apart = torch.zeros(1, dtype=q.dtype).masked_fill(~_same(ids), torch.finfo(q.dtype).min)
+    later = torch.full((q.shape[2],) * 2, -math.inf, dtype=q.dtype).triu(1)
+    return _sdpa(q, k, v, apart + later)
+
+
+def subtracted(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    shown = (_same(ids) & torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()).to(q.dtype)
+    return _sdpa(q, k, v, (1.0 - shown) * -1e9)
+
+
+def hidden(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """Hides keys of another document, or behind the query."""
+    other = ids.unsqueeze(2).ne(ids.unsqueeze(1)).unsqueeze(1) | (_distance(q.shape[2]) < 0)
+    return _sdpa(q, k, v, torch.zeros(other.shape, dtype=q.dtype).masked_fill(other, -math.inf))
+
+
+def chosen(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    shown = _same(ids) & (_distance(q.shape[2]) >= 0)
+    zero, lowest = torch.zeros((), dtype=q.dtype), torch.full((), -math.inf, dtype=q.dtype)
+    return _sdpa(q, k, v, torch.where(shown, zero, lowest))
+
+
+def indexed(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """By index, as mask functions of a query's and a key's index are evaluated."""
+    place = torch.arange(q.shape[2])
+    row = torch.arange(q.shape[0])[:, None, None, None]
+    query, key = place[None, None, :, None], place[None, None, None, :]
+    return _sdpa(q, k, v, (ids[row, query] == ids[row, key]) & (key <= query))
+
+
+def triangular(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    return _sdpa(q, k, v, (1 - _same(ids).to(q.dtype).tril()) * torch.finfo(q.dtype).min)
+
+
+def lower(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    return _sdpa(q, k, v, _same(ids).tril())
+
+
+def window(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    distance = _distance(q.shape[2])
+    return _sdpa(q, k, v, _same(ids) & (distance >= 0) & (distance < WINDOW))
+
+
+def both_ways(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    return _sdpa(q, k, v, _same(ids))
+
+
+def restarted(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """Reads positions, which restart at each document."""
+    changes = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
+    ordered = positions[:, None, :, None] >= positions[:, None, None, :]
+    return _sdpa(q, k, v, _same(changes.cumsum(-1)) & ordered)
+
+
+def restarted_window(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    changes = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
+    query, key = positions[:, None, :, None], positions[:, None, None, :]
+    return _sdpa(q, k, v, _same(changes.cumsum(-1)) & (query >= key) & (key > query - WINDOW))
+
+
+_BY_IDS = boolean, additive, subtracted, hidden, chosen, indexed, triangular, lower, window, both_ways
+BY_IDS: dict[str, Attend] = {f.__name__: f for f in _BY_IDS}
+BY_POSITIONS: dict[str, Attend] = {f.__name__: f for f in (restarted, restarted_window)}
+NOTATIONS = BY_IDS | BY_POSITIONS
+
+
+def attend_alone(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The attention of one document alone, under the mask ``name`` without other documents."""
+    if "window" in name:
+        distance = _distance(q.shape[2])
+        return _sdpa(q, k, v, (distance >= 0) & (distance < WINDOW))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=name != "both_ways", enable_gqa=True)
+
+
+class PackedLayer(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.norm, self.norm2 = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
+        self.q = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.k, self.v = (nn.Linear(HIDDEN, HIDDEN * KV_HEADS // HEADS) for _ in range(2))
+        self.o = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, data: Tensor | None) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (p(y).unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        a = attend_alone(self.name, q, k, v) if data is None else NOTATIONS[self.name](q, k, v, data)
+        x = x + self.o(a.transpose(1, 2).flatten(2))
+        return x + self.down(F.silu(self.up(self.norm2(x))))
+
+
+class PackedDecoder(nn.Module):
+    """In float64. Tokens, targets, positions in the document and document ids are ``[batch, positions]``."""
+
+    def __init__(self, name: str, layers: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.name = name
+        self.embedding, self.places = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(16, HIDDEN)
+        self.layers = nn.ModuleList(PackedLayer(name) for _ in range(layers))
+        self.norm = nn.RMSNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.double()
+
+    def logits(self, tokens: Tensor, positions: Tensor, data: Tensor | None) -> Tensor:
+        x = self.embedding(tokens) + self.places(positions)
+        for layer in self.layers:
+            x = layer(x, data)
+        return self.head(self.norm(x))
+
+    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        logits = self.logits(tokens, positions, positions if self.name in BY_POSITIONS else ids)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}
+
+
+Document = tuple[Tensor, Tensor]  # tokens and targets
+
+
+def make_documents(lengths: Sequence[int] = LENGTHS) -> list[Document]:
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for n in lengths:
+        tokens, targets = (torch.randint(0, VOCAB, (n,), generator=generator) for _ in range(2))
+        found.append((tokens, targets.masked_fill(torch.rand(n, generator=generator) < 0.3, -100)))
+    return found
+
+
+def pack(documents: Sequence[Document], order: Sequence[int], row: int = ROW) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The inputs of :class:`PackedDecoder`: ``documents`` in ``order``, in rows of ``row`` positions that they fill."""
+    tokens, targets = (torch.cat([documents[d][i] for d in order]).view(-1, row) for i in range(2))
+    sizes = [len(documents[d][0]) for d in order]
+    positions = torch.cat([torch.arange(n) for n in sizes]).view(-1, row)
+    ids = torch.cat([torch.full((n,), 7 * d + 3) for n, d in zip(sizes, order, strict=True)]).view(-1, row)
+    return tokens, targets, positions, ids
+
+
+def list_packings(lengths: Sequence[int], count: int, row: int = ROW) -> list[list[int]]:
+    """Different orders of documents of ``lengths`` in which rows of ``row`` positions end with a document."""
+    generator, found = torch.Generator().manual_seed(2), list[list[int]]()
+    while len(found) < count:
+        order = torch.randperm(len(lengths), generator=generator).tolist()
+        ends = {sum(lengths[d] for d in order[: i + 1]) for i in range(len(order))}
+        if all(e in ends for e in range(row, sum(lengths) + 1, row)) and order not in found:
+            found.append(order)
+    return found
+
+
+def run_alone(
+    model: PackedDecoder, documents: Sequence[Document], order: Sequence[int], row: int = ROW
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The loss, logits and gradients of the documents, each in a row of its own."""
+    model.zero_grad()
+    parts = [model.logits(documents[d][0][None], torch.arange(len(documents[d][0]))[None], None)[0] for d in order]
+    logits, targets = torch.cat(parts), torch.cat([documents[d][1] for d in order])
+    loss = F.cross_entropy(logits, targets)
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), logits.detach().view(-1, row, VOCAB), gradients
+
+
+class SequenceDecoder(nn.Module):
+    """In float64. Attends within sequences of different lengths by torch's ``varlen_attn``, which runs on GPUs alone.
+
+    Tokens and targets are ``[1, positions]``, cumulated lengths ``[sequences + 1]``. Without cumulated lengths the row
+    is one document, which runs anywhere.
+    """
+
+    def __init__(self, window: int | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.window = window
+        self.embedding, self.qkv = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, 2 * HIDDEN)
+        self.out, self.head = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, VOCAB)
+        self.double()
+
+    def logits(self, tokens: Tensor, ends: Tensor | None) -> Tensor:
+        x = self.embedding(tokens)
+        parts = self.qkv(x[0]).split([HIDDEN, HIDDEN // 2, HIDDEN // 2], -1)
+        q, k, v = (part.unflatten(-1, (-1, HIDDEN // HEADS)) for part in parts)
+        if ends is None:
+            name = "boolean" if self.window is None else "window"
+            attended = attend_alone(name, *(a.transpose(0, 1)[None] for a in (q, k, v)))[0].transpose(0, 1)
+        else:
+            before = -1 if self.window is None else self.window - 1
+            attended = varlen_attn(q, k, v, ends, ends, ROW, ROW, window_size=(before, 0), enable_gqa=True)
+        return self.head(x + self.out(attended.flatten(1))[None])
+
+    def forward(self, tokens: Tensor, targets: Tensor, ends: Tensor) -> dict[str, Tensor]:
+        logits = self.logits(tokens, ends)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}

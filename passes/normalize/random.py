@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, fx
@@ -169,6 +169,14 @@ def _build_element_index(build: Builder, sizes: list[int]) -> fx.Node:
     return total if total is not None else build(aten.zeros.default, [], dtype=torch.int64, device=META)
 
 
+class AttentionOptions(TypedDict, total=False):
+    """Options of ``aten.scaled_dot_product_attention``. ``scale``: the factor of the scores; ``None`` means ``1 /
+    sqrt(width of a head)``. ``enable_gqa``: whether each head of keys and values serves several heads of queries."""
+
+    scale: float | None
+    enable_gqa: bool
+
+
 def rewrite_attention_dropout(
     build: Builder,
     q: fx.Node,
@@ -177,20 +185,20 @@ def rewrite_attention_dropout(
     mask: fx.Node | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Any:
     """Rewrite attention with dropout as matrix products and a softmax, because dropout needs the weights as a tensor.
 
-    Return the node of the result, or ``KEEP`` (the operator stays) if ``dropout_p`` is 0.
+    The arguments after ``build`` are those of ``aten.scaled_dot_product_attention``. Return the node of the result, or
+    ``KEEP`` (the operator stays) if ``dropout_p`` is 0.
     """
     if not dropout_p:
         return KEEP
-    groups = list_node_sizes(q)[-3] // list_node_sizes(k)[-3] if enable_gqa else 1
+    groups = list_node_sizes(q)[-3] // list_node_sizes(k)[-3] if options.get("enable_gqa") else 1
     if groups > 1:
         k, v = (_repeat_key_heads(build, x, groups) for x in (k, v))
-    scale = 1.0 / math.sqrt(list_node_sizes(q)[-1]) if scale is None else scale
+    given = options.get("scale")
+    scale = 1.0 / math.sqrt(list_node_sizes(q)[-1]) if given is None else given
     scores = build(aten.matmul.default, build(aten.mul.Tensor, q, scale), build(aten.transpose.int, k, -2, -1))
     if is_causal:
         mask = _build_causal_mask(build, list_node_sizes(q)[-2], list_node_sizes(k)[-2])

@@ -380,6 +380,7 @@ def lengthen_sequences(inputs: Any, size: int) -> Any:
 
 _SHORT = 128  # tokens with which the search for the longest sequence starts where a job does not fit
 _LONGEST = 2**20
+_MOST_SAMPLES = 4096  # of one rank at a time
 _TOLERANCE = 1 / 16  # of the largest sizes: a memory estimate is hardly more exact
 
 
@@ -475,7 +476,7 @@ def check_fit(
         samples = None if plan.tokens_per_step or not length else tokens / length
         run = plan.training_run(tokens=tokens if samples is None else None, samples=samples, price=price)
     free = (constraints or Constraints()).model_copy(update={"microbatch_size": None})
-    batch = _try_largest(model, topology, inputs, "microbatch", constraints=free, **more)
+    batch = _try_largest(model, topology, inputs, "microbatch", most=_MOST_SAMPLES, constraints=free, **more)
     if not length:
         return Fit(plan, reason, 0, batch, None, run)
     sample = inputs if plan is not None else lengthen_sequences(inputs, min(length, _SHORT))

@@ -244,7 +244,9 @@ def _list_waveforms(found: Configuration, request: BatchRequest) -> Iterator[Inp
 
 
 def _list_spectra(found: Configuration, request: BatchRequest) -> Iterator[InputSpec]:
-    """Yield spectrograms: numbers of frames times both orders of the dims; then several frames as one."""
+    """Yield spectrograms: numbers of frames times both orders of the dims, also with several frames as one. Frames come
+    first: a model that has them last refuses it, since its first convolution has as many channels as there are bins.
+    """
     config, samples = found.config, request.samples
     mels = read_number(config, *_MELS) or 80
     frames = read_number(config, *_FRAMES)
@@ -252,9 +254,9 @@ def _list_spectra(found: Configuration, request: BatchRequest) -> Iterator[Input
     known = () if frames is None else (2 * frames, frames)
     lengths = dict.fromkeys(asked or (*known, 1024))
     for length, joined in product(lengths, (1, 2, 4)):
-        yield InputSpec((samples, mels * joined, length))
         yield InputSpec((samples, length, mels * joined))
+        yield InputSpec((samples, mels * joined, length))
     if asked and frames is not None and not math.isclose(asked[0], frames):
         for length in known:  # a model with a fixed number of frames accepts no other
-            yield InputSpec((samples, mels, length))
             yield InputSpec((samples, length, mels))
+            yield InputSpec((samples, mels, length))

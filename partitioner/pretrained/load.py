@@ -59,7 +59,8 @@ class PretrainedModel:
         model: the model, in training mode; on the meta device unless values were asked for.
         inputs: one batch that the model accepts, by argument name.
         task: what it is trained for: ``causal``, ``seq2seq``, ``masked``, ``image`` or ``audio``.
-        weights: the folder with the model's safetensors; ``None`` if there are none.
+        weights: the folder with all of the model's weights as safetensors; ``None`` if there are none, or if the model
+            has adapters, whose weights are in no folder.
         longest: the number of positions of the model; ``None`` if it has no limit.
         notes: sentences about what was left out or chosen.
     """
@@ -124,7 +125,10 @@ def load_pretrained(
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     inputs = {n: t.to(dtype) if t.is_floating_point() else t for n, t in inputs.items()}
     longest = longest_sample(found.config) if labels == "tokens" else None
-    return PretrainedModel(model, inputs, chosen, found.weights, longest, (*found.notes, *notes))
+    weights = found.weights if adapters is None else None
+    if adapters is not None and found.weights is not None:
+        notes = (*notes, f"{found.weights} has no weights of the adapters: give the ranks those of a loaded model.")
+    return PretrainedModel(model, inputs, chosen, weights, longest, (*found.notes, *notes))
 
 
 def partition_pretrained(

@@ -168,6 +168,8 @@ def test_a_plan_remembers_the_folder_of_the_weights(saved: Path, tmp_path: Path)
     assert f"plan.json --weights {saved.resolve()}" in invoke("launch", file).stdout
     assert "--weights other" in invoke("launch", file, "--", "--weights", "other").stdout
     assert str(saved) not in invoke("launch", file, "--", "--weights", "other").stdout
+    adapted = partition_pretrained(saved, Topology.local(2), batch=4, lora="r=2", estimate_only=True)
+    assert adapted.weights == "" and any("no weights of the adapters" in note for note in adapted.notes)
 
 
 def test_values_are_those_of_the_folder(saved: Path) -> None:

@@ -457,7 +457,7 @@ def check_fit(
         inputs: one global batch, as for :func:`partitioner.partition`.
         tokens: tokens of the training run; ``None``: no run.
         price: US dollars for one device and hour; ``None``: that of the hardware file.
-        longest: the longest sequence to try; ``None``: 1,048,576 tokens.
+        longest: the longest sequence that the model takes, which is tried first; ``None``: 1,048,576 tokens.
         constraints: as for :func:`partitioner.partition`.
         more: further arguments of :func:`partitioner.partition`.
 
@@ -476,18 +476,22 @@ def check_fit(
         samples = None if plan.tokens_per_step or not length else tokens / length
         run = plan.training_run(tokens=tokens if samples is None else None, samples=samples, price=price)
     free = (constraints or Constraints()).model_copy(update={"microbatch_size": None})
-    batch = _try_largest(model, topology, inputs, "microbatch", most=_MOST_SAMPLES, constraints=free, **more)
+    batch = _try_largest(model, topology, inputs, of="microbatch", most=_MOST_SAMPLES, constraints=free, **more)
     if not length:
         return Fit(plan, reason, 0, batch, None, run)
-    sample = inputs if plan is not None else lengthen_sequences(inputs, min(length, _SHORT))
-    limits: dict[str, Any] = {"most": max(longest or _LONGEST, length), "constraints": constraints}
-    return Fit(plan, reason, length, batch, _try_largest(model, topology, sample, "sequence", **limits, **more), run)
+    most = max(longest or _LONGEST, length)
+    starts = (*((most,) if longest else ()), length if plan is not None else min(length, _SHORT))
+    found = (
+        _try_largest(model, topology, lengthen_sequences(inputs, start), most=most, constraints=constraints, **more)
+        for start in starts  # often the model ends before the memory does
+    )
+    return Fit(plan, reason, length, batch, next(filter(None, found), None), run)
 
 
-def _try_largest(model: Any, topology: Topology, inputs: Any, of: Of, **more: Any) -> Largest | None:
+def _try_largest(model: Any, topology: Topology, inputs: Any, **more: Any) -> Largest | None:
     """Return the largest size that fits; ``None`` if the first one does not."""
     try:
-        return largest_that_fits(model, topology, inputs, of, tolerance=_TOLERANCE, **more)
+        return largest_that_fits(model, topology, inputs, tolerance=_TOLERANCE, **more)
     except CapacityError:
         return None
 

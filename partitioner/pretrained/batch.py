@@ -121,17 +121,18 @@ def make_batch(specs: Mapping[str, InputSpec], device: str = "cpu", seed: int = 
 def choose_length(config: Any) -> int:
     """Return the number of tokens of a sample if none is asked for: 2,048, or as many as the model has positions,
     rounded down to a multiple of 64."""
-    most = min(read_number(config, *_POSITIONS) or _LENGTH, _LENGTH)
-    return most // _MULTIPLE * _MULTIPLE or most
+    return min(longest_sample(config) or _LENGTH, _LENGTH)
 
 
 def longest_sample(config: Any) -> int | None:
-    """Return the number of positions that the model has; ``None`` if the configuration has no limit."""
-    return read_number(config, *_POSITIONS)
+    """Return the number of positions that the model has, of 64 or more rounded down to a multiple of 64, since some
+    models keep a few for themselves. ``None`` if the configuration has no limit."""
+    most = read_number(config, *_POSITIONS)
+    return None if most is None else most // _MULTIPLE * _MULTIPLE or most
 
 
 def _check_length(config: Any, request: BatchRequest) -> None:
-    most = longest_sample(config)
+    most = read_number(config, *_POSITIONS)
     if request.length is not None and most is not None and request.labels == "tokens" and request.length > most:
         raise PretrainedError(
             f"a sample of {request.length:,} tokens is longer than the {most:,} positions of the model; give at most "

@@ -61,7 +61,7 @@ class PretrainedModel:
         task: what it is trained for: ``causal``, ``seq2seq``, ``masked``, ``image`` or ``audio``.
         weights: the folder with all of the model's weights as safetensors; ``None`` if there are none, or if the model
             has adapters, whose weights are in no folder.
-        longest: the number of positions of the model; ``None`` if it has no limit.
+        longest: the longest sample in tokens, from the positions of the model; ``None`` if it has no limit.
         notes: sentences about what was left out or chosen.
     """
 

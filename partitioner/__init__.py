@@ -13,7 +13,16 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from partitioner.api import partition
-    from partitioner.cluster_size import Largest, Size, SizeError, Sizing, largest_that_fits, size_cluster
+    from partitioner.cluster_size import (
+        Fit,
+        Largest,
+        Size,
+        SizeError,
+        Sizing,
+        check_fit,
+        largest_that_fits,
+        size_cluster,
+    )
     from partitioner.constraints import Constraints
     from partitioner.errors import CapacityError, ConstraintError, PlanError, TopologyError
     from partitioner.execution_profile import ExecutionProfile
@@ -43,6 +52,9 @@ if TYPE_CHECKING:
     from partitioner.plans.files import PlanFileError
     from partitioner.plans.reference import Reference, run_reference
     from partitioner.plans.verify import Verification
+    from partitioner.pretrained.adapters import Lora
+    from partitioner.pretrained.configuration import HubError, PretrainedError, RemoteCodeError
+    from partitioner.pretrained.load import PretrainedModel, load_pretrained, partition_pretrained
     from partitioner.programs.requests import Evaluate, ShapeError, Shapes
     from partitioner.runtime import debug
     from partitioner.runtime.checkpoint.series import Checkpoints
@@ -95,6 +107,8 @@ __all__ = [
     "Estimate",
     "Evaluate",
     "ExecutionProfile",
+    "Fit",
+    "HubError",
     "InputsError",
     "InstructionError",
     "InternalError",
@@ -103,6 +117,7 @@ __all__ = [
     "LayoutError",
     "Loader",
     "LocalRanks",
+    "Lora",
     "LossSpikes",
     "Monitor",
     "OffloadError",
@@ -114,11 +129,14 @@ __all__ = [
     "PlanFileError",
     "Prediction",
     "PreparedModel",
+    "PretrainedError",
+    "PretrainedModel",
     "Program",
     "RankError",
     "RankProgram",
     "RankTimeout",
     "Reference",
+    "RemoteCodeError",
     "ResourceError",
     "RuleError",
     "Run",
@@ -142,11 +160,14 @@ __all__ = [
     "WeightsError",
     "by_expert",
     "by_group",
+    "check_fit",
     "check_strategies",
     "debug",
     "init_process_group",
     "largest_that_fits",
+    "load_pretrained",
     "partition",
+    "partition_pretrained",
     "predict_layout",
     "prepare",
     "read_layout",
@@ -162,7 +183,16 @@ __all__ = [
 # A name is imported when it is first used: a command that needs no PyTorch then starts without it.
 _HOMES: dict[str, tuple[str, ...]] = {
     "partitioner.api": ("partition",),
-    "partitioner.cluster_size": ("Largest", "Size", "SizeError", "Sizing", "largest_that_fits", "size_cluster"),
+    "partitioner.cluster_size": (
+        "Fit",
+        "Largest",
+        "Size",
+        "SizeError",
+        "Sizing",
+        "check_fit",
+        "largest_that_fits",
+        "size_cluster",
+    ),
     "partitioner.constraints": ("Constraints",),
     "partitioner.errors": ("CapacityError", "ConstraintError", "PlanError", "TopologyError"),
     "partitioner.execution_profile": ("ExecutionProfile",),
@@ -192,6 +222,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "partitioner.plans.files": ("PlanFileError",),
     "partitioner.plans.reference": ("Reference", "run_reference"),
     "partitioner.plans.verify": ("Verification",),
+    "partitioner.pretrained.adapters": ("Lora",),
+    "partitioner.pretrained.configuration": ("HubError", "PretrainedError", "RemoteCodeError"),
+    "partitioner.pretrained.load": ("PretrainedModel", "load_pretrained", "partition_pretrained"),
     "partitioner.programs.requests": ("Evaluate", "ShapeError", "Shapes"),
     "partitioner.runtime.debug": ("debug",),  # the module itself
     "partitioner.runtime.checkpoint.series": ("Checkpoints",),

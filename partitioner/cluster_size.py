@@ -2,6 +2,7 @@
 
 ``size_cluster`` finds the smallest cluster that reaches a step time, or the cheapest in money or energy per step.
 ``largest_that_fits`` finds the largest microbatch, or the longest sequence, that fits in the memory of a cluster.
+``check_fit`` says whether a job fits on a cluster, what the largest sizes are, and what a run of it takes.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from partitioner.api import partition
 from partitioner.constraints import Constraints
 from partitioner.draw import DrawError
 from partitioner.draw.scaling import ScalingPoint, draw_scaling
-from partitioner.errors import ConstraintError, PlanError, TimeLimitError
+from partitioner.errors import CapacityError, ConstraintError, PlanError, TimeLimitError
 from partitioner.explain.tables import throughput_text
 from partitioner.passes.errors import InputsError, PartitionError
 from partitioner.passes.faults import typed_errors
 from partitioner.plan import Plan
-from partitioner.plans.figures import memory_text, mesh_text
-from partitioner.plans.training_run import energy_of, money_of
+from partitioner.plans.figures import fullest_rank, list_usable_bytes, memory_text, mesh_text
+from partitioner.plans.training_run import TrainingRun, energy_of, money_of
 from partitioner.runtime.files import write_text
 from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
 from partitioner.topology import Topology
-from partitioner.units import format_digits, format_percent, format_plural, seconds_text
+from partitioner.units import bytes_text, count_text, format_digits, format_percent, format_plural, seconds_text
 from partitioner.validate import check_seconds
 
 Minimise = Literal["nodes", "money", "energy", "time"]
@@ -287,6 +288,7 @@ def largest_that_fits(
     *,
     most: int = 2**24,
     multiple: int | None = None,
+    tolerance: float = 0.0,
     constraints: Constraints | None = None,
     **more: Any,
 ) -> Largest:
@@ -302,6 +304,7 @@ def largest_that_fits(
             of the batch.
         most: largest size to try.
         multiple: sizes are multiples of it; by default 1 for microbatches, and up to 1,024 tokens for sequences.
+        tolerance: the search ends when the next larger size has no plan and is larger by this share at most.
         constraints: as for :func:`partitioner.partition`.
         more: further arguments of :func:`partitioner.partition`.
 
@@ -322,9 +325,9 @@ def largest_that_fits(
     good, found = first, plan(first)
     bad: int | None = None
     reason = ""
-    while bad is None or bad - good > step:
-        size = 2 * good if bad is None else (good + bad) // 2 // step * step
-        if size > most or size <= good:
+    while bad is None or bad - good > max(step, tolerance * good):
+        size = min(2 * good, most // step * step) if bad is None else (good + bad) // 2 // step * step
+        if size <= good:
             break
         try:
             good, found = size, plan(size)
@@ -379,3 +382,130 @@ def lengthen_sequences(inputs: Any, size: int) -> Any:
         return leaf.index_select(_DIM, torch.arange(size, device=leaf.device) % length)
 
     return tree_map(stretched, inputs)
+
+
+_SHORT = 128  # tokens with which the search for the longest sequence starts where a job does not fit
+_LONGEST = 2**20
+_MOST_SAMPLES = 4096  # of one rank at a time
+_TOLERANCE = 1 / 16  # of the largest sizes: a memory estimate is hardly more exact
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Result of :func:`check_fit`. ``str()`` of it has a line for each answer.
+
+    Attributes:
+        plan: the estimates of the job's best plan, without a program; ``None``: the job does not fit.
+        reason: why it does not fit, and the nearest changes with which it does; empty if it fits.
+        length: tokens of a sample; 0 if the inputs are not sequences of tokens.
+        microbatch: the largest microbatch that fits; ``None``: not even one sample for each device does.
+        sequence: the longest sequence that fits; ``None``: none does, or there are no sequences.
+        run: what the training run takes; ``None``: no run was asked for, or the job does not fit.
+    """
+
+    plan: Plan | None = field(repr=False)
+    reason: str = ""
+    length: int = 0
+    microbatch: Largest | None = None
+    sequence: Largest | None = None
+    run: TrainingRun | None = None
+
+    @property
+    def margin_bytes(self) -> int | None:
+        """Bytes that are left on the fullest rank; ``None`` if the job does not fit."""
+        if self.plan is None or not self.plan.estimate.memory:
+            return None
+        rank = fullest_rank(self.plan)
+        return list_usable_bytes(self.plan)[rank] - self.plan.estimate.memory[rank]
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second; ``None`` if the job does not fit or has no sequences."""
+        if self.plan is None or not self.length or not self.plan.estimate.step_time:
+            return None
+        return self.plan.global_batch * self.length / self.plan.estimate.step_time
+
+    def __str__(self) -> str:
+        lines = [f"fits: no; {self.reason}"]
+        if self.plan is not None:
+            left = f", {bytes_text(self.margin_bytes)} left" if self.margin_bytes is not None else ""
+            rate = self.tokens_per_s
+            speed = throughput_text(self.plan) if rate is None else f"{count_text(rate)} tokens/s"
+            batch = format_plural(self.plan.global_batch, "sample")
+            lines = [
+                f"fits: yes, {memory_text(self.plan)}{left} on the fullest rank",
+                f"layout: {mesh_text(self.plan.mesh)}",
+                f"step: {seconds_text(self.plan.estimate.step_time)} for {batch}, {speed}",
+            ]
+        largest = "not even one sample for each device fits" if self.microbatch is None else str(self.microbatch)
+        lines.append(f"largest batch: {largest}")
+        if self.length:
+            lines.append(f"longest sequence: {'none fits' if self.sequence is None else self.sequence}")
+        return "\n".join([*lines, *([f"run: {self.run}"] if self.run is not None else [])])
+
+
+@typed_errors("check_fit()")
+def check_fit(
+    model: Any,
+    topology: Topology,
+    inputs: Any,
+    *,
+    tokens: float | None = None,
+    price: float | None = None,
+    longest: int | None = None,
+    constraints: Constraints | None = None,
+    **more: Any,
+) -> Fit:
+    """Find out whether a job fits in the memory of ``topology``, the largest microbatch and the longest sequence that
+    do, and what a training run takes.
+
+    Args:
+        inputs: one global batch, as for :func:`partitioner.partition`.
+        tokens: tokens of the training run; ``None``: no run.
+        price: US dollars for one device and hour; ``None``: that of the hardware file.
+        longest: the longest sequence that the model takes, which is tried first; ``None``: 1,048,576 tokens.
+        constraints: as for :func:`partitioner.partition`.
+        more: further arguments of :func:`partitioner.partition`.
+
+    Raises the errors of :func:`partitioner.partition` besides :class:`CapacityError`, and those of
+    ``Plan.training_run``.
+    """
+    length = _token_length(inputs)
+    plan, reason = None, ""
+    try:
+        plan = partition(model, topology, inputs, constraints=constraints, estimate_only=True, **more)
+    except CapacityError as error:
+        error.suggest()
+        reason = str(error)
+    run = None
+    if plan is not None and tokens is not None:
+        samples = None if plan.tokens_per_step or not length else tokens / length
+        run = plan.training_run(tokens=tokens if samples is None else None, samples=samples, price=price)
+    free = (constraints or Constraints()).model_copy(update={"microbatch_size": None})
+    batch = _try_largest(model, topology, inputs, of="microbatch", most=_MOST_SAMPLES, constraints=free, **more)
+    if not length:
+        return Fit(plan, reason, 0, batch, None, run)
+    most = max(longest or _LONGEST, length)
+    starts = (*((most,) if longest else ()), length if plan is not None else min(length, _SHORT))
+    found = (
+        _try_largest(model, topology, lengthen_sequences(inputs, start), most=most, constraints=constraints, **more)
+        for start in starts  # often the model ends before the memory does
+    )
+    return Fit(plan, reason, length, batch, next(filter(None, found), None), run)
+
+
+def _try_largest(model: Any, topology: Topology, inputs: Any, **more: Any) -> Largest | None:
+    """Return the largest size that fits; ``None`` if the first one does not."""
+    try:
+        return largest_that_fits(model, topology, inputs, tolerance=_TOLERANCE, **more)
+    except CapacityError:
+        return None
+
+
+def _token_length(inputs: Any) -> int:
+    """Return the number of tokens of a sample if the inputs are sequences of tokens: whole numbers of two dims, all of
+    one length. Else 0.
+    """
+    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > _DIM]
+    lengths = {leaf.shape[_DIM] if leaf.dim() == 2 and not leaf.is_floating_point() else 0 for leaf in leaves}
+    return int(lengths.pop()) if len(lengths) == 1 else 0

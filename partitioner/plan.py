@@ -256,6 +256,9 @@ class Plan(Data):
     padding: BatchPadding | None = Field(
         default=None, description="The shape of the batches of program. None: batches are as they were planned."
     )
+    weights: str = Field(
+        default="", description="The folder with the model's weights, if it was planned from its configuration."
+    )
 
     @property
     def program(self) -> Program:

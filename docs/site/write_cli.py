@@ -34,7 +34,8 @@ partitioner run plan.json examples/plain_module.py:example
 partitioner launch plan.json
 ```
 
-A model is named `FILE.py:FUNCTION`. The function takes no arguments and returns a model, `(model, inputs)` or
+A model is named by its configuration: a [Hugging Face folder](pretrained.md), a `config.json` or a name on the hub. Or
+it is named `FILE.py:FUNCTION`. The function takes no arguments and returns a model, `(model, inputs)` or
 `(model, inputs, loss)`. The inputs are one global batch.
 
 Results go to standard output, errors and progress to standard error. `--debug`, anywhere on the line, shows the

@@ -25,6 +25,7 @@ from partitioner.cli.console import (
     show_spinner,
 )
 from partitioner.cli.options import (
+    Adapters,
     Chart,
     GlobalBatch,
     Html,
@@ -37,13 +38,16 @@ from partitioner.cli.options import (
     PlanFile,
     Precision,
     Profile,
+    SampleOptions,
+    Seq,
+    TaskName,
     all_constraints,
     format_examples,
     load_target,
 )
 from partitioner.cli.predict import add_predict_commands
 from partitioner.cli.run import add_launch_commands, add_watch_commands
-from partitioner.cli.size import add_budget_command, add_largest_command, add_size_command
+from partitioner.cli.size import add_budget_command, add_fit_command, add_largest_command, add_size_command
 from partitioner.option_text import read_options
 from partitioner.units import format_plural, seconds_text
 
@@ -79,6 +83,8 @@ def add_version(
         "partitioner plan model.py:make --topology dgx-h100:4 --global-batch 512 --tp 8 --precision bf16",
         "partitioner plan model.py:make --topology cluster.yaml --pp 2 --microbatch 1 --schedule gpipe",
         "partitioner plan model.py:make --topology dgx-h100:8 --meta --profile megatron-core",
+        "partitioner plan my-model/ --topology dgx-h100:2 --seq 4096 --batch 256 -o plan.json",
+        "partitioner plan my-model/config.json --topology dgx-h100 --lora r=16,targets=q_proj+v_proj",
     )
 )
 def plan(
@@ -143,6 +149,9 @@ def plan(
     global_batch: GlobalBatch = None,
     objective: Annotated[str, typer.Option(help="`train` or `infer`.")] = "train",
     optimizer: Optimizer = "adamw",
+    seq: Seq = None,
+    task: TaskName = None,
+    lora: Adapters = None,
     meta: Meta = False,
     time_limit: Annotated[float | None, typer.Option(help="Seconds; then the best plan so far is taken.")] = None,
     svg: Picture = None,
@@ -165,7 +174,8 @@ def plan(
     check_outputs(out, svg, timeline, memory, html)
     where = Topology.parse(topology)
     with show_spinner(f"Loading {function}"):
-        target = load_target(function, meta=meta)
+        sample = SampleOptions(seq, global_batch, task, lora, objective, devices=where.num_devices)
+        target = load_target(function, meta=meta, asked=sample)
     from partitioner import partition  # the search and PyTorch: what is named wrong is told before they are loaded
 
     doing = f"Planning {target.name} for {format_plural(where.num_devices, 'device')}"
@@ -174,7 +184,7 @@ def plan(
             target.model,
             where,
             inputs=target.inputs,
-            global_batch=global_batch,
+            global_batch=target.global_batch(global_batch),
             loss=target.loss,
             objective=objective,  # type: ignore[arg-type]  # partition says what it may be
             constraints=constraints,
@@ -184,6 +194,8 @@ def plan(
             time_limit_s=time_limit,
             progress=lambda seen: say(f"{doing}: {_so_far(seen)}"),
         )
+    if target.pretrained is not None:
+        found = target.pretrained.describe(found)
     _print_summary(found)
     if out:
         _print_written_path("plan", found.save(out))
@@ -241,10 +253,10 @@ def explain(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE.py:FUNCTION", help="To plan again where the plan's file has no answer.", show_default=False
-        ),
+        typer.Option(metavar="MODEL", help="To plan again where the plan's file has no answer.", show_default=False),
     ] = None,
+    task: TaskName = None,
+    lora: Adapters = None,
     meta: Meta = False,
 ) -> None:
     """Explain a plan: the constraints that limit it, how its step time is composed, and why other layouts were not
@@ -258,7 +270,8 @@ def explain(
         print_parts(explain_parts(loaded))
         return
     asked = read_options(why_not)
-    target = load_target(model, meta=meta) if model is not None else None
+    sample = SampleOptions(task=task, lora=lora, plan=loaded)
+    target = load_target(model, meta=meta, asked=sample) if model is not None else None
     with show_spinner(f"Looking for a plan with {why_not}"):
         answer = (
             loaded.why_not(**asked)
@@ -294,6 +307,8 @@ def verify(
     plan_file: PlanFile,
     function: ModelFunction,
     rows: Annotated[int, typer.Option(help="How many of the largest errors to list.")] = 5,
+    task: TaskName = None,
+    lora: Adapters = None,
 ) -> None:
     """Run all ranks on this machine in float64, and compare outputs, loss and every gradient with those of the model.
 
@@ -302,7 +317,7 @@ def verify(
     from partitioner import Plan
 
     loaded = Plan.load(plan_file)
-    target = load_target(function)
+    target = load_target(function, asked=SampleOptions(task=task, lora=lora, values=True, plan=loaded))
     with show_spinner(f"Running {loaded.program.world_size} ranks and the model"):
         result = loaded.verify(target.model, target.inputs, target.loss)
     worst = sorted(result.errors.items(), key=lambda item: -item[1])[:rows]
@@ -323,6 +338,8 @@ def run(
     function: ModelFunction,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps, all on the function's inputs.")] = 10,
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
+    task: TaskName = None,
+    lora: Adapters = None,
 ) -> None:
     """Train a plan on this machine with one process per rank, and print the loss of each step."""
     from partitioner import Plan
@@ -330,7 +347,8 @@ def run(
 
     loaded = Plan.load(plan_file)
     console = build_output_console()
-    for step, loss in enumerate(train_on_target(loaded, load_target(function), steps, lr)):
+    target = load_target(function, asked=SampleOptions(task=task, lora=lora, values=True, plan=loaded))
+    for step, loss in enumerate(train_on_target(loaded, target, steps, lr)):
         console.print(f"step {step:>4}  loss {loss:.6f}")
 
 
@@ -448,6 +466,7 @@ add_launch_commands(app)
 add_size_command(app)
 add_budget_command(app)
 add_largest_command(app)
+add_fit_command(app)
 add_predict_commands(app)
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Define the arguments and options that several commands share, and load the model that a command names.
 
-A model is named as ``FILE.py:FUNCTION`` or ``package.module:function``.
+A model is named as ``FILE.py:FUNCTION`` or ``package.module:function``, or by its configuration: a Hugging Face folder,
+a ``config.json``, or a name on the hub.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ from partitioner.passes.errors import PartitionError
 if TYPE_CHECKING:
     from torch import nn
 
+    from partitioner.plan import Plan
+    from partitioner.pretrained.load import PretrainedModel
+
 PlanFile = Annotated[Path, typer.Argument(help="A plan, as `partitioner plan -o` writes it.", show_default=False)]
 
 ModelFunction = Annotated[
     str,
     typer.Argument(
-        metavar="FILE.py:FUNCTION",
-        help="A function without arguments that returns a model, (model, inputs) or (model, inputs, loss). "
-        "`package.module:function` will do as well.",
+        metavar="MODEL",
+        help="A Hugging Face folder, a `config.json` or a name on the hub; or `FILE.py:FUNCTION`, a function without "
+        "arguments that returns a model, (model, inputs) or (model, inputs, loss). `package.module:function` will do "
+        "as well.",
         show_default=False,
     ),
 ]
@@ -50,7 +55,40 @@ Precision = Annotated[
     str | None, typer.Option(help="`bf16`, `fp16`, `fp32`, `tf32`, `fp64` or `fp8`; default: as the parameters are.")
 ]
 GlobalBatch = Annotated[
-    int | None, typer.Option(help="Samples per step; the inputs are then only a sample.", show_default=False)
+    int | None,
+    typer.Option(
+        "--global-batch",
+        "--batch",
+        help="Samples per step. The inputs of a function are then only a sample; of a configuration, 8 per device if "
+        "left out.",
+        show_default=False,
+    ),
+]
+Seq = Annotated[
+    int | None,
+    typer.Option(
+        "--seq",
+        help="Of a configuration: tokens of a sample (audio: samples of a waveform, or frames); default: 2,048, or the "
+        "model's positions.",
+        show_default=False,
+    ),
+]
+TaskName = Annotated[
+    str | None,
+    typer.Option(
+        "--task",
+        help="Of a configuration: `causal`, `seq2seq`, `masked`, `image` or `audio`; default: as it says.",
+        show_default=False,
+    ),
+]
+Adapters = Annotated[
+    str | None,
+    typer.Option(
+        "--lora",
+        metavar="r=N,...",
+        help="Of a configuration: train low-rank adapters only, as `r=16,alpha=32,targets=q_proj+v_proj`.",
+        show_default=False,
+    ),
 ]
 Profile = Annotated[
     str | None,
@@ -61,7 +99,12 @@ Profile = Annotated[
     ),
 ]
 Optimizer = Annotated[str, typer.Option(help="Whose state is to fit in memory.")]
-Meta = Annotated[bool, typer.Option("--meta", help="Make the model without memory for its weights.")]
+Meta = Annotated[
+    bool,
+    typer.Option(
+        "--meta", help="Make a function's model without memory for its weights; that of a configuration has none."
+    ),
+]
 
 
 def format_examples(*lines: str) -> str:
@@ -105,22 +148,77 @@ class TargetModel:
     model: nn.Module
     inputs: Any = None
     loss: Callable[..., Any] | None = None
+    pretrained: PretrainedModel | None = None
 
     @property
     def name(self) -> str:
         return type(self.model).__name__
 
+    def global_batch(self, asked: int | None) -> int | None:
+        """Return the argument ``global_batch`` for ``partition``. ``asked``: that of the command line. The inputs of a
+        configuration have this size already."""
+        return None if self.pretrained is not None else asked
 
-def load_target(text: str, *, meta: bool = False) -> TargetModel:
-    """Return the model that the function named by ``text`` returns, with inputs and loss if it returns them. ``meta``:
-    create tensors on the meta device, without memory.
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """What a command was asked for about the model and the batch of a configuration; ``None``: nothing.
+
+    ``seq``, ``batch``, ``task``, ``lora``, ``objective``, ``values``: as for ``load_pretrained``. ``devices``: number
+    of devices, from which the number of samples follows. ``plan``: a plan of the model, which has the sizes of its
+    batch.
+    """
+
+    seq: int | None = None
+    batch: int | None = None
+    task: str | None = None
+    lora: str | None = None
+    objective: str = "train"
+    values: bool = False
+    devices: int = 64
+    plan: Plan | None = None
+
+    def load(self, source: str) -> TargetModel:
+        """Return the model of the configuration ``source`` with a batch."""
+        from partitioner.pretrained.load import choose_samples, load_pretrained
+
+        plan, seq, batch = self.plan, self.seq, self.batch
+        if plan is not None:
+            batch = batch or plan.global_batch or None
+            shapes = [] if plan.written is None else [i.shape for i in plan.written.inputs if len(i.shape) == 2]
+            seq = seq or (shapes[0][1] if shapes else None)
+        found = load_pretrained(
+            source,
+            seq=seq,
+            batch=choose_samples(self.devices) if batch is None else batch,
+            task=self.task,  # type: ignore[arg-type]  # load_pretrained says what it may be
+            lora=self.lora,
+            objective=self.objective if plan is None else plan.objective,  # type: ignore[arg-type]
+            values=self.values,
+        )
+        return TargetModel(found.model, found.inputs, pretrained=found)
+
+
+def load_target(text: str, *, meta: bool = False, asked: SampleOptions | None = None) -> TargetModel:
+    """Return the model that ``text`` names, with inputs and loss if it has them. ``text``: a function that returns it,
+    or a configuration. ``meta``: create a function's tensors on the meta device, without memory. ``asked``: options for
+    a configuration.
 
     Raise :class:`TargetError` if the file or function does not exist, if the function fails, or if its result is not
-    ``SHAPE``.
+    ``SHAPE``. Raise :class:`PretrainedError` for a configuration that cannot be used.
     """
+    asked = asked or SampleOptions()
     where, colon, name = text.rpartition(":")
+    if (Path(text).exists() and not text.endswith(".py")) or (not colon and text and not text.endswith(".py")):
+        return asked.load(text)
     if not colon or not where or not name:
-        raise TargetError(f"{text!r} names no model; expected FILE.py:FUNCTION, where FUNCTION() returns {SHAPE}")
+        raise TargetError(
+            f"{text!r} names no model; expected FILE.py:FUNCTION, where FUNCTION() returns {SHAPE}, or a folder with a "
+            "config.json"
+        )
+    given = [option for option in ("seq", "task", "lora") if getattr(asked, option) is not None]
+    if given:
+        raise TargetError(f"--{given[0]} is for a configuration; {text} is a function, which makes the inputs")
     function = _find_user_function(_import_user_module(where), where, name)
     import torch  # the model has it already; a wrong name is told without
 

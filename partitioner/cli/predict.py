@@ -10,12 +10,16 @@ from rich.text import Text
 
 from partitioner.cli.console import build_output_console, check_outputs, print_parts, show_spinner
 from partitioner.cli.options import (
+    Adapters,
     GlobalBatch,
     Meta,
     ModelFunction,
     PlanFile,
     Precision,
+    SampleOptions,
+    Seq,
     TargetError,
+    TaskName,
     format_examples,
     load_target,
 )
@@ -89,6 +93,9 @@ def predict(
     ] = None,
     precision: Precision = None,
     global_batch: GlobalBatch = None,
+    seq: Seq = None,
+    task: TaskName = None,
+    lora: Adapters = None,
     meta: Meta = False,
     alone: Annotated[bool, typer.Option("--alone", help="Do not make our own plan for comparison.")] = False,
     time_limit: Annotated[float | None, typer.Option(help="Seconds for each search.")] = None,
@@ -120,7 +127,8 @@ def predict(
     where = Topology.parse(topology)
     layout.at(where.num_devices)  # what contradicts is told before the model is loaded
     with show_spinner(f"Loading {function}"):
-        target = load_target(function, meta=meta)
+        sample = SampleOptions(seq, layout.global_batch, task, lora, devices=where.num_devices)
+        target = load_target(function, meta=meta, asked=sample)
     from partitioner import predict_layout
     from partitioner.interop.predict import prediction_parts
 

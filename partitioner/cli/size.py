@@ -1,5 +1,5 @@
-"""The commands ``size``, ``budget`` and ``largest``: the cluster that a job needs, the cost of a training run, and the
-largest input that fits on a cluster.
+"""The commands ``size``, ``budget``, ``largest`` and ``fit``: the cluster that a job needs, the cost of a training run,
+the largest input that fits on a cluster, and whether a job fits.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from partitioner.cli.console import build_output_console, check_outputs, print_parts, show_spinner
 from partitioner.cli.options import (
+    Adapters,
     GlobalBatch,
     Meta,
     ModelFunction,
@@ -19,7 +20,10 @@ from partitioner.cli.options import (
     PlanFile,
     Precision,
     Profile,
+    SampleOptions,
+    Seq,
     TargetError,
+    TaskName,
     format_examples,
     load_target,
 )
@@ -50,6 +54,9 @@ def size(
     precision: Precision = None,
     global_batch: GlobalBatch = None,
     optimizer: Optimizer = "adamw",
+    seq: Seq = None,
+    task: TaskName = None,
+    lora: Adapters = None,
     meta: Meta = False,
     time_limit: Annotated[
         float | None, typer.Option(help="Seconds for each size; then its best plan so far is taken.")
@@ -78,7 +85,7 @@ def size(
     pins = Constraints.parse(constraints or "")
     check_outputs(out, svg, html)
     with show_spinner(f"Loading {function}"):
-        target = load_target(function, meta=meta)
+        target = load_target(function, meta=meta, asked=SampleOptions(seq, global_batch, task, lora))
     with show_spinner(f"Planning {target.name} for {nodes} nodes of {machine}"):
         try:
             found = size_cluster(
@@ -93,7 +100,7 @@ def size(
                 constraints=pins,
                 profile=profile,
                 precision=precision,
-                global_batch=global_batch,
+                global_batch=target.global_batch(global_batch),
                 optimizer=optimizer,
                 time_limit_s=time_limit,
             )
@@ -177,7 +184,11 @@ def largest(
     ] = None,
     profile: Profile = None,
     precision: Precision = None,
+    global_batch: GlobalBatch = None,
     optimizer: Optimizer = "adamw",
+    seq: Seq = None,
+    task: TaskName = None,
+    lora: Adapters = None,
     meta: Meta = False,
 ) -> None:
     """Find the largest microbatch, or the longest sequence, for which a plan fits in the memory of a cluster."""
@@ -186,7 +197,8 @@ def largest(
     pins = Constraints.parse(constraints or "")
     where = Topology.parse(topology)
     with show_spinner(f"Loading {function}"):
-        target = load_target(function, meta=meta)
+        sample = SampleOptions(seq, global_batch, task, lora, devices=where.num_devices)
+        target = load_target(function, meta=meta, asked=sample)
     with show_spinner(f"Planning {target.name} with larger and larger sizes"):
         found = largest_that_fits(
             target.model,
@@ -198,6 +210,76 @@ def largest(
             profile=profile,
             loss=target.loss,
             precision=precision,
+            global_batch=target.global_batch(global_batch),
             optimizer=optimizer,
         )
     build_output_console().print(Text(str(found)))
+
+
+_FIT_EPILOG = format_examples(
+    "partitioner fit my-model/ --topology dgx-h100:2 --seq 4096 --tokens 300B",
+    "partitioner fit my-model/ --topology dgx-h100 --lora r=16 --tokens 1B --price 2.50",
+    "partitioner fit model.py:make --topology local:4",
+)
+
+
+def add_fit_command(app: typer.Typer) -> None:
+    """Add the command ``fit`` to ``app``."""
+    app.command(epilog=_FIT_EPILOG)(fit)
+
+
+def fit(
+    function: ModelFunction,
+    topology: Annotated[
+        str, typer.Option("--topology", "-t", help="`local:4`, a preset like `dgx-h100:2` (nodes), or a YAML file.")
+    ],
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens of a training run, like `15T` or `300B`.", show_default=False)
+    ] = None,
+    price: Annotated[
+        float | None,
+        typer.Option(help="US dollars for one device and hour; default: the hardware file's.", show_default=False),
+    ] = None,
+    constraints: Annotated[
+        str | None, typer.Option(metavar="NAME=VALUE,...", help="What is fixed of the plans.", show_default=False)
+    ] = None,
+    precision: Precision = None,
+    global_batch: GlobalBatch = None,
+    optimizer: Optimizer = "adamw",
+    seq: Seq = None,
+    task: TaskName = None,
+    lora: Adapters = None,
+    meta: Meta = False,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds for each search.")] = None,
+) -> None:
+    """Say whether a job fits on a cluster, the largest batch and sequence that fit, and what a training run takes.
+
+    The exit code is 1 if the job does not fit.
+    """
+    from partitioner import Constraints, Topology, check_fit
+    from partitioner.plans.training_run import parse_count
+
+    pins = Constraints.parse(constraints or "")
+    count = None if tokens is None else parse_count(tokens)
+    where = Topology.parse(topology)
+    with show_spinner(f"Loading {function}"):
+        sample = SampleOptions(seq, global_batch, task, lora, devices=where.num_devices)
+        target = load_target(function, meta=meta, asked=sample)
+    with show_spinner(f"Planning {target.name} with larger and larger sizes"):
+        found = check_fit(
+            target.model,
+            where,
+            target.inputs,
+            tokens=count,
+            price=price,
+            longest=None if target.pretrained is None else target.pretrained.longest,
+            constraints=pins,
+            loss=target.loss,
+            precision=precision,
+            global_batch=target.global_batch(global_batch),
+            optimizer=optimizer,
+            time_limit_s=time_limit,
+        )
+    build_output_console().print(Text(str(found)))
+    if found.plan is None:
+        raise typer.Exit(1)

@@ -51,12 +51,14 @@ def job_of(
     plan: Plan, plan_file: str, script: str | None = None, arguments: Sequence[str] = (), max_restarts: int = 3
 ) -> LaunchJob:
     """The job that runs ``script``, or without one ``-m partitioner.runtime plan_file``, on the devices of ``plan``.
+    The latter reads the weights of ``plan.weights`` unless ``arguments`` name others.
 
     Raises :class:`PlanError` for a plan that has no program, or fewer restarts than none.
     """
     plan.program  # noqa: B018 - a plan that is an estimate says so
     if max_restarts < 0:
         raise PlanError(f"max_restarts: expected at least 0, got {max_restarts}")
+    own = ("--weights", plan.weights) if script is None and plan.weights and "--weights" not in arguments else ()
     counts = Counter(int(plan.topology.node_of[device]) for device in plan.devices)
     processes = tuple(counts[node] for node in sorted(counts))
     return LaunchJob(
@@ -64,7 +66,7 @@ def job_of(
         processes=processes,
         alike=_has_interchangeable_nodes(plan.topology) and len(set(processes)) == 1,
         gpus=not all(plan.topology.devices[d].kind.startswith("cpu") for d in plan.devices),
-        program=(*(("-m", "partitioner.runtime", plan_file) if script is None else (script,)), *arguments),
+        program=(*(("-m", "partitioner.runtime", plan_file) if script is None else (script,)), *own, *arguments),
         max_restarts=max_restarts,
     )
 

@@ -1,0 +1,1 @@
+"""Models from the configuration files of Hugging Face transformers."""

@@ -1,0 +1,263 @@
+"""Build a batch for a model of transformers from the arguments of its ``forward`` and the fields of its configuration.
+
+A model's main input is tokens, pixels, a waveform or a spectrogram. Where the configuration leaves the shape open (the
+order of the dims of a spectrogram, the size of an image), the shapes that are usual are tried on the meta device, and
+the first that the model accepts is taken.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice, product
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from partitioner.pretrained.configuration import Configuration, PretrainedError, build_error, read_number
+
+Labels = Literal["tokens", "class", "text", "few"]
+
+_LENGTH = 2048  # tokens of a sample, if the model has as many positions
+_MULTIPLE = 64  # a chosen length is a multiple of it: it then divides well
+_SECONDS, _RATE = 10, 16_000  # of a waveform
+_IMAGE = 224  # pixels of a side, if neither the configuration nor a preprocessor says how many
+_VOCABULARY = 32_000
+_TEXT = 64  # tokens of a transcript that is scored position by position
+_MOST_TRIALS = 40
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_MELS = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "feature_size", "input_dim")
+_FRAMES = ("max_source_positions", "max_length")
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """What a batch should have.
+
+    Attributes:
+        labels: of the targets: ``tokens`` one for each token of the sample, ``class`` one for each sample, ``text`` a
+            transcript, ``few`` a transcript that is shorter than the sample.
+        samples: number of samples.
+        length: tokens of a sample; samples of a waveform, or frames of a spectrogram. ``None``: chosen.
+        trains: whether the batch has labels.
+    """
+
+    labels: Labels
+    samples: int
+    length: int | None = None
+    trains: bool = True
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """Shape and content of one input: whole numbers from ``low`` to below ``high``, or normal numbers if ``high`` is
+    0."""
+
+    shape: tuple[int, ...]
+    low: int = 0
+    high: int = 0
+
+    def make(self, device: str, generator: torch.Generator) -> Tensor:
+        """Return a tensor of this kind with numbers of ``generator``; on ``meta`` without numbers."""
+        if device == "meta":
+            return torch.empty(self.shape, dtype=torch.int64 if self.high else torch.float32, device="meta")
+        if self.high:
+            return torch.randint(self.low, self.high, self.shape, generator=generator)
+        return torch.randn(self.shape, generator=generator)
+
+
+def choose_batch(model: nn.Module, found: Configuration, request: BatchRequest) -> dict[str, InputSpec]:
+    """Return the inputs of ``model``, which is on the meta device, by argument name.
+
+    Raise :class:`PretrainedError` if the model has no labels, or accepts none of the inputs that were tried.
+    """
+    _check_length(found.config, request)
+    every = list(islice(_list_batches(model, found, request), _MOST_TRIALS))
+    if len(every) == 1:
+        return every[0]
+    first: Exception | None = None
+    unsure: dict[str, InputSpec] | None = None
+    training = model.training
+    model.eval()
+    for inputs in every:
+        try:
+            with torch.no_grad():
+                model(**make_batch(inputs, "meta"))
+        except Exception as error:
+            if _wants_numbers(error):
+                unsure = unsure or inputs
+            else:
+                first = first or error
+        else:
+            break
+    else:
+        if unsure is None:
+            assert first is not None
+            shapes = ", ".join(f"{name} {list(spec.shape)}" for name, spec in every[0].items())
+            raise build_error(first, f"{type(model).__name__} accepts no batch that was tried, first {shapes}")
+        inputs = unsure
+    model.train(training)
+    return inputs
+
+
+def _wants_numbers(error: Exception) -> bool:
+    """Whether a model failed because it reads numbers, which meta tensors do not have, so that the shapes of its inputs
+    may be right.
+    """
+    return isinstance(error, NotImplementedError) or "on meta tensors" in str(error)
+
+
+def make_batch(specs: Mapping[str, InputSpec], device: str = "cpu", seed: int = 0) -> dict[str, Tensor]:
+    """Return tensors of ``specs`` by argument name: on the meta device without numbers, or with numbers from
+    ``seed``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return {name: spec.make(device, generator) for name, spec in specs.items()}
+
+
+def choose_length(config: Any) -> int:
+    """Return the number of tokens of a sample if none is asked for: 2,048, or as many as the model has positions,
+    rounded down to a multiple of 64."""
+    return min(longest_sample(config) or _LENGTH, _LENGTH)
+
+
+def longest_sample(config: Any) -> int | None:
+    """Return the number of positions that the model has, of 64 or more rounded down to a multiple of 64, since some
+    models keep a few for themselves. ``None`` if the configuration has no limit."""
+    most = read_number(config, *_POSITIONS)
+    return None if most is None else most // _MULTIPLE * _MULTIPLE or most
+
+
+def _check_length(config: Any, request: BatchRequest) -> None:
+    most = read_number(config, *_POSITIONS)
+    if request.length is not None and most is not None and request.labels == "tokens" and request.length > most:
+        raise PretrainedError(
+            f"a sample of {request.length:,} tokens is longer than the {most:,} positions of the model; give at most "
+            "these, or raise max_position_embeddings in the configuration"
+        )
+
+
+def _list_batches(model: nn.Module, found: Configuration, request: BatchRequest) -> Iterator[dict[str, InputSpec]]:
+    """Yield the inputs to try, the most usual first."""
+    parameters = inspect.signature(model.forward).parameters
+    main = str(getattr(model, "main_input_name", "input_ids"))
+    if request.labels == "class" and "pixel_values" in parameters and not main.endswith("_ids"):
+        main = "pixel_values"  # of a model that takes inputs of several kinds
+    if main not in parameters:
+        main = next(iter(parameters))
+    named = [n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    makers = [[(n, spec) for spec in _list_specs(n, found, request)] for n in dict.fromkeys((main, *named))]
+    label: dict[str, InputSpec] = {}
+    if request.trains:
+        if "labels" not in parameters:
+            raise PretrainedError(
+                f"{type(model).__name__} takes no labels, so it has no loss; plan it for inference (--objective "
+                "infer), or give FILE.py:FUNCTION with a loss"
+            )
+        label = {"labels": _label_spec(found.config, request)}
+    elif "decoder_input_ids" in parameters:
+        label = {"decoder_input_ids": _token_spec(found.config, request.samples, _text_length(found.config, request))}
+    for given in product(*([each for each in maker if each[0] != "labels"] for maker in makers if maker)):
+        yield dict(given) | label
+
+
+def _label_spec(config: Any, request: BatchRequest) -> InputSpec:
+    if request.labels == "class":
+        classes = getattr(config, "num_labels", None)
+        if classes == 1:  # a regression
+            return InputSpec((request.samples, 1))
+        return InputSpec((request.samples,), high=classes if isinstance(classes, int) and classes > 1 else 2)
+    return _token_spec(config, request.samples, _text_length(config, request))
+
+
+def _text_length(config: Any, request: BatchRequest) -> int:
+    """Return the number of tokens of the labels, or of a decoder's input."""
+    if request.labels == "few":
+        return _TEXT
+    if request.labels == "text":
+        return read_number(config, "max_target_positions", *_POSITIONS) or choose_length(config)
+    return request.length or choose_length(config)
+
+
+def _token_spec(config: Any, samples: int, length: int) -> InputSpec:
+    """Return the spec of tokens from the middle of the vocabulary, where no special ones are."""
+    text = getattr(config, "get_text_config", lambda: config)()
+    size = read_number(text, "vocab_size") or read_number(config, "vocab_size") or _VOCABULARY
+    return InputSpec((samples, length), min(5, size // 4), max(size - size // 8, 1))
+
+
+def _list_specs(name: str, found: Configuration, request: BatchRequest) -> Iterator[InputSpec]:
+    """Yield what the argument ``name`` may be given."""
+    config, samples = found.config, request.samples
+    if name.startswith("pixel_values"):
+        channels = read_number(config, "num_channels", "in_channels", "in_chans") or 3
+        frames = read_number(config, "num_frames")
+        for height, width in _list_image_sizes(found):
+            yield InputSpec((samples, channels, height, width))
+            if frames is not None:
+                yield InputSpec((samples, frames, channels, height, width))
+    elif name.startswith(("input_values", "input_features", "audio_values", "features")):
+        waveforms, spectra = [*_list_waveforms(found, request)], [*_list_spectra(found, request)]
+        yield from (*waveforms, *spectra) if name == "input_values" else (*spectra, *waveforms)
+    elif name.endswith("_mask"):
+        yield InputSpec((samples, request.length or choose_length(config)), low=1, high=2)
+    else:
+        yield _token_spec(config, samples, request.length or choose_length(config))
+
+
+def _list_image_sizes(found: Configuration) -> Iterator[tuple[int, int]]:
+    """Yield heights and widths of images: of the configuration, else of the preprocessor, else the usual ones."""
+    for field in ("image_size", "input_size", "img_size"):
+        size = _as_size(getattr(found.config, field, None))
+        if size is not None:
+            yield size
+            return
+    number = read_number(found.config, "image_size")
+    if number is not None:
+        yield number, number
+        return
+    for field in ("crop_size", "size"):
+        size = _as_size(found.preprocessor.get(field))
+        if size is not None:
+            yield size
+            return
+    yield _IMAGE, _IMAGE
+
+
+def _as_size(value: Any) -> tuple[int, int] | None:
+    """Return the height and width in a field: a number, a pair, or an object; ``None`` if it has none."""
+    if isinstance(value, Mapping):
+        side = value.get("shortest_edge")
+        value = (value.get("height", side), value.get("width", side))
+    if isinstance(value, int):
+        value = (value, value)
+    whole = isinstance(value, list | tuple) and all(isinstance(n, int) and n > 0 for n in value)
+    return (value[-2], value[-1]) if whole and len(value) >= 2 else None
+
+
+def _list_waveforms(found: Configuration, request: BatchRequest) -> Iterator[InputSpec]:
+    rate = found.preprocessor.get("sampling_rate")
+    usual = _SECONDS * (rate if isinstance(rate, int) and rate > 0 else _RATE)
+    yield InputSpec((request.samples, request.length or usual))
+
+
+def _list_spectra(found: Configuration, request: BatchRequest) -> Iterator[InputSpec]:
+    """Yield spectrograms: numbers of frames times both orders of the dims, also with several frames as one. Frames come
+    first: a model that has them last refuses it, since its first convolution has as many channels as there are bins.
+    """
+    config, samples = found.config, request.samples
+    mels = read_number(config, *_MELS) or 80
+    frames = read_number(config, *_FRAMES)
+    asked = () if request.length is None else (request.length,)
+    known = () if frames is None else (2 * frames, frames)
+    lengths = dict.fromkeys(asked or (*known, 1024))
+    for length, joined in product(lengths, (1, 2, 4)):
+        yield InputSpec((samples, length, mels * joined))
+        yield InputSpec((samples, mels * joined, length))
+    if asked and frames is not None and not math.isclose(asked[0], frames):
+        for length in known:  # a model with a fixed number of frames accepts no other
+            yield InputSpec((samples, length, mels))
+            yield InputSpec((samples, mels, length))

@@ -1,0 +1,268 @@
+"""Read the configuration of a model: a folder with a ``config.json``, such a file, or a name on the Hugging Face hub.
+
+Nothing in a configuration is executed. One that asks for code of its own is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from partitioner.passes.errors import PartitionError
+
+CONFIG = "config.json"
+_PREPROCESSOR = "preprocessor_config.json"
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+# Fields that choose kernels or wrappers. Some of them make transformers load code, and none changes what is computed.
+_IMPLEMENTATIONS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+_REMOTE = ("auto_map", "trust_remote_code")
+# Words in the name of a field -> its largest value: above it, building the model would take all memory.
+_LIMITS = (
+    (re.compile(r"(layers?|depths?|num_blocks|experts|stages)$"), 10_000),
+    (re.compile(r"size|dim|position|label|length|channel|head|width|token"), 10**8),
+)
+
+
+class PretrainedError(PartitionError):
+    """Error: a configuration of a model cannot be read or built, or does not have what was asked for."""
+
+
+class RemoteCodeError(PretrainedError):
+    """Error: a configuration names Python code of its own, which is not executed."""
+
+
+class HubError(PretrainedError):
+    """Error: the name of a model is no folder, and the Hugging Face hub does not give its configuration."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A configuration that was read.
+
+    Attributes:
+        config: the ``PreTrainedConfig`` of transformers.
+        source: where it was read: a file, or a name on the hub.
+        folder: the folder of the file; ``None`` for a name on the hub.
+        architectures: the class names that the file has for the model.
+        preprocessor: the fields of ``preprocessor_config.json`` in the folder; empty if there is no such file.
+        notes: sentences about what the file has and the model is built without.
+    """
+
+    config: Any
+    source: str
+    folder: Path | None
+    architectures: tuple[str, ...]
+    preprocessor: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+    @property
+    def weights(self) -> Path | None:
+        """The folder, if it has weights as safetensors; else ``None``."""
+        if self.folder is None or not any(self.folder.glob("*.safetensors")):
+            return None
+        return self.folder
+
+
+def import_transformers() -> Any:
+    """Return the module ``transformers``. Raise :class:`PretrainedError` if it is not installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise PretrainedError(
+            f"a configuration needs transformers, which cannot be imported ({error}); install it: "
+            "pip install 'partitioner[transformers]'"
+        ) from None
+    return transformers
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Return a context in which transformers prints neither warnings nor progress: errors are raised anyway."""
+    logs = import_transformers().utils.logging
+    before, bar = logs.get_verbosity(), logs.is_progress_bar_enabled()
+    logs.set_verbosity_error()
+    logs.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logs.set_verbosity(before)
+        if bar:
+            logs.enable_progress_bar()
+
+
+def read_configuration(source: str | Path) -> Configuration:
+    """Return the configuration at ``source``: a folder with a ``config.json``, such a file, or a name on the hub.
+
+    Raise :class:`PretrainedError` if it is missing, is not JSON or is not a configuration of transformers,
+    :class:`RemoteCodeError` if it names code of its own, and :class:`HubError` if the hub does not have it.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        file = path / CONFIG
+        if not file.is_file():
+            raise PretrainedError(f"{path} has no {CONFIG}; expected a folder that a model was saved to")
+        data, where = _read_json(file), str(file)
+    elif path.is_file():
+        data, where = _read_json(path), str(path)
+    elif _is_hub_name(str(source)):
+        data, where = _read_from_hub(str(source)), str(source)
+    else:
+        raise PretrainedError(f"there is no file {path}; expected a folder with a {CONFIG}, or such a file")
+    folder = path if path.is_dir() else path.parent if path.is_file() else None
+    other = folder / _PREPROCESSOR if folder is not None else None
+    preprocessor = _read_json(other) if other is not None and other.is_file() else {}
+    return _parse_configuration(data, where, folder, preprocessor)
+
+
+def _is_hub_name(text: str) -> bool:
+    return _HUB_NAME.fullmatch(text) is not None and not text.endswith((".json", ".py"))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PretrainedError(f"{path}: {error.strerror}; give another file or folder") from None
+    except (ValueError, RecursionError) as error:
+        raise PretrainedError(f"{path} is not JSON: {error}; expected the file that a model was saved with") from None
+    if not isinstance(data, dict):
+        raise PretrainedError(f"{path} has a {type(data).__name__}; expected a JSON object with the model's fields")
+    return data
+
+
+def _read_from_hub(name: str) -> dict[str, Any]:
+    try:
+        with quiet_transformers():
+            data, _ = import_transformers().PreTrainedConfig.get_config_dict(name)
+    except PartitionError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise HubError(
+            f"there is no folder {name}, and the hub gives no configuration of that name here ({said[:200]}); "
+            "download the model's folder, or its config.json alone, and give the path"
+        ) from None
+    if not isinstance(data, dict) or not data:
+        raise HubError(f"the hub has no {CONFIG} for {name}; give the name of a model of transformers")
+    return data
+
+
+def _parse_configuration(
+    data: dict[str, Any], source: str, folder: Path | None, preprocessor: Mapping[str, Any]
+) -> Configuration:
+    transformers = import_transformers()
+    kind = data.get("model_type")
+    _refuse_remote_code(data, source)
+    if not isinstance(kind, str):
+        raise PretrainedError(f"{source} has no model_type; expected the name of an architecture of transformers")
+    if kind not in transformers.CONFIG_MAPPING:
+        close = get_close_matches(kind, list(transformers.CONFIG_MAPPING.keys()), 1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        raise PretrainedError(
+            f"{source}: transformers {transformers.__version__} has no model_type {kind!r}; {meant}Expected one that "
+            "this version knows: a newer one may have it"
+        )
+    _check_counts(data, source)
+    notes = []
+    if data.get("quantization_config") is not None:
+        notes.append("The model is planned without the quantisation of its configuration.")
+    data = _leave_out(data, (*_IMPLEMENTATIONS, "quantization_config"))
+    try:
+        with quiet_transformers():
+            config = transformers.CONFIG_MAPPING[kind].from_dict(data)
+            for part in list_parts(config):
+                _complete(part)
+    except Exception as error:
+        raise build_error(error, f"{source}: transformers does not accept the configuration of a {kind}") from None
+    named = data.get("architectures")
+    architectures = tuple(n for n in named if isinstance(n, str)) if isinstance(named, list) else ()
+    return Configuration(config, source, folder, architectures, preprocessor, tuple(notes))
+
+
+def _complete(config: Any) -> None:
+    """Set the fields of ``config`` without which a training step of it is not defined: no cache of keys and values, and
+    the token that a decoder starts with, by convention the padding.
+    """
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
+
+
+def _refuse_remote_code(data: Mapping[str, Any], source: str) -> None:
+    """Raise :class:`RemoteCodeError` if ``data`` or a part of it names code that transformers would load."""
+    for found in _list_objects(data):
+        for name in _REMOTE:
+            if found.get(name):
+                raise RemoteCodeError(
+                    f"{source} asks for code of its own ({name}: {str(found[name])[:120]}), as with "
+                    "trust_remote_code=True, and such code is not executed here; take the field out if transformers "
+                    "itself has the model, or give FILE.py:FUNCTION, a function of yours that returns the model"
+                )
+
+
+def _list_objects(data: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the JSON objects in ``data``, itself included."""
+    todo = [data]
+    while todo:
+        each = todo.pop()
+        if isinstance(each, Mapping):
+            yield each
+            todo += each.values()
+        elif isinstance(each, list):
+            todo += each
+
+
+def _check_counts(data: Mapping[str, Any], source: str) -> None:
+    for found in _list_objects(data):
+        for name, value in found.items():
+            numbers = [n for n in (value if isinstance(value, list) else [value]) if isinstance(n, int)]
+            limit = next((most for words, most in _LIMITS if words.search(name)), None)
+            if limit is not None and max(numbers, default=0) > limit:
+                raise PretrainedError(f"{source}: {name} is {max(numbers)}; expected at most {limit}")
+
+
+def _leave_out(data: Any, names: tuple[str, ...]) -> Any:
+    """Return ``data`` without the fields ``names``, in its parts too."""
+    if isinstance(data, dict):
+        return {key: _leave_out(value, names) for key, value in data.items() if key not in names}
+    return [_leave_out(value, names) for value in data] if isinstance(data, list) else data
+
+
+def list_parts(config: Any) -> Iterator[Any]:
+    """Yield ``config``, a ``PreTrainedConfig``, and the configurations inside it, such as that of a text model."""
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, import_transformers().PreTrainedConfig):
+            yield from list_parts(value)
+
+
+def read_number(config: Any, *names: str) -> int | None:
+    """Return the first positive whole number that ``config`` or a part of it has under one of ``names``; of a list its
+    first number. ``None`` if there is none.
+    """
+    for name in names:
+        for part in list_parts(config):
+            try:
+                value = getattr(part, name, None)
+            except Exception:  # some configurations refuse to give one number for all layers
+                continue
+            value = value[0] if isinstance(value, list | tuple) and value else value
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def build_error(error: Exception, what: str) -> PretrainedError:
+    """Return the error for an exception of transformers. ``what``: a clause that says what failed."""
+    said = " ".join(str(error).split())[:300]
+    return PretrainedError(f"{what}: {type(error).__name__}: {said}; correct its fields")

@@ -1,0 +1,267 @@
+"""Load a model from its configuration, with a batch that suits it, and plan it.
+
+The class of the model follows from the task. transformers lists the classes of each task by the type of the
+configuration; no model is known by name here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from partitioner.api import partition
+from partitioner.constraints import Constraints
+from partitioner.passes.errors import PartitionError
+from partitioner.passes.faults import typed_errors
+from partitioner.plan import Plan
+from partitioner.pretrained.adapters import Lora, add_adapters
+from partitioner.pretrained.batch import BatchRequest, Labels, choose_batch, longest_sample, make_batch
+from partitioner.pretrained.configuration import (
+    Configuration,
+    PretrainedError,
+    build_error,
+    import_transformers,
+    list_parts,
+    quiet_transformers,
+    read_configuration,
+)
+from partitioner.topology import Topology
+from partitioner.units import format_plural
+
+Task = Literal["causal", "seq2seq", "masked", "image", "audio"]
+
+# Task -> the tables of transformers that have its classes, and the labels that these take.
+_TASKS: dict[str, tuple[tuple[str, Labels], ...]] = {
+    "causal": (("CAUSAL_LM", "tokens"), ("IMAGE_TEXT_TO_TEXT", "tokens")),
+    "seq2seq": (("SEQ_TO_SEQ_CAUSAL_LM", "tokens"),),
+    "masked": (("MASKED_LM", "tokens"),),
+    "image": (("IMAGE_CLASSIFICATION", "class"),),
+    "audio": (("AUDIO_CLASSIFICATION", "class"), ("SPEECH_SEQ_2_SEQ", "text"), ("CTC", "few")),
+}
+_SAMPLES = 8  # per device, if no number is asked for
+_MOST_MODULES = 1_000_000
+_MOST_SECONDS = 300.0  # for building a model without memory
+
+
+@dataclass(frozen=True)
+class PretrainedModel:
+    """A model that was built from its configuration.
+
+    Attributes:
+        model: the model, in training mode; on the meta device unless values were asked for.
+        inputs: one batch that the model accepts, by argument name.
+        task: what it is trained for: ``causal``, ``seq2seq``, ``masked``, ``image`` or ``audio``.
+        weights: the folder with all of the model's weights as safetensors; ``None`` if there are none, or if the model
+            has adapters, whose weights are in no folder.
+        longest: the longest sample in tokens, from the positions of the model; ``None`` if it has no limit.
+        notes: sentences about what was left out or chosen.
+    """
+
+    model: nn.Module = field(repr=False)
+    inputs: dict[str, Tensor] = field(repr=False)
+    task: str
+    weights: Path | None = None
+    longest: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def describe(self, plan: Plan) -> Plan:
+        """Return ``plan`` with the notes of this model and the folder of its weights."""
+        weights = "" if self.weights is None else str(self.weights.resolve())
+        return plan.model_copy(update={"notes": (*self.notes, *plan.notes), "weights": weights})
+
+
+@typed_errors("load_pretrained()")
+def load_pretrained(
+    source: str | Path,
+    *,
+    seq: int | None = None,
+    batch: int = 64,
+    task: Task | None = None,
+    lora: Lora | Mapping[str, Any] | str | None = None,
+    objective: Literal["train", "infer"] = "train",
+    values: bool = False,
+) -> PretrainedModel:
+    """Return the model of a configuration, with a batch that suits it. No code in the configuration is executed.
+
+    Args:
+        source: a folder with a ``config.json``, such a file, or a name on the Hugging Face hub.
+        seq: tokens of a sample; for audio, samples of a waveform or frames of a spectrogram. ``None``: 2,048, or as
+            many as the model has positions.
+        batch: samples of the batch.
+        task: what the model is trained for; ``None``: as the configuration's ``architectures`` say, else as its type is
+            usually trained.
+        lora: train low-rank adapters only, as ``"r=16,alpha=32,targets=q_proj+v_proj"``; ``None``: train all weights.
+        objective: ``train``: the batch has labels; ``infer``: it has none.
+        values: give the model real weights, those of the folder if it has some and random ones else; without, the model
+            is on the meta device and needs no memory.
+
+    Raises :class:`PretrainedError`, or one of its subclasses, for a configuration or option that cannot be used.
+    """
+    for name, number in (("seq", seq), ("batch", batch)):
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+            raise PretrainedError(f"{name} must be a whole number, 1 or more; got {number!r}")
+    adapters = None if lora is None else Lora.parse(lora)
+    found = read_configuration(source)
+    name, labels, chosen, notes = _choose_class(found, task)
+    model = _build_model(found, name)
+    if adapters is not None:
+        add_adapters(model, adapters)
+    request = BatchRequest(labels, batch, seq, objective == "train")
+    with quiet_transformers():
+        specs = choose_batch(model, found, request)
+    if values:
+        model = _build_model(found, name, device="cpu")
+        if adapters is not None:
+            add_adapters(model, adapters)
+    inputs = make_batch(specs, "cpu" if values else "meta")
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    inputs = {n: t.to(dtype) if t.is_floating_point() else t for n, t in inputs.items()}
+    longest = longest_sample(found.config) if labels == "tokens" else None
+    weights = found.weights if adapters is None else None
+    if adapters is not None and found.weights is not None:
+        notes = (*notes, f"{found.weights} has no weights of the adapters: give the ranks those of a loaded model.")
+    return PretrainedModel(model, inputs, chosen, weights, longest, (*found.notes, *notes))
+
+
+def partition_pretrained(
+    source: str | Path,
+    topology: Topology,
+    *,
+    constraints: Constraints | None = None,
+    seq: int | None = None,
+    batch: int | None = None,
+    task: Task | None = None,
+    lora: Lora | Mapping[str, Any] | str | None = None,
+    **more: Any,
+) -> Plan:
+    """Plan the model of a configuration on ``topology``, without its weights. Return the plan, which has the folder of
+    the weights as ``plan.weights`` if there is one.
+
+    Args:
+        source: a folder with a ``config.json``, such a file, or a name on the Hugging Face hub.
+        constraints: as for :func:`partitioner.partition`.
+        seq: tokens of a sample; for audio, samples of a waveform or frames of a spectrogram. ``None``: 2,048, or as
+            many as the model has positions.
+        batch: samples of a step; ``None``: eight for each device.
+        task: ``causal``, ``seq2seq``, ``masked``, ``image`` or ``audio``; ``None``: as the configuration says.
+        lora: train low-rank adapters only, as ``"r=16,alpha=32,targets=q_proj+v_proj"``.
+        more: further arguments of :func:`partitioner.partition`.
+
+    Raises :class:`PretrainedError` for a configuration or option that cannot be used, and the errors of
+    :func:`partitioner.partition`.
+    """
+    samples = choose_samples(topology.num_devices) if batch is None else batch
+    objective = more.get("objective", "train")
+    found = load_pretrained(source, seq=seq, batch=samples, task=task, lora=lora, objective=objective)
+    return found.describe(partition(found.model, topology, found.inputs, constraints=constraints, **more))
+
+
+def choose_samples(devices: int) -> int:
+    """Return the number of samples of a step on ``devices`` devices, if none is asked for."""
+    return _SAMPLES * devices
+
+
+# --- the class of the model -------------------------------------------------------------------------------------------
+
+
+def _choose_class(found: Configuration, asked: str | None) -> tuple[str, Labels, str, tuple[str, ...]]:
+    """Return the name of the model's class, its labels, its task, and notes."""
+    if asked is not None and asked not in _TASKS:
+        raise PretrainedError(f"there is no task {asked!r}; expected one of {', '.join(_TASKS)}")
+    every = _list_classes(found.config)
+    named = [each for each in every if each[0] in found.architectures and asked in (None, each[2])]
+    if named:
+        return *named[0], ()
+    of_task = [each for each in every if each[2] == (asked or each[2])]
+    if not of_task:
+        have = ", ".join(dict.fromkeys(task for _, _, task in every)) or "none"
+        what = f"for the task {asked}" if asked else "for a task that is known here"
+        raise PretrainedError(
+            f"{found.source}: transformers has no {found.config.model_type} model {what} (it has: {have}); give "
+            "another --task, or FILE.py:FUNCTION"
+        )
+    chosen = of_task[0]
+    notes: tuple[str, ...] = ()
+    if asked is None and found.architectures:
+        notes = (
+            f"The configuration names {found.architectures[0]}, whose task is not known here: the plan is for "
+            f"{chosen[0]} (task {chosen[2]}).",
+        )
+    return *chosen, notes
+
+
+def _list_classes(config: Any) -> list[tuple[str, Labels, str]]:
+    """Return class name, labels and task of each model that transformers has for ``config``, the usual one first."""
+    from transformers.models.auto import modeling_auto
+
+    decodes = bool(getattr(config, "is_decoder", False))
+    whole = bool(getattr(config, "is_encoder_decoder", False))
+    order = ["seq2seq", "audio"] if whole else ["causal", "masked"] if decodes else ["masked", "causal"]
+    found: list[tuple[str, Labels, str]] = []
+    for task in dict.fromkeys((*order, *_TASKS)):
+        for table, labels in _TASKS[task]:
+            names = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").get(config.model_type, ())
+            found += [(name, labels, task) for name in ([names] if isinstance(names, str) else names)]
+    return sorted(found, key=lambda each: whole and each[1] == "class")  # an encoder alone is not what it is made for
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+def _build_model(found: Configuration, name: str, device: str = "meta") -> nn.Module:
+    """Return the model of the class ``name`` in training mode. On ``cpu`` it has the weights of the folder if there are
+    some, else random ones. Raise :class:`PretrainedError` if transformers cannot build it.
+    """
+    what = f"{found.source}: transformers cannot build {name} from this configuration"
+    try:
+        with quiet_transformers(), _limit_building(what):
+            cls: Any = getattr(import_transformers(), name)
+            config = _part_for(cls, found.config)
+            if device == "cpu" and found.weights is not None:
+                model = cls.from_pretrained(found.weights, config=config, dtype=config.dtype or torch.float32)
+            else:
+                with torch.random.fork_rng(devices=()), torch.device(device):
+                    torch.manual_seed(0)
+                    model = cls._from_config(config)
+    except PartitionError:
+        raise
+    except Exception as error:
+        raise build_error(error, what) from None
+    assert isinstance(model, nn.Module)
+    return model.train()
+
+
+def _part_for(cls: Any, config: Any) -> Any:
+    """Return the configuration that the class takes: ``config``, or the part of it that the class is made for."""
+    wanted = getattr(cls, "config_class", None)
+    if wanted is None or isinstance(config, wanted):
+        return config
+    return next((part for part in list_parts(config) if isinstance(part, wanted)), config)
+
+
+@contextlib.contextmanager
+def _limit_building(what: str) -> Iterator[None]:
+    """Return a context in which a model of very many modules is a :class:`PretrainedError`, not a process without
+    end.
+    """
+    count, end = 0, time.monotonic() + _MOST_SECONDS
+
+    def count_module(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        nonlocal count
+        count += 1
+        if count > _MOST_MODULES or time.monotonic() > end:
+            raise PretrainedError(f"{what}: it has more than {format_plural(count, 'module')}; correct its fields")
+
+    handle = register_module_module_registration_hook(count_module)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,388 @@
+"""Models from configuration files: which are planned without Python, with which batch, and which are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from benchmarks.zoo_configs import tiny_config
+from partitioner import (
+    CapacityError,
+    CaptureError,
+    Constraints,
+    HubError,
+    InputsError,
+    Lora,
+    Plan,
+    PretrainedError,
+    RemoteCodeError,
+    Topology,
+    UnsupportedError,
+    check_fit,
+    load_pretrained,
+    partition,
+    partition_pretrained,
+    run_local,
+    run_reference,
+)
+from partitioner.plans.verify import TOLERANCE, compare
+from partitioner.pretrained.adapters import AdaptedLinear
+from tests.helpers.command_line import invoke
+
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
+# Type of configuration -> the task that follows from it, and the shape of one sample of the main input where the length
+# is 16: small configurations have images of 64 x 64 pixels and audio of 64 frames.
+FAST = {"llama": "causal", "bert": "masked", "t5": "seq2seq", "vit": "image", "audio-spectrogram-transformer": "audio"}
+SLOW = dict.fromkeys(
+    "gpt2 mistral qwen3 gemma2 phi3 olmo2 falcon bloom opt gpt_neox mixtral deepseek_v3".split(), "causal"
+)
+SLOW |= dict.fromkeys("bart mbart pegasus marian blenderbot".split(), "seq2seq")
+SLOW |= dict.fromkeys("roberta electra albert distilbert mpnet deberta-v2".split(), "masked")
+SLOW |= dict.fromkeys("deit beit dinov2 convnext resnet".split(), "image")
+SLOW |= dict.fromkeys("whisper wav2vec2 hubert".split(), "audio")
+
+
+def write_config(folder: Path, model_type: str, **changes: Any) -> Path:
+    """Write a small configuration of the type into ``folder``, with other fields where ``changes`` has them."""
+    tiny_config(model_type).save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return folder
+
+
+def check_planned(folder: Path, model_type: str, task: str) -> None:
+    config = write_config(folder, model_type)
+    length = () if model_type in ("wav2vec2", "hubert") else ("--seq", 16)  # so few of a waveform are no frame
+    result = invoke("plan", config, "--topology", "local:2", *length, "--batch", 4, "-o", folder / "plan.json")
+    assert result.exit_code == 0, result.output
+    plan = Plan.load(folder / "plan.json")
+    assert plan.global_batch == 4
+    assert plan.program.loss is not None
+    assert plan.weights == ""  # there are none in the folder
+    found = load_pretrained(config, seq=16 if length else None, batch=4)
+    assert found.task == task
+    assert all(p.is_meta for p in found.model.parameters())
+
+
+@pytest.mark.parametrize(("model_type", "task"), FAST.items(), ids=FAST)
+def test_a_configuration_is_planned_without_python(tmp_path: Path, model_type: str, task: str) -> None:
+    check_planned(tmp_path, model_type, task)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "task"), SLOW.items(), ids=SLOW)
+def test_configurations_of_other_types_are_planned(tmp_path: Path, model_type: str, task: str) -> None:
+    check_planned(tmp_path, model_type, task)
+
+
+# --- what follows from the fields -------------------------------------------------------------------------------------
+
+
+def test_the_class_is_that_of_the_architectures_or_of_the_task(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "bert")
+    assert type(load_pretrained(config, batch=2).model).__name__ == "BertForMaskedLM"
+    write_config(tmp_path, "bert", architectures=["BertLMHeadModel"], is_decoder=True)
+    named = load_pretrained(config, batch=2)
+    assert (type(named.model).__name__, named.task, named.notes) == ("BertLMHeadModel", "causal", ())
+    assert load_pretrained(config, batch=2, task="masked").task == "masked"
+    write_config(tmp_path, "bert", architectures=["BertForTokenClassification"])
+    (note,) = load_pretrained(config, batch=2).notes
+    assert "BertForTokenClassification" in note and "BertForMaskedLM" in note
+
+
+def test_inputs_have_the_sizes_of_the_fields(tmp_path: Path) -> None:
+    shapes = {}
+    for model_type, fields in {
+        "vit": {"image_size": 48, "num_channels": 2},
+        "audio-spectrogram-transformer": {"num_mel_bins": 40, "max_length": 96},
+        "whisper": {"num_mel_bins": 24, "max_source_positions": 32, "max_target_positions": 12},
+        "llama": {"max_position_embeddings": 200},
+    }.items():
+        config = write_config(tmp_path, model_type, **fields)
+        shapes[model_type] = {n: tuple(t.shape) for n, t in load_pretrained(config, batch=2).inputs.items()}
+    assert shapes == {
+        "vit": {"pixel_values": (2, 2, 48, 48), "labels": (2,)},
+        "audio-spectrogram-transformer": {"input_values": (2, 96, 40), "labels": (2,)},
+        "whisper": {"input_features": (2, 24, 64), "labels": (2, 12)},
+        "llama": {"input_ids": (2, 192), "labels": (2, 192)},
+    }
+
+
+def test_the_preprocessor_has_the_size_of_images_if_the_configuration_has_none(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "resnet")
+    assert load_pretrained(config, batch=2).inputs["pixel_values"].shape == (2, 3, 224, 224)
+    (tmp_path / "preprocessor_config.json").write_text('{"crop_size": {"height": 96, "width": 64}}')
+    assert load_pretrained(config, batch=2).inputs["pixel_values"].shape == (2, 3, 96, 64)
+
+
+def test_batches_of_inference_have_no_labels(tmp_path: Path) -> None:
+    assert set(load_pretrained(write_config(tmp_path, "llama"), batch=2, objective="infer").inputs) == {"input_ids"}
+    inputs = load_pretrained(write_config(tmp_path, "t5"), batch=2, objective="infer").inputs
+    assert set(inputs) == {"input_ids", "decoder_input_ids"}
+
+
+def test_types_are_those_of_the_configuration(tmp_path: Path) -> None:
+    plan = partition_pretrained(write_config(tmp_path, "llama", dtype="bfloat16"), Topology.local(2), seq=16, batch=4)
+    assert {s.dtype for s in plan.program.states.values() if s.kind == "parameter"} == {"bfloat16"}
+
+
+def test_a_quantised_configuration_is_planned_without_and_says_so(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "llama", quantization_config={"quant_method": "fp8"})
+    plan = partition_pretrained(config, Topology.local(2), seq=16, batch=4, estimate_only=True)
+    assert any("quantisation" in note for note in plan.notes)
+
+
+# --- weights, verification and runs -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model's configuration and weights."""
+    folder = tmp_path_factory.mktemp("saved")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_plan_remembers_the_folder_of_the_weights(saved: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    plan = partition_pretrained(saved, Topology.local(2), batch=4)
+    assert Plan.load(plan.save(file)).weights == str(saved.resolve())
+    assert f"plan.json --weights {saved.resolve()}" in invoke("launch", file).stdout
+    assert "--weights other" in invoke("launch", file, "--", "--weights", "other").stdout
+    assert str(saved) not in invoke("launch", file, "--", "--weights", "other").stdout
+    adapted = partition_pretrained(saved, Topology.local(2), batch=4, lora="r=2", estimate_only=True)
+    assert adapted.weights == "" and any("no weights of the adapters" in note for note in adapted.notes)
+
+
+def test_values_are_those_of_the_folder(saved: Path) -> None:
+    whole = transformers.LlamaForCausalLM.from_pretrained(saved).state_dict()
+    found = load_pretrained(saved, batch=2, values=True).model.state_dict()
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def test_commands_take_a_folder_in_place_of_a_function(saved: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    planned = invoke("plan", saved, "--topology", "local:2", "--tp", 2, "--seq", 16, "--batch", 4, "-o", file)
+    assert planned.exit_code == 0, planned.output
+    verified = invoke("verify", file, saved)
+    assert verified.exit_code == 0 and "Equal:" in verified.stdout, verified.output
+    trained = invoke("run", file, saved, "--steps", 2, "--lr", 0.01)
+    losses = [float(line.split()[-1]) for line in trained.stdout.splitlines()]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    why = invoke("explain", file, "--why-not", "tp=1,microbatch_size=2", "--model", saved)
+    assert why.exit_code == 0, why.output
+
+
+def test_a_name_that_is_a_function_is_refused_the_options_of_configurations(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("import torch\ndef make():\n    return torch.nn.Linear(2, 2)\n")
+    result = invoke("plan", f"{tmp_path / 'model.py'}:make", "--topology", "local:2", "--seq", 16)
+    assert result.exit_code == 2
+    assert "--seq is for a configuration" in result.stderr
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def test_adapters_alone_are_trained(saved: Path) -> None:
+    found = load_pretrained(saved, seq=16, batch=4, lora="r=4,alpha=8,targets=q_proj+v_proj", values=True)
+    trained = {name for name, p in found.model.named_parameters() if p.requires_grad}
+    assert len(trained) == 8 and all(".lora_A." in name or ".lora_B." in name for name in trained)
+    plain = load_pretrained(saved, seq=16, batch=4, values=True)
+    with torch.no_grad():
+        assert torch.equal(found.model(**found.inputs).loss, plain.model(**plain.inputs).loss)  # B starts as zero
+
+
+def test_an_adapted_layer_computes_the_sum() -> None:
+    for base, transposed in (
+        (torch.nn.Linear(6, 4), False),
+        (transformers.pytorch_utils.Conv1D(4, 6), True),
+    ):
+        layer = AdaptedLinear(base, Lora(r=2, alpha=6), transposed=transposed)
+        torch.nn.init.normal_(layer.lora_B.weight)
+        x = torch.randn(3, 5, 6)
+        expected = base(x) + 3 * x @ layer.lora_A.weight.T @ layer.lora_B.weight.T
+        torch.testing.assert_close(layer(x), expected)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_adapted_models_run_on_ranks_as_on_one(tmp_path: Path, model_type: str) -> None:
+    """GPT-2's linear layers have transposed weights. Gradients of the adapters are equal in float64."""
+    found = load_pretrained(write_config(tmp_path, model_type), seq=16, batch=4, lora="r=4", values=True)
+    for name, parameter in found.model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    plan = partition(found.model, Topology.local(2), found.inputs, constraints=Constraints(tp=2))
+    run = run_local(plan, found.model, found.inputs, precision="fp64", timeout=240)
+    assert set(run.grads) == {name for name, p in found.model.named_parameters() if p.requires_grad}
+    errors = compare(run, run_reference(found.model, found.inputs, None), plan.program)
+    assert {n: e for n, e in errors.items() if not e <= TOLERANCE} == {}
+
+
+def test_adapters_take_less_memory_than_all_weights(saved: Path) -> None:
+    where = Topology.local(1)
+    whole = partition_pretrained(saved, where, batch=4, estimate_only=True)
+    small = partition_pretrained(saved, where, batch=4, lora={"r": 2}, estimate_only=True)
+    assert max(small.estimate.memory) < max(whole.estimate.memory)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    ["r=0", "r=two", "alpha=3", "r=4,alpha=-1", "r=4,alpha=much", "r=4,dropout=1", "r", "r=4,targets=nowhere", "", 3],
+)
+def test_wrong_adapters_are_refused(saved: Path, lora: Any) -> None:
+    with pytest.raises(PretrainedError, match="lora"):
+        load_pretrained(saved, batch=2, lora=lora)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_configuration_is_refused(tmp_path: Path) -> None:
+    def refused(pattern: str, source: Path, kind: type[PretrainedError] = PretrainedError) -> None:
+        with pytest.raises(kind, match=pattern):
+            load_pretrained(source)
+        result = invoke("plan", source, "--topology", "local:2")
+        assert result.exit_code == 2, result.output
+
+    file = tmp_path / "config.json"
+    refused("has no config.json", tmp_path)
+    refused("there is no file", file)
+    for text, pattern in {
+        "{": "is not JSON",
+        "[1]": "has a list; expected a JSON object",
+        "{}": "has no model_type",
+        '{"model_type": "lama"}': "no model_type 'lama'; did you mean llama",
+        '{"model_type": "llama", "num_hidden_layers": 100000000}': "num_hidden_layers is 100000000; expected at most",
+        '{"model_type": "llama", "hidden_size": "wide"}': "does not accept",
+        '{"model_type": "llama", "hidden_act": "none"}': "cannot build LlamaForCausalLM",
+        '{"model_type": "sam"}': "no sam model for a task that is known",
+    }.items():
+        file.write_text(text)
+        refused(pattern, tmp_path)
+    file.write_bytes(b"\xff\xfe\x00")
+    refused("is not JSON", file)
+    for field in ({"auto_map": {"AutoModel": "code.Model"}}, {"text_config": {"trust_remote_code": True}}):
+        file.write_text(json.dumps({"model_type": "llama"} | field))
+        refused("asks for code of its own", tmp_path, RemoteCodeError)
+
+
+def test_code_in_the_folder_is_not_executed(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    fields = {"model_type": "own", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert invoke("plan", tmp_path, "--topology", "local:2").exit_code == 2
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_name_on_the_hub_needs_the_hub() -> None:
+    with pytest.raises(HubError, match="there is no folder nobody/nothing, and the hub gives no configuration"):
+        load_pretrained("nobody/nothing")
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        ({"task": "speech"}, "no task 'speech'; expected one of causal, seq2seq"),
+        ({"task": "image"}, re.escape("no llama model for the task image (it has: causal)")),
+        ({"seq": 33}, "longer than the 32 positions"),
+        ({"seq": 0}, "seq must be a whole number"),
+        ({"batch": 1.5}, "batch must be a whole number"),
+    ],
+)
+def test_wrong_options_say_what_was_expected(saved: Path, options: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(PretrainedError, match=pattern):
+        load_pretrained(saved, **options)
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 70), st.sampled_from([2**31, 10**12, -(10**9)]), st.floats(),
+    st.text(max_size=6), st.lists(st.integers(-1, 9), max_size=3), st.dictionaries(st.text(max_size=3), st.none()),
+)  # fmt: skip
+SMALL = {"llama": tiny_config("llama"), "t5": tiny_config("t5"), "vit": tiny_config("vit"), "bert": tiny_config("bert")}
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_changed_files_give_typed_errors_alone(tmp_path: Path, data: st.DataObject) -> None:
+    fields = json.loads(SMALL[data.draw(st.sampled_from(sorted(SMALL)))].to_json_string(use_diff=False))
+    for name in data.draw(st.lists(st.sampled_from(sorted(fields)), min_size=1, max_size=3)):
+        fields[name] = data.draw(VALUES)
+    text = json.dumps(fields)
+    if data.draw(st.integers(0, 9)) == 0:
+        text = text[: data.draw(st.integers(0, len(text)))]
+    (tmp_path / "config.json").write_text(text)
+    with contextlib.suppress(PretrainedError):
+        assert load_pretrained(tmp_path, batch=2).inputs
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(sorted(SMALL["llama"].to_dict())), value=VALUES)
+def test_changed_files_are_planned_or_refused(tmp_path: Path, name: str, value: Any) -> None:
+    fields = json.loads(SMALL["llama"].to_json_string(use_diff=False)) | {name: value}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with contextlib.suppress(PretrainedError, InputsError, CaptureError, UnsupportedError, CapacityError):
+        plan = partition_pretrained(tmp_path, Topology.local(2), seq=8, batch=2, estimate_only=True)
+        assert plan.estimate.step_time > 0
+
+
+# --- whether a job fits -----------------------------------------------------------------------------------------------
+
+
+def small_node(devices: int, mebibytes: int) -> Topology:
+    """Return this machine with little memory for each rank."""
+    node = Topology.local(devices)
+    types = {name: kind.model_copy(update={"memory": mebibytes * 2**20}) for name, kind in node.types.items()}
+    return node.model_copy(update={"types": types})
+
+
+def test_fit_answers_what_a_run_takes_and_what_the_largest_sizes_are(saved: Path, tmp_path: Path) -> None:
+    node = tmp_path / "node.yaml"
+    node.write_text(small_node(2, 1).to_yaml())
+    result = invoke("fit", saved, "--topology", node, "--seq", 16, "--batch", 4, "--tokens", "64k", "--price", 36)
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    for words in ("fits: yes", "left on the fullest rank", "tokens/s", "largest batch: a microbatch", "1,000 steps"):
+        assert words in text
+    assert "longest sequence: a sequence of 32 tokens fits" in text  # as many positions as the model has
+
+
+def test_fit_says_what_fits_where_the_job_does_not(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "llama", max_position_embeddings=2**14)
+    found = load_pretrained(config, seq=2**14, batch=1)
+    fit = check_fit(found.model, small_node(1, 16), found.inputs, longest=found.longest, tokens=1e9)
+    assert fit.plan is None and fit.run is None and fit.margin_bytes is None
+    assert fit.microbatch is None
+    assert "too much" in fit.reason
+    assert fit.sequence is not None and 128 <= fit.sequence.size < 2**14
+    assert str(fit).startswith("fits: no; ")
+
+
+def test_the_margin_and_the_rate_are_those_of_the_plan(saved: Path) -> None:
+    found = load_pretrained(saved, seq=16, batch=4)
+    fit = check_fit(found.model, small_node(2, 1), found.inputs, longest=16, tokens=6400)
+    assert fit.plan is not None and fit.run is not None and fit.microbatch is not None
+    assert fit.margin_bytes is not None and 0 < fit.margin_bytes < 2**20
+    assert fit.tokens_per_s == pytest.approx(64 / fit.plan.estimate.step_time)
+    assert fit.run.steps == 100
+    assert fit.microbatch.too_large is not None
+    assert fit.microbatch.size < fit.microbatch.too_large <= fit.microbatch.size * (1 + 1 / 16) + 1

@@ -114,8 +114,6 @@ def run_threads(
     *,
     precision: str | None = None,
     timeout: float = 300.0,
-    outputs: bool = True,
-    grads: bool = True,
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Run:
@@ -127,7 +125,6 @@ def run_threads(
         inputs: the whole global batch, in the form that the model takes.
         precision: floating type to run in instead of the planned one, such as ``fp64`` for comparisons.
         timeout: seconds that a rank waits for the others.
-        outputs, grads: whether to collect the model's results, and the gradients.
         seed: seed of the model's random operators.
 
     Raise :class:`RankError` if a rank fails, :class:`WeightsError` or :class:`BatchError` if ``model`` or ``inputs`` do
@@ -153,13 +150,13 @@ def run_threads(
                 program,
                 weights,
                 seed=seed,
-                keep_outputs=outputs,
+                keep_outputs=True,
                 communicator=communicator,
                 library=library,
                 offload_folder=one_step_folder(),
             )
             engine.step(batch)
-            parts[rank] = part_of(engine, outputs, grads)
+            parts[rank] = part_of(engine, outputs=True, grads=True)
         except Exception as error:
             failure = (
                 error.failure

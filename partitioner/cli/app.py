@@ -27,6 +27,7 @@ from partitioner.cli.console import (
 from partitioner.cli.options import (
     Adapters,
     Chart,
+    Cluster,
     GlobalBatch,
     Html,
     Layout,
@@ -89,12 +90,7 @@ def add_version(
 )
 def plan(
     function: ModelFunction,
-    topology: Annotated[
-        str,
-        typer.Option(
-            "--topology", "-t", help="`local:4`, a preset like `dgx-h100:2` (nodes), `detect` or a YAML file."
-        ),
-    ] = "detect",
+    topology: Cluster = "detect",
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the plan to this JSON file.", show_default=False)
     ] = None,

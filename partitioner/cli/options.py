@@ -41,6 +41,13 @@ ModelFunction = Annotated[
         show_default=False,
     ),
 ]
+Cluster = Annotated[
+    str,
+    typer.Option("--topology", "-t", help="`local:4`, a preset like `dgx-h100:2` (nodes), `detect` or a YAML file."),
+]
+Pins = Annotated[
+    str | None, typer.Option(metavar="NAME=VALUE,...", help="What is fixed of the plans.", show_default=False)
+]
 Picture = Annotated[Path | None, typer.Option(help="Draw the stages to this SVG file.", show_default=False)]
 Chart = Annotated[Path | None, typer.Option(help="Draw the schedule over time to this SVG file.", show_default=False)]
 Layout = Annotated[

@@ -11,6 +11,7 @@ from rich.text import Text
 from partitioner.cli.console import build_output_console, check_outputs, print_parts, show_spinner
 from partitioner.cli.options import (
     Adapters,
+    Cluster,
     GlobalBatch,
     Meta,
     ModelFunction,
@@ -44,12 +45,7 @@ def add_predict_commands(app: typer.Typer) -> None:
 
 def predict(
     function: ModelFunction,
-    topology: Annotated[
-        str,
-        typer.Option(
-            "--topology", "-t", help="`local:4`, a preset like `dgx-h100:2` (nodes), `detect` or a YAML file."
-        ),
-    ] = "detect",
+    topology: Cluster = "detect",
     megatron: Annotated[
         str | None,
         typer.Option(

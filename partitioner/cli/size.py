@@ -13,10 +13,12 @@ from rich.text import Text
 from partitioner.cli.console import build_output_console, check_outputs, print_parts, show_spinner
 from partitioner.cli.options import (
     Adapters,
+    Cluster,
     GlobalBatch,
     Meta,
     ModelFunction,
     Optimizer,
+    Pins,
     PlanFile,
     Precision,
     Profile,
@@ -47,9 +49,7 @@ def size(
     ] = None,
     minimise: Annotated[str, typer.Option(help="`nodes`, `money` or `energy` per step, or `time`.")] = "nodes",
     nodes: Annotated[str, typer.Option(metavar="N,N,...", help="The sizes to try.")] = "1,2,4,8,16,32,64",
-    constraints: Annotated[
-        str | None, typer.Option(metavar="NAME=VALUE,...", help="What is fixed of the plans.", show_default=False)
-    ] = None,
+    constraints: Pins = None,
     profile: Profile = None,
     precision: Precision = None,
     global_batch: GlobalBatch = None,
@@ -174,14 +174,10 @@ def add_largest_command(app: typer.Typer) -> None:
 
 def largest(
     function: ModelFunction,
-    topology: Annotated[
-        str, typer.Option("--topology", "-t", help="`local:4`, a preset like `dgx-h100:2` (nodes), or a YAML file.")
-    ],
+    topology: Cluster,
     of: Annotated[str, typer.Option(help="`microbatch` or `sequence`.")] = "sequence",
     most: Annotated[int, typer.Option(help="Where the search ends.")] = 2**24,
-    constraints: Annotated[
-        str | None, typer.Option(metavar="NAME=VALUE,...", help="What is fixed of the plans.", show_default=False)
-    ] = None,
+    constraints: Pins = None,
     profile: Profile = None,
     precision: Precision = None,
     global_batch: GlobalBatch = None,
@@ -230,9 +226,7 @@ def add_fit_command(app: typer.Typer) -> None:
 
 def fit(
     function: ModelFunction,
-    topology: Annotated[
-        str, typer.Option("--topology", "-t", help="`local:4`, a preset like `dgx-h100:2` (nodes), or a YAML file.")
-    ],
+    topology: Cluster,
     tokens: Annotated[
         str | None, typer.Option(help="Tokens of a training run, like `15T` or `300B`.", show_default=False)
     ] = None,
@@ -240,9 +234,7 @@ def fit(
         float | None,
         typer.Option(help="US dollars for one device and hour; default: the hardware file's.", show_default=False),
     ] = None,
-    constraints: Annotated[
-        str | None, typer.Option(metavar="NAME=VALUE,...", help="What is fixed of the plans.", show_default=False)
-    ] = None,
+    constraints: Pins = None,
     precision: Precision = None,
     global_batch: GlobalBatch = None,
     optimizer: Optimizer = "adamw",

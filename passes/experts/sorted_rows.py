@@ -104,8 +104,9 @@ class _Unsorter:
         self.twins[node] = _UnsortedValue(self.place)
 
     def _visit_node(self, node: fx.Node, build: Builder) -> None:
-        """Rewrite one operator behind the sort, if it can work on unsorted rows, and record its value on these.
-        ``build`` appends operators.
+        """Rewrite one operator that reads rows which were sorted by their expert, so that it works on the rows in their
+        original order, and store its new value in ``twins``. An operator that cannot is left as it is.
+        ``build`` appends operators to the graph.
         """
         source: Any = node.args[0]
         if source is self.sort and self.sort.target in _SORTS:

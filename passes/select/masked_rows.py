@@ -279,8 +279,8 @@ class SelectedRows:
     """
 
     def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-        """Start with an empty record. ``graph``: the graph to append to. ``nodes``: the nodes that will be copied,
-        which show whether some operator reads selected rows in their order.
+        """Start with no rows selected by masks. ``graph``: the graph to append to. ``nodes``: the nodes that will be
+        copied into it. They tell whether some operator depends on the order of the rows that a mask selects.
         """
         self.graph = graph
         self.in_order = any(_reads_in_order(n) for n in nodes)  # whether rows have to be in the condition's order

@@ -118,7 +118,8 @@ without_autocast = _disable_torch_autocast
 
 
 def _read_autocast_request(device: str | None) -> Asked | None:
-    """Return (device type, dtype) of autocast if it is on for ``device``; ``None`` otherwise."""
+    """Return (device type, dtype) of autocast if it is on for the device type ``device``, such as ``"cuda"``; ``None``
+    if it is off, or if ``device`` is ``None``."""
     if device is None or not torch.is_autocast_enabled(device):
         return None
     return device, torch.get_autocast_dtype(device)

@@ -180,8 +180,8 @@ class CheckpointSlot:
             os.close(handle)
 
     def begin(self, number: int) -> None:
-        """Mark the contents as incomplete by renaming the file to ``.IDENTITY.RANK.NUMBER.partial``, with
-        ``number``.
+        """Mark the copy of this rank's checkpoint as incomplete, before it is written: rename its file to
+        ``.IDENTITY.RANK.NUMBER.partial``. ``number``: the step of the checkpoint, which becomes ``NUMBER``.
         """
         self._rename_file(self.name._replace(step=None), f".{self.name.identity}.{self.name.rank}.{number}.partial")
 

@@ -214,8 +214,9 @@ def _list_leaner_candidates(
 
 
 def is_known(standard: StandardLayout, rows: Sequence[Candidate]) -> bool:
-    """Return whether the search has already planned the layout ``standard`` (or the best of its family), so that
-    nothing has to be planned for the report. ``rows``: the outcomes of the search, one for each candidate.
+    """Return whether the search has already planned the layout ``standard`` or, if that stands for several layouts (its
+    family), the best of them. Then the report needs no further plan. ``rows``: the outcomes of the search, one for each
+    candidate.
     """
     if standard.family is not None:
         best = _best_row(standard, rows)

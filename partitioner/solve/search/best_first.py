@@ -95,7 +95,7 @@ class SearchProgress:
         return format_html_figures("Search in progress", self._list_figures())
 
     def _list_figures(self) -> list[tuple[str, str]]:
-        """Return the figures of the report as pairs (name, text)."""
+        """Return the numbers that a progress report shows, as pairs (name, number as text)."""
         return [
             ("solved", f"{self.num_evaluated:,}"),
             ("bounds", f"{self.num_bounded:,}"),

@@ -409,8 +409,8 @@ def _find_block_fault(
 ) -> tuple[str, str] | None:
     """Return the first fault of a block's graph as (message, node name), or ``None``; cached for equal arguments.
 
-    ``nodes``: the graph's nodes as JSON text. ``name``: the block's, for the message. ``states``, ``inputs``: placeholder
-    names. ``axes``: pairs (mesh axis, number of ranks).
+    ``nodes``: the graph's nodes as JSON text. ``name``: the block's, for the message. ``states``, ``inputs``: names of
+    placeholders. ``axes``: pairs (mesh axis, number of ranks).
     """
     try:
         check_block(_parse_block(nodes, name, states, inputs), dict(axes))

@@ -76,7 +76,8 @@ class Weight:
 
 def block_collectives(block: BlockGraph, grads: Sequence[bool]) -> tuple[BlockCollective, ...]:
     """Return the collectives of one call of ``block``: those of its forward, then those of its backward. ``grads``: for
-    each placeholder (input of the graph), whether it needs a gradient."""
+    each placeholder (input of the graph), in order, whether it needs a gradient.
+    """
     forward: list[BlockCollective] = []
     backward: list[BlockCollective] = []
     needs: dict[str, bool] = {}

@@ -39,10 +39,10 @@ class Reference:
     """What the unmodified model computes on one process.
 
     Attributes:
-        outputs: leaves of the model's result by path.
+        outputs: path in the model's result -> value.
         loss: the loss; ``None`` if the model has none.
         grads: gradient of each parameter by name.
-        buffers: each buffer and parameter by name, as forward leaves it.
+        buffers: value of each buffer and parameter by name, after the forward.
         changed: names of the buffers and parameters that forward changed.
         parameters: names of the parameters among ``buffers``.
     """
@@ -101,8 +101,10 @@ class _DoubleData(TorchFunctionMode):
 
 
 def _all_doubled(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments of the function ``name``, all in float64 if some are. Tensors from outside the model, such
-    as globals, would otherwise be narrower. Arguments of functions that write to a tensor (``name_``) are unchanged."""
+    """Return ``(args, kwargs)`` of the function called ``name``, with all floating tensors in float64 if some are.
+    Tensors from outside the model, such as globals, would otherwise be narrower. Arguments of functions that write to a
+    tensor (``name_``) are unchanged.
+    """
     leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     types = {x.dtype for x in leaves}
     if not types & _REDUCED or not types & {torch.float64, torch.complex128} or name.endswith("_"):
@@ -177,8 +179,9 @@ def _run_operator(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _ByPlace(TorchFunctionMode):
-    """Mode in which dropout draws random numbers as plans do: each call draws from its own stream, numbered in the
-    order of calls. See ``passes/ops/random.py``."""
+    """Mode in which dropout draws random numbers as plans do: each call draws from its own stream of random numbers,
+    numbered in the order of calls.
+    """
 
     def __init__(self, seed: int, group: int) -> None:
         super().__init__()
@@ -227,8 +230,8 @@ class _ByPlace(TorchFunctionMode):
         weights: Sequence[Tensor],
         stack: RecurrentLayers,
     ) -> tuple[Tensor, ...]:
-        """Run recurrent layers one by one, with dropout on the output of each layer before the next reads it
-        (``passes/normalize/decompose.py``).
+        """Run recurrent layers one by one, with dropout on the output of each layer before the next reads it, and
+        return the outputs and final states as PyTorch does.
 
         ``func``: PyTorch's function for the stack of layers. ``state``: the initial hidden state, or a pair of states.
         ``weights``: those of all layers. ``stack``: the number of layers and their options.
@@ -385,8 +388,9 @@ def run_reference(
 
 @dataclass(frozen=True)
 class _ReferenceRun:
-    """The arguments of :func:`run_reference`. ``planned``: the floating type of the plan if the run is in float64;
-    ``None`` if the model runs as it is."""
+    """The arguments of a run of the unmodified model. ``planned``: the floating type of the plan if the model runs in
+    float64; ``None`` if the model runs in its own type.
+    """
 
     model: nn.Module
     inputs: Any
@@ -496,6 +500,10 @@ def _run_copied_model(
     grad: bool,
     counters: Collection[str],
 ) -> Reference:
+    """Run ``model`` once, with a backward if ``train`` is set and there is a loss, and return outputs, loss, gradients,
+    and the parameters and buffers afterwards. ``grad``: whether autograd is on. ``counters``: names of attributes that
+    are Python numbers; they are returned among the buffers.
+    """
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     model.zero_grad()
     before = {name: held.detach().clone() for name, held in _held_by(model).items()}

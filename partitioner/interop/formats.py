@@ -23,8 +23,9 @@ Written = tuple[str, tuple[UnusedOption, ...]]
 
 @dataclass(frozen=True)
 class _Source:
-    """A configuration that is read. ``path``: its file; ``None``: the text itself was given. ``function``: the function
-    of a Python module. ``ignore``: options that belong to the training script.
+    """The text of a configuration that is read. ``path``: its file; ``None`` if the text itself was given.
+    ``function``: name of the function that builds the configuration, for a Python module. ``ignore``: names of options
+    that belong to the training script.
     """
 
     text: str
@@ -63,8 +64,9 @@ def _write_megatron(layout: TrainingLayout, path: Path) -> Written:
 
 @dataclass(frozen=True)
 class Format:
-    """A format of configurations. ``read``: from a source to a layout. ``write``: from a layout and the path of the
-    file to its text, and what the format cannot express.
+    """The reader and the writer of one configuration format. ``read``: returns the training layout of a configuration.
+    ``write``: takes a layout and the path of the file to write, and returns the file's text and the fields that the
+    format cannot express.
     """
 
     read: Callable[[_Source], TrainingLayout]
@@ -122,6 +124,9 @@ def _find_format(name: str) -> Format:
 
 
 def _load_source(source: str | os.PathLike[str]) -> _Source:
+    """Return the text of a configuration with its origin. ``source``: a path, ``FILE.py:FUNCTION``, or a command line.
+    Raise :class:`LayoutError` if a file cannot be read.
+    """
     text = os.fspath(source)
     if not isinstance(text, str):
         raise LayoutError("expected the path of a configuration as text, got bytes")
@@ -134,7 +139,9 @@ def _load_source(source: str | os.PathLike[str]) -> _Source:
 
 
 def _detect_format(source: _Source) -> str:
-    """Return the format of a source by the ending of its file and its first options."""
+    """Return the name of the format of a configuration, such as ``deepspeed``, from the ending of its file and its
+    options.
+    """
     if source.ending in (".py", ".toml") or "--parallelism." in source.text:
         return "torchtitan"
     if source.ending == ".json":

@@ -132,9 +132,10 @@ def block_weights(
 
 
 def layout_phrase(block: BlockGraph, placeholder: str, layout: Layout) -> str:
-    """Return in words what a parameter's ``layout`` means for the operator that reads it, such as ``column-parallel``
-    for a linear layer's weight that is sharded on dim 0. ``placeholder``: name of the graph input in ``block`` that is
-    the parameter."""
+    """Return what ``layout``, a parameter's layout over tensor-parallel ranks, means for the operator that reads it, in
+    words such as ``column-parallel``. ``block``: the graph of the block. ``placeholder``: name of the graph input that
+    is the parameter.
+    """
     if layout.kind == "R'":
         return "whole, gradient summed over tp"
     if not layout.is_shard:
@@ -160,7 +161,9 @@ def layout_phrase(block: BlockGraph, placeholder: str, layout: Layout) -> str:
 
 
 def _map_transposed_dim(node: Mapping[str, Any], dim: int) -> int:
-    """Return the dim of the result of ``node``, a transpose or permute, that is ``dim`` of its operand."""
+    """Return the dim of a transpose's or permute's result that holds the operand's dim ``dim``. ``node``: the graph
+    node of this operator.
+    """
     rank = len((node.get("val") or [[0, 0]])[0])
     order = list(range(rank))
     if node["target"] == "aten.permute.default":

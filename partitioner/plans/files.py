@@ -37,8 +37,9 @@ def save_plan(plan: Plan, path: Path) -> Path:
 
 
 def load_plan(path: Path) -> Plan:
-    """Return the plan in the file ``path``. Raise :class:`PlanFileError` if it cannot be read, is incomplete, is no
-    plan, has an unknown version, or was edited."""
+    """Return the plan in the file ``path``. Raise :class:`PlanFileError` if the file cannot be read, is incomplete or
+    not a plan, has an unknown version, or was changed by hand.
+    """
     content = _unwrap_plan_file(path, FORMAT)
     try:
         return Plan.model_validate(unfold_programs(content))
@@ -51,8 +52,9 @@ def load_plan(path: Path) -> Plan:
 
 
 def export_ranks(plan: Plan, folder: Path) -> list[Path]:
-    """Write one file per rank into ``folder`` (``rank_00000.json`` and so on) and return their paths. Each file holds
-    the rank's stage, graphs, shards, groups and instructions."""
+    """Write one file for each rank of ``plan`` into ``folder`` (``rank_00000.json`` and so on), and return their paths
+    in order of ranks. Each file holds the rank's stage, graphs, shards, groups and instructions.
+    """
     width = max(5, len(str(plan.program.world_size - 1)))
     paths = []
     for rank in range(plan.program.world_size):

@@ -145,8 +145,9 @@ def _widen_reduced_dtype(value: Any) -> Any:
 
 
 class _Drawing(TorchDispatchMode):
-    """Mode in which operators that draw random numbers do so as plans do: each call draws from its own stream.
-    ``streams`` provides the streams, numbered in the order of calls."""
+    """Mode in which operators that draw random numbers do so as plans do: each call uses a random stream of its own.
+    ``streams``: provides the streams, numbered in the order of calls.
+    """
 
     def __init__(self, streams: _ByPlace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -306,8 +307,9 @@ _DROPPING: dict[str, Callable[..., Tensor]] = {
 
 
 def _bind_arguments(replacement: Callable[..., Tensor], args: Any, kwargs: Any) -> dict[str, Any] | None:
-    """Return the arguments for ``replacement``, a function with dropout, by name; ``None`` if they switch dropout
-    off."""
+    """Return the arguments of a call of a function with dropout, by parameter name; ``None`` if they switch dropout
+    off. ``replacement``: the method that computes the function here. ``args``, ``kwargs``: the call's arguments.
+    """
     names = list(inspect.signature(replacement).parameters)[1:]
     bound = {**dict(zip(names, args, strict=False)), **kwargs}
     if "train" in bound:

@@ -64,7 +64,7 @@ def _write_megatron(layout: TrainingLayout, path: Path) -> Written:
 
 @dataclass(frozen=True)
 class Format:
-    """The reader and the writer of one configuration format. ``read``: returns the training layout of a configuration.
+    """How one configuration format is read and written. ``read``: returns the training layout of a configuration.
     ``write``: takes a layout and the path of the file to write, and returns the file's text and the fields that the
     format cannot express.
     """
@@ -95,8 +95,8 @@ FORMATS: dict[str, Format] = {
 def read_layout(
     source: str | os.PathLike[str], format: str | None = None, *, ignore: Iterable[str] = ()
 ) -> TrainingLayout:
-    """Return the layout that a configuration of another framework describes, with its execution profile and the options
-    that have no effect on a plan or cannot be expressed.
+    """Return how the configuration of another framework divides training over devices: mesh, batch, schedule and state
+    sharding, with an execution profile of the framework and the options that have no effect or cannot be expressed.
 
     Args:
         source: the path of a configuration (``FILE.py:FUNCTION`` for a module of torchtitan), or the text of a
@@ -105,7 +105,7 @@ def read_layout(
             ``accelerate`` or ``transformers``; ``None``: found by the content.
         ignore: names of options that belong to the training script, and not to the framework.
 
-    Raises :class:`partitioner.LayoutError`, or one of its types, for an option that is unknown, has a wrong value, or
+    Raise :class:`partitioner.LayoutError`, or a subclass of it, for an option that is unknown, has a wrong value, or
     contradicts another.
     """
     if not isinstance(source, str | os.PathLike):
@@ -161,10 +161,11 @@ def _detect_format(source: _Source) -> str:
 
 
 def write_layout(layout: TrainingLayout, format: str, path: str | os.PathLike[str]) -> tuple[UnusedOption, ...]:
-    """Write a layout to the file ``path`` in a ``format``, atomically. Return the fields that the format cannot
-    express.
+    """Write ``layout`` to the file ``path`` as a configuration of another framework. The file appears only when it is
+    complete. Return the fields of the layout that the format cannot express. ``format``: such as ``megatron`` or
+    ``deepspeed``.
 
-    The ending of the file decides where a format has several forms: torchtitan ``.toml`` (up to version 0.2) or a
+    The ending of the file decides between several forms of a format: torchtitan ``.toml`` (up to version 0.2) or a
     Python module; Megatron ``.yaml`` (Megatron-Bridge) or a command line. Raise :class:`LayoutError` for an unknown
     format.
     """

@@ -50,9 +50,10 @@ _FLIPS = {"aten.t.default", "aten.transpose.int", "aten.permute.default"}
 
 @dataclass(frozen=True)
 class BlockCollective:
-    """One collective in a call of a block. ``op``: such as ``all_gather``. ``axis``: the mesh axis over which it runs.
-    ``num_bytes``: bytes of its operand or its result on one rank, whichever is larger. ``path``: path of the module to
-    which it belongs."""
+    """A collective operation in one call of a block. ``op``: its kind, such as ``all_gather``. ``axis``: the mesh axis
+    over which it runs. ``direction``: ``forward`` or ``backward``. ``num_bytes``: bytes of its operand or its result on
+    one rank, whichever is larger. ``path``: path of the module to which it belongs.
+    """
 
     op: str
     axis: str
@@ -111,9 +112,10 @@ def block_collectives(block: BlockGraph, grads: Sequence[bool]) -> tuple[BlockCo
 def block_weights(
     block: BlockGraph, call: CallData, states: Mapping[str, StateData], gathered: bool = False
 ) -> list[Weight]:
-    """Return the parameters that ``call`` reads, in order, with their layout over ``tp``. ``states``: all parameters
-    and buffers of the program by name. ``gathered``: whether each data-parallel rank holds only a piece of a parameter
-    and gathers the whole for use."""
+    """Return the parameters that ``call``, a call of ``block``, reads, in order, with their layout over tensor-parallel
+    ranks. ``states``: all parameters and buffers of the program by name. ``gathered``: whether each data-parallel rank
+    holds only a piece of a parameter and gathers the whole for use.
+    """
     weights = []
     for placeholder, name in zip(block.states, call.states, strict=True):
         state = states[name]

@@ -44,8 +44,9 @@ def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
 
 
 def kept_bytes(program: Program, state: str) -> int:
-    """Return the bytes of a parameter or buffer that a rank holds during the whole step: under ZeRO-3 one ZeRO piece,
-    otherwise the rank's shard. ``state``: name of the parameter or buffer."""
+    """Return the bytes of a parameter or buffer that a rank holds during the whole step. With ZeRO-3 this is the rank's
+    piece of it, otherwise its tensor-parallel shard. ``state``: name of the parameter or buffer.
+    """
     sizes = state_sizes(program, state)
     return sizes.piece if program.zero == 3 else sizes.part
 
@@ -227,7 +228,7 @@ class TiedWeight:
 class StageOutline:
     """Summary of what each rank of one pipeline stage holds, computes and transfers.
 
-    ``index``: index of the stage. ``ranks``: its ranks. ``groups``: its block calls, as runs of repeated blocks.
+    ``index``: index of the stage. ``ranks``: its ranks. ``groups``: its block calls, as groups of repeated blocks.
     ``num_calls``: number of block calls. ``num_parameters``: elements of the whole parameters. ``parameter_bytes``:
     bytes that one rank holds of them. ``reductions``: transfers of gradient and parameter buckets in one step.
     ``loads``: paths of the model inputs that it reads.
@@ -269,11 +270,11 @@ def outline_program(program: Program) -> Outline:
 
 
 def fold_runs(names: Sequence[Any], longest: int = 4) -> list[tuple[int, int, int]]:
-    """Split ``names`` into runs ``(start, period, repeats)``: from index ``start`` on, a pattern of ``period`` names
-    (at most ``longest``) occurs ``repeats`` times.
+    """Split ``names`` into parts in which a pattern repeats, as triples ``(start, period, repeats)``: from index
+    ``start`` on, a pattern of ``period`` names (at most ``longest``) occurs ``repeats`` times.
 
-    At each index the pattern is chosen whose run has the most names, and the shortest among equals. ``a b b b c d c d``
-    gives ``a`` once, ``b`` three times, ``c d`` twice.
+    At each index the pattern is chosen whose repetitions cover the most names, and the shortest among equals. ``a b b b
+    c d c d`` gives ``a`` once, ``b`` three times, ``c d`` twice.
     """
     runs: list[tuple[int, int, int]] = []
     start = 0

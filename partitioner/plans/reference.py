@@ -70,10 +70,10 @@ class _Float64(TorchDispatchMode):
 
 class _DoubleData(TorchFunctionMode):
     """Mode for tensors that the model's code creates from Python numbers. They are rounded to the type that the code
-    means, and then become float64, as plans treat constants.
+    requests, and then become float64, as constants do in plans.
 
-    ``default``: type of such tensors if the code does not state one. ``planned``: type of the model's tensors in the
-    plan. It is used if the code asks for the type of a tensor of the model, which is float64 here.
+    ``default``: type of such tensors if the code requests none. ``planned``: type of the model's tensors in the plan.
+    It is used if the code requests the type of one of the model's tensors, which is float64 in this mode.
     """
 
     def __init__(self, default: torch.dtype, planned: torch.dtype) -> None:
@@ -452,8 +452,9 @@ def _copy_model_by_value(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _nothing_recomputed() -> Iterator[None]:
-    """Run checkpointed functions only once while the block runs. If the backward ran them again, they would draw other
-    random numbers."""
+    """Disable activation checkpointing while the block runs. If the backward ran checkpointed functions again, they
+    would draw other random numbers.
+    """
 
     def once(*_: Any, **__: Any) -> Iterator[None]:
         yield
@@ -482,8 +483,9 @@ def _build_tensor_doubler() -> Callable[[Tensor], Tensor]:
 
 
 def _as_input(value: Any, double: bool) -> Any:
-    """Return ``value``, an argument of the model, detached from the computation that made it. ``double``: whether
-    tensors become float64."""
+    """Return ``value``, an argument of the model, detached from the autograd graph that computed it. It keeps
+    ``requires_grad``. ``double``: whether tensors become float64.
+    """
     if not isinstance(value, Tensor):
         return value
     made = value.detach()
@@ -558,8 +560,9 @@ def _is_tensor_unchanged(held: Tensor, before: Tensor | None) -> bool:
 
 
 def find_loss(output: Any) -> Tensor | None:
-    """Return the loss in a model's result: its ``loss``, or else its only tensor; ``None`` if there is none or it is no
-    scalar."""
+    """Return the loss in ``output``, a model's result: its ``loss``, or else its only tensor. ``None`` if there is no
+    such tensor, or if it is no scalar.
+    """
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(output, Tensor) or not isinstance(found, Tensor):
         leaves = pytree.tree_leaves(in_containers(output))

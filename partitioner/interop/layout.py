@@ -40,7 +40,9 @@ class ContradictionError(LayoutError):
 
 
 class UnusedOption(BaseModel, metaclass=DocumentedModel):
-    """An option of a configuration that does not change the plan, or that a layout cannot express."""
+    """An option of a configuration that has no effect on the plan, or a property that a configuration format cannot
+    express, with its value and the reason.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

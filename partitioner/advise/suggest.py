@@ -73,8 +73,12 @@ def attach_advice(asked: RelaxationRequest) -> Iterator[None]:
 
 
 def find_advice(asked: RelaxationRequest, short_of_memory: bool, seconds: float = math.inf) -> Advice:
-    """Return the conflicting constraints of a job without a plan, and the nearest changes that give it one. The search
-    takes about ``seconds``. ``short_of_memory``: whether memory is the reason that there is no plan."""
+    """Return the conflicting constraints of the job ``asked``, which has no plan, and the nearest changes that give it
+    one. Both are empty if the request itself is invalid.
+
+    ``short_of_memory``: whether missing memory is the reason that there is no plan. ``seconds``: approximate time limit
+    of the search.
+    """
     begun = time.monotonic()
     try:
         _check_job_request(asked.prepare(asked.topology, asked.constraints.meaning, asked.global_batch))
@@ -98,6 +102,12 @@ def _bounds_cache_key(job: Job) -> _Basis:
 
 @dataclass
 class _RelaxationSearch:
+    """A search for changes that make an infeasible job possible. It caches lower bounds and solvers across attempts.
+
+    ``asked``: the job as the user requested it. ``short_of_memory``: whether missing memory is the reason that it has
+    no plan. ``until``: time of ``time.monotonic()`` at which the search ends with what it has found.
+    """
+
     asked: RelaxationRequest
     short_of_memory: bool
     until: float = math.inf  # on the monotonic clock: what is found by then is what there is
@@ -110,12 +120,14 @@ class _RelaxationSearch:
 
     @property
     def late(self) -> bool:
-        """Whether another attempt might end after the time limit, if it takes as long as the longest one so far."""
+        """Return whether another attempt might end after the time limit, if it takes as long as the longest so far."""
         return time.monotonic() + self._longest > self.until
 
     def find_conflict(self) -> tuple[str, ...]:
-        """Return a minimal set of constraints that exclude every plan, according to lower bounds, formatted as text.
-        Empty if the bounds do not show a conflict, or if time is too short to find a minimal set."""
+        """Return a minimal set of user constraints that together exclude every plan, each formatted as text like
+        ``tp=8``. Empty if lower bounds on memory do not show a conflict, or if the time is too short to find a minimal
+        set.
+        """
         given = self.asked.constraints
         every = kept = fixed_of(given)
         if self._is_possible_by_bounds(given) or not self._is_possible_by_bounds(relax_pins(given, every)):
@@ -138,8 +150,8 @@ class _RelaxationSearch:
         return found or self._then_memory() or self._relax_differing_pins()
 
     def _find_nearest_changes(self, several: Iterable[Variant], *, all_pins: bool = False) -> tuple[Change, ...]:
-        """Return the nearest changes among ``several`` variants of the job that have a plan. ``all_pins``: keep all
-        constraints that the user fixed; by default some may be given up.
+        """Return at most three changes that have a plan, nearest first. ``several``: the changed jobs to try.
+        ``all_pins``: keep all constraints that the user fixed; by default each attempt may also give up some of them.
         """
         ticket = count()
         heap: list[tuple[float, float, int, Variant, tuple[str, ...], MeshCandidate | None]] = []
@@ -178,8 +190,9 @@ class _RelaxationSearch:
         return tuple(found)
 
     def _then_memory(self) -> tuple[Change, ...]:
-        """Return a change that first satisfies the other requirements and then adds the memory that is lacking. It is
-        tried if the request is impossible for other reasons and every near change lacks memory; empty otherwise.
+        """Return one change that resolves a conflict of constraints and then adds the memory that is still lacking;
+        empty if none is found. It is only tried if memory is not the first reason for the failure, and for attempts
+        that failed by memory alone.
         """
         for variant, pins, candidate in [] if self.short_of_memory else self._lacking[:_MOST_CHANGES]:
             if self.late:
@@ -196,8 +209,9 @@ class _RelaxationSearch:
         return ()
 
     def _relax_differing_pins(self) -> tuple[Change, ...]:
-        """Find a plan without any of the fixed constraints, and return the change that gives up only those in which
-        this plan differs; empty if there is none. This is the last resort if no near change was found.
+        """Find a plan without any of the constraints that the user fixed, and return the change that gives up only
+        those in which this plan differs. If there is no such plan, return a change that frees all of them and also
+        changes batch or cluster. Empty if neither exists.
         """
         base = next(iter(list_variants(self.asked, self.short_of_memory)))
         every = tuple(pins_of(base.constraints))
@@ -239,10 +253,11 @@ class _RelaxationSearch:
     def _list_relaxed_candidates(
         self, variant: Variant, pins: tuple[str, ...]
     ) -> list[tuple[float, float, MeshCandidate]]:
-        """Return the candidates whose values differ from the request in each of ``pins`` (fixed constraints to give
-        up), nearest first, as (additional effort, sort key, candidate).
+        """Return the mesh candidates of a changed job that differ from the user's value in each of ``pins``, nearest
+        first, as (distance from the user's values, sort key, candidate). Empty if the job is invalid.
 
-        The key is a lower bound on the step time in seconds, or on the bytes of a rank if memory is lacking.
+        ``variant``: the changed job. ``pins``: names of the fixed constraints to give up. The sort key is a lower
+        bound: the step time in seconds, or, if memory is lacking, the bytes of a rank.
         """
         try:
             job = self._prepare_relaxed_job(variant, pins)
@@ -272,14 +287,18 @@ class _RelaxationSearch:
     def _list_plainest_zero_choices(
         self, job: Job, bounds: ModelBounds, given_up: Sequence[str]
     ) -> list[MeshCandidate]:
-        """Return the candidates of a job. Unless memory is lacking, only those with the lowest ZeRO stage are kept."""
+        """Return the mesh candidates of ``job`` with the schedule that needs the least memory. Unless memory is
+        lacking, only those with the lowest ZeRO stage are kept. ``bounds``: lower bounds for the job. ``given_up``:
+        names of the fixed constraints that may change.
+        """
         plainest = self._list_plainest_candidates(job, bounds, given_up)
         least = min(candidate.zero for candidate in plainest)
         return [p for p in plainest if self.short_of_memory or p.zero == least]
 
     def _list_plainest_candidates(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[MeshCandidate]:
-        """Return the candidates of a job, without schedules that need more memory: if the schedule is free, only those
-        with 1F1B, which needs the least memory of the searched schedules. ``given_up``: fixed constraints to ignore.
+        """Return the mesh candidates of ``job``. If the user left the schedule free, only those with 1F1B are kept,
+        which needs the least memory of the searched schedules. ``bounds``: lower bounds for the job. ``given_up``:
+        names of the fixed constraints that may change.
         """
         space = space_of(job, bounds)
         asked = self.asked.constraints
@@ -291,7 +310,10 @@ class _RelaxationSearch:
         return plain or choices
 
     def _can_bounds_allow(self, variant: Variant, pins: tuple[str, ...], candidate: MeshCandidate) -> bool:
-        """Return whether the lower bounds on the memory of ``candidate`` allow a plan."""
+        """Return whether the lower bounds on memory allow a plan of ``candidate`` for the changed job ``variant``
+        without the fixed constraints named in ``pins``. A candidate that only lacks memory is recorded for a later
+        attempt.
+        """
         try:
             self._find_model_bounds(_maximise_offload(self._prepare_relaxed_job(variant, pins))).refine(candidate)
         except CapacityError:
@@ -304,8 +326,9 @@ class _RelaxationSearch:
     def _plan_relaxed_candidate(
         self, variant: Variant, pins: Sequence[str], candidate: MeshCandidate
     ) -> SolvedCandidate | None:
-        """Solve ``candidate`` with the kinds of offload that ``partition`` tries, and return the first plan that fits;
-        ``None`` if none fits.
+        """Plan the mesh ``candidate`` with each kind of offload that ``partition`` tries, and return the first solution
+        that fits in memory; ``None`` if none fits. ``variant``: the changed job. ``pins``: names of the fixed
+        constraints that take the candidate's values.
         """
         lacking: list[CandidateEvaluator] = []
         changed = replace(
@@ -330,7 +353,9 @@ class _RelaxationSearch:
         return None
 
     def _is_possible_by_bounds(self, constraints: Constraints) -> bool:
-        """Return whether the lower bounds allow a plan under ``constraints``."""
+        """Return whether the lower bounds on memory allow a plan of the requested job with ``constraints`` in place of
+        the user's.
+        """
         try:
             job = self.asked.prepare(self.asked.topology, constraints, self.asked.global_batch)
             _check_job_request(job)
@@ -352,12 +377,15 @@ class _RelaxationSearch:
         return False
 
     def _constrain_to_candidate(self, variant: Variant, pins: Sequence[str], candidate: MeshCandidate) -> Constraints:
-        """Return the constraints of ``variant``, where those named in ``pins`` have the values of ``candidate``."""
+        """Return the constraints of the changed job ``variant``, where those named in ``pins`` have the values of
+        ``candidate``.
+        """
         return _update_constraints(relax_pins(variant.constraints, pins), _find_new_pin_values(pins, candidate).items())
 
     def _step_time(self, variant: Variant, constraints: Constraints, known_s: float) -> float:
-        """Return the step time in seconds of the best plan under ``constraints``, or ``known_s`` (of a known plan) if
-        the search fails."""
+        """Return the step time in seconds of the best plan of the changed job ``variant`` under ``constraints``. If the
+        search fails, return ``known_s``, the step time of a plan that is already known.
+        """
         job = self.asked.prepare(variant.topology, constraints, variant.global_batch)
         try:
             return find_best_report(min(_LEAST_S, self.until - time.monotonic()), job, math.inf).step_time or known_s
@@ -367,6 +395,11 @@ class _RelaxationSearch:
     def _build_change(
         self, variant: Variant, pins: Sequence[str], candidate: MeshCandidate, plan: SolvedCandidate | None = None
     ) -> Change:
+        """Return the change from the requested job to ``candidate``, with its description and its new constraints,
+        topology and batch. ``variant``: the changed job. ``pins``: names of the fixed constraints that take the
+        candidate's values. ``plan``: the candidate's solution; if it uses offload that was not requested, the
+        description says so.
+        """
         new, constraints = _find_new_pin_values(pins, candidate), self._constrain_to_candidate(variant, pins, candidate)
         texts = [*variant.texts, *(describe_pin_change(variant.constraints, pin, new.get(pin)) for pin in pins)]
         job = self._prepare_relaxed_job(variant, pins)
@@ -380,8 +413,9 @@ class _RelaxationSearch:
 
 
 def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCandidate]:
-    """Return the candidates of ``space``. Candidates with large values of ``tp`` or ``cp`` that the search does not try
-    by itself are included if the user fixed such a value and it may be given up.
+    """Return the mesh candidates of ``space``. ``given_up``: name -> value of the fixed constraints that may change. If
+    the user fixed a large ``tp`` or any ``cp`` among them, other large values are included that the search would not
+    try by itself.
     """
     sizes = list_divisors(space.world_size)[1:]
     shared = [size for size in sizes if space.length and space.length % (2 * size) == 0]  # two pieces for each rank
@@ -401,8 +435,8 @@ def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCan
 
 
 def _and_then(text: str, search: _RelaxationSearch) -> tuple[Change, ...]:
-    """Return the nearest change that ``search`` finds, with ``text`` placed before its description; empty if there is
-    none.
+    """Return the nearest change that ``search`` finds, as a tuple of one, with ``text`` and a comma before its
+    description; empty if there is none.
     """
     return tuple(replace(change, text=f"{text}, {change.text}") for change in search.find_changes()[:1])
 
@@ -433,7 +467,7 @@ def _is_possible(job: Job) -> bool:
 
 
 def _maximise_offload(job: Job) -> Job:
-    """Return ``job`` with the most offload to host memory that ``partition`` would try. If the bounds exclude this job,
-    there is no plan.
+    """Return ``job`` with the most offload to host memory that ``partition`` would try. If lower bounds on memory
+    exclude even this job, there is no plan.
     """
     return list(list_offload_variants(job))[-1]

@@ -30,8 +30,8 @@ _FEW_PINS = 7
 
 
 def pins_of(constraints: Constraints) -> list[str]:
-    """Return the names of the constraints that the user fixed and that define a candidate, with one entry
-    ``stage_of:<module>`` for each module whose stage is fixed.
+    """Return the names of the constraints that the user fixed and that decide the mesh, microbatch size, schedule,
+    recomputation or ZeRO, with one entry ``stage_of:<module>`` for each module whose stage is fixed.
     """
     *others, zero, dp_shard = OF_POINT
     fixed = [n for n in (*others, "recompute", zero, dp_shard) if getattr(constraints, n) is not None]
@@ -83,15 +83,16 @@ def relax_pins(constraints: Constraints, pins: Sequence[str]) -> Constraints:
 
 
 def is_pin_changed(constraints: Constraints, pin: str, candidate: MeshCandidate) -> bool:
-    """Whether ``candidate`` differs from the value that the user fixed. Always true for constraints that a candidate
-    does not have, such as recomputation and the stages of modules, since these are freed instead of changed.
+    """Return whether ``candidate`` differs from the user's value of the constraint ``pin``. Always true for constraints
+    that a candidate does not have, such as recomputation and the stages of modules, since these are freed instead of
+    changed.
     """
     return not hasattr(candidate, pin) or getattr(candidate, pin) != getattr(constraints, pin)
 
 
 def measure_pin_distance(constraints: Constraints, pin: str, candidate: MeshCandidate) -> float:
-    """Return how far ``candidate`` is from the user's value of the constraint ``pin``: half of the base-2 logarithm of
-    the ratio; 0 for values that are not numbers.
+    """Return how far ``candidate`` is from the user's value of the constraint ``pin``: half of the absolute base-2
+    logarithm of the ratio of both values; 0 if they are not whole numbers.
     """
     old, new = getattr(constraints, pin, None), getattr(candidate, pin, None)
     if not isinstance(old, int) or not isinstance(new, int):
@@ -100,7 +101,9 @@ def measure_pin_distance(constraints: Constraints, pin: str, candidate: MeshCand
 
 
 def format_given_pin(constraints: Constraints, pin: str) -> str:
-    """Return a fixed constraint as the user could write it, such as ``tp=8`` or ``stage_of['head']=1``."""
+    """Return the fixed constraint ``pin`` with its value as the user could write it, such as ``tp=8`` or
+    ``stage_of['head']=1``. ``pin``: a constraint's name, or ``stage_of:<module>``.
+    """
     name, _, module = pin.partition(":")
     if module:
         return f"stage_of[{module!r}]={constraints.stage_of[module]}"
@@ -114,8 +117,8 @@ def kinds_text(kinds: Sequence[str]) -> str:
 
 
 def describe_pin_change(constraints: Constraints, pin: str, new: object) -> str:
-    """Return the text of a change of a fixed constraint. ``new``: its new value; ``None`` means that it is left
-    free.
+    """Return a change of a fixed constraint as text, such as ``tp=4 instead of 8``. ``pin``: the constraint's name, or
+    ``stage_of:<module>``. ``new``: its new value; ``None`` means that it is left free.
     """
     name, _, module = pin.partition(":")
     if module:
@@ -138,8 +141,10 @@ _FAR = (96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True)
 class RelaxationRequest:
-    """A job as the user requested it. ``prepare``: returns the job for other constraints, another topology and
-    batch.
+    """A job as the user requested it: cluster, constraints, and samples in the global batch (``None``: those of the
+    inputs).
+
+    ``prepare``: returns the job for another (topology, constraints, global batch).
     """
 
     topology: Topology
@@ -150,8 +155,10 @@ class RelaxationRequest:
 
 @dataclass(frozen=True)
 class Variant:
-    """A changed job whose fixed constraints are kept. ``cost``: the effort of the changes. ``kinds``: keys of the
-    changes. ``texts``: their descriptions. The other fields are the changed request.
+    """A job after zero or more changes to the user's request.
+
+    ``cost``: the summed effort of the changes, by which changed jobs are ordered. ``kinds``: a key for each change.
+    ``texts``: a description of each change. ``topology``, ``constraints``, ``global_batch``: the changed request.
     """
 
     cost: float
@@ -172,8 +179,8 @@ def _extend_variant(variant: Variant, cost: float, kind: str, text: str, **chang
 
 
 def list_variants(asked: RelaxationRequest, short_of_memory: bool) -> Iterator[Variant]:
-    """Yield the job as requested, and variants of it with one or several changes. ``short_of_memory``: whether memory
-    is the reason that there is no plan.
+    """Yield the job as requested, and then changed jobs with one or several changes each. ``short_of_memory``: whether
+    missing memory is the reason that the requested job has no plan.
     """
     base = Variant(0.0, frozenset(), (), asked.topology, asked.constraints, asked.global_batch)
     yield base
@@ -198,8 +205,8 @@ def list_variants(asked: RelaxationRequest, short_of_memory: bool) -> Iterator[V
 
 
 def far_variants(asked: RelaxationRequest) -> Iterator[Variant]:
-    """Yield variants with more memory per device or more nodes, up to larger factors than :func:`list_variants` tries,
-    for jobs that lack memory. Among the many other variants there, these may not have been reached in time.
+    """Yield changed jobs with more memory per device or with more nodes, for a job that lacks memory. The factors go up
+    to 16384.
     """
     base = next(list_variants(asked, True))
     yield from _list_memory_variants(base, (*_TIMES, *_FAR))
@@ -207,8 +214,8 @@ def far_variants(asked: RelaxationRequest) -> Iterator[Variant]:
 
 
 def _list_stage_place_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
-    """Yield variants in which an entry of ``stage_of`` has the nearest existing module name or the nearest existing
-    stage.
+    """Yield changed jobs in which one entry of ``stage_of`` is corrected: a module name that does not exist becomes the
+    most similar one, and a stage that does not exist becomes the first or the last. ``base``: the job that is changed.
     """
     given = base.constraints.stage_of
     stages = _num_stages(base.constraints)
@@ -239,8 +246,10 @@ def _replace_stage_places(base: Variant, places: dict[str, int], text: str) -> V
 
 
 def _list_batch_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
-    """Yield variants with the nearest global batch sizes that are multiples of the fixed ``dp`` times the fixed
-    microbatch size, or of a number of groups of samples that divides the devices."""
+    """Yield changed jobs with the nearest global batch sizes that are multiples of the fixed ``dp`` times the fixed
+    microbatch size, or of the number of coupled groups of samples times a divisor of the number of devices. ``base``:
+    the job that is changed.
+    """
     given = base.constraints
     batch = asked.prepare(base.topology, given.meaning, base.global_batch).global_batch
     groups = given.group_size or 1
@@ -254,8 +263,8 @@ def _list_batch_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Va
 
 
 def _list_dp_shard_variants(base: Variant) -> Iterator[Variant]:
-    """Yield variants of the job with another ``dp_shard`` (number of data-parallel ranks that ZeRO shards over), if the
-    user fixed it.
+    """Yield changed jobs with another ``dp_shard`` (number of data-parallel ranks that ZeRO shards over), if the user
+    fixed it. ``base``: the job that is changed.
     """
     given = base.constraints.dp_shard
     if given is None:
@@ -269,9 +278,10 @@ def _list_dp_shard_variants(base: Variant) -> Iterator[Variant]:
 
 
 def _list_offload_pin_variants(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
-    """Yield variants with other kinds of data in host memory than the user fixed.
+    """Yield changed jobs with other kinds of data in host memory than the user fixed. ``base``: the job that is
+    changed. ``short_of_memory``: whether missing memory is the reason that it has no plan.
 
-    Without a description of the hosts, only the variant without offload is tried. If the user fixed optimizer states in
+    Without a description of the hosts, only the job without offload is tried. If the user fixed optimizer states in
     host memory, they may move to disk. If the mesh is fixed and offload is not, the kinds are tried that ``partition``
     does not try by itself.
     """
@@ -301,8 +311,9 @@ def _has_its_disk(base: Variant) -> bool:
 
 
 def _list_device_variants(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
-    """Yield variants without slower or smaller devices, with more nodes, or with a number of devices that the fixed
-    axes require.
+    """Yield changed jobs without slower or smaller devices, with more nodes, or with a number of devices that the fixed
+    axes require. ``base``: the job that is changed. ``short_of_memory``: whether missing memory is the reason that it
+    has no plan; then numbers of devices are not tried.
     """
     topology, now = base.topology, base.topology.num_devices
     for smaller in () if is_even(topology) else smaller_clusters(topology):
@@ -327,7 +338,9 @@ def _list_device_variants(base: Variant, short_of_memory: bool) -> Iterator[Vari
 
 
 def _list_node_variants(variant: Variant, counts: Sequence[int]) -> Iterator[Variant]:
-    """Yield variants with more nodes of the same kind. ``counts``: numbers of nodes."""
+    """Yield changed jobs with more nodes of the same kind. ``variant``: the job that is changed. ``counts``: total
+    numbers of nodes to try.
+    """
     topology = variant.topology
     for nodes in sorted({n for n in counts if n * topology.devices_per_node <= _MOST_DEVICES}):
         larger = with_nodes(topology, nodes) if topology != _build_local_topology(topology) else None
@@ -339,7 +352,9 @@ def _list_node_variants(variant: Variant, counts: Sequence[int]) -> Iterator[Var
 
 
 def _list_memory_variants(base: Variant, several: Sequence[float]) -> Iterator[Variant]:
-    """Yield variants with more memory on every device. ``several``: factors of the memory."""
+    """Yield changed jobs with more memory on every device. ``base``: the job that is changed. ``several``: factors by
+    which the memory is multiplied.
+    """
     for times in several:
         larger = with_memory(base.topology, times)
         if larger is not None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def format_asked_constraints(asked: Mapping[str, Any]) -> str:
-    """Return constraints as text, such as ``tp=8, offload=optimizer+disk``."""
+    """Return constraints (name -> value) as text, such as ``tp=8, offload=optimizer+disk``."""
     return ", ".join(
         f"{name}={'+'.join(value) or 'none' if name == 'offload' and isinstance(value, tuple) else value}"
         for name, value in asked.items()
@@ -55,8 +55,8 @@ def check_asked(plan: Plan, merged: Constraints) -> None:
 
 
 def without_row(plan: Plan, asked: Mapping[str, Any]) -> bool:
-    """Whether the search considered candidates with the constraints ``asked`` that have no row in the certificate,
-    because it only counts them.
+    """Return whether the search tried candidates with the constraints ``asked`` (name -> value) that are missing in the
+    certificate's table of candidates, because the certificate gives only the number of the worst ones.
     """
     pinned = {name: value for name, value in asked.items() if name in OF_POINT}
     if not plan.certificate.left or pinned != asked:
@@ -74,8 +74,8 @@ def _read_candidate_field(candidate: MeshCandidate, name: str) -> Any:
 
 
 def _list_searched_candidates(plan: Plan) -> list[MeshCandidate]:
-    """Return the candidates with which the search began; empty if the plan does not contain enough data to list
-    them.
+    """Return all mesh candidates that the search of ``plan`` started with; empty if the plan does not contain enough
+    data to list them.
     """
     limits = plan.certificate.limits
     if limits is None or not plan.global_batch:
@@ -87,6 +87,9 @@ def _list_searched_candidates(plan: Plan) -> list[MeshCandidate]:
 
 
 def _rebuild_search_space(plan: Plan, limits: Limits, constraints: Constraints) -> SearchSpace:
+    """Return the space of mesh candidates that a search for the job of ``plan`` has under ``constraints``. ``limits``:
+    facts of the model that the certificate records, such as the number of block calls and the sequence length.
+    """
     return SearchSpace(
         plan.topology,
         plan.global_batch,
@@ -103,8 +106,8 @@ def _rebuild_search_space(plan: Plan, limits: Limits, constraints: Constraints) 
 
 
 def why_unseen(plan: Plan, asked: Mapping[str, Any]) -> str:
-    """Return the reason why the search considered no candidate with the constraints ``asked``, as part of a
-    sentence.
+    """Return why the search considered no candidate with the constraints ``asked`` (name -> value), as a clause without
+    a full stop.
     """
     fixed = {n: v for n, v in plan.constraints.given.items() if n != "ahead"}
     against = {n: v for n, v in fixed.items() if n in asked and v != asked[n]}
@@ -130,7 +133,9 @@ def why_unseen(plan: Plan, asked: Mapping[str, Any]) -> str:
 
 
 def _only_where_fixed(plan: Plan, asked: Mapping[str, Any]) -> str | None:
-    """Return the reason if a value in ``asked`` is searched only if the user fixes it; ``None`` otherwise."""
+    """Return the reason, as a clause, if a value in ``asked`` (name -> value) is only searched if the user fixes it;
+    ``None`` if it would be searched anyway.
+    """
     pinned, limits = plan.constraints, plan.certificate.limits
     widest = widest_searched(plan.topology, pinned)
     if pinned.tp is None and asked.get("tp", 1) > widest:
@@ -157,13 +162,13 @@ Verdict = Literal["chosen", "slower", "faster", "bounded", "infeasible", "unknow
 
 @dataclass(frozen=True)
 class WhyNot:
-    """The answer to why a plan does not have other constraints. ``str()`` returns it as text.
+    """The answer to the question why a plan does not have other constraints. ``str()`` returns it as text.
 
-    ``verdict``: ``chosen``: the plan has them. ``slower`` or ``faster``: the best plan with them is ``candidate``.
-    ``bounded``: no plan with them takes less than ``bound`` seconds, which is at least the time of the chosen plan.
-    ``infeasible``: no plan has them. ``unknown``: the answer needs the model; ``bound`` may be known. ``changes``:
-    changes that make an infeasible request possible. ``with_model``: what more could be said with the model; empty:
-    nothing.
+    ``asked``: these constraints, name -> value. ``lines``: the answer's lines. ``verdict``: ``chosen``: the plan has
+    them. ``slower`` or ``faster``: the best plan with them is ``candidate``. ``bounded``: no plan with them takes less
+    than ``bound`` seconds, which is at least the time of the chosen plan. ``infeasible``: no plan has them.
+    ``unknown``: the answer needs the model; ``bound`` may be known. ``changes``: changes that make an infeasible
+    request possible. ``with_model``: what an answer with the model would add; empty: nothing.
     """
 
     asked: Mapping[str, Any]
@@ -178,7 +183,9 @@ class WhyNot:
         return self.told("why_not(model=..., ...)")
 
     def told(self, how: str) -> str:
-        """Return the answer as text. ``how``: the text that tells the reader how to pass the model."""
+        """Return the answer as text. ``how``: instructions on how to pass the model, which are added if the model would
+        improve the answer.
+        """
         return "\n".join([*self.lines, *([f"{self.with_model}: {how}."] if self.with_model else [])])
 
 
@@ -189,8 +196,9 @@ def why_not(
     inputs: Any = None,
     loss: Callable[..., Any] | None = None,
 ) -> WhyNot:
-    """Return the answer to why ``plan`` does not have the constraints ``asked`` (values by name). If the certificate
-    cannot answer and ``model`` is given, the job is planned again.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value). If the
+    plan's certificate cannot answer and ``model`` is given, the job is planned again with ``inputs`` and ``loss`` as
+    they were given to ``partition``.
 
     Raise :class:`ConstraintError` for unknown constraints, and :class:`InputsError` if the model is not the plan's.
     """
@@ -208,7 +216,9 @@ def why_not(
 
 
 def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
-    """Return the answer that the rows of the certificate give; ``None`` if they have none."""
+    """Return the answer that follows from the certificate's table of candidates; ``None`` if the table has no candidate
+    with the constraints ``asked`` (name -> value).
+    """
     if not set(asked) <= set(OF_POINT):
         return None
     rows = [c for c in (*plan.certificate.candidates, *_list_allowed_baselines(plan)) if _matches_asked(c, asked)]
@@ -227,7 +237,9 @@ def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
 
 
 def _list_allowed_baselines(plan: Plan) -> list[Candidate]:
-    """The baselines that were worked out for the plan's own job, and that its constraints allow."""
+    """Return the baselines (common layouts that the search computes for comparison) that were solved for the plan's own
+    job and that its constraints allow.
+    """
     return [
         baseline.candidate
         for baseline in plan.certificate.baselines
@@ -243,8 +255,8 @@ def _matches_asked(candidate: Candidate, asked: Mapping[str, Any]) -> bool:
 
 
 def _has_asked_value(candidate: Candidate, name: str, value: Any) -> bool:
-    """Whether a candidate has ``value`` for the constraint ``name``. Every value of ``zero`` counts as equal if no two
-    ranks have the same states. An ``etp`` of 1 or ``None`` counts as equal without expert parallelism.
+    """Return whether ``candidate`` has ``value`` for the constraint ``name``. Any value of ``zero`` counts as equal if
+    no two ranks have the same states. An ``etp`` of 1 or ``None`` counts as equal without expert parallelism.
     """
     mesh = candidate.mesh
     alone = {"zero": mesh.get("dp", 1) * mesh.get("cp", 1) == 1, "etp": mesh.get("ep", 1) == 1 and value in (1, None)}
@@ -252,8 +264,8 @@ def _has_asked_value(candidate: Candidate, name: str, value: Any) -> bool:
 
 
 def _is_beside(plan: Plan, asked: Mapping[str, Any]) -> bool:
-    """Whether the search tried the constraints ``asked`` on the best meshes only, because they concern a schedule or
-    virtual stages and the user left the schedule free.
+    """Return whether the search tried the constraints ``asked`` (name -> value) on the best meshes only, because they
+    concern a schedule or virtual stages and the user left the schedule free.
     """
     several = asked.get("schedule", "1f1b") not in SEARCHED or (asked.get("virtual_stages") or 1) > 1
     return several and plan.constraints.leaves_schedule
@@ -262,8 +274,9 @@ def _is_beside(plan: Plan, asked: Mapping[str, Any]) -> bool:
 def _explain_slower(
     plan: Plan, asked: Mapping[str, Any], best: Candidate, marks: tuple[str, ...] = (), other: Plan | None = None
 ) -> WhyNot:
-    """Return the answer that compares the plan with ``best``, the best candidate under the constraints. ``marks``:
-    further sentences. ``other``: the plan of ``best`` if the job was planned again.
+    """Return the answer that compares the plan with ``best``, the best candidate under the constraints ``asked`` (name
+    -> value). ``marks``: sentences to add. ``other``: the complete plan of ``best``; ``None`` if the job was not
+    planned again.
     """
     assert best.step_time is not None
     chosen = plan.estimate
@@ -295,6 +308,10 @@ def _explain_slower(
 def _explain_bounded(
     plan: Plan, asked: Mapping[str, Any], rows: list[Candidate], solved: Candidate | None, least: float
 ) -> WhyNot:
+    """Return the answer for constraints ``asked`` (name -> value) whose plans are only known by lower bounds. ``rows``:
+    all candidates with these constraints. ``solved``: the fastest one with a computed step time, or ``None``.
+    ``least``: the smallest lower bound of the others, in seconds.
+    """
     chosen, certificate = plan.estimate.step_time, plan.certificate
     bound = min(b for b in (least, solved.step_time if solved else None) if b is not None)
     bounded = f"{_count_layouts_text(sum(c.status == 'bounded' for c in rows))} given a lower bound and not worked out"
@@ -320,7 +337,9 @@ def _explain_bounded(
 
 
 def _list_uncovered_schedules(plan: Plan, asked: Mapping[str, Any]) -> list[str]:
-    """The sentence on schedules that lower bounds do not cover, if plans that are as ``asked`` may have them."""
+    """Return, in a list, the certificate's sentence on schedules that its lower bounds do not cover, if plans with the
+    constraints ``asked`` (name -> value) may use these schedules; otherwise an empty list.
+    """
     sentence = plan.certificate.beyond.get("schedule")
     fixed = asked.get("pp") == 1 or "schedule" in asked or asked.get("virtual_stages") == 1
     return [] if sentence is None or fixed else [sentence]
@@ -331,6 +350,9 @@ def _count_layouts_text(count: int) -> str:
 
 
 def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> WhyNot:
+    """Return the answer for constraints ``asked`` (name -> value) with which no candidate is feasible. ``rows``: these
+    candidates; the one that lacks the fewest bytes is described.
+    """
     ranked = sorted(rows, key=lambda c: c.missing or 0)
     nearest = next((c for c in ranked if c.missing), ranked[0])
     limit = describe_tried_offload(plan) if nearest.missing else ""
@@ -367,7 +389,10 @@ def _merge_asked_constraints(plan: Plan, asked: Mapping[str, Any]) -> Constraint
 def _answer_by_planning(
     plan: Plan, asked: Mapping[str, Any], model: nn.Module, inputs: Any, loss: Callable[..., Any] | None
 ) -> WhyNot:
-    """Return the answer after planning the job again with the constraints ``asked``."""
+    """Return the answer after planning the job again with the constraints ``asked`` (name -> value). ``model``,
+    ``inputs``, ``loss``: as given to ``partition``. Raise :class:`InputsError` if the model's parameters are not the
+    plan's.
+    """
     from partitioner.api import partition
 
     try:
@@ -418,7 +443,9 @@ def _list_different_parameters(plan: Plan, other: Plan) -> list[str]:
 
 
 def _explain_counted_candidates(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
-    """Return the answer for candidates that the certificate only counts. They are no better than those with a row."""
+    """Return the answer for constraints ``asked`` (name -> value) whose candidates are among the worst of the search,
+    of which the certificate gives only the number.
+    """
     left = plan.certificate.left
     count = f"{sum(left.values()):,}"
     worst = f"Layouts with {format_asked_constraints(asked)} are among the {count} worst, which the report only counts"
@@ -429,7 +456,9 @@ def _explain_counted_candidates(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
 
 
 def _explain_unsearched(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
-    """Return the answer for constraints that the search did not consider, without planning again."""
+    """Return the answer for constraints ``asked`` (name -> value) that no candidate in the certificate has, without
+    planning again.
+    """
     merged = _merge_asked_constraints(plan, asked)
     try:
         check_asked(plan, merged)

@@ -435,7 +435,9 @@ def _print_summary(found: Any) -> None:
 
 
 def _so_far(seen: Any) -> str:
-    """Return the progress of a search as a short text. ``seen``: a ``Progress``, what the search has found so far."""
+    """Return the progress of a search as a short text. ``seen``: a ``Progress`` object with the number of solved,
+    bounded and open candidates and the best step time so far.
+    """
     best = f", best so far {seconds_text(seen.best)}" if seen.best is not None else ""
     return (
         f"{format_plural(seen.num_evaluated, 'candidate')} solved, {seen.num_bounded} bounds, "

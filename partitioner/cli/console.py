@@ -30,8 +30,8 @@ UsageError: type[Exception] = BadParameter.__mro__[1]  # of click, or of typer's
 
 
 class Commands(TyperGroup):
-    """A group of commands of the command line that shows errors as panels. The exit code is 2 for errors of the user, 3
-    for faults of the partitioner, and 130 for Ctrl-C.
+    """The commands of the command line, as a group that shows errors as panels. The exit code is 2 for errors of the
+    user, 3 for faults of the partitioner, and 130 for Ctrl-C.
 
     ``--debug`` anywhere on the line before ``--`` makes errors show their traceback.
     """
@@ -43,6 +43,9 @@ class Commands(TyperGroup):
         return super().parse_args(ctx, [*(a for a in ours if a != "--debug"), *passed_on])
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command of ``ctx``, a context of typer, and return its result. Errors are shown as panels, and end
+        the process with an exit code.
+        """
         try:
             with typed_errors("the command", passing=_is_of_the_command_line):
                 return super().invoke(ctx)
@@ -83,13 +86,14 @@ def takes_constraints(ctx: Any) -> bool:
 
 
 def _is_of_the_command_line(error: Exception) -> bool:
-    """Return whether ``error`` must pass through :func:`typed_errors` unchanged, because it is handled elsewhere: an
-    ``OSError``, or an exception with which typer ends a command."""
+    """Return whether ``error`` must not be converted to an error of this project, because the command line handles it
+    itself: an ``OSError``, or an exception with which typer ends a command.
+    """
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in ("click", "typer")
 
 
 class OptionError(PartitionError):
-    """Error: a command has no option of the given name. The message names the option with the meant meaning."""
+    """Error: a command has no option of the given name. The message says how to give a value of this name instead."""
 
 
 class FileError(PartitionError):
@@ -97,8 +101,8 @@ class FileError(PartitionError):
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Raise :class:`FileError` if a result cannot be written to one of ``paths``. Commands call it before their
-    work.
+    """Raise :class:`FileError` if a file cannot be written at one of ``paths``; ``None`` is skipped. Commands call this
+    before they start to compute.
     """
     for path in filter(None, paths):
         if path.is_dir():
@@ -118,8 +122,8 @@ def show_error(error: PartitionError) -> None:
 
 
 def build_output_console() -> Console:
-    """Return a console for results on the standard output. It is created for each use, because tests replace the
-    streams.
+    """Return a console that prints results to the standard output. It is created for each use, because tests replace
+    ``sys.stdout``.
     """
     console = text_console(sys.stdout)
     if not console.is_terminal and "COLUMNS" not in os.environ:
@@ -144,8 +148,8 @@ def build_error_console() -> Console:
 
 @contextlib.contextmanager
 def show_spinner(doing: str) -> Iterator[Callable[[str], None]]:
-    """Show the text ``doing`` with a spinner while the block runs. The block receives a function that replaces the
-    text. Nothing is shown outside terminals.
+    """Show the text ``doing`` with a spinner while the block runs. The block receives a function that takes a new text
+    and shows it instead. Nothing is shown if the standard error is no terminal.
     """
     console = build_error_console()
     if console.is_terminal:
@@ -157,8 +161,8 @@ def show_spinner(doing: str) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def show_progress_bar(doing: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar while the block runs. The block receives a function ``(text, steps done, total steps)`` that
-    updates it. Nothing is shown outside terminals.
+    """Show a progress bar with the text ``doing`` while the block runs. The block receives a function that takes (text,
+    steps done, total steps) and updates the bar. Nothing is shown if the standard error is no terminal.
     """
     console = build_error_console()
     if not console.is_terminal:

@@ -115,8 +115,9 @@ Meta = Annotated[
 
 
 def format_examples(*lines: str) -> str:
-    """Return the section with examples at the end of a command's help, in Markdown. ``lines``: one command line for
-    each example."""
+    """Return the section with examples at the end of a command's help, in Markdown. ``lines``: the command line of each
+    example.
+    """
     return "**Examples**\n\n" + "\n\n".join(f"`{line}`" for line in lines)
 
 
@@ -124,16 +125,17 @@ SHAPE = "a model, (model, inputs) or (model, inputs, loss)"
 
 
 class TargetError(PartitionError):
-    """The model function that a command names does not exist, fails, or returns something other than a model; or an
-    option has an invalid value.
+    """Error: the model function that a command names does not exist, fails, or returns something other than a model; or
+    an option has an invalid value.
     """
 
 
 def all_constraints(given: Mapping[str, Any], more: str | None) -> dict[str, Any]:
-    """Return the constraints of a command by name. ``given``: those with an option of their own (``None``: not given).
-    ``more``: the text of ``--constraints``.
+    """Return all constraints that a command was given, name -> value. ``given``: the values of the options that set a
+    single constraint, by name (``None``: not given). ``more``: the text of the option ``--constraints``, such as
+    ``tp=8,pp=2``.
 
-    Raise :class:`TargetError` if both give different values to a name, and :class:`ConstraintError` if ``more`` is
+    Raise :class:`TargetError` if a constraint has two different values, and :class:`ConstraintError` if ``more`` is
     malformed.
     """
     asked = read_options(more or "")
@@ -149,8 +151,9 @@ def all_constraints(given: Mapping[str, Any], more: str | None) -> dict[str, Any
 
 @dataclass(frozen=True)
 class TargetModel:
-    """What the user's model function returned: the model, and if it returned them the model's inputs and the loss
-    function. Otherwise ``inputs`` and ``loss`` are ``None``."""
+    """The result of the user's model function: the model, and the model's inputs and the loss function, which are
+    ``None`` if the function did not return them.
+    """
 
     model: nn.Module
     inputs: Any = None
@@ -235,6 +238,9 @@ def load_target(text: str, *, meta: bool = False, asked: SampleOptions | None = 
 
 
 def _import_user_module(where: str) -> ModuleType:
+    """Return the imported Python module ``where``: the path of a ``.py`` file, or a module name. Raise
+    :class:`TargetError` if it does not exist or fails.
+    """
     path = Path(where)
     if not where.endswith(".py"):
         sys.path.insert(0, str(Path.cwd()))
@@ -254,6 +260,9 @@ def _import_user_module(where: str) -> ModuleType:
 
 
 def _find_user_function(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
+    """Return the function ``name`` of ``module``. ``where``: the module's path, for messages. Raise
+    :class:`TargetError` if there is no such function, or if it has required parameters.
+    """
     found = getattr(module, name, None)
     if not callable(found):
         own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
@@ -286,6 +295,9 @@ def _blame_user_code(where: str) -> Iterator[None]:
 
 
 def _parse_target_model(made: Any, text: str) -> TargetModel:
+    """Return the model, inputs and loss function in ``made``, the result of the user's model function. ``text``: the
+    name of the function, for messages. Raise :class:`TargetError` if the result has another form.
+    """
     from torch import nn
 
     parts = made if isinstance(made, tuple) else (made,)

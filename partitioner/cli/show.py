@@ -27,8 +27,8 @@ _MOST_DIFFERENT = 12
 
 
 def rank_parts(plan: Plan, rank: int) -> Iterator[RenderableType]:
-    """Yield the description of one rank of a plan: its device, coordinates, groups, peak memory, shards of parameters
-    and buffers, and instructions. Raise :class:`PlanError` if the rank does not exist.
+    """Yield the description of ``rank`` of a plan as parts to print: its device, coordinates in the mesh, groups, peak
+    memory, shards of parameters and buffers, and instructions. Raise :class:`PlanError` if the rank does not exist.
     """
     if not 0 <= rank < plan.program.world_size:
         raise PlanError(f"there is no rank {rank}; the plan has ranks 0 to {plan.program.world_size - 1}")
@@ -47,6 +47,9 @@ def rank_parts(plan: Plan, rank: int) -> Iterator[RenderableType]:
 
 
 def _build_state_table(mine: RankProgram) -> RenderableType:
+    """Return a table of the rank's parameters and buffers with their layouts and shapes; of many, only the first are
+    listed. ``mine``: the program of the rank.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("state", overflow="fold")
     for title in ("kind", "layout", "whole", "this rank", "type", "gradient over"):
@@ -76,8 +79,8 @@ def _format_shape(shape: tuple[int, ...]) -> str:
 
 
 def _format_instructions(mine: RankProgram) -> RenderableType:
-    """Return the rank's instructions in the notation of programs, without ``FREE`` and ``LOAD``, which are only
-    counted.
+    """Return the instructions of a rank as text to print. ``FREE`` (release a value) and ``LOAD`` (read an input) are
+    only counted. ``mine``: the program of the rank.
     """
     silent = [i for i in mine.instructions if i.op in ("FREE", "LOAD")]
     text = " ".join(str(i) for i in mine.instructions if i.op not in ("FREE", "LOAD"))
@@ -85,7 +88,9 @@ def _format_instructions(mine: RankProgram) -> RenderableType:
 
 
 def topology_parts(topology: Topology) -> Iterator[RenderableType]:
-    """Yield the description of a topology: device types, nodes with their hosts, levels of links, and overrides."""
+    """Yield the description of a topology as parts to print: device types, nodes with their hosts, levels of links, and
+    links or devices that differ from these.
+    """
     count = f"{format_plural(topology.num_devices, 'device')} on {format_plural(topology.num_nodes, 'node')}"
     price = topology.price_per_hour
     yield format_heading(f"{topology.name}: {count}" + (f", {price:,.2f} USD/h" if price is not None else ""))
@@ -122,7 +127,9 @@ def topology_parts(topology: Topology) -> Iterator[RenderableType]:
 
 
 def _build_node_table(topology: Topology) -> Table:
-    """Return a table of the node groups, in order, with columns for the parts of their hosts that are described."""
+    """Return a table with one row for each group of equal nodes, in order, and columns for those properties of their
+    hosts that the topology describes.
+    """
     hosts = [group.host for group in topology.nodes]
     titles = ["nodes", "devices in each"]
     cards = topology.num_nodes > 1 and any(group.num_cards != group.devices for group in topology.nodes)
@@ -159,8 +166,8 @@ def _format_power(entry: DeviceType) -> str:
 
 
 def _list_device_differences(topology: Topology) -> list[str]:
-    """Return one line for each node or device that differs from its group; at most twelve of each, and the number of
-    others.
+    """Return one line of text for each node or device that differs from its group; at most twelve of each, and the
+    number of others.
     """
     nodes = [(f"node {node}", own) for node, own in topology.node_overrides.items()]
     every = [*nodes[:_MOST_DIFFERENT], *list(topology.overrides.items())[:_MOST_DIFFERENT]]

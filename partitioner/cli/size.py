@@ -119,7 +119,9 @@ def size(
 
 
 def _parse_node_counts(text: str) -> tuple[int, ...]:
-    """Return a text like ``1,2,4`` as numbers. Raise :class:`TargetError` if it is not a list of numbers."""
+    """Return a text like ``1,2,4`` as a tuple of numbers of nodes. Raise :class:`TargetError` if it is not a list of
+    numbers.
+    """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise TargetError(f"--nodes {text!r}: expected numbers of nodes, like 1,2,4")

@@ -16,9 +16,10 @@ from partitioner.plan import Plan
 
 
 def train_on_target(plan: Plan, target: TargetModel, steps: int, lr: float) -> Iterator[float]:
-    """Yield the loss before each of ``steps`` optimizer steps with AdamW, all on the inputs of ``target``.
+    """Train ``target``'s model by ``plan`` on this machine, and yield the loss before each of ``steps`` optimizer
+    steps. All steps use the inputs of ``target``, and AdamW with the learning rate ``lr``.
 
-    Raise :class:`PlanError` if the plan does not train, and :class:`TargetError` if there are no inputs.
+    Raise :class:`PlanError` if the plan does not train, and :class:`TargetError` if ``target`` has no inputs.
     """
     if plan.program.objective != "train" or plan.program.loss is None:
         raise PlanError("this plan is for inference; make one with --objective train to run it")

@@ -45,8 +45,9 @@ _BEYOND = {
 
 
 def read_accelerate(text: str, folder: Path | None = None, ignore: Collection[str] = ()) -> TrainingLayout:
-    """Return the layout of a YAML configuration of accelerate. ``folder``: where a file of DeepSpeed that it names is.
-    ``ignore``: options that belong to the training script.
+    """Return the training layout (mesh, batch, schedule, state sharding) that a YAML configuration of accelerate
+    describes. ``text``: its content. ``folder``: where a DeepSpeed file is looked for that the configuration names.
+    ``ignore``: names of options that belong to the training script.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
@@ -95,6 +96,9 @@ def _read_precision(options: Options) -> str:
 
 
 def _read_fsdp(options: Options, of_node: int | None) -> dict[str, Any]:
+    """Return the fields of a training layout (name -> value) that the FSDP section decides: ZeRO stage, sharding ranks,
+    offload and recomputation. ``of_node``: number of processes on a node; ``None`` if unknown.
+    """
     name = "fsdp_config.fsdp_"
     version = options.take_number(f"{name}version", 1)
     if version > 2:
@@ -124,6 +128,9 @@ def _read_fsdp(options: Options, of_node: int | None) -> dict[str, Any]:
 
 
 def _read_axes(options: Options, zero: int) -> dict[str, Any]:
+    """Return the fields of a training layout (name -> value) that the section on parallelism decides: the sizes of the
+    mesh axes, the attention algorithm and the sequence length. ``zero``: the ZeRO stage.
+    """
     name = f"{_PREFIX}parallelism_config_"
     sizes = {axis: options.take_number(f"{name}{axis}_size", 1) for axis in _AXES}
     options.take_choice(f"{name}cp_backend", {"torch": "torch"})
@@ -146,7 +153,10 @@ def _read_axes(options: Options, zero: int) -> dict[str, Any]:
 
 
 def _read_deepspeed_section(options: Options, folder: Path | None, processes: int | None) -> TrainingLayout:
-    """Return the layout of a configuration whose section ``deepspeed_config`` names a file, or has the options."""
+    """Return the training layout of a configuration that uses DeepSpeed. Its section ``deepspeed_config`` names a
+    DeepSpeed file or holds the options. ``folder``: where the file is looked for. ``processes``: number of processes;
+    ``None`` if unknown.
+    """
     file = options.take_text("deepspeed_config.deepspeed_config_file")
     if file is not None:
         if folder is None:
@@ -175,7 +185,9 @@ def _read_deepspeed_section(options: Options, folder: Path | None, processes: in
 
 
 def _translate_deepspeed(options: Options) -> dict[str, Any]:
-    """Return the options of DeepSpeed that the section of accelerate stands for."""
+    """Return the DeepSpeed configuration (nested options) that the section ``deepspeed_config`` of accelerate stands
+    for.
+    """
     name = "deepspeed_config."
     zero: dict[str, Any] = {"stage": options.take_number(f"{name}zero_stage", 2, least=0)}
     for what in ("optimizer", "param"):
@@ -190,6 +202,9 @@ def _translate_deepspeed(options: Options) -> dict[str, Any]:
 
 
 def _read_megatron_section(options: Options, layout: dict[str, Any]) -> TrainingLayout:
+    """Return the training layout of a configuration that uses Megatron-LM. ``layout``: the fields (name -> value) that
+    other sections have decided.
+    """
     name = "megatron_lm_config.megatron_lm_"
     tp, pp = options.take_number(f"{name}tp_degree", 1), options.take_number(f"{name}pp_degree", 1)
     layout |= {"tp": tp, "pp": pp, "schedule": "1f1b" if pp > 1 else None}
@@ -203,7 +218,9 @@ def _read_megatron_section(options: Options, layout: dict[str, Any]) -> Training
 
 
 def write_accelerate(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
-    """Return a YAML configuration of accelerate with FSDP 2 and a ``ParallelismConfig``, and what it cannot express."""
+    """Return the text of a YAML configuration of accelerate for ``layout``, with FSDP 2 and a ``ParallelismConfig``,
+    and the fields of the layout that accelerate cannot express.
+    """
     missing: list[UnusedOption] = []
 
     def leave_out(field: str, reason: str) -> None:
@@ -247,7 +264,9 @@ def write_accelerate(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, .
 
 
 def _add_fsdp(layout: TrainingLayout, found: dict[str, Any], sharded: bool, leave_out: Any) -> None:
-    """Add the section of FSDP."""
+    """Add the options of FSDP for ``layout`` to the configuration ``found``. ``sharded``: whether states are sharded.
+    ``leave_out``: a function that records a field that cannot be expressed.
+    """
     wanted = {*layout.offload}
     if wanted and (wanted != {"optimizer", "parameters"} or not sharded):
         leave_out("offload", "FSDP moves parameters and states of the optimizer together, or nothing")
@@ -266,7 +285,9 @@ def _add_fsdp(layout: TrainingLayout, found: dict[str, Any], sharded: bool, leav
 
 
 def _add_parallelism(layout: TrainingLayout, found: dict[str, Any], sharded: bool, leave_out: Any) -> None:
-    """Add the section of the mesh."""
+    """Add the sizes of the mesh axes of ``layout`` to the configuration ``found``. ``sharded``: whether states are
+    sharded. ``leave_out``: a function that records a field that cannot be expressed.
+    """
     replicas = 1 if sharded else layout.dp or 1
     shard, replicate = (layout.dp_shard or layout.dp or 1, layout.dp_replicate or 1) if sharded else (1, replicas)
     if layout.tp == layout.cp == 1 and not (sharded and replicate > 1):

@@ -58,8 +58,9 @@ _BEYOND = {
 def read_deepspeed(
     text: str, where: str = "the DeepSpeed configuration", ignore: Collection[str] = ()
 ) -> TrainingLayout:
-    """Return the layout of a JSON configuration of DeepSpeed. ``where``: the name of the source, for messages.
-    ``ignore``: options that belong to the training script.
+    """Return the training layout (mesh, batch, state sharding) that a JSON configuration of DeepSpeed describes.
+    ``text``: its content. ``where``: the name of the source, for error messages. ``ignore``: names of options that
+    belong to the training script.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
@@ -67,7 +68,12 @@ def read_deepspeed(
 
 
 def build_deepspeed_layout(nested: Mapping[str, Any], where: str, ignore: Collection[str] = ()) -> TrainingLayout:
-    """Return the layout of the options of DeepSpeed in a mapping; see :func:`read_deepspeed`."""
+    """Return the training layout that a DeepSpeed configuration describes. ``nested``: its options, with sections as
+    inner mappings. ``where``: the name of the source, for error messages. ``ignore``: names of options that belong to
+    the training script.
+
+    Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
+    """
     sections = [name for name in load_known_options()["deepspeed"] if name]
     flat = flatten_sections(nested, sections)
     for name in sections:
@@ -92,6 +98,7 @@ def build_deepspeed_layout(nested: Mapping[str, Any], where: str, ignore: Collec
 
 
 def _read_axes(options: Options) -> dict[str, Any]:
+    """Return the sizes of the mesh axes and how they are used, as fields of a training layout (name -> value)."""
     tp = options.take_number("tensor_parallel.autotp_size", 0, least=0)
     inner = options.take_number("tensor_parallel.tp.tp_size", 1)
     if inner > 1 and inner != tp:
@@ -115,6 +122,9 @@ def _read_axes(options: Options) -> dict[str, Any]:
 
 
 def _read_batch(options: Options) -> dict[str, Any]:
+    """Return microbatch size, number of microbatches and global batch, as fields of a training layout (name -> value).
+    Raise :class:`ContradictionError` if they do not divide.
+    """
     micro, steps = options.take_number(_MICRO), options.take_number(_STEPS)
     total = options.take_number(_TOTAL)
     if micro and total and total % (micro * (steps or 1)):
@@ -138,6 +148,9 @@ def _read_batch(options: Options) -> dict[str, Any]:
 
 
 def _read_states(options: Options) -> dict[str, Any]:
+    """Return the ZeRO stage, the kinds of data in host memory and the number of sharding ranks, as fields of a training
+    layout (name -> value).
+    """
     stage = options.take_number("zero_optimization.stage", 0, least=0)
     if stage > 3:
         raise options.wrong_value("zero_optimization.stage", "0, 1, 2 or 3")
@@ -180,6 +193,7 @@ def _read_states(options: Options) -> dict[str, Any]:
 
 
 def _read_precision(options: Options) -> str:
+    """Return the precision of matrix products: ``bf16``, ``fp16`` or ``fp32``."""
     bf16 = options.take_flag("bf16.enabled") or options.take_flag("bfloat16.enabled")
     section = options.given.get("bfloat16")
     if isinstance(section, Mapping):
@@ -196,6 +210,9 @@ def _read_precision(options: Options) -> str:
 
 
 def _read_optimizer(options: Options) -> str | None:
+    """Return this project's name for the configured optimizer; ``adamw`` for an unknown one, ``None`` if none is
+    configured.
+    """
     name = options.take_text("optimizer.type")
     if name is None:
         return None
@@ -218,7 +235,9 @@ def _read_profile(options: Options, stage: int) -> dict[str, Any]:
 
 
 def write_deepspeed(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
-    """Return a JSON configuration of DeepSpeed with the layout, and what it cannot express."""
+    """Return the text of a JSON configuration of DeepSpeed for ``layout``, and the fields of the layout that DeepSpeed
+    cannot express.
+    """
     missing: list[UnusedOption] = []
 
     def leave_out(field: str, reason: str) -> None:
@@ -265,7 +284,9 @@ def write_deepspeed(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ..
 
 
 def _add_offload(layout: TrainingLayout, zero: dict[str, Any], leave_out: Any) -> None:
-    """Add what is in host memory to the section of state sharding."""
+    """Add the options for data in host memory to ``zero``, the section on state sharding. ``leave_out``: a function
+    that records a field of ``layout`` that cannot be expressed.
+    """
     wanted = {*layout.offload}
     if "activations" in wanted or (wanted and not layout.zero) or ("parameters" in wanted and layout.zero != 3):
         leave_out("offload", "optimizer states are moved under ZeRO, parameters under ZeRO-3, activations never")
@@ -278,7 +299,9 @@ def _add_offload(layout: TrainingLayout, zero: dict[str, Any], leave_out: Any) -
 
 
 def _add_axes(layout: TrainingLayout, found: dict[str, Any], leave_out: Any) -> None:
-    """Add the sizes of the mesh to ``found``."""
+    """Add the sizes of the mesh axes of ``layout`` to the configuration ``found``. ``leave_out``: a function that
+    records a field that cannot be expressed.
+    """
     if layout.tp > 1:
         found["tensor_parallel"] = {"autotp_size": layout.tp}
         if layout.sequence_parallel is not False:

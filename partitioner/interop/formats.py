@@ -23,8 +23,9 @@ Written = tuple[str, tuple[UnusedOption, ...]]
 
 @dataclass(frozen=True)
 class _Source:
-    """A configuration that is read. ``path``: its file; ``None``: the text itself was given. ``function``: the function
-    of a Python module. ``ignore``: options that belong to the training script.
+    """The text of a configuration that is read. ``path``: its file; ``None`` if the text itself was given.
+    ``function``: name of the function that builds the configuration, for a Python module. ``ignore``: names of options
+    that belong to the training script.
     """
 
     text: str
@@ -63,8 +64,9 @@ def _write_megatron(layout: TrainingLayout, path: Path) -> Written:
 
 @dataclass(frozen=True)
 class Format:
-    """A format of configurations. ``read``: from a source to a layout. ``write``: from a layout and the path of the
-    file to its text, and what the format cannot express.
+    """How one configuration format is read and written. ``read``: returns the training layout of a configuration.
+    ``write``: takes a layout and the path of the file to write, and returns the file's text and the fields that the
+    format cannot express.
     """
 
     read: Callable[[_Source], TrainingLayout]
@@ -93,8 +95,8 @@ FORMATS: dict[str, Format] = {
 def read_layout(
     source: str | os.PathLike[str], format: str | None = None, *, ignore: Iterable[str] = ()
 ) -> TrainingLayout:
-    """Return the layout that a configuration of another framework describes, with its execution profile and the options
-    that have no effect on a plan or cannot be expressed.
+    """Return how the configuration of another framework divides training over devices: mesh, batch, schedule and state
+    sharding, with an execution profile of the framework and the options that have no effect or cannot be expressed.
 
     Args:
         source: the path of a configuration (``FILE.py:FUNCTION`` for a module of torchtitan), or the text of a
@@ -103,7 +105,7 @@ def read_layout(
             ``accelerate`` or ``transformers``; ``None``: found by the content.
         ignore: names of options that belong to the training script, and not to the framework.
 
-    Raises :class:`partitioner.LayoutError`, or one of its types, for an option that is unknown, has a wrong value, or
+    Raise :class:`partitioner.LayoutError`, or a subclass of it, for an option that is unknown, has a wrong value, or
     contradicts another.
     """
     if not isinstance(source, str | os.PathLike):
@@ -122,6 +124,9 @@ def _find_format(name: str) -> Format:
 
 
 def _load_source(source: str | os.PathLike[str]) -> _Source:
+    """Return the text of a configuration with its origin. ``source``: a path, ``FILE.py:FUNCTION``, or a command line.
+    Raise :class:`LayoutError` if a file cannot be read.
+    """
     text = os.fspath(source)
     if not isinstance(text, str):
         raise LayoutError("expected the path of a configuration as text, got bytes")
@@ -134,7 +139,9 @@ def _load_source(source: str | os.PathLike[str]) -> _Source:
 
 
 def _detect_format(source: _Source) -> str:
-    """Return the format of a source by the ending of its file and its first options."""
+    """Return the name of the format of a configuration, such as ``deepspeed``, from the ending of its file and its
+    options.
+    """
     if source.ending in (".py", ".toml") or "--parallelism." in source.text:
         return "torchtitan"
     if source.ending == ".json":
@@ -154,10 +161,11 @@ def _detect_format(source: _Source) -> str:
 
 
 def write_layout(layout: TrainingLayout, format: str, path: str | os.PathLike[str]) -> tuple[UnusedOption, ...]:
-    """Write a layout to the file ``path`` in a ``format``, atomically. Return the fields that the format cannot
-    express.
+    """Write ``layout`` to the file ``path`` as a configuration of another framework. The file appears only when it is
+    complete. Return the fields of the layout that the format cannot express. ``format``: such as ``megatron`` or
+    ``deepspeed``.
 
-    The ending of the file decides where a format has several forms: torchtitan ``.toml`` (up to version 0.2) or a
+    The ending of the file decides between several forms of a format: torchtitan ``.toml`` (up to version 0.2) or a
     Python module; Megatron ``.yaml`` (Megatron-Bridge) or a command line. Raise :class:`LayoutError` for an unknown
     format.
     """

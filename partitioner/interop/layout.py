@@ -24,23 +24,25 @@ FACTS = (
 
 
 class LayoutError(PartitionError):
-    """A configuration of another framework cannot be read, or cannot be written."""
+    """Error: a configuration of another framework cannot be read or cannot be written."""
 
 
 class UnknownOptionError(LayoutError):
-    """A configuration has an option that its framework does not know. The message names similar options."""
+    """Error: a configuration has an option that its framework does not know. The message names similar options."""
 
 
 class OptionValueError(LayoutError):
-    """An option of a configuration has a value of a wrong type, or one that its framework does not know."""
+    """Error: an option of a configuration has a value of a wrong type, or one that its framework does not know."""
 
 
 class ContradictionError(LayoutError):
-    """Options of a configuration contradict each other, the number of devices or the model."""
+    """Error: options of a configuration contradict each other, the number of devices or the model."""
 
 
 class UnusedOption(BaseModel, metaclass=DocumentedModel):
-    """An option of a configuration that does not change the plan, or that a layout cannot express."""
+    """An option of a configuration that has no effect on the plan, or a property that a configuration format cannot
+    express, with its value and the reason.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -169,8 +171,8 @@ class TrainingLayout(BaseModel, metaclass=DocumentedModel):
             )
 
     def _check_devices(self, num_devices: int) -> int:
-        """Return the data-parallel ranks on ``num_devices`` devices. Raise :class:`ContradictionError` if the sizes do
-        not divide them.
+        """Return the number of data-parallel ranks if the layout is used on ``num_devices`` devices. Raise
+        :class:`ContradictionError` if the sizes of the mesh axes do not divide this number.
         """
         ranks = self.pp * self.tp * self.cp
         shown = f"pp={self.pp} x cp={self.cp} x tp={self.tp}"
@@ -188,10 +190,10 @@ class TrainingLayout(BaseModel, metaclass=DocumentedModel):
         return dp
 
     def at(self, num_devices: int) -> TrainingLayout:
-        """Return the layout on ``num_devices`` devices, with all sizes that follow from their number. Fields of an axis
-        that has one rank are reset.
+        """Return the layout for ``num_devices`` devices, with all sizes that follow from this number, such as ``dp``.
+        Fields that concern a mesh axis of one rank are reset.
 
-        Raise :class:`ContradictionError` if the layout does not fit them.
+        Raise :class:`ContradictionError` if the layout does not fit this number of devices.
         """
         if self.devices not in (None, num_devices):
             raise ContradictionError(
@@ -234,7 +236,10 @@ class TrainingLayout(BaseModel, metaclass=DocumentedModel):
         )
 
     def _resolve_batch(self, dp: int) -> dict[str, Any]:
-        """Return global batch and microbatches with ``dp`` data-parallel ranks, as far as they follow."""
+        """Return the fields ``global_batch`` (samples in a step) and ``microbatches`` for ``dp`` data-parallel ranks; a
+        field that the layout leaves open is ``None``. Raise :class:`ContradictionError` if the sizes contradict each
+        other.
+        """
         batch, size, count = self.global_batch, self.microbatch_size, self.microbatches
         if size and count and batch not in (None, size * count * dp):
             raise ContradictionError(
@@ -251,16 +256,16 @@ class TrainingLayout(BaseModel, metaclass=DocumentedModel):
         return {"global_batch": batch, "microbatches": count or (batch // (size * dp) if batch and size else None)}
 
     def replace(self, **changes: Any) -> TrainingLayout:
-        """Return the layout with some fields changed."""
+        """Return a copy of the layout with the fields ``changes`` (name -> value) replaced."""
         kept = {name: getattr(self, name) for name in type(self).model_fields}
         return TrainingLayout(**(kept | changes))
 
     @property
     def constraints(self) -> Constraints:
-        """The layout as constraints of :func:`partitioner.partition`, without the cuts between stages, which need the
-        model. The batch, the precision and the optimizer are arguments of ``partition``.
+        """Return the layout as constraints of :func:`partitioner.partition`. Missing are the cuts between stages, which
+        need the model, and batch, precision and optimizer, which are separate arguments of ``partition``.
 
-        All usable memory is available (``memory_margin=0``), and ranks are placed on devices in order.
+        All usable memory may be used (``memory_margin=0``), and ranks are placed on devices in order.
         """
         known: dict[str, Any] = {"pp": self.pp, "cp": self.cp, "tp": self.tp, "ep": self.ep, "dp": self.dp}
         known |= {"microbatch_size": self.microbatch_size, "recompute": self.recompute, "zero": self.zero}
@@ -284,8 +289,8 @@ class TrainingLayout(BaseModel, metaclass=DocumentedModel):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The fields that say how a model is trained, by name: without the framework, its profile and unused
-        options.
+        """Return the fields that say how a model is trained, name -> value. The framework, its execution profile and
+        the options without effect are left out.
         """
         return {name: getattr(self, name) for name in FACTS}
 
@@ -300,10 +305,11 @@ def _show_value(value: Any) -> str:
 
 
 def divide_layers(layout: TrainingLayout, num_layers: int) -> tuple[int, ...]:
-    """Return the layers of each (virtual) stage of ``layout`` in a model of ``num_layers`` layers.
+    """Return the number of layers in each pipeline stage, virtual ones included, if a model of ``num_layers`` layers is
+    divided as ``layout`` says.
 
-    The first and the last stage have ``first_less`` and ``last_less`` layers less than the others; what does not divide
-    evenly goes to the first stages. Raise :class:`ContradictionError` if the layers do not give these stages.
+    The first and the last stage have ``first_less`` and ``last_less`` layers fewer than the others; a remainder goes to
+    the first stages. Raise :class:`ContradictionError` if the layers cannot be divided in this way.
     """
     if layout.stage_layers:
         if sum(layout.stage_layers) != num_layers:

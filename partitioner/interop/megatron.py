@@ -85,8 +85,8 @@ _BRIDGE_NAMES = {  # field of Megatron-Bridge -> option that means it
 
 
 def read_megatron(text: str, ignore: Collection[str] = ()) -> TrainingLayout:
-    """Return the layout of a Megatron-LM command line, or of a shell script that has one. ``ignore``: options that
-    belong to the training script.
+    """Return the training layout that a Megatron-LM command line describes. ``text``: the command line, or a shell
+    script that contains it. ``ignore``: names of options that belong to the training script.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
@@ -100,8 +100,8 @@ def read_megatron(text: str, ignore: Collection[str] = ()) -> TrainingLayout:
 
 
 def read_megatron_bridge(text: str) -> TrainingLayout:
-    """Return the layout of a YAML file of Megatron-Bridge's ``ConfigContainer``, or of the fields of a
-    ``TransformerConfig`` of Megatron-Core.
+    """Return the training layout that a YAML configuration describes. ``text``: the fields of Megatron-Bridge's
+    ``ConfigContainer``, or those of a ``TransformerConfig`` of Megatron-Core.
 
     Raise :class:`LayoutError` for unknown fields, wrong values and contradictions.
     """
@@ -133,15 +133,17 @@ def read_megatron_bridge(text: str) -> TrainingLayout:
 
 
 def _is_read(section: str, name: str) -> bool:
-    """Return whether a field of a section of Megatron-Bridge is read as an option of Megatron-LM."""
+    """Return whether the field ``name`` in ``section`` of a Megatron-Bridge configuration is translated to an option of
+    Megatron-LM.
+    """
     if section == "dataset":
         return name == "seq-length"
     return section in ("", *load_known_options()["megatron-bridge"])
 
 
 def _check_field(section: str, field: str, place: str) -> None:
-    """Raise :class:`UnknownOptionError` for a field that a section does not have. Sections that are not read may have
-    any.
+    """Raise :class:`UnknownOptionError` if ``section`` of a Megatron-Bridge configuration does not have ``field``.
+    Sections that this project does not know may have any field. ``place``: the field with its section, for the message.
     """
     sections = load_known_options()["megatron-bridge"]
     if section and section not in sections:
@@ -157,7 +159,9 @@ def _check_field(section: str, field: str, place: str) -> None:
 
 
 def _read_recipe(name: str) -> dict[str, Any]:
-    """Return the fields of a named recipe of mixed precision, such as ``bf16_with_fp8_current_scaling_mixed``."""
+    """Return the configuration fields (name -> value) that a named recipe of mixed precision stands for, such as
+    ``bf16_with_fp8_current_scaling_mixed``. Raise :class:`OptionValueError` for an unknown recipe.
+    """
     found = re.fullmatch(r"\w*?(bf16|fp16)(?:_with_(\w+?))?_mixed", name.replace("-", "_"))
     if found is None:
         raise OptionValueError(
@@ -173,6 +177,9 @@ def _read_recipe(name: str) -> dict[str, Any]:
 
 
 def _build_layout(options: Options, name: str, devices: int | None) -> TrainingLayout:
+    """Return the training layout that Megatron options describe. ``name``: ``megatron`` or ``megatron-bridge``.
+    ``devices``: number of devices; ``None`` if unknown. Raise :class:`LayoutError` for wrong values and contradictions.
+    """
     take = options.take_number
     pp, tp = take("pipeline-model-parallel-size", 1), take("tensor-model-parallel-size", 1)
     cp, ep = take("context-parallel-size", 1), take("expert-model-parallel-size", 1)
@@ -218,6 +225,7 @@ def _build_layout(options: Options, name: str, devices: int | None) -> TrainingL
 
 
 def _read_precision(options: Options) -> str:
+    """Return the precision of matrix products: ``bf16``, ``fp16``, ``fp32`` or ``fp8``. FP4 counts as ``fp8``."""
     bf16, fp16 = options.take_flag("bf16"), options.take_flag("fp16")
     if bf16 and fp16:
         raise ContradictionError(f"{options.name('bf16')} and {options.name('fp16')} together; expected one of them")
@@ -232,6 +240,7 @@ def _read_precision(options: Options) -> str:
 
 
 def _read_zero(options: Options) -> int:
+    """Return the ZeRO stage, 0 to 3, that the options on the distributed optimizer and on FSDP mean."""
     distributed = options.take_flag("use-distributed-optimizer")
     own, torch = options.take_flag("use-megatron-fsdp"), options.take_flag("use-torch-fsdp2")
     own = options.take_flag("use-custom-fsdp") or own
@@ -253,6 +262,7 @@ def _read_zero(options: Options) -> int:
 
 
 def _read_context(options: Options) -> str:
+    """Return this project's name of the attention algorithm over context-parallel ranks, such as ``ring``."""
     given = options.take("cp-comm-type")
     kinds = [given] if isinstance(given, str) else given if isinstance(given, list) else ["p2p"]
     for kind in kinds:
@@ -266,6 +276,9 @@ def _read_context(options: Options) -> str:
 
 
 def _read_recompute(options: Options) -> str:
+    """Return what backward recomputes: ``none``, ``scores``, ``selective`` or ``full``. Raise
+    :class:`ContradictionError` if the options exclude each other.
+    """
     kind = options.take_choice("recompute-granularity", {"full": "full", "selective": "selective"})
     method = options.take_choice("recompute-method", {"uniform": "uniform", "block": "block"})
     count = options.take_number("recompute-num-layers")
@@ -315,6 +328,7 @@ def _read_offload(options: Options) -> tuple[str, ...]:
 
 
 def _read_optimizer(options: Options) -> str:
+    """Return this project's name for the configured optimizer; ``adamw`` for an unknown one."""
     name = str(options.take_text("optimizer", "adam")).lower()
     momentum = options.take_share("sgd-momentum", 0.9)
     if name not in _OPTIMIZERS:
@@ -326,7 +340,9 @@ def _read_optimizer(options: Options) -> str:
 
 
 def _read_stages(options: Options, pp: int) -> dict[str, Any]:
-    """Return schedule, virtual stages and cuts of the pipeline."""
+    """Return schedule, virtual stages and layers of each stage as fields of a training layout (name -> value). ``pp``:
+    number of pipeline ranks; with one, there are no such fields.
+    """
     chunks = options.take_number("num-virtual-stages-per-pipeline-rank")
     per_chunk = options.take_number("num-layers-per-virtual-pipeline-stage")
     text = options.take("pipeline-model-parallel-layout")
@@ -377,7 +393,9 @@ def _read_stages(options: Options, pp: int) -> dict[str, Any]:
 
 
 def _divide_rest(options: Options, stages: int, first: int | None, last: int | None) -> tuple[int, ...]:
-    """Return the layers of each stage where the numbers of the first or the last stage are given."""
+    """Return the number of layers in each of ``stages`` stages. ``first``, ``last``: the configured numbers of the
+    first and the last stage, or ``None``; the other stages share the remaining layers equally.
+    """
     layers = options.take_number("num-layers")
     if layers is None:
         raise ContradictionError(
@@ -396,7 +414,9 @@ def _divide_rest(options: Options, stages: int, first: int | None, last: int | N
 
 
 def _parse_stage_layout(options: Options, given: Any) -> tuple[int, ...]:
-    """Return the layers of each stage in a layout like ``Ett|ttL``, or a list of lists of names of layers."""
+    """Return the number of layers in each pipeline stage. ``given``: text like ``Ett|ttL``, where ``t`` is a layer and
+    ``|`` separates stages, or for each stage a list of names such as ``decoder``.
+    """
     option = "pipeline-model-parallel-layout"
     expected = "stages like Ett|ttL, with E, t, m and L for embedding, layer, prediction ahead and loss"
     if isinstance(given, list):
@@ -415,7 +435,9 @@ def _parse_stage_layout(options: Options, given: Any) -> tuple[int, ...]:
 
 
 def _read_profile(options: Options, precision: str, sharded: bool) -> dict[str, Any]:
-    """Return the facts of the execution profile that options of a configuration change."""
+    """Return the fields of the execution profile (how the framework runs a plan) that the options change, name ->
+    value. ``precision``: that of matrix products. ``sharded``: whether optimizer states are sharded.
+    """
     facts: dict[str, Any] = {}
     gradients, parameters = options.take_flag("overlap-grad-reduce"), options.take_flag("overlap-param-gather")
     if parameters and not gradients:
@@ -444,6 +466,9 @@ def _read_profile(options: Options, precision: str, sharded: bool) -> dict[str, 
 
 
 def _read_expert_profile(options: Options) -> dict[str, Any]:
+    """Return the fields of the execution profile (how the framework runs a plan) that concern experts, name ->
+    value.
+    """
     facts: dict[str, Any] = {}
     kind = options.take_choice(
         "moe-token-dispatcher-type", {k: k for k in ("allgather", "alltoall", "alltoall_seq", "flex")}
@@ -469,6 +494,7 @@ def _read_expert_profile(options: Options) -> dict[str, Any]:
 
 
 def _read_graphs(options: Options) -> str:
+    """Return which part of a step runs as CUDA graphs: ``none``, ``part`` or ``all``."""
     kind = options.take_text("cuda-graph-impl", "none")
     on = options.take_flag("enable-cuda-graph") or options.take_flag("external-cuda-graph")
     scope = options.take("cuda-graph-scope")
@@ -481,14 +507,18 @@ def _read_graphs(options: Options) -> str:
 
 
 def write_megatron(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
-    """Return a command line of Megatron-LM with the layout, one option a line, and what it cannot express."""
+    """Return a Megatron-LM command line for ``layout``, one option per line, and the fields of the layout that
+    Megatron-LM cannot express.
+    """
     given, missing = _list_options(layout)
     lines = [f"--{name}" if value is True else f"--{name} {value}" for name, value in given.items()]
     return "\n".join(lines) + "\n", missing
 
 
 def write_megatron_bridge(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
-    """Return a YAML file with fields of Megatron-Bridge's ``ConfigContainer``, and what it cannot express."""
+    """Return the text of a YAML file with fields of Megatron-Bridge's ``ConfigContainer`` for ``layout``, and the
+    fields of the layout that it cannot express.
+    """
     given, missing = _list_options(layout)
     if given.pop("num-layers-per-virtual-pipeline-stage", None):
         reason = "the number of virtual stages is given, which follows from the number of layers"
@@ -522,7 +552,9 @@ def write_megatron_bridge(layout: TrainingLayout) -> tuple[str, tuple[UnusedOpti
 
 
 def _list_options(layout: TrainingLayout) -> tuple[dict[str, Any], tuple[UnusedOption, ...]]:
-    """Return the options of Megatron-LM for a layout, and what they cannot express."""
+    """Return the Megatron-LM options (name -> value) for ``layout``, and the fields of the layout that they cannot
+    express.
+    """
     missing: list[UnusedOption] = []
 
     def leave_out(field: str, reason: str) -> None:
@@ -562,7 +594,9 @@ def _list_options(layout: TrainingLayout) -> tuple[dict[str, Any], tuple[UnusedO
 
 
 def _add_stages(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -> None:
-    """Add the options of the pipeline to ``given``."""
+    """Add the pipeline options of ``layout`` to ``given`` (option name -> value). ``leave_out``: a function that
+    records a field that cannot be expressed.
+    """
     if layout.pp == 1:
         return
     chunks = layout.virtual_stages or 1
@@ -590,7 +624,9 @@ def _add_stages(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -
 
 
 def _add_states(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -> None:
-    """Add the options of state sharding, recomputation, offload, types and the optimizer to ``given``."""
+    """Add the options of ``layout`` for state sharding, recomputation, offload, precision and the optimizer to
+    ``given`` (option name -> value). ``leave_out``: a function that records a field that cannot be expressed.
+    """
     if layout.zero is None:
         leave_out("zero", "states are not sharded unless it is asked for")
     if layout.zero:

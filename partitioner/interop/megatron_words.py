@@ -23,10 +23,11 @@ _ENDS = ("&&", "|", "||", ";", ">", "2>&1", "&", ">>")
 
 
 def read_words(text: str) -> list[str]:
-    """Return the words of a command line. Of a shell script, return the words of the line that starts a Python script
-    with options, with variables and arrays replaced; without such a line, those of all arrays of options.
+    """Return the words of a command line. If ``text`` is a shell script, return the words of the line that starts a
+    Python script with options, with variables and arrays replaced by their values; without such a line, the words of
+    all arrays of options.
 
-    Assignments in branches of a condition count if the condition holds, or if it is not known. Raise
+    Assignments in a branch of a condition count if the condition holds, or if it cannot be evaluated. Raise
     :class:`LayoutError` for an unbalanced quote.
     """
     if len(text) > _LONGEST:
@@ -52,7 +53,9 @@ def read_words(text: str) -> list[str]:
 
 
 def _assign(found: re.Match[str], variables: dict[str, str]) -> None:
-    """Record an assignment. An array keeps the quotes of its words."""
+    """Store the value of a shell assignment in ``variables`` (name -> value). ``found``: a match of the assignment: its
+    name, whether it appends, and its value. The words of an array keep their quotes.
+    """
     text = found[3].strip()
     if text.startswith("("):
         value = _replace_variables(text.removeprefix("(").removesuffix(")"), variables)
@@ -63,7 +66,10 @@ def _assign(found: re.Match[str], variables: dict[str, str]) -> None:
 
 
 def _follow_condition(line: str, variables: dict[str, str], branches: list[list[bool]]) -> bool:
-    """Return whether a line is part of a condition, and record which branch is taken in ``branches``."""
+    """Return whether a line of a shell script is part of a condition (``if`` to ``fi``) or prints or exits, and so is
+    no command. ``branches`` is updated: for each open condition, whether the current branch is taken, and whether any
+    branch has been.
+    """
     word = line.split(None, 1)[0].rstrip(";")
     if word == "if":
         holds = _holds(line, variables)
@@ -79,7 +85,9 @@ def _follow_condition(line: str, variables: dict[str, str], branches: list[list[
 
 
 def _holds(line: str, variables: dict[str, str]) -> bool:
-    """Return whether the condition of a line holds; ``True`` for one that is not known."""
+    """Return whether the shell condition in ``line`` holds. A test that a file or folder exists is taken as false, any
+    other condition that cannot be evaluated as true. ``variables``: variable name -> value.
+    """
     text = _replace_variables(line, variables)
     if found := _COMPARISON.search(text):
         return (found[1] == found[3]) != (found[2] == "!=")
@@ -115,8 +123,8 @@ def _has_open_quote(line: str) -> bool:
 
 
 def _split(line: str, variables: dict[str, str]) -> list[str]:
-    """Return the words of a line, with variables replaced by their values. A variable of unknown value stays as it
-    is.
+    """Return the words of a shell line, with variables replaced by their values. A variable that is not in
+    ``variables`` (name -> value) and has no default stays as it is.
     """
     line = _replace_variables(line, variables)
     try:
@@ -147,7 +155,9 @@ def _replace(match: re.Match[str], variables: dict[str, str]) -> str:
 
 
 def _compute(text: str) -> str:
-    """Return the value of products and quotients of whole numbers as text; ``""`` for anything else."""
+    """Return the value of a product or quotient of whole numbers, such as ``8 * 4``, as text; an empty text for
+    anything else.
+    """
     parts = re.findall(r"\d+|[*/]", text)
     if "".join(parts) != re.sub(r"\s", "", text) or not parts or not parts[0].isdigit():
         return ""
@@ -165,11 +175,11 @@ def _compute(text: str) -> str:
 
 
 def parse_arguments(words: list[str], ignore: Collection[str] = ()) -> tuple[dict[str, Any], int | None]:
-    """Return the options of a Megatron-LM command line by name, and the number of devices if its launcher has it.
+    """Return the options of a Megatron-LM command line (name -> value), and the number of devices that its launcher
+    starts, or ``None``. ``words``: the command line's words; those before the Python script belong to the launcher.
     ``ignore``: names of options that belong to the training script.
 
-    Words before the script that is started belong to the launcher. Raise :class:`UnknownOptionError` for an unknown
-    option, and :class:`OptionValueError` for a missing value.
+    Raise :class:`UnknownOptionError` for an unknown option, and :class:`OptionValueError` for a missing value.
     """
     start = next((i + 1 for i, word in enumerate(words) if word.endswith(".py")), None)
     if start is None:  # words of a launcher or of a shell come before the first option
@@ -204,7 +214,9 @@ def parse_arguments(words: list[str], ignore: Collection[str] = ()) -> tuple[dic
 
 
 def _count_values(kind: str, values: list[str]) -> int:
-    """Return how many of the words after an option belong to it."""
+    """Return how many of ``values``, the words after an option, belong to the option. ``kind``: ``list`` for any
+    number, ``flag`` for an optional ``true`` or ``false``, otherwise one value.
+    """
     if kind == "list":
         return len(values)
     if kind == "flag":
@@ -221,7 +233,9 @@ def _read_value(name: str, kind: str, values: list[str]) -> Any:
 
 
 def _count_devices(words: list[str]) -> int | None:
-    """Return the number of processes that a launcher starts; ``None`` if its words do not say it."""
+    """Return the number of processes that a launcher such as torchrun starts on all nodes; ``None`` if ``words``, its
+    command line, does not say it.
+    """
     found: dict[str, int] = {}
     for index, word in enumerate(words):
         name, equals, value = word.lstrip("-").partition("=")

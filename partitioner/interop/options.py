@@ -23,8 +23,8 @@ _DEEPEST = 100  # levels of nested sections
 
 @cache
 def load_known_options() -> dict[str, dict[str, list[str]]]:
-    """Return the names of the options that frameworks know: format to section to names. For ``megatron`` a section is a
-    kind of value.
+    """Return the names of all options of the supported frameworks: format -> section -> option names. For ``megatron``,
+    which has no sections, the middle key is the kind of value that the options take, such as ``flag`` or ``list``.
     """
     text = resources.files("partitioner.interop").joinpath("data/options.yaml").read_text()
     found: dict[str, dict[str, list[str]]] = yaml.safe_load(text)
@@ -32,7 +32,9 @@ def load_known_options() -> dict[str, dict[str, list[str]]]:
 
 
 def list_known_names(format_name: str) -> frozenset[str]:
-    """Return the options of a format, those in sections as ``section.name``."""
+    """Return the names of all options of the format ``format_name``, such as ``deepspeed``. Options in sections are
+    written ``section.name``.
+    """
     sections = load_known_options()[format_name]
     return frozenset(f"{section}.{name}" if section else name for section, names in sections.items() for name in names)
 
@@ -46,8 +48,8 @@ def read_text_file(path: Path) -> str:
 
 
 def parse_mapping(text: str, kind: str, where: str) -> dict[str, Any]:
-    """Return the mapping that a text describes. ``kind``: ``json``, ``toml`` or ``yaml``. ``where``: the name of the
-    source, for messages.
+    """Return the mapping that ``text`` describes. ``kind``: its syntax, ``json``, ``toml`` or ``yaml``. ``where``: the
+    name of the source, for error messages.
 
     Raise :class:`LayoutError` for malformed text, or if its content is no mapping.
     """
@@ -80,8 +82,9 @@ def _build_unique_mapping(pairs: list[tuple[str, Any]], where: str) -> dict[str,
 def flatten_sections(
     nested: Mapping[Any, Any], sections: Iterable[str], prefix: str = "", depth: int = 0
 ) -> dict[str, Any]:
-    """Return nested options as ``section.name`` to value. Mappings under names that are not in ``sections`` stay
-    values.
+    """Return the options of nested sections as ``section.name`` -> value. ``sections``: names of all sections; mappings
+    under other names are values. ``prefix``, ``depth``: section names so far with a final dot, and level of nesting,
+    for the recursion.
     """
     known = frozenset(sections)
     found: dict[str, Any] = {}
@@ -95,10 +98,12 @@ def flatten_sections(
 
 
 class Options:
-    """The options that a configuration gives, by name. Each ``take`` marks an option as read.
+    """The options of one configuration, name -> value. The ``take`` methods return a value in a required type and mark
+    the option as read; options that were not read are listed as having no effect.
 
-    ``write``: how messages write an option, with ``{}`` for its name, such as ``--{}``. ``written``: how they write
-    single options, by name. ``ignore``: options that belong to the training script.
+    ``given``: the options. ``where``: the name of the configuration, for error messages. ``write``: how messages write
+    an option, with ``{}`` for its name, such as ``--{}``. ``written``: how they write single options, by name.
+    ``ignore``: names of options that belong to the training script.
     """
 
     def __init__(
@@ -121,15 +126,15 @@ class Options:
                 self.note(option, "belongs to the training script")
 
     def name(self, option: str) -> str:
-        """Return an option as the configuration writes it."""
+        """Return the name of ``option`` as the configuration writes it, for messages."""
         return self.written.get(option) or self.write.format(option)
 
     def has(self, option: str) -> bool:
-        """Return whether an option is given, with a value other than ``None`` and ``auto``."""
+        """Return whether ``option`` is given with a value other than ``None`` and ``auto``."""
         return self.given.get(option) not in (None, "auto")
 
     def take(self, option: str) -> Any:
-        """Return the value of an option, ``None`` if it is not given or ``auto``, and mark it as read."""
+        """Return the value of ``option`` and mark it as read. ``None`` if it is not given or ``auto``."""
         if option in self.given:
             self._taken.add(option)
         value = self.given.get(option)
@@ -139,7 +144,9 @@ class Options:
         return value
 
     def take_number(self, option: str, default: Any = None, least: int = 1) -> Any:
-        """Return a whole number of at least ``least``; ``default`` if the option is not given."""
+        """Return the value of ``option`` as a whole number, or ``default`` if it is not given. Raise
+        :class:`OptionValueError` for anything but a whole number of at least ``least``.
+        """
         value = self.take(option)
         if value is None:
             return default
@@ -154,7 +161,7 @@ class Options:
         return value
 
     def take_share(self, option: str, default: float) -> float:
-        """Return a number; ``default`` if the option is not given."""
+        """Return the value of ``option`` as a float, or ``default`` if it is not given."""
         value = self.take(option)
         if value is None:
             return default
@@ -167,7 +174,7 @@ class Options:
         return found
 
     def take_flag(self, option: str, default: Any = False) -> Any:
-        """Return whether an option is on; ``default`` if it is not given."""
+        """Return whether ``option`` is switched on, or ``default`` if it is not given."""
         value = self.take(option)
         if value is None:
             return default
@@ -178,8 +185,8 @@ class Options:
         raise self.wrong_value(option, "true or false")
 
     def take_choice(self, option: str, choices: Mapping[str, Any], default: Any = None) -> Any:
-        """Return what ``choices`` has for the value of an option, upper and lower case alike; ``default`` if the option
-        is not given.
+        """Return the entry of ``choices`` (allowed value -> result) for the value of ``option``, in upper or lower
+        case; ``default`` if the option is not given. Raise :class:`OptionValueError` for a value that is not allowed.
         """
         value = self.take(option)
         if value is None:
@@ -192,7 +199,7 @@ class Options:
         return folded[text]
 
     def take_text(self, option: str, default: Any = None) -> Any:
-        """Return the text of an option; ``default`` if it is not given."""
+        """Return the value of ``option`` as text, or ``default`` if it is not given."""
         value = self.take(option)
         if value is None:
             return default
@@ -201,19 +208,25 @@ class Options:
         return value
 
     def wrong_value(self, option: str, expected: str) -> OptionValueError:
-        """Return the error for an option whose value is not as ``expected``."""
+        """Return the error that says that ``option`` has a wrong value. ``expected``: a description of the right
+        values.
+        """
         got = repr(self.given.get(option))
         got = got if len(got) <= _SHOWN else f"{got[:_SHOWN]}..."
         return OptionValueError(f"{self.where}: {self.name(option)}: expected {expected}, got {got}; correct the value")
 
     def note(self, option: str, reason: str) -> None:
-        """Record that a given option has no effect, or cannot be expressed, for a ``reason``."""
+        """Record that ``option`` has no effect or cannot be expressed, if it is given. ``reason``: a clause that says
+        why.
+        """
         if option in self.given:
             self._taken.add(option)
             self._notes.append(self._unused(option, reason))
 
     def reject_unknown(self, known: Iterable[str]) -> None:
-        """Raise :class:`UnknownOptionError` for the first given option that is not ``known``."""
+        """Raise :class:`UnknownOptionError` for the first option of the configuration that is not in ``known`` (names
+        of options).
+        """
         names = frozenset(known)
         for option in self.given:
             if option not in names and not self._is_ignored(option):
@@ -224,11 +237,13 @@ class Options:
                 )
 
     def _is_ignored(self, option: str) -> bool:
-        """Return whether the user said that an option, or its section, belongs to the training script."""
+        """Return whether the user said that ``option``, or its section, belongs to the training script."""
         return option in self._ignore or option.split(".")[0] in self._ignore
 
     def list_unused(self) -> tuple[UnusedOption, ...]:
-        """Return what was recorded, and all given options that were not read."""
+        """Return the options without effect: those that were recorded with a reason, and all others that were not
+        read.
+        """
         left = [self._unused(option, _NO_EFFECT) for option in self.given if option not in self._taken]
         return (*self._notes, *left)
 
@@ -240,7 +255,9 @@ class Options:
 
 
 def _shorten(names: Iterable[str], like: str) -> list[str]:
-    """Return names of the section of ``like`` without the section, or all names if there is no such section."""
+    """Return those of ``names`` (``section.name``) that are in the same section as the option ``like``, without the
+    section; all names if its section has none.
+    """
     section = like.rpartition(".")[0]
     inside = sorted(name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section)
     return inside or sorted(names)

@@ -17,9 +17,10 @@ _FORMAT_OFFLOADS = ("optimizer", "activations", "parameters", "disk")
 
 
 def describe_plan_layout(plan: Plan) -> tuple[TrainingLayout, tuple[UnusedOption, ...]]:
-    """Return the layout of a plan, and what of the plan a layout does not have.
+    """Return the training layout of ``plan`` (mesh, batch, schedule, state sharding), and the properties of the plan
+    that such a layout cannot express.
 
-    Raise :class:`LayoutError` for a plan of inference.
+    Raise :class:`LayoutError` if the plan is for inference.
     """
     if plan.objective != "train":
         raise LayoutError("the plan is for inference; expected a plan for training: configurations describe training")
@@ -70,7 +71,10 @@ def _lose(name: str, value: Any, reason: str) -> UnusedOption:
 
 
 def _find_recompute(plan: Plan, missing: list[UnusedOption]) -> str:
-    """Return what backward of a plan recomputes, as one word for all stages."""
+    """Return what the backward of ``plan`` recomputes, as one word for all stages: ``none``, ``selective``, ``full``,
+    or the word that the user fixed. If stages differ, this is added to ``missing``, the properties that the word does
+    not express.
+    """
     given = plan.constraints.recompute
     if given is not None:
         return given
@@ -86,7 +90,9 @@ def _find_recompute(plan: Plan, missing: list[UnusedOption]) -> str:
 
 
 def _count_stage_layers(plan: Plan, missing: list[UnusedOption]) -> tuple[int, ...]:
-    """Return the layers of each pipeline stage; empty if they are not known."""
+    """Return the number of layers in each pipeline stage of ``plan``; empty if it is not known, or if a layer is
+    divided between stages. The reason is added to ``missing``, the properties that are not expressed.
+    """
     if plan.written is None or plan.chosen.virtual_stages > 1:
         missing.append(_lose("stage_of", "", "the cuts between stages are those of the framework"))
         return ()
@@ -109,7 +115,9 @@ def _count_stage_layers(plan: Plan, missing: list[UnusedOption]) -> tuple[int, .
 
 
 def _find_precision(plan: Plan, missing: list[UnusedOption]) -> Any:
-    """Return the precision of products of a plan; ``None`` if the formats have none like it."""
+    """Return the precision of matrix products: ``bf16``, ``fp16``, ``fp32`` or ``fp8``. For any other precision of
+    ``plan``, return ``fp32`` and add the precision to ``missing``, the properties that are not expressed.
+    """
     if plan.precision in ("bf16", "fp16", "fp32", "fp8"):
         return plan.precision
     if plan.precision is None and plan.written is not None:
@@ -123,10 +131,11 @@ def _find_precision(plan: Plan, missing: list[UnusedOption]) -> Any:
 
 
 def export_plan(plan: Plan, format: str, path: str | os.PathLike[str]) -> tuple[UnusedOption, ...]:
-    """Write the layout of a plan to the file ``path`` as a configuration of another framework, atomically. Return what
-    the format cannot express.
+    """Write ``plan`` to the file ``path`` as a configuration of another framework. The file appears only when it is
+    complete. Return the properties of the plan that the format cannot express. ``format``: such as ``megatron`` or
+    ``deepspeed``.
 
-    Raise :class:`LayoutError` for an unknown format, or a plan of inference.
+    Raise :class:`LayoutError` for an unknown format, or a plan for inference.
     """
     layout, lost = describe_plan_layout(plan)
     return (*lost, *write_layout(layout, format, path))

@@ -31,12 +31,13 @@ _SMALL = 0.05  # of the memory: what is left is little
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a layout takes on a cluster, and the plan of this project for the same job.
+    """The predicted cost of another framework's configuration on a cluster, compared with this project's plan for the
+    same job.
 
-    ``layout``: the layout on the devices of the cluster. ``plan``: the layout as a plan without a program: step time
-    and memory of every rank. ``missing_bytes``: bytes that the fullest rank lacks; 0 if the layout fits. A layout that
-    does not fit is priced as if devices had enough memory. ``ours``: this project's own plan; ``None`` if it was not
-    asked for, or if there is none. ``notes``: what was assumed, a sentence each.
+    ``layout``: how the configuration divides the training on the cluster's devices. ``plan``: that layout as a plan
+    without a program, with the step time and the memory of each rank. ``missing_bytes``: bytes that the fullest rank
+    lacks; 0 if the layout fits. A layout that does not fit is priced as if devices had enough memory. ``ours``: this
+    project's own plan; ``None`` if it was not requested or does not exist. ``notes``: assumptions, one sentence each.
     """
 
     layout: TrainingLayout
@@ -52,12 +53,12 @@ class Prediction:
 
     @property
     def step_time(self) -> float:
-        """Seconds of a step of the layout."""
+        """Return the step time of the layout in seconds."""
         return self.plan.estimate.step_time
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast a step of this project's own plan is; ``None`` without that plan."""
+        """Return the step time of the layout divided by that of this project's own plan; ``None`` without that plan."""
         return self.step_time / self.ours.estimate.step_time if self.ours is not None else None
 
     def __str__(self) -> str:
@@ -117,8 +118,12 @@ def _price_layout(
     inputs: Any,
     job: tuple[Constraints, dict[str, Any], list[str]],
 ) -> tuple[Plan, int]:
-    """Return the plan of a layout, and the bytes that the fullest rank lacks. ``job``: constraints, arguments of
-    ``partition``, and notes, which are added to.
+    """Return the plan of ``layout`` without a program, and the bytes that its fullest rank lacks on ``topology`` (0 if
+    it fits).
+
+    ``job``: a triple of the constraints, further arguments of ``partition`` by name, and a list of assumptions, to
+    which this function adds. If the layout does not fit, it is planned with larger memories. Raise
+    :class:`CapacityError` if it does not fit in any of these either.
     """
     pins, given, notes = job
 
@@ -145,13 +150,17 @@ def _price_layout(
 
 
 def _count_missing_bytes(plan: Plan, topology: Topology) -> int:
-    """Return the bytes that the fullest rank of a plan lacks on ``topology``."""
+    """Return the largest number of bytes by which a rank of ``plan`` exceeds the usable memory of its device on
+    ``topology``; 0 if all ranks fit.
+    """
     rooms = list_usable_bytes(plan.model_copy(update={"topology": topology}))
     return max(0, *(peak - room for peak, room in zip(plan.estimate.memory, rooms, strict=True)))
 
 
 def _add_cuts(layout: TrainingLayout, model: nn.Module, notes: list[str]) -> Constraints:
-    """Return the constraints of a layout with the cuts of its pipeline, as modules of the model."""
+    """Return the constraints of ``layout``, with the pipeline stage of each layer of ``model``. Assumptions are added
+    to ``notes``. Raise :class:`ContradictionError` if the layout has another number of layers than the model.
+    """
     pins = layout.constraints
     if layout.pp == 1:
         return pins
@@ -178,8 +187,8 @@ def _add_cuts(layout: TrainingLayout, model: nn.Module, notes: list[str]) -> Con
 
 
 def _list_layers(model: nn.Module) -> list[list[str]]:
-    """Return the module paths of the layers in each list of modules that is in no other list, the longest list
-    first.
+    """Return the layers of ``model`` as lists of module paths, one list for each ``ModuleList`` or ``Sequential`` that
+    is not inside another one, the longest first.
     """
     found: list[list[str]] = []
     inside: list[str] = []
@@ -193,7 +202,7 @@ def _list_layers(model: nn.Module) -> list[list[str]]:
 
 
 def prediction_parts(found: Prediction) -> list[RenderableType]:
-    """Return a prediction as parts to print on a terminal."""
+    """Return a report on a prediction as texts, tables and charts to print on a terminal."""
     plan, layout = found.plan, found.layout
     name = (
         layout.profile.name
@@ -223,7 +232,9 @@ def prediction_parts(found: Prediction) -> list[RenderableType]:
 
 
 def _build_comparison(found: Prediction) -> RenderableType:
-    """Return the table of the layout and our own plan."""
+    """Return a table of step time, memory and other figures, with a column for the configuration and, if it exists, one
+    for this project's own plan.
+    """
     table = build_empty_table([("", False), ("configuration", True), *([("our plan", True)] if found.ours else [])])
     plans = [found.plan, *([found.ours] if found.ours else [])]
 
@@ -245,7 +256,7 @@ def _build_comparison(found: Prediction) -> RenderableType:
 
 
 def _find_fullest(found: Prediction) -> tuple[int, int]:
-    """Return the rank with the least memory left, and its usable bytes."""
+    """Return the rank with the highest peak memory, and the usable bytes of its device."""
     memory = found.plan.estimate.memory
     peak = max(range(len(memory)), key=lambda rank: memory[rank])
     rooms = list_usable_bytes(found.plan)
@@ -253,6 +264,7 @@ def _find_fullest(found: Prediction) -> tuple[int, int]:
 
 
 def _explain_memory(found: Prediction) -> list[RenderableType]:
+    """Return the part of the report that says whether the layout fits, and a chart of the fullest rank's memory."""
     plan = found.plan
     rank, room = _find_fullest(found)
     peak, stage = plan.estimate.memory[rank], rank // (plan.world_size // plan.num_stages)
@@ -275,6 +287,7 @@ def _explain_memory(found: Prediction) -> list[RenderableType]:
 
 
 def _explain_time(found: Prediction) -> list[RenderableType]:
+    """Return the part of the report that says what limits the step time, and a chart of its parts."""
     plan = found.plan
     shares = time_shares(plan)
     lines = [f"Most of the step is {shares[0][0]}."] if shares else []
@@ -286,6 +299,7 @@ def _explain_time(found: Prediction) -> list[RenderableType]:
 
 
 def _explain_gain(found: Prediction) -> str:
+    """Return a sentence that compares the step time of this project's own plan with that of the configuration."""
     assert found.ours is not None and found.gain is not None
     taken = seconds_text(found.ours.estimate.step_time)
     if not found.fits:

@@ -55,11 +55,11 @@ _FLOAT8 = re.compile(r"(float8|mx|mxfp8|nvfp4)", re.IGNORECASE)
 def read_torchtitan(
     text: str, kind: str = "toml", function: str | None = None, ignore: Collection[str] = ()
 ) -> TrainingLayout:
-    """Return the layout of a configuration of torchtitan.
+    """Return the training layout (mesh, batch, schedule, state sharding) that a configuration of torchtitan describes.
 
-    ``kind``: ``toml`` (up to version 0.2), ``json`` (as ``debug.save_config_file`` writes it), ``flags`` (options like
-    ``--parallelism.tensor_parallel_degree 2``) or ``py`` (a module of version 0.3, with the name of its ``function``).
-    ``ignore``: options that belong to the training script.
+    ``text``: its content. ``kind``: ``toml`` (up to version 0.2), ``json`` (written by ``debug.save_config_file``),
+    ``flags`` (options such as ``--parallelism.tensor_parallel_degree 2``) or ``py`` (a Python module of version 0.3, in
+    which ``function`` builds the configuration). ``ignore``: names of options that belong to the training script.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
@@ -74,7 +74,9 @@ def read_torchtitan(
 
 
 def _read_flags(text: str) -> dict[str, Any]:
-    """Return flags such as ``--training.seq_len 4096`` as options by name."""
+    """Return command-line flags such as ``--training.seq_len 4096`` as option name -> value; a flag without a value is
+    ``True``. Raise :class:`OptionValueError` for a word that belongs to no flag.
+    """
     words = text.replace("=", " ").split()
     found: dict[str, Any] = {}
     index = 0
@@ -97,7 +99,9 @@ def _read_flags(text: str) -> dict[str, Any]:
 
 
 def _flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options by ``section.name``, without the classes of components."""
+    """Return the options of a nested configuration as ``section.name`` -> value. Entries that name the Python class of
+    a component are left out.
+    """
     sections = [name for name in load_known_options()["torchtitan"] if name]
     parents = {".".join(name.split(".")[:i]) for name in sections for i in range(1, name.count(".") + 2)}
     flat = flatten_sections(nested, parents)
@@ -107,6 +111,10 @@ def _flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _build_layout(nested: Mapping[str, Any], *, new: bool, ignore: Collection[str]) -> TrainingLayout:
+    """Return the training layout that a torchtitan configuration describes. ``nested``: its options, with sections as
+    inner mappings. ``new``: whether it is of version 0.3. ``ignore``: names of options that belong to the training
+    script. Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
+    """
     flat = _flatten(nested)
     options = Options(flat, "torchtitan", ignore=ignore)
     known = list_known_names("torchtitan")
@@ -163,7 +171,9 @@ def _is_offloaded(options: Options) -> bool:
 
 
 def _read_data_axes(options: Options, pp: int) -> dict[str, Any]:
-    """Return the data-parallel sizes and the stage of state sharding."""
+    """Return the sizes of data parallelism and the ZeRO stage, as fields of a training layout (name -> value). ``pp``:
+    number of pipeline ranks.
+    """
     replicate = options.take_number("parallelism.data_parallel_replicate_degree", 1)
     replicate = options.take_number("training.data_parallel_replicate_degree", replicate)
     name = "training.data_parallel_shard_degree"
@@ -188,6 +198,9 @@ def _read_data_axes(options: Options, pp: int) -> dict[str, Any]:
 
 
 def _read_batch(options: Options, pp: int) -> dict[str, Any]:
+    """Return microbatch size and either the number of microbatches or the global batch, as fields of a training layout
+    (name -> value). ``pp``: number of pipeline ranks.
+    """
     local = options.take_number("training.local_batch_size", options.take_number("training.batch_size", 8))
     batch = options.take_number("training.global_batch_size", -1, least=-1)
     size = options.take_number("parallelism.pipeline_parallel_microbatch_size", 1)
@@ -215,6 +228,9 @@ def _read_batch(options: Options, pp: int) -> dict[str, Any]:
 
 
 def _read_stages(options: Options, pp: int) -> dict[str, Any]:
+    """Return the schedule and how layers are divided into stages, as fields of a training layout (name -> value).
+    ``pp``: number of pipeline ranks; with one, there are no such fields.
+    """
     name = "parallelism.pipeline_parallel_schedule"
     if not options.has(name) and options.has("experimental.pipeline_parallel_schedule"):
         name = "experimental.pipeline_parallel_schedule"
@@ -246,6 +262,9 @@ def _read_context(options: Options) -> str:
 
 
 def _read_recompute(options: Options, nested: Mapping[str, Any]) -> str | None:
+    """Return what backward recomputes: ``none``, ``alternate``, ``full``, or ``None`` if the compiler decides it.
+    ``nested``: the configuration with sections as inner mappings.
+    """
     section = nested.get("activation_checkpoint", {})
     if section is None:
         options.take("activation_checkpoint")
@@ -267,6 +286,9 @@ def _read_recompute(options: Options, nested: Mapping[str, Any]) -> str | None:
 
 
 def _read_precision(options: Options, nested: Mapping[str, Any]) -> str:
+    """Return the precision of matrix products, such as ``bf16`` or ``fp8``. ``nested``: the configuration with sections
+    as inner mappings.
+    """
     kind = options.take_choice("training.mixed_precision_param", _TYPES, "bf16")
     whole = options.take_choice("training.dtype", _TYPES, "fp32")
     if whole == "bf16":
@@ -281,6 +303,9 @@ def _read_precision(options: Options, nested: Mapping[str, Any]) -> str:
 
 
 def _read_optimizer(options: Options, nested: Mapping[str, Any]) -> str:
+    """Return this project's name for the configured optimizer; ``adamw`` for an unknown one. ``nested``: the
+    configuration with sections as inner mappings.
+    """
     name = str(options.take_text("optimizer.name", "AdamW"))
     own = nested.get("optimizer")
     if isinstance(own, Unreadable) and "adamw" not in own.lower():
@@ -291,7 +316,9 @@ def _read_optimizer(options: Options, nested: Mapping[str, Any]) -> str:
 
 
 def write_torchtitan_toml(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
-    """Return a TOML file for torchtitan up to version 0.2, and what it cannot express."""
+    """Return the text of a TOML file for torchtitan up to version 0.2 with ``layout``, and the fields of the layout
+    that it cannot express.
+    """
     sections, missing = _list_options(layout, new=False)
     lines: list[str] = []
     for section, options in sections.items():
@@ -308,8 +335,8 @@ def _write_toml(value: Any) -> str:
 
 
 def write_torchtitan_module(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
-    """Return a Python module for torchtitan 0.3, with a function ``planned`` that returns a ``Trainer.Config``, and
-    what it cannot express. The model, its data and the learning rate are added by the user.
+    """Return the text of a Python module for torchtitan 0.3, and the fields of ``layout`` that it cannot express. Its
+    function ``planned`` returns a ``Trainer.Config``; the user adds the model, its data and the learning rate.
     """
     sections, missing = _list_options(layout, new=True)
     recompute = sections.pop("activation_checkpoint")["mode"]
@@ -335,8 +362,8 @@ def write_torchtitan_module(layout: TrainingLayout) -> tuple[str, tuple[UnusedOp
 
 
 def _list_options(layout: TrainingLayout, *, new: bool) -> tuple[dict[str, dict[str, Any]], tuple[UnusedOption, ...]]:
-    """Return the options of torchtitan for a layout by section, and what they cannot express. ``new``: for version
-    0.3.
+    """Return the torchtitan options for ``layout`` (section -> option -> value), and the fields of the layout that they
+    cannot express. ``new``: whether the options are for version 0.3.
     """
     missing: list[UnusedOption] = []
 
@@ -386,7 +413,10 @@ def _list_options(layout: TrainingLayout, *, new: bool) -> tuple[dict[str, dict[
 
 
 def _add_axes(layout: TrainingLayout, parallelism: dict[str, Any], new: bool, leave_out: Any) -> None:
-    """Add the sizes of the mesh and the stage of state sharding to ``parallelism``."""
+    """Add the sizes of the mesh axes and the state sharding of ``layout`` to ``parallelism`` (option -> value).
+    ``new``: whether the options are for version 0.3. ``leave_out``: a function that records a field that cannot be
+    expressed.
+    """
     replicate, shard = layout.dp_replicate or 1, layout.dp_shard or -1
     zero = layout.zero
     cut = (layout.dp_shard or layout.dp or 2) * layout.cp > 1  # whether there is anything to shard over
@@ -429,7 +459,9 @@ def _add_axes(layout: TrainingLayout, parallelism: dict[str, Any], new: bool, le
 
 
 def _add_batch(layout: TrainingLayout, training: dict[str, Any], parallelism: dict[str, Any], leave_out: Any) -> None:
-    """Add the sizes of the batch."""
+    """Add the batch sizes of ``layout`` to the sections ``training`` and ``parallelism`` (option -> value).
+    ``leave_out``: a function that records a field that cannot be expressed.
+    """
     size, batch = layout.microbatch_size, layout.global_batch
     if size is None:
         leave_out("microbatch_size", "its default is 1 with a pipeline, else 8")
@@ -448,7 +480,9 @@ def _add_batch(layout: TrainingLayout, training: dict[str, Any], parallelism: di
 
 
 def _add_stages(layout: TrainingLayout, parallelism: dict[str, Any], leave_out: Any) -> None:
-    """Add the schedule and the cuts of the pipeline to ``parallelism``."""
+    """Add the schedule and the division into stages of ``layout`` to ``parallelism`` (option -> value). ``leave_out``:
+    a function that records a field that cannot be expressed.
+    """
     names = {ours: theirs for theirs, ours in _SCHEDULES.items() if ours}
     schedule, chunks = layout.schedule, layout.virtual_stages or 1
     if schedule is not None and schedule.endswith(".csv"):

@@ -11,7 +11,7 @@ _MOST_CALLS = 50  # functions of a module that build on each other
 
 
 class Unreadable(str):
-    """The source text of an expression whose value is not known without running the module."""
+    """The source text of an expression whose value cannot be known without running the module that contains it."""
 
 
 def read_config_function(source: str, function: str | None, where: str) -> dict[str, Any]:
@@ -50,13 +50,17 @@ def read_config_function(source: str, function: str | None, where: str) -> dict[
 
 
 def _returns_config(node: ast.FunctionDef) -> bool:
-    """Return whether the annotation of a function says that it returns a configuration."""
+    """Return whether ``node``, the definition of a function, has no positional parameters and a return annotation whose
+    name ends in ``Config``.
+    """
     name = ast.unparse(node.returns).strip("'\"") if node.returns is not None else ""
     return name.endswith("Config") and not node.args.args
 
 
 class _Reader:
-    """Evaluates literals, constructor calls and assignments of functions that build a configuration."""
+    """Evaluates the functions of a Python module that build a configuration, without running it. Only literals,
+    constructor calls and assignments are evaluated.
+    """
 
     def __init__(self, functions: dict[str, ast.FunctionDef], tree: ast.Module) -> None:
         self._functions = functions
@@ -66,7 +70,9 @@ class _Reader:
                 self._globals[node.targets[0].id] = self._value(node.value, {}, 0)
 
     def call(self, name: str, depth: int) -> Any:
-        """Return the result of a function of the module."""
+        """Return the value that the function ``name`` of the module returns; configurations are dicts of their fields.
+        ``depth``: number of calls around this one. Raise ``RecursionError`` if it is too large.
+        """
         if depth > _MOST_CALLS:
             raise RecursionError
         names: dict[str, Any] = {}
@@ -80,6 +86,9 @@ class _Reader:
         return None
 
     def _assign(self, target: ast.expr, value: Any, names: dict[str, Any]) -> None:
+        """Store ``value`` under an assignment's target: a variable in ``names`` (variable -> value), or a field of a
+        configuration in it, such as ``config.training.steps``. Other targets are ignored.
+        """
         if isinstance(target, ast.Name):
             names[target.id] = value
             return
@@ -94,6 +103,10 @@ class _Reader:
             place[path[-1]] = value
 
     def _value(self, node: ast.expr, names: dict[str, Any], depth: int) -> Any:
+        """Return the value of an expression; a configuration is a dict of its fields. If the value is not known without
+        running the module, return the source text as :class:`Unreadable`. ``names``: variable -> value. ``depth``:
+        number of calls around the expression.
+        """
         if isinstance(node, ast.Name):
             known = names if node.id in names else self._globals
             return known.get(node.id, Unreadable(node.id))

@@ -29,8 +29,9 @@ _SIZES = ("tp_size", "pp_size", "fsdp_size", "dp_replicate_size", "ep_size")
 
 
 def read_transformers(text: str, folder: Path | None = None, ignore: Collection[str] = ()) -> TrainingLayout:
-    """Return the layout of a JSON file with the fields of a ``DistributedConfig`` or of ``TrainingArguments``.
-    ``folder``: where a file of DeepSpeed that it names is. ``ignore``: options that belong to the training script.
+    """Return the training layout that a JSON configuration of transformers describes. ``text``: the fields of a
+    ``DistributedConfig`` or of ``TrainingArguments``. ``folder``: where a DeepSpeed file is looked for that the
+    configuration names. ``ignore``: names of options that belong to the training script.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
@@ -47,6 +48,7 @@ def read_transformers(text: str, folder: Path | None = None, ignore: Collection[
 
 
 def _read_distributed(options: Options) -> TrainingLayout:
+    """Return the training layout that the fields of a ``DistributedConfig`` describe."""
     options.reject_unknown(load_known_options()["transformers"]["distributed_config"])
     tp, pp, shard, replicate, ep = (options.take_number(name, 1) for name in _SIZES)
     old = options.take_flag("enable_expert_parallel")
@@ -86,6 +88,9 @@ def _read_distributed(options: Options) -> TrainingLayout:
 
 
 def _read_arguments(options: Options, folder: Path | None) -> TrainingLayout:
+    """Return the training layout that the fields of ``TrainingArguments`` describe. ``folder``: where a DeepSpeed file
+    is looked for that they name.
+    """
     size = options.take_number("per_device_train_batch_size", options.take_number("per_gpu_train_batch_size", 8))
     steps = options.take_number("gradient_accumulation_steps", 1)
     bf16, fp16 = options.take_flag("bf16"), options.take_flag("fp16")
@@ -124,6 +129,9 @@ def _read_optimizer(options: Options) -> str:
 
 
 def _read_fsdp(options: Options, given: Any) -> dict[str, Any]:
+    """Return the ZeRO stage and the kinds of data in host memory, as fields of a training layout (name -> value).
+    ``given``: the value of the option ``fsdp``: true, or words such as ``full_shard offload``.
+    """
     words = given.split() if isinstance(given, str) else given if isinstance(given, list) else []
     words = [str(word).lower() for word in words if str(word).lower() not in ("true", "1")]
     unknown = [word for word in words if word not in _WORDS and word not in ("auto_wrap", "offload")]
@@ -147,7 +155,10 @@ def _read_fsdp(options: Options, given: Any) -> dict[str, Any]:
 
 
 def _add_deepspeed(options: Options, layout: dict[str, Any], given: Any, folder: Path | None) -> TrainingLayout:
-    """Return the layout of a trainer that uses DeepSpeed. ``given``: its options, or the path of a file."""
+    """Return the training layout of ``TrainingArguments`` that use DeepSpeed. ``layout``: the fields (name -> value)
+    that other options decide. ``given``: the DeepSpeed configuration, or the path of its file. ``folder``: the folder
+    of a relative path.
+    """
     where = "deepspeed"
     if isinstance(given, str):
         path = Path(given) if Path(given).is_absolute() else (folder or Path()) / given
@@ -181,7 +192,9 @@ def _add_deepspeed(options: Options, layout: dict[str, Any], given: Any, folder:
 
 
 def write_transformers(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ...]]:
-    """Return a JSON file with the fields of a ``DistributedConfig``, and what it cannot express."""
+    """Return the text of a JSON file with the fields of a ``DistributedConfig`` for ``layout``, and the fields of the
+    layout that it cannot express.
+    """
     missing: list[UnusedOption] = []
 
     def leave_out(field: str, reason: str) -> None:

@@ -50,9 +50,10 @@ _FLIPS = {"aten.t.default", "aten.transpose.int", "aten.permute.default"}
 
 @dataclass(frozen=True)
 class BlockCollective:
-    """One collective in a call of a block. ``op``: such as ``all_gather``. ``axis``: the mesh axis over which it runs.
-    ``num_bytes``: bytes of its operand or its result on one rank, whichever is larger. ``path``: path of the module to
-    which it belongs."""
+    """A collective operation in one call of a block. ``op``: its kind, such as ``all_gather``. ``axis``: the mesh axis
+    over which it runs. ``direction``: ``forward`` or ``backward``. ``num_bytes``: bytes of its operand or its result on
+    one rank, whichever is larger. ``path``: path of the module to which it belongs.
+    """
 
     op: str
     axis: str
@@ -76,7 +77,8 @@ class Weight:
 
 def block_collectives(block: BlockGraph, grads: Sequence[bool]) -> tuple[BlockCollective, ...]:
     """Return the collectives of one call of ``block``: those of its forward, then those of its backward. ``grads``: for
-    each placeholder (input of the graph), whether it needs a gradient."""
+    each placeholder (input of the graph), in order, whether it needs a gradient.
+    """
     forward: list[BlockCollective] = []
     backward: list[BlockCollective] = []
     needs: dict[str, bool] = {}
@@ -110,9 +112,10 @@ def block_collectives(block: BlockGraph, grads: Sequence[bool]) -> tuple[BlockCo
 def block_weights(
     block: BlockGraph, call: CallData, states: Mapping[str, StateData], gathered: bool = False
 ) -> list[Weight]:
-    """Return the parameters that ``call`` reads, in order, with their layout over ``tp``. ``states``: all parameters
-    and buffers of the program by name. ``gathered``: whether each data-parallel rank holds only a piece of a parameter
-    and gathers the whole for use."""
+    """Return the parameters that ``call``, a call of ``block``, reads, in order, with their layout over tensor-parallel
+    ranks. ``states``: all parameters and buffers of the program by name. ``gathered``: whether each data-parallel rank
+    holds only a piece of a parameter and gathers the whole for use.
+    """
     weights = []
     for placeholder, name in zip(block.states, call.states, strict=True):
         state = states[name]
@@ -131,9 +134,10 @@ def block_weights(
 
 
 def layout_phrase(block: BlockGraph, placeholder: str, layout: Layout) -> str:
-    """Return in words what a parameter's ``layout`` means for the operator that reads it, such as ``column-parallel``
-    for a linear layer's weight that is sharded on dim 0. ``placeholder``: name of the graph input in ``block`` that is
-    the parameter."""
+    """Return what ``layout``, a parameter's layout over tensor-parallel ranks, means for the operator that reads it, in
+    words such as ``column-parallel``. ``block``: the graph of the block. ``placeholder``: name of the graph input that
+    is the parameter.
+    """
     if layout.kind == "R'":
         return "whole, gradient summed over tp"
     if not layout.is_shard:
@@ -159,7 +163,9 @@ def layout_phrase(block: BlockGraph, placeholder: str, layout: Layout) -> str:
 
 
 def _map_transposed_dim(node: Mapping[str, Any], dim: int) -> int:
-    """Return the dim of the result of ``node``, a transpose or permute, that is ``dim`` of its operand."""
+    """Return the dim of a transpose's or permute's result that holds the operand's dim ``dim``. ``node``: the graph
+    node of this operator.
+    """
     rank = len((node.get("val") or [[0, 0]])[0])
     order = list(range(rank))
     if node["target"] == "aten.permute.default":

@@ -22,9 +22,10 @@ COLLECTIVE_NAMES = {
 
 
 def mesh_text(mesh: dict[str, int]) -> str:
-    """The mesh as text, ``pp 4 × dp 2 × tp 2``, without axes of one rank; ``one rank`` for a mesh of one rank.
+    """Return the mesh (axis -> number of ranks) as text, such as ``pp 4 × dp 2 × tp 2``. Axes of one rank are left out;
+    a mesh of a single rank gives ``one rank``.
 
-    ``ep`` comes after a comma: its ranks are ranks of the other axes, and not a factor of their product.
+    ``ep`` comes after a comma, because its ranks are also ranks of the other axes and no factor of the product.
     """
     product = " × ".join(f"{axis} {mesh[axis]}" for axis in MESH_AXES if axis != "ep" and mesh.get(axis, 1) > 1)
     experts = f"ep {mesh['ep']}" if mesh.get("ep", 1) > 1 else ""
@@ -32,17 +33,20 @@ def mesh_text(mesh: dict[str, int]) -> str:
 
 
 def candidate_text(candidate: Candidate) -> str:
-    """The candidate's mesh, with state sharding and virtual stages (``v``) if it has any: ``dp 64, zero 3``."""
+    """Return the mesh of ``candidate`` as text, followed by its ZeRO stage, number of sharding ranks (``dp_shard``) and
+    virtual stages per rank (``v``), if it has these: ``dp 64, zero 3``.
+    """
     more = [("zero", candidate.zero, 0), ("dp_shard", candidate.dp_shard, 0), ("v", candidate.virtual_stages, 1)]
     return ", ".join([mesh_text(candidate.mesh), *(f"{name} {value}" for name, value, one in more if value != one)])
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What the memory of a rank's device is for, in bytes. All reports compare a rank's peak with :attr:`usable`.
+    """How the memory of one rank's device is divided, in bytes.
 
-    ``device``: all of it. ``reserved``: for the driver and libraries. ``groups``: buffers of the rank's communication
-    groups. ``margin``: what plans leave free, for what the estimate does not know (``memory_margin``).
+    ``device``: the whole memory. ``reserved``: for the driver and libraries. ``groups``: for buffers of the rank's
+    communication groups. ``margin``: left free because estimates are inexact (``memory_margin``). The rest is usable by
+    the plan.
     """
 
     device: int
@@ -52,12 +56,14 @@ class DeviceMemory:
 
     @property
     def usable(self) -> int:
-        """The bytes that the search lets a rank use."""
+        """Return the bytes that a plan may use on the device."""
         return max(0, self.device - self.reserved - self.groups - self.margin)
 
 
 def device_memory(plan: Plan, rank: int) -> DeviceMemory:
-    """Return what the memory of the device of ``rank`` is for."""
+    """Return how the memory of the device of ``rank`` is divided between the driver, communication groups, the margin
+    and the plan.
+    """
     device = plan.topology.devices[plan.devices[rank]]
     groups = num_communicators(plan.mesh) * plan.topology.types[device.kind].communicator
     margin = margin_bytes(device.usable, plan.constraints.memory_margin)
@@ -65,7 +71,7 @@ def device_memory(plan: Plan, rank: int) -> DeviceMemory:
 
 
 def list_usable_bytes(plan: Plan) -> tuple[int, ...]:
-    """Return :attr:`DeviceMemory.usable` of every rank."""
+    """Return, for every rank in order, the bytes of its device that the plan may use."""
     devices, known = plan.topology.devices, dict[tuple[str, int, int], int]()
     found = []
     for rank, number in enumerate(plan.devices):
@@ -78,18 +84,22 @@ def list_usable_bytes(plan: Plan) -> tuple[int, ...]:
 
 
 def fullest_rank(plan: Plan) -> int:
-    """Return the rank with the largest share of its usable memory at the peak."""
+    """Return the rank whose peak memory is the largest fraction of its usable memory; 0 if the plan has no memory
+    estimate.
+    """
     rooms, peaks = list_usable_bytes(plan), plan.estimate.memory
     return max(range(len(peaks)), key=lambda r: peaks[r] / max(1, rooms[r]), default=0)
 
 
 def share_of_usable(peak: float, usable: float) -> float:
-    """Return the share of the ``usable`` bytes that a ``peak`` takes; above 1 if it does not fit."""
+    """Return ``peak`` divided by ``usable``, both in bytes; above 1 if the peak does not fit."""
     return peak / max(1.0, usable)
 
 
 def memory_text(plan: Plan) -> str:
-    """Return the peak memory of the fullest rank, the usable memory of its device, and the share of it."""
+    """Return as text the peak memory of the fullest rank, the usable memory of its device, and their ratio in percent;
+    ``unknown`` if the plan has no memory estimate.
+    """
     if not plan.estimate.memory:
         return "unknown"
     rank = fullest_rank(plan)
@@ -103,8 +113,9 @@ def _format_microbatches(plan: Plan) -> str:
 
 
 def schedule_text(plan: Plan) -> str:
-    """The schedule's name and the number of virtual stages on a rank; ``one stage`` for a plan with a single stage,
-    which has no schedule."""
+    """Return the name of the pipeline schedule, with the number of virtual stages per rank if it has several; ``one
+    stage`` for a plan without a pipeline.
+    """
     chunks = plan.chosen.virtual_stages
     if plan.num_stages == 1:
         return "one stage"
@@ -113,11 +124,11 @@ def schedule_text(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class WaitingShares:
-    """Fractions of the step in which ranks wait for other ranks of the pipeline, 0 to 1. Sends that nothing hides are
-    communication, not waiting.
+    """The fractions of a step, from 0 to 1, in which ranks wait for other ranks of the pipeline (the bubble). The time
+    of transfers does not count as waiting.
 
-    ``slowest``: of the rank that works longest. ``mean``: over all ranks; ``None`` if the work of the stages is
-    unknown.
+    ``slowest``: of the rank that works longest. ``mean``: the mean over all ranks; ``None`` if the work of each stage
+    is unknown.
     """
 
     slowest: float
@@ -127,9 +138,9 @@ class WaitingShares:
 def waiting_shares(plan: Plan) -> WaitingShares:
     """Return the pipeline bubble of ``plan``, for the slowest rank and for the mean rank.
 
-    All ranks share one step. A rank waits as long as the slowest rank does, and for the difference between the work of
-    the slowest rank and its own work. The work of a rank is the forward and backward of its stage, in proportion to its
-    microbatches if replicas have different numbers of them.
+    All ranks have the same step time. A rank waits as long as the slowest rank does, and in addition for the difference
+    between the work of the slowest rank and its own. The work of a rank is the forward and backward of its stage, in
+    proportion to its microbatches if data-parallel replicas have different numbers of them.
     """
     estimate = plan.estimate
     works = [stage.forward_s + stage.backward_s for stage in estimate.stages]
@@ -142,7 +153,9 @@ def waiting_shares(plan: Plan) -> WaitingShares:
 
 
 def bubble_text(plan: Plan) -> str:
-    """Return the bubble of the slowest and of the mean rank as text; empty if no rank waits for another one."""
+    """Return as text the percentage of the step that the slowest rank and the mean rank wait in the pipeline; empty for
+    a plan without a pipeline in which no rank waits.
+    """
     shares = waiting_shares(plan)
     if plan.num_stages == 1 and not plan.data_shares and not shares.slowest:
         return ""
@@ -151,7 +164,7 @@ def bubble_text(plan: Plan) -> str:
 
 
 def _bubble_figure(plan: Plan) -> tuple[str, str]:
-    """Return name and value of the bubble, as short as pictures need them."""
+    """Return a label and the pipeline bubble as short text, for pictures. The text is empty if no rank waits."""
     shares = waiting_shares(plan)
     if not bubble_text(plan):
         return "bubble", ""
@@ -161,7 +174,9 @@ def _bubble_figure(plan: Plan) -> tuple[str, str]:
 
 
 def key_figures(plan: Plan) -> list[tuple[str, str]]:
-    """(name, value) pairs: mesh, microbatches, schedule, step time, MFU, bubble, memory. Empty ones are left out."""
+    """Return the main figures of ``plan`` as pairs of texts (name, value): mesh, ranks, microbatches, schedule, step
+    time, MFU, bubble and memory. Figures with an empty value are left out.
+    """
     estimate = plan.estimate
     figures = [
         ("mesh", mesh_text(plan.mesh)),
@@ -177,8 +192,9 @@ def key_figures(plan: Plan) -> list[tuple[str, str]]:
 
 
 def simulated_seconds(plan: Plan, gradients_s: float) -> tuple[float, float]:
-    """The seconds of a simulated step whose gradients are complete after ``gradients_s``, and the seconds of its
-    update."""
+    """Return two times in seconds: that of a whole simulated step, and that of the optimizer update in it.
+    ``gradients_s``: seconds from the start of the step until all gradients are complete.
+    """
     update = plan.estimate.breakdown.get("optimizer", 0.0)
     return gradients_s + update, update
 

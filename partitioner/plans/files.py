@@ -27,7 +27,7 @@ _MOVED = frozenset(ExecutionProfile.model_fields) - {"name", "expert_tensor"}
 
 
 class PlanFileError(PartitionError):
-    """Error: a file is no plan, has an unknown version, or was changed after it was written."""
+    """Error: a file cannot be read as a plan, has an unknown version, or was changed after it was written."""
 
 
 def save_plan(plan: Plan, path: Path) -> Path:
@@ -37,8 +37,9 @@ def save_plan(plan: Plan, path: Path) -> Path:
 
 
 def load_plan(path: Path) -> Plan:
-    """Return the plan in the file ``path``. Raise :class:`PlanFileError` if it cannot be read, is incomplete, is no
-    plan, has an unknown version, or was edited."""
+    """Return the plan in the file ``path``. Raise :class:`PlanFileError` if the file cannot be read, is incomplete or
+    not a plan, has an unknown version, or was changed by hand.
+    """
     content = _unwrap_plan_file(path, FORMAT)
     try:
         return Plan.model_validate(unfold_programs(content))
@@ -51,8 +52,9 @@ def load_plan(path: Path) -> Plan:
 
 
 def export_ranks(plan: Plan, folder: Path) -> list[Path]:
-    """Write one file per rank into ``folder`` (``rank_00000.json`` and so on) and return their paths. Each file holds
-    the rank's stage, graphs, shards, groups and instructions."""
+    """Write one file for each rank of ``plan`` into ``folder`` (``rank_00000.json`` and so on), and return their paths
+    in order of ranks. Each file holds the rank's stage, graphs, shards, groups and instructions.
+    """
     width = max(5, len(str(plan.program.world_size - 1)))
     paths = []
     for rank in range(plan.program.world_size):
@@ -83,6 +85,9 @@ def plan_schema() -> dict[str, Any]:
 
 
 def _rank_content(program: Program, rank: int) -> dict[str, Any]:
+    """Return the content of the file of ``rank``: its coordinates in the mesh, its groups (mesh axis -> ranks), and
+    ``program`` reduced to the blocks, states, values and instructions that the rank uses.
+    """
     mine = program.rank(rank)
     index = mine.stage_index
     used = {call.block for call in mine.stage.calls}
@@ -124,6 +129,10 @@ def _compute_checksum(content: dict[str, Any]) -> str:
 
 
 def _unwrap_plan_file(path: Path, kind: str) -> dict[str, Any]:
+    """Return the content of a JSON file without its format, version and checksum, in the form of the current version.
+    ``kind``: the format that the file must have. Raise :class:`PlanFileError` if it cannot be read, has another format
+    or version, or does not match its checksum.
+    """
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:

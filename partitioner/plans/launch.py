@@ -29,10 +29,11 @@ _LONG_S = 900  # a job that ran for so long does not fail each time at once
 
 @dataclass(frozen=True)
 class LaunchJob:
-    """What to start: ``processes`` on each node, in the topology's order, and the ``program`` that torchrun runs.
+    """What a launcher has to start on the nodes of a cluster.
 
-    ``alike``: nodes may be numbered in any order. ``gpus``: the devices are such. ``max_restarts``: attempts after the
-    first, of torchrun where it can, and of the queue.
+    ``processes``: number of processes on each node, in the topology's order. ``alike``: whether nodes may be numbered
+    in any order. ``gpus``: whether the devices are GPUs. ``program``: script or module with its arguments, as torchrun
+    takes them. ``max_restarts``: how often a failed job is started again, by torchrun if possible, and by Slurm.
     """
 
     name: str
@@ -53,7 +54,8 @@ def job_of(
     """The job that runs ``script``, or without one ``-m partitioner.runtime plan_file``, on the devices of ``plan``.
     The latter reads the weights of ``plan.weights`` unless ``arguments`` name others.
 
-    Raises :class:`PlanError` for a plan that has no program, or fewer restarts than none.
+    ``arguments``: further arguments of the program. ``max_restarts``: how often a failed job is started again. Raise
+    :class:`PlanError` if the plan has no program, or if ``max_restarts`` is negative.
     """
     plan.program  # noqa: B018 - a plan that is an estimate says so
     if max_restarts < 0:
@@ -72,7 +74,9 @@ def job_of(
 
 
 def torchrun_commands(job: LaunchJob) -> str:
-    """What to type on each host; ``FIRST_HOST`` stands for the name of the first."""
+    """Return the torchrun command for each host, as text with comments that name the hosts. ``FIRST_HOST`` stands for
+    the name of the first host.
+    """
     program = shlex.join(job.program)
     if job.num_nodes == 1:
         options = f"--standalone --nproc-per-node={job.processes[0]} --max-restarts={job.max_restarts}"
@@ -90,9 +94,11 @@ def torchrun_commands(job: LaunchJob) -> str:
 
 
 def slurm_script(job: LaunchJob, *, time: str | None = None, partition: str | None = None) -> str:
-    """A script for ``sbatch``: one torchrun per node; back into the queue where it fails or its time is over.
+    """Return a batch script for ``sbatch`` that starts torchrun once on each node. The job goes back into the queue if
+    it fails or shortly before its time limit.
 
-    Raises :class:`PlanError` for a ``time`` that Slurm does not read, or in which nothing would be done.
+    ``time``: the time limit as Slurm writes it, such as ``24:00:00``. ``partition``: the Slurm partition. Raise
+    :class:`PlanError` if ``time`` is malformed or so short that the job would go back into the queue at once.
     """
     if time is not None:
         _check_time(time)
@@ -127,6 +133,9 @@ def slurm_script(job: LaunchJob, *, time: str | None = None, partition: str | No
 
 
 def _check_time(time: str) -> None:
+    """Raise :class:`PlanError` if ``time`` is no time limit that Slurm accepts, or is positive but at most four
+    minutes.
+    """
     found = _TIME.fullmatch(time)
     if found is None and time.upper() not in _NO_LIMIT:
         raise PlanError(
@@ -179,7 +188,9 @@ _WAIT = [
 
 
 def _build_srun_lines(job: LaunchJob) -> list[str]:
-    """``srun`` in the background, so that signals find the script."""
+    """Return the lines of a batch script that start torchrun on all nodes with ``srun``. It runs in the background, so
+    that the script can handle signals.
+    """
     srun = "srun --cpu-bind=none --kill-on-bad-exit=1"
     program = shlex.join(job.program)
     restarts = f"--max-restarts={job.max_restarts}"
@@ -205,6 +216,8 @@ def _build_srun_lines(job: LaunchJob) -> list[str]:
 
 
 def _has_interchangeable_nodes(topology: Topology) -> bool:
-    """Return whether nodes may change places and nothing differs."""
+    """Return whether all nodes of ``topology`` have the same devices and links, so that they can be numbered in any
+    order.
+    """
     apart = topology.overrides or topology.node_overrides or topology.links or len(topology.nodes) > 1
     return not apart and all(level.nodes in (None, 1) for level in topology.levels)

@@ -68,8 +68,10 @@ def link_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
 
 
 def rate_rows(topology: Topology) -> list[tuple[str, str, str, str, str, str]]:
-    """Return one row of texts for each kind of link, as in :func:`link_rows` but with three bandwidths: the one in the
-    description of the topology, that of a device, and that of a node, the last two while all communicate."""
+    """Return one row of texts for each kind of link of ``topology``: its name, what it connects, three bandwidths and
+    the latency. The bandwidths are the described one, and those of a device and of a node while all devices
+    communicate; the last two are empty for links between single pairs of devices.
+    """
     rows = []
     for level in topology.levels:
         whole, device, node = level_rates(topology, level)
@@ -111,6 +113,9 @@ def _describe_level_joins(level: Level) -> str:
 
 
 def _pattern_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
+    """Return one row of texts for each kind of link that connects pairs of devices inside a node: its name, what it
+    connects, its bandwidths and its latency.
+    """
     rows = []
     for name, matrix in topology.pattern_kinds:
         rates = sorted(set(matrix[matrix > 0].tolist()), reverse=True)
@@ -122,6 +127,9 @@ def _pattern_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
 
 
 def _own_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
+    """Return one row of texts for each link that the topology describes for a single pair of devices: its name, what it
+    connects, its bandwidth and its latency. Of many links only the first are listed.
+    """
     own = list(topology.own_links.values())
     rows = [
         (link.name, "two devices", _format_bandwidth(link.bandwidth), seconds_text(link.latency))
@@ -134,15 +142,18 @@ def _own_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
 
 @dataclass(frozen=True)
 class _Uses:
-    """How the groups of one mesh axis communicate. ``summary``: a text on the whole axis. ``cells``: a text for each
-    level of links that the groups use (name of the level -> cell)."""
+    """How the ranks of one mesh axis communicate, as texts. ``summary``: a text on the whole axis. ``cells``: name of a
+    level of links -> text on how the axis uses these links.
+    """
 
     summary: str
     cells: dict[str, AxisCell]
 
 
 def _find_axis_uses(plan: Plan) -> dict[str, _Uses]:
-    """Return how each mesh axis with more than one rank uses the links (name of the axis -> use)."""
+    """Return how the ranks of each mesh axis of ``plan`` communicate: axis -> texts. Axes with one rank are left
+    out.
+    """
     devices = np.array(plan.devices)
     found = {}
     for axis in (a for a in MESH_AXES if plan.mesh.get(a, 1) > 1):
@@ -154,11 +165,14 @@ def _find_axis_uses(plan: Plan) -> dict[str, _Uses]:
 
 
 def _list_axis_groups(plan: Plan, axis: str) -> NDArray[np.int64]:
-    """Return the ranks of every group along ``axis``, one group per row."""
+    """Return the groups of ranks along the mesh axis ``axis``, as an array with one group of ranks per row."""
     return expert_grid(plan.mesh, plan.chosen.etp) if axis == "ep" else rank_grid(plan.mesh, axis)
 
 
 def _describe_collectives(axis: str, groups: Sequence[Group]) -> _Uses:
+    """Return texts on how the collectives of the mesh axis ``axis`` use the links. ``groups``: the axis's groups of
+    ranks; the slowest one is described.
+    """
     slowest = min(groups, key=lambda g: (g.bus_bandwidth, -g.all_reduce_start))
     cells = {}
     for tier in slowest.tiers:
@@ -174,8 +188,9 @@ def _describe_collectives(axis: str, groups: Sequence[Group]) -> _Uses:
 
 
 def _hand_overs(plan: Plan, rows: NDArray[np.int64]) -> _Uses:
-    """Return how messages between consecutive pipeline stages use the links. For each two stages this is the slowest
-    link between their ranks. ``rows``: device indices, one row for each pipeline, by stage."""
+    """Return texts on how messages between consecutive pipeline stages of ``plan`` use the links. Each pair of stages
+    counts with the slowest link between its ranks. ``rows``: device indices, one row for each pipeline, by stage.
+    """
     slowest = stage_links(plan.topology, {"pp": rows.shape[1], "dp": len(rows)}, rows.T.reshape(-1))
     counts = Counter(link.name for link in slowest)
     rates = {link.name: min(k.bandwidth for k in slowest if k.name == link.name) for link in slowest}

@@ -44,8 +44,9 @@ def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
 
 
 def kept_bytes(program: Program, state: str) -> int:
-    """Return the bytes of a parameter or buffer that a rank holds during the whole step: under ZeRO-3 one ZeRO piece,
-    otherwise the rank's shard. ``state``: name of the parameter or buffer."""
+    """Return the bytes of a parameter or buffer that a rank holds during the whole step. With ZeRO-3 this is the rank's
+    piece of it, otherwise its tensor-parallel shard. ``state``: name of the parameter or buffer.
+    """
     sizes = state_sizes(program, state)
     return sizes.piece if program.zero == 3 else sizes.part
 
@@ -55,11 +56,11 @@ Exchange = tuple[str, str, str]  # the collective, the axes it runs over, what i
 
 @dataclass(frozen=True)
 class ExchangeTotal:
-    """Transfers of gradient or parameter buckets that have the same collective, axes and contents: totals of one rank
-    in one step.
+    """Totals of one rank in one step over all transfers of gradient or parameter buckets with the same collective, mesh
+    axes and contents.
 
-    ``transfers``: number of collectives. ``buckets``: number of different buckets that they move. ``num_bytes``: their
-    bytes together.
+    ``transfers``: number of collectives. ``buckets``: number of different buckets that they move. ``num_bytes``: bytes
+    of all transfers together.
     """
 
     transfers: int
@@ -146,13 +147,12 @@ class CollectiveTotal:
 
 @dataclass(frozen=True)
 class CallGroup:
-    """A run of consecutive block calls of a stage, in which the pattern ``blocks`` (block names) occurs ``count``
-    times. Pictures show it as one card.
+    """Consecutive block calls of one stage in which a sequence of blocks is repeated.
 
     ``stage``: index of the stage. ``index``: index of the group in the stage. ``start``, ``stop``: the range ``[start,
-    stop)`` of positions of its calls in the stage. ``paths``: the module paths of the calls as text. ``collectives``:
-    totals over all calls of the group, for one rank and one microbatch. ``weights``: those of one repetition of the
-    pattern.
+    stop)`` of positions of its calls in the stage. ``blocks``: the names of the repeated blocks. ``count``: number of
+    repetitions. ``paths``: the module paths of the calls as text. ``collectives``: totals over all calls of the group,
+    for one rank and one microbatch. ``weights``: the parameters of one repetition.
 
     ``num_parameters``: elements of the whole parameters. ``parameter_bytes``: bytes that one rank holds of them.
     ``recomputed``, ``selective``: whether the backward recomputes the whole calls, or a part of them. ``prologue``:
@@ -228,7 +228,7 @@ class TiedWeight:
 class StageOutline:
     """Summary of what each rank of one pipeline stage holds, computes and transfers.
 
-    ``index``: index of the stage. ``ranks``: its ranks. ``groups``: its block calls, as runs of repeated blocks.
+    ``index``: index of the stage. ``ranks``: its ranks. ``groups``: its block calls, as groups of repeated blocks.
     ``num_calls``: number of block calls. ``num_parameters``: elements of the whole parameters. ``parameter_bytes``:
     bytes that one rank holds of them. ``reductions``: transfers of gradient and parameter buckets in one step.
     ``loads``: paths of the model inputs that it reads.
@@ -246,6 +246,13 @@ class StageOutline:
 
 @dataclass(frozen=True)
 class Outline:
+    """Summary of a program for pictures and reports.
+
+    ``stages``: a summary of each pipeline stage. ``flows``: values that groups of block calls pass to each other.
+    ``links``: what stages send to each other for one microbatch. ``ties``: parameters that several groups of calls
+    read. ``num_parameters``: elements of all parameters of the model.
+    """
+
     stages: tuple[StageOutline, ...]
     flows: tuple[ValueFlow, ...]
     links: tuple[StageTransfer, ...]
@@ -263,11 +270,11 @@ def outline_program(program: Program) -> Outline:
 
 
 def fold_runs(names: Sequence[Any], longest: int = 4) -> list[tuple[int, int, int]]:
-    """Split ``names`` into runs ``(start, period, repeats)``: from index ``start`` on, a pattern of ``period`` names
-    (at most ``longest``) occurs ``repeats`` times.
+    """Split ``names`` into parts in which a pattern repeats, as triples ``(start, period, repeats)``: from index
+    ``start`` on, a pattern of ``period`` names (at most ``longest``) occurs ``repeats`` times.
 
-    At each index the pattern is chosen whose run has the most names, and the shortest among equals. ``a b b b c d c d``
-    gives ``a`` once, ``b`` three times, ``c d`` twice.
+    At each index the pattern is chosen whose repetitions cover the most names, and the shortest among equals. ``a b b b
+    c d c d`` gives ``a`` once, ``b`` three times, ``c d`` twice.
     """
     runs: list[tuple[int, int, int]] = []
     start = 0
@@ -322,11 +329,16 @@ def chunk_starts(stage: Stage) -> list[int]:
 
 
 class _Outliner:
+    """Builds the summary of ``program`` that pictures and reports show."""
+
     def __init__(self, program: Program) -> None:
         self.program = program
         self._collectives: dict[tuple[str, tuple[bool, ...]], tuple[BlockCollective, ...]] = {}
 
     def build_outline(self) -> Outline:
+        """Return the summary of the program: its stages, and the values, transfers and shared parameters that connect
+        them.
+        """
         program = self.program
         stages = tuple(self.outline_stage(i) for i in range(len(program.stages)))
         parameters = [s for s in program.states.values() if s.kind == "parameter"]
@@ -340,11 +352,12 @@ class _Outliner:
 
     @cached_property
     def shared(self) -> set[str]:
-        """Names of the values that several stages compute, each for itself."""
+        """Return the names of the values that several stages compute, each for itself."""
         made = Counter(v for stage in self.program.stages for call in stage.calls for v in call.outputs)
         return {value for value, times in made.items() if times > 1}
 
     def outline_stage(self, index: int) -> StageOutline:
+        """Return the summary of the pipeline stage number ``index``."""
         program = self.program
         stage = program.stages[index]
         per_stage = program.world_size // max(1, program.mesh.get("pp", 1))
@@ -368,6 +381,7 @@ class _Outliner:
         )
 
     def group_stage_calls(self, index: int) -> tuple[CallGroup, ...]:
+        """Return the block calls of the pipeline stage number ``index``, in order, as groups of repeated blocks."""
         stage = self.program.stages[index]
         recomputed, selective = set(stage.checkpoint_calls), set(stage.selective_calls)
         starts = chunk_starts(stage)
@@ -408,6 +422,10 @@ class _Outliner:
         return block_weights(self.program.blocks[call.block], call, self.program.states, gathered)
 
     def sum_collective_traffic(self, stage: int, calls: range) -> tuple[CollectiveTotal, ...]:
+        """Return the totals of the collectives in some block calls, one entry for each combination of collective, mesh
+        axis and direction, for one rank and one microbatch. ``stage``: index of the stage. ``calls``: positions of the
+        calls in it. Collectives of recomputed forwards count as backward, too.
+        """
         sizes: dict[tuple[str, str, Direction], list[int]] = {}
         for i in calls:
             call = self.program.stages[stage].calls[i]
@@ -421,6 +439,7 @@ class _Outliner:
         return tuple(CollectiveTotal(*key, len(all_), sum(all_), len(set(all_)) == 1) for key, all_ in sizes.items())
 
     def list_call_collectives(self, call: Any) -> tuple[BlockCollective, ...]:
+        """Return the collectives of one block call, forward and backward. ``call``: an entry of a stage's calls."""
         program = self.program
         train = program.objective == "train"
         grads = tuple(train and program.states[s].requires_grad for s in call.states) + tuple(
@@ -436,6 +455,9 @@ class _Outliner:
         return sum(tensor_bytes(v.shape, v.dtype) for v in values if v.requires_grad or not gradients)
 
     def find_value_flows(self, stages: Sequence[StageOutline]) -> list[ValueFlow]:
+        """Return the values that one group of calls computes and another one reads, one entry for each pair of groups.
+        ``stages``: the summaries of all stages.
+        """
         program = self.program
         made: dict[str, list[tuple[int, int]]] = {}
         for stage in stages:
@@ -467,6 +489,9 @@ class _Outliner:
         ]
 
     def list_stage_transfers(self) -> list[StageTransfer]:
+        """Return the values and gradients that stages send for one microbatch, one entry for each sender, receiver and
+        direction.
+        """
         directions: dict[str, Direction] = {"SEND_F": "forward", "SEND_B": "backward"}
         values: dict[tuple[int, int, Direction], dict[str, None]] = {}
         for index, stage in enumerate(self.program.stages):
@@ -480,6 +505,7 @@ class _Outliner:
         ]
 
     def find_tied_weights(self, stages: Sequence[StageOutline]) -> list[TiedWeight]:
+        """Return the parameters that more than one group of calls reads. ``stages``: the summaries of all stages."""
         readers: dict[str, dict[tuple[int, int], None]] = {}
         for stage in stages:
             for group in stage.groups:

@@ -39,10 +39,10 @@ class Reference:
     """What the unmodified model computes on one process.
 
     Attributes:
-        outputs: leaves of the model's result by path.
+        outputs: path in the model's result -> value.
         loss: the loss; ``None`` if the model has none.
         grads: gradient of each parameter by name.
-        buffers: each buffer and parameter by name, as forward leaves it.
+        buffers: value of each buffer and parameter by name, after the forward.
         changed: names of the buffers and parameters that forward changed.
         parameters: names of the parameters among ``buffers``.
     """
@@ -70,10 +70,10 @@ class _Float64(TorchDispatchMode):
 
 class _DoubleData(TorchFunctionMode):
     """Mode for tensors that the model's code creates from Python numbers. They are rounded to the type that the code
-    means, and then become float64, as plans treat constants.
+    requests, and then become float64, as constants do in plans.
 
-    ``default``: type of such tensors if the code does not state one. ``planned``: type of the model's tensors in the
-    plan. It is used if the code asks for the type of a tensor of the model, which is float64 here.
+    ``default``: type of such tensors if the code requests none. ``planned``: type of the model's tensors in the plan.
+    It is used if the code requests the type of one of the model's tensors, which is float64 in this mode.
     """
 
     def __init__(self, default: torch.dtype, planned: torch.dtype) -> None:
@@ -101,8 +101,10 @@ class _DoubleData(TorchFunctionMode):
 
 
 def _all_doubled(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments of the function ``name``, all in float64 if some are. Tensors from outside the model, such
-    as globals, would otherwise be narrower. Arguments of functions that write to a tensor (``name_``) are unchanged."""
+    """Return ``(args, kwargs)`` of the function called ``name``, with all floating tensors in float64 if some are.
+    Tensors from outside the model, such as globals, would otherwise be narrower. Arguments of functions that write to a
+    tensor (``name_``) are unchanged.
+    """
     leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     types = {x.dtype for x in leaves}
     if not types & _REDUCED or not types & {torch.float64, torch.complex128} or name.endswith("_"):
@@ -143,8 +145,9 @@ def _widen_reduced_dtype(value: Any) -> Any:
 
 
 class _Drawing(TorchDispatchMode):
-    """Mode in which operators that draw random numbers do so as plans do: each call draws from its own stream.
-    ``streams`` provides the streams, numbered in the order of calls."""
+    """Mode in which operators that draw random numbers do so as plans do: each call uses a random stream of its own.
+    ``streams``: provides the streams, numbered in the order of calls.
+    """
 
     def __init__(self, streams: _ByPlace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -177,8 +180,9 @@ def _run_operator(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _ByPlace(TorchFunctionMode):
-    """Mode in which dropout draws random numbers as plans do: each call draws from its own stream, numbered in the
-    order of calls. See ``passes/ops/random.py``."""
+    """Mode in which dropout draws random numbers as plans do: each call draws from its own stream of random numbers,
+    numbered in the order of calls.
+    """
 
     def __init__(self, seed: int, group: int) -> None:
         super().__init__()
@@ -227,8 +231,8 @@ class _ByPlace(TorchFunctionMode):
         weights: Sequence[Tensor],
         stack: RecurrentLayers,
     ) -> tuple[Tensor, ...]:
-        """Run recurrent layers one by one, with dropout on the output of each layer before the next reads it
-        (``passes/normalize/decompose.py``).
+        """Run recurrent layers one by one, with dropout on the output of each layer before the next reads it, and
+        return the outputs and final states as PyTorch does.
 
         ``func``: PyTorch's function for the stack of layers. ``state``: the initial hidden state, or a pair of states.
         ``weights``: those of all layers. ``stack``: the number of layers and their options.
@@ -303,8 +307,9 @@ _DROPPING: dict[str, Callable[..., Tensor]] = {
 
 
 def _bind_arguments(replacement: Callable[..., Tensor], args: Any, kwargs: Any) -> dict[str, Any] | None:
-    """Return the arguments for ``replacement``, a function with dropout, by name; ``None`` if they switch dropout
-    off."""
+    """Return the arguments of a call of a function with dropout, by parameter name; ``None`` if they switch dropout
+    off. ``replacement``: the method that computes the function here. ``args``, ``kwargs``: the call's arguments.
+    """
     names = list(inspect.signature(replacement).parameters)[1:]
     bound = {**dict(zip(names, args, strict=False)), **kwargs}
     if "train" in bound:
@@ -385,8 +390,9 @@ def run_reference(
 
 @dataclass(frozen=True)
 class _ReferenceRun:
-    """The arguments of :func:`run_reference`. ``planned``: the floating type of the plan if the run is in float64;
-    ``None`` if the model runs as it is."""
+    """The arguments of a run of the unmodified model. ``planned``: the floating type of the plan if the model runs in
+    float64; ``None`` if the model runs in its own type.
+    """
 
     model: nn.Module
     inputs: Any
@@ -446,8 +452,9 @@ def _copy_model_by_value(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _nothing_recomputed() -> Iterator[None]:
-    """Run checkpointed functions only once while the block runs. If the backward ran them again, they would draw other
-    random numbers."""
+    """Disable activation checkpointing while the block runs. If the backward ran checkpointed functions again, they
+    would draw other random numbers.
+    """
 
     def once(*_: Any, **__: Any) -> Iterator[None]:
         yield
@@ -476,8 +483,9 @@ def _build_tensor_doubler() -> Callable[[Tensor], Tensor]:
 
 
 def _as_input(value: Any, double: bool) -> Any:
-    """Return ``value``, an argument of the model, detached from the computation that made it. ``double``: whether
-    tensors become float64."""
+    """Return ``value``, an argument of the model, detached from the autograd graph that computed it. It keeps
+    ``requires_grad``. ``double``: whether tensors become float64.
+    """
     if not isinstance(value, Tensor):
         return value
     made = value.detach()
@@ -496,6 +504,10 @@ def _run_copied_model(
     grad: bool,
     counters: Collection[str],
 ) -> Reference:
+    """Run ``model`` once, with a backward if ``train`` is set and there is a loss, and return outputs, loss, gradients,
+    and the parameters and buffers afterwards. ``grad``: whether autograd is on. ``counters``: names of attributes that
+    are Python numbers; they are returned among the buffers.
+    """
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     model.zero_grad()
     before = {name: held.detach().clone() for name, held in _held_by(model).items()}
@@ -548,8 +560,9 @@ def _is_tensor_unchanged(held: Tensor, before: Tensor | None) -> bool:
 
 
 def find_loss(output: Any) -> Tensor | None:
-    """Return the loss in a model's result: its ``loss``, or else its only tensor; ``None`` if there is none or it is no
-    scalar."""
+    """Return the loss in ``output``, a model's result: its ``loss``, or else its only tensor. ``None`` if there is no
+    such tensor, or if it is no scalar.
+    """
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(output, Tensor) or not isinstance(found, Tensor):
         leaves = pytree.tree_leaves(in_containers(output))

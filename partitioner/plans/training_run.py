@@ -18,9 +18,12 @@ _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """``seconds``: all ``steps`` one after the other, without restarts, evaluation and other pauses. ``tokens``: 0
-    where the model has no sequences. ``money``: US dollars, ``energy``: joules of the devices; ``None``: the hardware
-    file gives no price or power."""
+    """What a whole training run takes on a cluster.
+
+    ``seconds``: for all ``steps``, without restarts, evaluation and other pauses. ``tokens``: 0 if the model has no
+    sequences. ``money``: US dollars; ``energy``: joules of the devices; each is ``None`` if the topology gives no price
+    or no power.
+    """
 
     steps: int
     samples: int
@@ -58,13 +61,14 @@ def training_run(
     steps: int | None = None,
     price: float | None = None,
 ) -> TrainingRun:
-    """What a run over that many ``tokens``, ``samples`` or ``steps`` takes; a last step that is not full counts whole.
+    """Return what a training run under ``plan`` takes. Its length is given by exactly one of ``tokens``, ``samples``
+    and ``steps``; an incomplete last step counts as a whole one.
 
     Args:
-        price: US dollars for one device and hour; ``None``: as the hardware file says.
+        price: US dollars per device and hour; ``None``: the price in the topology.
 
-    Raises :class:`InputsError` unless just one number is given, and it is positive; :class:`PlanError` for a plan that
-    does not train, or tokens of a model without sequences.
+    Raise :class:`InputsError` unless exactly one length is given and it is positive, and :class:`PlanError` if the plan
+    does not train, or if ``tokens`` is given for a model without sequences.
     """
     given = {"tokens": tokens, "samples": samples, "steps": steps}
     known = {name: value for name, value in given.items() if value is not None}
@@ -96,7 +100,9 @@ def training_run(
 
 
 def parse_count(text: str) -> float:
-    """``15T``, ``1.5e12``, ``300 B`` as a number. Raises :class:`InputsError` for other text."""
+    """Return a text such as ``15T``, ``1.5e12`` or ``300 B`` as a number (B is 1e9). Raise :class:`InputsError` if it
+    is not a positive number.
+    """
     words = text.strip().lower().replace(",", "").replace("_", "")
     scale = _SCALES.get(words[-1:], 1.0)
     try:
@@ -113,8 +119,9 @@ def _is_positive(value: Any) -> bool:
 
 
 def money_of(plan: Plan, price: float | None = None) -> float | None:
-    """US dollars for one step on all devices of the plan's topology, by the hardware file or at ``price`` for each
-    device and hour; ``None``: no price there."""
+    """Return the cost of one step on all devices in US dollars. ``price``: US dollars per device and hour; ``None``:
+    the prices in the plan's topology. ``None`` is returned if the topology lacks a price.
+    """
     hours = plan.estimate.step_time / 3600
     if price is not None:
         return price * plan.world_size * hours
@@ -124,8 +131,10 @@ def money_of(plan: Plan, price: float | None = None) -> float | None:
 
 
 def energy_of(plan: Plan) -> float | None:
-    """Joules for one step: busy power while ranks work, idle power while they wait in the pipeline, by the mean
-    rank."""
+    """Return the energy in joules that all devices use in one step, or ``None`` if the topology does not give their
+    power. Devices take their busy power while ranks work, and their idle power while the mean rank waits in the
+    pipeline.
+    """
     kinds = [plan.topology.types[device.kind] for device in plan.topology.devices]
     shares = waiting_shares(plan)
     waiting = min(1.0, shares.slowest if shares.mean is None else shares.mean)

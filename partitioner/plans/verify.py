@@ -40,10 +40,12 @@ def run_groups(
     counters: Collection[str] = (),
     precision: str | None = None,
 ) -> Reference:
-    """``model`` in float64 on each group of ``size`` samples of ``inputs``, the whole batch of ``program``.
+    """Run ``model`` in float64 on consecutive groups of ``size`` samples of ``inputs``, and return the combined result.
+    ``inputs``: one whole global batch of ``program``.
 
-    The loss, the gradients and results without samples are the mean over the groups, other results are joined. Each
-    group reads the buffers that the one before has left, and the Python numbers that are named in ``counters``.
+    The loss, the gradients, and outputs that are means over samples are averaged over the groups; outputs with a batch
+    dim are concatenated. Each group starts with the buffers that the previous one left. ``counters``: names of
+    attributes that are Python numbers, which are passed on likewise. ``precision``: the plan's precision.
     """
     dims = {i.path: i.batch_dim for i in program.inputs}
     batch = next(i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None)
@@ -77,7 +79,9 @@ def run_groups(
 
 
 def _slice_input_samples(inputs: Inputs, dims: Mapping[str, int | None], start: int, count: int) -> Any:
-    """``count`` samples of the inputs that have some; ``dims``: where, by path."""
+    """Return ``inputs`` with only the ``count`` samples from index ``start`` on. ``dims``: input path -> its dim of
+    samples, or ``None`` for an input without one, which is not cut.
+    """
     inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
     leaves, tree = pytree.tree_flatten(inputs)
     paths = [path for path, _ in leaf_paths(inputs)]
@@ -90,7 +94,10 @@ def _slice_leaf_samples(leaf: Any, dim: int | None, start: int, count: int) -> A
 
 
 def _join_group_results(parts: Sequence[Any], way: str) -> Any:
-    """The groups' results of one path as the plan says that they make the whole."""
+    """Return the value of one output for the whole batch. ``parts``: its value for each group of samples. ``way``: the
+    layout of the output over samples as text: ``R``: equal for all groups; sharded, such as ``S0``: concatenated along
+    that dim; otherwise averaged.
+    """
     if way == "R" or not all(isinstance(part, Tensor) for part in parts):
         return parts[0]
     layout = Layout.parse(way)
@@ -108,13 +115,13 @@ _ROUNDING_SCALE = 1e-3
 
 @dataclass(frozen=True)
 class Verification:
-    """How far the programs of a plan are from the model.
+    """How far the results of a plan's programs are from those of the model.
 
     Attributes:
         ok: whether no error exceeds the tolerance.
         max_error: largest relative error.
-        errors: relative error by name: ``loss``, ``grad ...``, and ``buffer ...`` and ``parameter ...`` for those that
-            forward changes.
+        errors: relative error by name: ``loss``, ``output ...``, ``grad ...``, and ``buffer ...`` and ``parameter ...``
+            for those that forward changes.
         tolerance: largest relative error that counts as equal.
     """
 
@@ -137,16 +144,16 @@ def verify(
     loss: Callable[[Any], Tensor] | None = None,
     tolerance: float = TOLERANCE,
 ) -> Verification:
-    """Compare outputs, loss, every gradient, and what forward leaves in buffers and frozen parameters. ``loss``: as it
-    was given to ``partition``.
+    """Run the programs of all ranks of ``plan`` on this machine in float64, and compare them with ``model``: outputs,
+    loss, every gradient, and what forward leaves in buffers and parameters.
 
-    Where samples meet within a microbatch alone (``couple="microbatch"``), the model is run on one group of samples
-    after the other, and the mean is taken.
+    ``inputs``: one global batch. ``loss``: as it was given to ``partition``. ``tolerance``: largest relative error that
+    counts as equal. If samples interact only within a microbatch (``couple="microbatch"``), the model runs on one group
+    of samples after the other, and the results are averaged. Gradients are not compressed here, even if the plan does
+    so.
 
-    Gradients that the plan sends compressed are sent as they are, like all that is rounded less here.
-
-    Raises :class:`partitioner.WeightsError` or :class:`partitioner.BatchError` where model or inputs are not the
-    plan's, and :class:`InputsError` where the plan has a loss and the model gives none.
+    Raise :class:`partitioner.WeightsError` or :class:`partitioner.BatchError` if the model or the inputs are not the
+    plan's, and :class:`InputsError` if the plan has a loss and the model gives none.
     """
     program: Program = remove_compression(plan.program)
     train = program.objective == "train"
@@ -176,17 +183,22 @@ def verify(
 
 
 def counters_of(program: Program, model: nn.Module) -> list[str]:
-    """The states of ``program`` that are Python numbers of the model's modules, which forward changes."""
+    """Return the names of the states of ``program`` that are Python numbers in the model's modules and that forward
+    changes.
+    """
     held = dict(model.named_buffers(remove_duplicate=False))
     changed = [n for n, s in program.states.items() if s.update is not None and n not in held]
     return [name for name in changed if number_of(model, name) is not None]
 
 
 def compare(run: Run, reference: Reference, program: Program) -> dict[str, float]:
-    """The relative error of everything that the model gives, by name.
+    """Return the relative error of everything that the model computes: ``loss``, ``output <path>``, ``grad <name>``,
+    ``buffer <name>`` or ``parameter <name>`` -> error. ``run``: results of the plan's programs. ``reference``: results
+    of the model.
 
-    A gradient that is zero but for rounding (a key's bias under softmax) is measured against the largest of all, and so
-    is a buffer (the running mean of what another norm has made) or a parameter that forward changes.
+    The difference of a gradient is divided by its largest element, or by 1/1000 of the largest element of all gradients
+    if that is greater, so that gradients that are zero except for rounding count as equal. Buffers and parameters are
+    treated likewise.
     """
     errors: dict[str, float] = {}
     if program.loss is not None and reference.loss is not None:
@@ -209,7 +221,9 @@ def compare(run: Run, reference: Reference, program: Program) -> dict[str, float
 
 
 def relative_error(mine: Tensor | None, theirs: Tensor, least_scale: float = 0.0) -> float:
-    """The largest difference over the largest element (or ``least_scale``); infinite where shapes differ."""
+    """Return the largest difference of two tensors, divided by the largest absolute element of ``theirs`` or by
+    ``least_scale``, whichever is greater. Infinite if ``mine`` is ``None`` or has another shape.
+    """
     if mine is None or mine.shape != theirs.shape:
         return math.inf
     if theirs.numel() == 0:
@@ -224,6 +238,6 @@ def relative_error(mine: Tensor | None, theirs: Tensor, least_scale: float = 0.0
 
 
 def _in_doubles(x: Tensor) -> Tensor:
-    """Real numbers of float64; of complex ones both parts."""
+    """Return ``x`` on the CPU in float64; a complex tensor as real and imaginary parts in a further dim."""
     x = x.detach().cpu()
     return torch.view_as_real(x.to(torch.complex128).resolve_conj()) if x.is_complex() else x.double()

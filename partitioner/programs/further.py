@@ -47,11 +47,12 @@ _GAIN = 0.01  # of the expected time, for which another layout is taken
 
 @dataclass(frozen=True)
 class FirstProgram:
-    """What further programs follow: the job of the first program, its plan, and the model.
+    """A plan's training program, whose layout all further programs of the plan must share, with the data to plan them.
 
-    ``job_of``: makes the job of a number of samples (``None``: that of the inputs) and a prepared model. ``family``:
-    the shapes of the batches; ``None``: the one of the inputs. ``note``: why the layout is another one than the largest
-    shape would have.
+    ``prepared``: the model with its inputs. ``job``: the planning problem of the training program. ``found``: its
+    solution. ``job_of``: returns a planning problem for a number of samples in the global batch (``None``: that of the
+    inputs) and a prepared model. ``family``: the batch shapes of the plan; ``None`` if it has only the shape of the
+    inputs. ``note``: a sentence on why the layout is not the fastest one for the largest batch shape; empty if it is.
     """
 
     prepared: PreparedModel
@@ -65,14 +66,18 @@ class FirstProgram:
     )
 
     def evaluator_at(self, shape: Shape) -> CandidateEvaluator:
-        """What solves layouts of the shape ``shape`` of the family."""
+        """Return the solver of mesh candidates for batches of ``shape`` (samples, positions), one of ``family``'s
+        shapes. It is created once for each shape.
+        """
         assert self.family is not None
         if shape not in self._evaluators:
             self._evaluators[shape] = CandidateEvaluator(self.job_of(None, self.family.prepared_at(shape)))
         return self._evaluators[shape]
 
     def with_layout(self, found: PlannedProgram) -> FirstProgram:
-        """With the layout of ``found`` instead, which is slower for the largest shape and faster on average."""
+        """Return a copy with the plan ``found``, which is slower for the largest batch shape and faster on average over
+        all shapes. The certificate's table of candidates marks the new plan as chosen, and a note explains the choice.
+        """
         row = next(c for c in found.certificate.candidates if c.status == "chosen")
         before = self.found.certificate
         rows = [
@@ -96,7 +101,12 @@ class FirstProgram:
         return replace(self, found=replace(found, certificate=certificate), note=note)
 
     def plan_evaluation(self, name: str, asked: Evaluate) -> FurtherProgram:
-        """The program ``name`` that evaluates as ``asked``. Raises :class:`PlanError` if there is none."""
+        """Return the program called ``name`` that runs the model's forward in evaluation mode, with the inputs and the
+        loss of ``asked`` (by default those of training).
+
+        Raise :class:`PlanError` if no such program exists in the layout of the training program, and
+        :class:`InputsError` if the model is an exported program, which has a single mode.
+        """
         model = self.prepared.model
         if not isinstance(model, nn.Module):
             raise InputsError(
@@ -116,7 +126,13 @@ class FirstProgram:
     def plan_program(
         self, name: str, job: Job, purpose: Purpose, padding: BatchPadding | None = None
     ) -> FurtherProgram:
-        """The program of ``job`` in the layout of the first one. Raises :class:`PlanError` if there is none."""
+        """Return the fastest program for ``job`` that keeps the mesh, the stages and the sharding of the training
+        program.
+
+        ``name``: the program's name. ``purpose``: ``"evaluate"`` for forward alone, ``"step"`` for a training step.
+        ``padding``: how smaller batches are padded to the program's batch shape; ``None`` if they are not padded. Raise
+        :class:`PlanError` if no such program exists.
+        """
         chosen, first = self.found.chosen, self.found.program
         assert first is not None
         pinned = PinnedLayout.of(chosen.local, chosen.stage_of_call, first)
@@ -139,9 +155,11 @@ class FirstProgram:
         )
 
     def _check_memory(self, name: str, estimate: Estimate, purpose: Purpose) -> int:
-        """The most bytes of a rank while the program runs. Raises :class:`CapacityError` if a device has fewer.
+        """Return the peak memory in bytes of the fullest rank while the program called ``name`` runs. Raise
+        :class:`CapacityError` if it exceeds a device's memory.
 
-        What training keeps between steps, gradients and optimizer states, is there beside an evaluation.
+        ``estimate``: the program's cost. ``purpose``: for ``"evaluate"``, the gradients and optimizer states of
+        training are added, because they stay in memory during an evaluation.
         """
         mesh, chosen = self.found.chosen.candidate.grid, self.found.chosen
         rooms = stage_capacity(self.job.topology, mesh, chosen.devices)
@@ -158,10 +176,11 @@ class FirstProgram:
 def solve_microbatchings(
     evaluator: CandidateEvaluator, candidate: MeshCandidate, devices: Sequence[int] | None = None
 ) -> tuple[list[SolvedCandidate], list[PartitionError]]:
-    """The ways to split a job's batch on the mesh of ``candidate``, the fastest first, and why others fail.
+    """Solve ``candidate``'s mesh with several microbatch sizes. Return the solutions, fastest first, and the errors of
+    the sizes that have none.
 
-    Microbatches have as many samples as the candidate's, or fewer. In a pipeline a few sizes are tried; without one the
-    largest that fits is the fastest.
+    The three largest sizes are tried that divide the global batch and are at most the candidate's; without pipeline
+    stages, only until one is solved. ``devices``: the device index of each rank; ``None``: the solver places the ranks.
     """
     job, solved, errors = evaluator.job, list[SolvedCandidate](), list[PartitionError]()
     sizes = [s for s in list_divisors(job.global_batch) if s <= candidate.microbatch_size]
@@ -179,10 +198,11 @@ def solve_microbatchings(
 def choose_expected_layout(
     first: FirstProgram, constraints: Constraints, plan: Callable[[Job], PlannedProgram]
 ) -> FirstProgram:
-    """``first``, or the program of another layout if that has a smaller expected step time over all shapes.
+    """Return ``first``, or a copy with another layout if this reduces the expected step time over all batch shapes by
+    more than 1%.
 
-    The fastest layouts that the search has solved for the largest shape are compared. ``constraints``: those of the
-    user, which the layout meets. ``plan``: plans a job.
+    At most four layouts are compared: the chosen one, and the fastest others that the search solved for the largest
+    shape. ``constraints``: the user's constraints. ``plan``: a function that plans a job.
     """
     family, found = first.family, first.found
     if family is None or len(family.shapes) == 1 or found.program is None:
@@ -205,7 +225,10 @@ def choose_expected_layout(
 
 
 def _expect_step_time(first: FirstProgram, row: Candidate, least: float = math.inf) -> float:
-    """Seconds of a step of a candidate, on average over the shapes; if that reaches ``least``, a number above it."""
+    """Return the mean step time in seconds of the candidate ``row`` over the batch shapes of ``first``, weighted by
+    their frequency. The computation stops early, with some value of at least ``least``, when ``least`` is reached.
+    Infinite if the candidate has no plan for one of the shapes.
+    """
     family, candidate = first.family, _candidate_of(row)
     assert family is not None
     total = family.weight_of(family.shapes[0]) * (row.step_time or 0.0)
@@ -218,7 +241,10 @@ def _expect_step_time(first: FirstProgram, row: Candidate, least: float = math.i
 
 
 def _pick_shapes(family: ShapeFamily) -> list[tuple[Shape, float]]:
-    """A few shapes besides the largest that stand for all of them, each with the weight of those next to it."""
+    """Return at most three batch shapes (samples, positions) other than the largest, each with a weight. The shapes are
+    divided into that many groups of neighbours; the most frequent one stands for its group and has the summed frequency
+    of the group.
+    """
     others = [(shape, family.weight_of(shape)) for shape in family.shapes[1:] if family.weight_of(shape)]
     each = max(1, math.ceil(len(others) / _COMPARED))
     groups = [others[at : at + each] for at in range(0, len(others), each)]
@@ -232,6 +258,9 @@ def _candidate_of(row: Candidate) -> MeshCandidate:
 
 
 def _pin_candidate(constraints: Constraints, row: Candidate) -> Constraints:
+    """Return ``constraints`` in which those that the user left free have the values of the candidate ``row``: mesh
+    axes, microbatch size, ZeRO stage, schedule and virtual stages.
+    """
     pins: dict[str, Any] = {**row.mesh, "microbatch_size": row.microbatch_size, "zero": row.zero}
     if row.mesh["pp"] > 1:
         pins["schedule"] = row.schedule
@@ -244,7 +273,7 @@ def _pin_candidate(constraints: Constraints, row: Candidate) -> Constraints:
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, ``model`` is in evaluation mode; afterwards every module has its own mode again."""
+    """Put ``model`` into evaluation mode while the block runs, and afterwards give each module its previous mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -255,7 +284,9 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _find_padding(prepared: PreparedModel, job: Job) -> BatchPadding | None:
-    """How batches of an evaluation are padded; ``None`` if its inputs say nothing of it."""
+    """Return how smaller batches are padded to the batch shape of an evaluation; ``None`` if the model has no example
+    inputs, from which this could be found.
+    """
     if prepared.inputs is None:
         return None
     family = ShapeFamily.of(prepared, Shapes(), job.global_batch, job.topology)
@@ -263,9 +294,11 @@ def _find_padding(prepared: PreparedModel, job: Job) -> BatchPadding | None:
 
 
 def plan_further_programs(first: FirstProgram, programs: Mapping[str, Evaluate]) -> dict[str, FurtherProgram]:
-    """The further programs of a plan by name: those for other shapes of a batch, and ``programs``.
+    """Return all programs of a plan besides ``first``, by name: a training step for each further batch shape, and an
+    evaluation for each entry of ``programs``.
 
-    Raises :class:`ConstraintError` if the plan of the first program cannot have further ones.
+    Raise :class:`ConstraintError` if the plan of ``first`` cannot have further programs, and :class:`PlanError` if one
+    of them has no plan.
     """
     shapes = () if first.family is None else first.family.shapes[1:]
     if not programs and not shapes:
@@ -280,12 +313,16 @@ def plan_further_programs(first: FirstProgram, programs: Mapping[str, Evaluate])
 
 
 def name_shape(shape: Shape) -> str:
-    """The name of the program for batches of ``shape``."""
+    """Return the name of the training step for batches of ``shape`` (samples, positions), such as ``step 8x4096``;
+    without positions ``step 8``.
+    """
     return f"step {shape[0]}x{shape[1]}" if shape[1] else f"step {shape[0]}"
 
 
 def check_first_program(found: PlannedProgram) -> None:
-    """Raise :class:`ConstraintError` if no other program can run on the state of the plan ``found``."""
+    """Raise :class:`ConstraintError` if no further program can share the parameters and buffers of the plan ``found``:
+    it has no program, offloads to host memory, or divides batches unevenly.
+    """
     if found.program is None:
         raise ConstraintError(
             f"programs= and shapes= need a plan with programs, and {', '.join(found.beyond)} has none; leave it out, "
@@ -304,7 +341,9 @@ def check_first_program(found: PlannedProgram) -> None:
 
 
 def assemble_plan(first: FirstProgram, topology: Topology, programs: Mapping[str, Evaluate]) -> Plan:
-    """The plan of ``first`` on ``topology``, with the further ``programs``."""
+    """Return the complete :class:`Plan` of the training program ``first`` on ``topology``, including its other batch
+    shapes. ``programs``: evaluations that are added, by name.
+    """
     job, found, prepared = first.job, first.found, first.prepared
     chosen = found.chosen
     return Plan(

@@ -14,7 +14,9 @@ from partitioner.passes.documented_model import DocumentedModel
 
 
 class ShapeError(PlanError):
-    """A batch shape that a plan cannot have with exactly the results of the model."""
+    """Error: a plan cannot have a requested batch shape and still compute exactly the results of the model, or the
+    request is malformed.
+    """
 
 
 class Evaluate(BaseModel, metaclass=DocumentedModel):
@@ -72,6 +74,9 @@ class Shapes(BaseModel, metaclass=DocumentedModel):
         return tuple(sorted(set(given)))
 
     def __init__(self, **data: Any) -> None:
+        """Check the fields. Raise :class:`ShapeError` for an invalid value, or if ``weights`` has keys that are not in
+        ``length``, a negative value, or only zeros.
+        """
         try:
             super().__init__(**data)
         except ValidationError as error:

@@ -28,11 +28,12 @@ Shape = tuple[int, int]  # samples and positions; 0 positions: the inputs have n
 
 @dataclass(frozen=True)
 class ShapeFamily:
-    """A model with inputs of several shapes.
+    """A model and all batch shapes of its plan. A shape is a pair (samples, positions); positions are 0 if no input has
+    a dim of positions, such as tokens in a sequence.
 
-    ``sample``: with the inputs that were given. ``shapes``: every shape, the largest first. ``batch_dims``,
-    ``length_dims``: path of an input to its dim of samples and of positions. ``topology``: the cluster. ``weights``:
-    length to how often batches have it; empty: all equally often.
+    ``sample``: the model with the inputs that the user gave. ``shapes``: all shapes, the largest first. ``batch_dims``,
+    ``length_dims``: input path -> index of the dim of samples, or of positions. ``topology``: the cluster. ``weights``:
+    number of positions -> relative frequency of such batches; empty if all are equally frequent.
     """
 
     sample: PreparedModel
@@ -45,7 +46,11 @@ class ShapeFamily:
 
     @staticmethod
     def of(sample: PreparedModel, asked: Shapes, global_batch: int | None, topology: Topology) -> ShapeFamily:
-        """The family of the shapes that are ``asked``. Raises :class:`ShapeError` if inputs cannot have them."""
+        """Return the family of all combinations of the batch sizes and lengths in ``asked``. What it leaves open is
+        taken from ``global_batch`` (a number of samples) and the inputs of ``sample``.
+
+        Raise :class:`ShapeError` if the inputs cannot have these shapes.
+        """
         if not isinstance(sample.model, nn.Module) or sample.inputs is None:
             raise ShapeError("shapes= needs a module and inputs= of one shape; pass the module and one global batch")
         batch, dims = given_samples(sample.model, sample.inputs)
@@ -63,7 +68,7 @@ class ShapeFamily:
         return ShapeFamily(sample, tuple(shapes), batch_dims, length_dims, topology, dict(asked.weights))
 
     def weight_of(self, shape: Shape) -> float:
-        """The share of batches that have ``shape``; all numbers of samples are equally frequent."""
+        """Return the fraction of all batches that have ``shape``. All numbers of samples are equally frequent."""
         batches = len({b for b, _ in self.shapes})
         lengths = {s for _, s in self.shapes}
         given = self.weights or dict.fromkeys(lengths, 1.0)
@@ -71,11 +76,13 @@ class ShapeFamily:
 
     @property
     def largest(self) -> PreparedModel:
-        """The model with inputs of the largest shape."""
+        """Return the model with inputs of the largest shape."""
         return self.prepared_at(self.shapes[0])
 
     def prepared_at(self, shape: Shape) -> PreparedModel:
-        """The model with inputs of ``shape``."""
+        """Return the model with inputs of ``shape`` (samples, positions). Inputs that differ from the given ones in
+        size are zeros. The model's graph is captured when it is first needed.
+        """
 
         def resize(path: str, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -93,14 +100,18 @@ class ShapeFamily:
         )
 
     def _normal_at(self, shape: Shape) -> Captured:
-        """The normal graph of ``shape``. It is captured for the largest and smallest sizes, and follows for others."""
+        """Return the model's captured and normalized graph for ``shape``. Graphs for the largest and smallest sizes are
+        captured; those between are derived from these if possible.
+        """
         if shape not in self._normals:
             self._normals[shape] = self._derive(shape) or self._capture(shape)
         return self._normals[shape]
 
     def _derive(self, shape: Shape) -> Captured | None:
-        """The graph of ``shape`` from those of the largest and smallest sizes along one axis; ``None`` if it does not
-        follow."""
+        """Return the graph for ``shape``, derived from the graphs for the largest and the smallest size along one axis
+        (samples or positions). ``None`` if the size is not between the two on either axis, or if the graph cannot be
+        derived.
+        """
         for axis in (1, 0):
             sizes = [each[axis] for each in self.shapes]
             low, high = min(sizes), max(sizes)
@@ -113,7 +124,9 @@ class ShapeFamily:
         return replace(self.prepared_at(shape), given=None).normalize_capture(None, torch_device(self.topology))
 
     def padding_at(self, shape: Shape) -> BatchPadding:
-        """How smaller batches are padded to ``shape``."""
+        """Return how a batch that is smaller than ``shape`` (samples, positions) is padded to it: the dims and fill
+        values of each input, and the dims in which outputs are cut afterwards.
+        """
         fewer, shorter = self._axes
         inputs = {}
         for path in {**self.batch_dims, **self.length_dims}:
@@ -139,7 +152,9 @@ class ShapeFamily:
 
     @cached_property
     def _axes(self) -> tuple[AxisPadding, AxisPadding]:
-        """How inputs are padded to more samples, and to more positions."""
+        """Return how batches are padded along two axes: to more samples, and to more positions. If padding along an
+        axis is impossible, its ``fault`` says why.
+        """
         batch, length = self.shapes[0]
         whole = self._normal_at((batch, length))
         fewer = shorter = AxisPadding(fault="the plan's batches have one sample")
@@ -164,10 +179,12 @@ def _list_leaves(model: nn.Module, inputs: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _find_length_dims(leaves: Mapping[str, Tensor], batch_dims: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """The dim of positions of each input, and its size: the dim behind samples of the first input of tokens, and the
-    dims of that size of other inputs. No dim, and 0, if no input has tokens.
+    """Return the dim of positions of each input that has one (input path -> dim index), and the number of positions.
+    ``({}, 0)`` if no input holds tokens.
 
-    Raises :class:`ShapeError` for an input with two such dims.
+    The first two-dimensional integer input ``[samples, positions]`` decides the number of positions. In other inputs
+    the dim with this size is taken. ``leaves``: input path -> tensor. ``batch_dims``: input path -> dim of samples.
+    Raise :class:`ShapeError` for an input with two such dims.
     """
     tokens = (x for p, x in leaves.items() if x.dim() == 2 and not x.is_floating_point() and batch_dims.get(p) == 0)
     first = next(tokens, None)

@@ -260,7 +260,9 @@ def _build_operators(plan: Plan, left_out: list[str]) -> list[ET.Element]:
 
 
 def _build_omissions(left_out: list[str]) -> ET.Element:
-    """Return the section that lists the sentences ``left_out``; if there are none, it says that the page is complete."""
+    """Return the last section of the page, which lists the sentences ``left_out``; if there are none, it says that the
+    page is complete.
+    """
     lines = left_out or ["Nothing: all pictures and rows of the plan are in this page."]
     items = [build_element("li", clean_text(line)) for line in lines]
     return build_element(

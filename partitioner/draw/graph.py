@@ -448,7 +448,9 @@ class _GraphScene:
         return wires
 
     def build_relay_wires(self) -> list[Wire]:
-        """Return one line for each pair of panels of which the first passes values to the second through other stages."""
+        """Return one line for each pair of panels of which the first passes values to the second by way of stages in
+        other panels.
+        """
         between: dict[tuple[int, int], list[ValueFlow]] = {}
         for flow in self.whole.flows:
             stages = flow.source[0], flow.target[0]

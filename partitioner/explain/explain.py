@@ -233,7 +233,8 @@ def _planned_only(plan: Plan) -> Iterator[RenderableType]:
 
 def _explain_fit(plan: Plan) -> Iterator[RenderableType]:
     """Yield lines on whether ``plan`` fits into device memory: the fullest rank, its usable memory, what is in host
-    memory or on disk, and a bar chart of the peak by kind of memory. Nothing is yielded without an estimate of memory.
+    memory or on disk, and a bar chart of the peak by kind of memory. Nothing is yielded if the plan has no memory
+    estimate.
     """
     if not plan.estimate.memory:
         return
@@ -446,8 +447,9 @@ def _explain_weights(whole: Outline) -> Iterator[RenderableType]:
 
 
 def _explain_communication(whole: Outline) -> Iterator[RenderableType]:
-    """Yield a table of the collectives inside layers, and lines on the bytes sent between stages, summed over ranks for
-    gradients, and summed for weights that several stages share. ``whole``: the overview of a program.
+    """Yield a table of the collectives inside layers, then lines on what else is communicated: the bytes sent between
+    stages, the gradients summed over ranks, and the gradients of tied weights, which several stages use. ``whole``: the
+    overview of a program.
     """
     calls = collective_table(whole)
     if calls:
@@ -551,7 +553,8 @@ def _format_baseline(baseline: Baseline, plan: Plan) -> str:
 
 def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
     """Yield lines on how good ``plan`` is: its step time under the cost model, the errors of this model in
-    measurements, what is proven, what the proof does not cover, and the result of the simulation.
+    measurements, whether no plan can be faster, which plans this proof does not cover, and the result of the
+    simulation.
     """
     c = plan.certificate
     yield format_text_line(f"The cost model estimates {seconds_text(c.objective)} for a step of this plan.")

@@ -17,18 +17,18 @@ _SEVERAL = "several stages on a rank"
 
 
 def is_covered(candidate: Candidate, certificate: Certificate) -> bool:
-    """Return whether the lower bound on the step time of all plans that ``certificate`` states also holds for plans of
-    ``candidate``. It does not hold for candidates whose schedules the search tried on the best meshes only. It holds
-    for GPipe, which takes as long as the schedule 1F1B.
+    """Return whether the proof of optimality in ``certificate``, a lower bound on the step time, holds for plans of the
+    layout ``candidate``. It does not hold for schedules that the search tried on the best meshes only. It holds for
+    GPipe, which takes as long as the schedule 1F1B.
     """
     one_stage = candidate.virtual_stages == 1 and candidate.schedule in (*SEARCHED, "gpipe")
     return one_stage or "schedule" not in certificate.beyond
 
 
 def certificate_text(plan: Plan) -> str:
-    """Return what is proven of the plan in one sentence: that no plan within the proof is faster, or the lower bounds
-    on their step time. A further sentence states the fastest layout found with a schedule outside of the proof, if it
-    may be faster than the plan.
+    """Return what is proven of ``plan`` in one sentence: that no plan is faster, of all plans or of those that the
+    proof covers, or lower bounds on their step time. A further sentence states the fastest layout found with a schedule
+    that the proof does not cover, if there is one that may be faster than ``plan``.
     """
     c, covered = plan.certificate, "that the proof covers " if list_uncovered_choices(plan) else ""
     takes = f"this plan takes {seconds_text(c.objective)}"
@@ -49,7 +49,9 @@ def certificate_text(plan: Plan) -> str:
 
 
 def _describe_proven(plan: Plan) -> str:
-    """Return a phrase for a plan that is proven to be the fastest: of all plans, or of those that the proof covers."""
+    """Return a phrase for ``plan``, which is proven to be the fastest: of all plans, or of those that the proof
+    covers.
+    """
     if not list_uncovered_choices(plan):
         return "proven optimal, fastest of all plans"
     schedules = ", ".join(SEARCHED).upper()
@@ -79,8 +81,9 @@ def explain_proof(plan: Plan) -> Iterator[str]:
 
 
 def _explain_uncovered_schedules(certificate: Certificate) -> Iterator[str]:
-    """Yield sentences on the layouts with a schedule that the proof does not cover: how many of them the search worked
-    out, and which of them, other than the chosen plan, takes the least time.
+    """Yield sentences on the layouts with schedules that the proof of optimality does not cover: how many of them the
+    search worked out, and which one, other than the chosen plan, takes the least time. ``certificate``: the results of
+    the search.
     """
     found = [row for row in certificate.candidates if row.step_time is not None and not is_covered(row, certificate)]
     if not found:
@@ -102,8 +105,9 @@ def _explain_uncovered_schedules(certificate: Certificate) -> Iterator[str]:
 
 
 def _find_uncovered_rival(certificate: Certificate) -> Candidate | None:
-    """Return the fastest layout that the search worked out with a schedule outside of the proof, and whose lower bound
-    is below the step time of the plan. Return ``None`` if there is none.
+    """Return the fastest layout with a schedule that the proof of optimality does not cover and a lower bound below the
+    step time of the chosen plan, but which was not chosen. Return ``None`` if there is none. ``certificate``: the
+    results of the search.
     """
     below_s = certificate.objective * (1 - _ROUNDING)
     rivals = [
@@ -115,13 +119,13 @@ def _find_uncovered_rival(certificate: Certificate) -> Candidate | None:
 
 
 def _get_seconds(candidate: Candidate) -> float:
-    """Return the step time of ``candidate`` in seconds; 0 if it was not worked out."""
+    """Return the step time of the layout ``candidate`` in seconds; 0 if the search did not work it out."""
     return candidate.step_time or 0.0
 
 
 def _format_rival_times(rival: Candidate) -> str:
-    """Return the step time and the lower bound of ``rival`` as text, such as ``7.41 s, and the bound for its layout is
-    5.45 s``.
+    """Return the step time and the lower bound of the layout ``rival`` as text, such as ``7.41 s, and the bound for its
+    layout is 5.45 s``.
     """
     bound = f", and the bound for its layout is {seconds_text(rival.bound)}" if rival.bound else ""
     return f"{seconds_text(_get_seconds(rival))}{bound}"

@@ -203,16 +203,16 @@ def is_barred(candidate: Candidate) -> bool:
 
 
 def is_as_fast(candidate: Candidate, certificate: Certificate) -> bool:
-    """Return whether ``candidate``, a layout that the search worked out but did not choose, takes no longer than the
-    plan of ``certificate``.
+    """Return whether the search worked out the layout ``candidate`` without choosing it, although it takes no longer
+    than the chosen plan. ``certificate``: the results of the search.
     """
     solved = candidate.status == "solved" and candidate.step_time is not None
     return solved and (candidate.step_time or 0.0) <= certificate.objective * (1 + _ROUNDING)
 
 
 def status_word(candidate: Candidate, certificate: Certificate) -> str:
-    """Return a short text for the outcome of ``candidate`` in the search that ``certificate`` documents, such as
-    ``slower``.
+    """Return a short text for what the search found for the layout ``candidate``, such as ``slower``. ``certificate``:
+    the results of that search.
     """
     if is_as_fast(candidate, certificate):
         return AS_FAST
@@ -220,8 +220,8 @@ def status_word(candidate: Candidate, certificate: Certificate) -> str:
 
 
 def _get_status(candidate: Candidate, certificate: Certificate) -> str:
-    """Return the outcome of ``candidate`` as a key of ``STATUS_WORDS``. Of the layouts ruled out by a bound, those that
-    may be faster than the plan have their own key.
+    """Return what the search found for the layout ``candidate`` as a key of ``STATUS_WORDS``. Layouts that were not
+    worked out but may be faster than the plan have a key of their own. ``certificate``: the results of the search.
     """
     return OPEN if certificate.is_open(candidate) else candidate.status
 
@@ -548,14 +548,15 @@ def usable_memory_text(plan: Plan) -> str:
 
 def cut_off(certificate: Certificate) -> str:
     """Return a phrase for what ended the search early, such as ``cut off by its time limit``; empty if the search was
-    complete.
+    complete. ``certificate``: the results of the search.
     """
     return f"cut off by {_ENDS[certificate.cut_off]}" if certificate.cut_off else ""
 
 
 def candidate_counts(certificate: Certificate) -> str:
-    """Return the number of layouts of the search by outcome as text, for example ``24 layouts: 1 chosen, 3 slower, 20
-    ruled out by lower bounds on their time``; empty if no layouts are listed.
+    """Return the numbers of layouts by what the search found for them, for example ``24 layouts: 1 chosen, 3 slower, 20
+    ruled out by lower bounds on their time``; empty if no layouts are listed. ``certificate``: the results of the
+    search.
     """
     if not certificate.candidates:
         return ""
@@ -672,8 +673,8 @@ def fullest_bytes(plan: Plan) -> int | None:
 
 
 def _format_candidate_memory(candidate: Candidate, plan: Plan) -> str:
-    """Return the peak memory of the fullest rank of ``candidate`` as text; empty if unknown. For the chosen candidate
-    it is the estimate of ``plan``.
+    """Return the peak memory of the fullest rank of the layout ``candidate`` as text; empty if unknown. If
+    ``candidate`` is the layout of ``plan``, it is the memory estimate of the plan.
     """
     if candidate.status == "chosen" and (most := fullest_bytes(plan)) is not None:
         return bytes_text(most)
@@ -681,8 +682,8 @@ def _format_candidate_memory(candidate: Candidate, plan: Plan) -> str:
 
 
 def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return ``candidates`` sorted by outcome (chosen, worked out, ruled out by a bound, not possible), then by step
-    time or its lower bound.
+    """Return ``candidates``, the layouts that a search examined, sorted by outcome (chosen, worked out, ruled out by a
+    bound, not possible), then by step time or its lower bound.
     """
     order = {"chosen": 0, "solved": 1, "bounded": 2, "infeasible": 3}
     return sorted(candidates, key=lambda c: (order[c.status], c.step_time or c.bound, sorted(c.mesh.items())))
@@ -741,9 +742,9 @@ def format_text_line(text: str) -> RenderableType:
 
 
 def describe_outcome(candidate: Candidate, chosen: float, unhosted: str = "") -> str:
-    """Return a phrase for the outcome of ``candidate``, such as ``takes 7 s, 5% more``. ``chosen``: the step time of
-    the plan in seconds. ``unhosted``: a phrase on the offload with which the search tried its layouts, which is added
-    if memory is lacking; empty for no addition.
+    """Return a phrase for what the search found for the layout ``candidate``, such as ``takes 7 s, 5% more``.
+    ``chosen``: the step time of the chosen plan in seconds. ``unhosted``: a phrase on the offload to host memory with
+    which the search tried its layouts, added to the result if memory is lacking; empty for no addition.
     """
     why = f" ({candidate.reason})" if candidate.reason else ""
     if candidate.status == "chosen":

@@ -57,8 +57,9 @@ def build_candidate_table(plan: Plan) -> ET.Element:
 
 
 def _list_candidate_cells(candidate: Candidate, plan: Plan) -> list[Cell]:
-    """Return the cells of ``candidate`` in the table of candidates: mesh, microbatch size, schedule, step time, its
-    difference from the step time of ``plan``, lower bound of the step time, peak memory, and outcome of the search.
+    """Return the cells of the layout ``candidate`` in the table of layouts that the search examined: mesh, microbatch
+    size, schedule, step time, its difference from the step time of ``plan``, lower bound of the step time, peak memory,
+    and what the search found.
     """
     memory = candidate.memory
     if candidate.status == "chosen":
@@ -98,8 +99,8 @@ def count_left_candidates(plan: Plan) -> int:
 
 def list_questions(plan: Plan) -> list[dict[str, Any]]:
     """Return the constraints that the table "why not" asks about, each as a dict with one entry: name of the constraint
-    -> value. The values are those of other candidates of the search, at most ``_MOST_VALUES`` per name, the nearest to
-    the plan's first. There are at most ``MOST_ANSWERS`` in all.
+    -> value, such as ``{"tp": 4}``. The values are those of other layouts of the search, at most ``_MOST_VALUES`` per
+    name, the nearest to the value of ``plan`` first. There are at most ``MOST_ANSWERS`` in all.
     """
     asked = []
     for name in _ASKED:

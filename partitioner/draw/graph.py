@@ -281,8 +281,8 @@ def draw_graph(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class StageCluster:
-    """Consecutive pipeline stages with equal contents, which are drawn as one panel. ``stage``: what the first of them
-    contains. ``stages``: the indices of all of them.
+    """Describes consecutive pipeline stages with equal contents, which are drawn as one panel. ``stage``: what the
+    first of them contains. ``stages``: the indices of all of them.
     """
 
     stage: StageOutline

@@ -44,9 +44,9 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class DotLayout:
-    """Positions of boxes and of the edges between them, in pixels with y downwards. ``boxes``: name of a box -> its top
-    left corner (x, y). ``edges``: (name of the source box, name of the target box) -> the Bézier control points of the
-    edge. ``width`` and ``height``: the size of the whole.
+    """Describes positions of boxes and of the edges between them, in pixels with y downwards. ``boxes``: name of a box
+    -> its top left corner (x, y). ``edges``: (name of the source box, name of the target box) -> the Bézier control
+    points of the edge. ``width`` and ``height``: the size of the whole.
     """
 
     boxes: dict[str, Point]
@@ -109,7 +109,7 @@ _SIDES = {"top": (0.0, 0.4), "bottom": (0.4, 0.6)}  # the part of a panel's side
 
 @dataclass(frozen=True)
 class Wire:
-    """A line with a ``label`` between two panels of a picture. ``source``, ``target``: indices of the panels.
+    """Describes a line with a ``label`` between two panels of a picture. ``source``, ``target``: indices of the panels.
     ``colour``: name of a colour of the palette. ``tooltip``: the text that browsers show under the pointer.
 
     ``heads``: 0 for a dashed line without arrow heads, 1 for an arrow head at the target, 2 for one at both ends.
@@ -125,8 +125,8 @@ class Wire:
 
 @dataclass(frozen=True)
 class PanelBox:
-    """The position of a panel in a picture whose panels stand in rows. ``row``: index of the row, from the top.
-    ``left``, ``width``, ``height``: in pixels. The upper edge of a panel is that of its row.
+    """Describes the position of a panel in a picture whose panels stand in rows. ``row``: index of the row, from the
+    top. ``left``, ``width``, ``height``: in pixels. The upper edge of a panel is that of its row.
     """
 
     row: int
@@ -137,9 +137,10 @@ class PanelBox:
 
 @dataclass
 class _WireRun:
-    """A horizontal segment of a wire in a gutter, the space below a row of panels. ``wire``: index of the wire.
-    ``row``: index of the row above the gutter. ``start``, ``end``: x coordinates. ``lane``: which of the gutter's
-    parallel lines, counted from its top. ``labelled``: whether the label of the wire is at this segment."""
+    """Describes a horizontal segment of a wire in a gutter, the space below a row of panels. ``wire``: index of the
+    wire. ``row``: index of the row above the gutter. ``start``, ``end``: x coordinates. ``lane``: which of the gutter's
+    parallel lines, counted from its top. ``labelled``: whether the label of the wire is at this segment.
+    """
 
     wire: int
     row: int
@@ -151,8 +152,8 @@ class _WireRun:
 
 @dataclass
 class WireLanes:
-    """The horizontal lines (lanes) in the gutters between rows of panels along which wires run, and the points at which
-    they leave and enter panels.
+    """Describes the horizontal lines (lanes) in the gutters between rows of panels along which wires run, and the
+    points at which they leave and enter panels.
 
     ``boxes``: the position of each panel. ``wires``: all wires. ``right``: x coordinate at which the panels end.
     ``ends``: (index of a wire, whether at its target) -> x coordinate of that end. ``runs``: index of a wire -> its
@@ -182,7 +183,7 @@ class WireLanes:
 
     @property
     def width(self) -> float:
-        """The x coordinate up to which panels and wires extend."""
+        """Return the x coordinate up to which panels and wires extend."""
         return max([self.right, *(x + _MARGIN_STEP for x in self.margins.values())])
 
     def upper_first(self, index: int) -> tuple[int, int, bool]:

@@ -58,8 +58,8 @@ _FAR = 0.3  # of the capacity: a lower peak is drawn on a scale of its own
 
 @dataclass(frozen=True)
 class MemoryLevel:
-    """The memory that a rank uses during an interval of a training step. ``start``, ``end``: seconds from the start of
-    the step. ``sizes``: bytes by kind of memory; the kinds are the keys of ``KINDS``, such as ``gradients``.
+    """Describes the memory that a rank uses during an interval of a training step. ``start``, ``end``: seconds from the
+    start of the step. ``sizes``: bytes by kind of memory; the kinds are the keys of ``KINDS``, such as ``gradients``.
     """
 
     start: float

@@ -23,7 +23,9 @@ HEADER_CLASS = "head"  # of the group with title, figures and legend: pages show
 
 @dataclass(frozen=True)
 class Colour:
-    """A colour for viewers with a light and with a dark background. ``light``, ``dark``: texts like ``#4477aa``."""
+    """Describes a colour for viewers with a light and with a dark background. ``light``, ``dark``: texts like
+    ``#4477aa``.
+    """
 
     light: str
     dark: str
@@ -313,8 +315,8 @@ def text_width(content: str, size: float, bold: bool = False) -> float:
 
 @dataclass(frozen=True)
 class Header:
-    """The text above a picture. ``title``, ``subtitle``: a heading and a line below it. ``figures``: pairs (name,
-    value) of the main figures. ``legend``: pairs (name of a colour or ``"hatched"``, meaning).
+    """Describes the text above a picture. ``title``, ``subtitle``: a heading and a line below it. ``figures``: pairs
+    (name, value) of the main figures. ``legend``: pairs (name of a colour or ``"hatched"``, meaning).
     """
 
     title: str
@@ -392,8 +394,8 @@ _BAR_WIDTH, _BAR_HEIGHT = 110.0, 8.0
 
 @dataclass(frozen=True)
 class CardRow:
-    """A line of a card: a colour swatch, ``text``, the smaller grey text ``aside`` after it, and texts in ``columns``
-    that are aligned to the right.
+    """Describes a line of a card: a colour swatch, ``text``, the smaller grey text ``aside`` after it, and texts in
+    ``columns`` that are aligned to the right.
 
     ``size``: of the letters, in pixels. ``fill``, ``swatch``: names of the colours of the text and of the swatch; no
     swatch if empty. ``bar``: a fraction of 1 that is drawn as a bar before the text; ``None`` for no bar. ``space``:
@@ -416,25 +418,25 @@ class CardRow:
 
     @property
     def lead(self) -> float:
-        """The distance in pixels from the left edge of the row to its text."""
+        """Return the distance in pixels from the left edge of the row to its text."""
         return (_INDENT if self.swatch else 0.0) + (_BAR_WIDTH + 8 if self.bar is not None else 0.0)
 
     @property
     def width(self) -> float:
-        """The width of the row in pixels, without its columns."""
+        """Return the width of the row in pixels, without its columns."""
         aside = text_width(self.aside, self.size - 1) + 8 if self.aside else 0.0
         return self.lead + text_width(self.text, self.size, self.bold) + aside
 
 
 @dataclass(frozen=True)
 class Card:
-    """A list of text lines of a picture, whose size is known before it is drawn."""
+    """Describes a list of text lines of a picture, whose size is known before it is drawn."""
 
     rows: tuple[CardRow, ...]
 
     @property
     def column_widths(self) -> list[float]:
-        """The width in pixels of each right-aligned column, from left to right: that of its longest text, with a
+        """Return the width in pixels of each right-aligned column, from left to right: that of its longest text, with a
         margin.
         """
         most = max((len(r.columns) for r in self.rows), default=0)

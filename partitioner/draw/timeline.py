@@ -97,8 +97,9 @@ _CLOSE = 0.01  # of a step, by which a simulation may differ from the step time 
 
 @dataclass(frozen=True)
 class Bar:
-    """One instruction on one pipeline stage, as a box of the picture. ``stage``: index of the stage. ``start`` and
-    ``end``: seconds from the start of the step. ``merged``: the number of instructions that are drawn as this one box.
+    """Describes one instruction on one pipeline stage, as a box of the picture. ``stage``: index of the stage.
+    ``start`` and ``end``: seconds from the start of the step. ``merged``: the number of instructions that are drawn as
+    this one box.
     """
 
     stage: int
@@ -239,7 +240,7 @@ class _TimelineChart:
 
     @property
     def _hidden_spans(self) -> list[tuple[float, float]]:
-        """The intervals (start, end) that are not drawn, in seconds from the start of the step."""
+        """Return the intervals (start, end) that are not drawn, in seconds from the start of the step."""
         return [fold.hidden for fold in self.folds]
 
     @staticmethod

@@ -24,8 +24,8 @@ _EDGE = 1e-6  # of a period, by which it begins before its anchor, whatever the 
 
 
 class Drawn(Protocol):
-    """Interface of a bar of a timeline: one instruction on one pipeline stage. ``stage``: index of the stage. ``start``
-    and ``end``: seconds from the start of the training step.
+    """Describes the interface of a bar of a timeline: one instruction on one pipeline stage. ``stage``: index of the
+    stage. ``start`` and ``end``: seconds from the start of the training step.
     """
 
     @property
@@ -50,7 +50,7 @@ class Fold:
 
     @property
     def hidden(self) -> tuple[float, float]:
-        """The start and the end of the periods that are not drawn, in seconds from the start of the step."""
+        """Return the start and the end of the periods that are not drawn, in seconds from the start of the step."""
         return self.start + self.period, self.start + self.period * self.times
 
 
@@ -69,18 +69,18 @@ class TimeScale:
 
     @property
     def segments(self) -> list[tuple[float, float]]:
-        """The (start, end) times in seconds between which the timeline is drawn, in order."""
+        """Return the (start, end) times in seconds between which the timeline is drawn, in order."""
         ends = [0.0, *(time for fold in self.folds for time in fold.hidden), self.total]
         return list(zip(ends[::2], ends[1::2], strict=True))
 
     @property
     def shown(self) -> float:
-        """The number of seconds that are drawn."""
+        """Return the number of seconds that are drawn."""
         return sum(stop - start for start, stop in self.segments)
 
     @property
     def seconds_per_pixel(self) -> float:
-        """The seconds that one pixel stands for, outside of the gaps."""
+        """Return the seconds that one pixel stands for, outside of the gaps."""
         return self.shown / max(1.0, self.width - self.gap * len(self.folds))
 
     def x(self, seconds: float) -> float:

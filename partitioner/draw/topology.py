@@ -48,8 +48,8 @@ _HEADS = ("links", "join", "a device gets", "latency")
 
 @dataclass(frozen=True)
 class LinkTable:
-    """A table of the links of a topology: one row for each kind of link, and a column for each mesh axis. ``rows``:
-    name, what the link connects, bandwidth per device, latency. ``axes``: (heading, subheading) of each axis.
+    """Describes a table of the links of a topology: one row for each kind of link, and a column for each mesh axis.
+    ``rows``: name, what the link connects, bandwidth per device, latency. ``axes``: (heading, subheading) of each axis.
 
     ``cells``: (index of the row, index of the axis) -> how the groups of ranks along the axis use the link. A pair
     without an entry is not in use.
@@ -61,7 +61,7 @@ class LinkTable:
 
     @property
     def columns(self) -> list[float]:
-        """The widths in pixels of the first four columns and of one column per axis."""
+        """Return the widths in pixels of the first four columns and of one column per axis."""
         fixed = [
             max([text_width(head, 11), *(text_width(row[i], 11, i == 0) for row in self.rows)]) + _COLUMN_SPACE
             for i, head in enumerate(_HEADS)
@@ -148,8 +148,8 @@ def draw_topology(topology: Topology) -> str:
 
 @dataclass(frozen=True)
 class DeviceBox:
-    """Devices of one node that are drawn as one box. ``start``, ``stop``: the range ``[start, stop)`` of their indices
-    in the topology. ``label``: the text in the box. ``colour``: name of a colour of the palette.
+    """Describes devices of one node that are drawn as one box. ``start``, ``stop``: the range ``[start, stop)`` of
+    their indices in the topology. ``label``: the text in the box. ``colour``: name of a colour of the palette.
     """
 
     start: int
@@ -160,9 +160,9 @@ class DeviceBox:
 
 @dataclass(frozen=True)
 class NodeCluster:
-    """Equal nodes, of which only the first is drawn. ``nodes``: the indices of all of them. ``boxes``: the devices of
-    the first node. ``title``, ``lines``: texts above the boxes. ``chords``: direct links between devices of a node, as
-    (index of a box, index of another box, bytes per second).
+    """Describes equal nodes, of which only the first is drawn. ``nodes``: the indices of all of them. ``boxes``: the
+    devices of the first node. ``title``, ``lines``: texts above the boxes. ``chords``: direct links between devices of
+    a node, as (index of a box, index of another box, bytes per second).
     """
 
     nodes: tuple[int, ...]
@@ -173,7 +173,7 @@ class NodeCluster:
 
     @property
     def alike(self) -> str:
-        """A note that says which of several equal nodes is drawn; ``""`` for a single node."""
+        """Return a note that says which of several equal nodes is drawn; ``""`` for a single node."""
         return (
             f"node {self.nodes[0]} is shown, 1 of {len(self.nodes):,} alike"
             if len(self.nodes) > 1 and self.boxes
@@ -182,7 +182,7 @@ class NodeCluster:
 
     @property
     def columns(self) -> int:
-        """The number of boxes in a row, if the devices are drawn in rows."""
+        """Return the number of boxes in a row, if the devices are drawn in rows."""
         count = max(1, len(self.boxes))
         return min(count, 4 if count <= 4 else 8 if count <= 32 else 12)
 
@@ -192,7 +192,7 @@ class NodeCluster:
 
     @property
     def radius(self) -> float:
-        """The radius in pixels of the ring on which devices are drawn, if the node has direct links."""
+        """Return the radius in pixels of the ring on which devices are drawn, if the node has direct links."""
         return max(64.0, len(self.boxes) * (self.box_width + 28) / (2 * math.pi))
 
     @property
@@ -208,7 +208,7 @@ class NodeCluster:
 
     @property
     def top(self) -> float:
-        """The distance in pixels from the upper edge to the devices."""
+        """Return the distance in pixels from the upper edge to the devices."""
         return _PAD + 17 + 15.5 * len(self.lines) + 6
 
     @property
@@ -242,7 +242,7 @@ class _TopologyScene:
 
     @cached_property
     def rank_of(self) -> NDArray[np.int64]:
-        """The rank of each device, an array of shape ``[num_devices]``; -1 for devices without a rank."""
+        """Return the rank of each device, an array of shape ``[num_devices]``; -1 for devices without a rank."""
         ranks = np.full(self.topology.num_devices, -1)
         if self.plan is not None:
             ranks[list(self.plan.devices)] = np.arange(len(self.plan.devices))
@@ -250,8 +250,8 @@ class _TopologyScene:
 
     @cached_property
     def stage_of(self) -> NDArray[np.int64]:
-        """The index of the pipeline stage of each device, an array of shape ``[num_devices]``; -1 for devices without a
-        rank.
+        """Return the index of the pipeline stage of each device, an array of shape ``[num_devices]``; -1 for devices
+        without a rank.
         """
         if self.plan is None:
             return np.full(self.topology.num_devices, -1)
@@ -456,7 +456,7 @@ class _TopologyScene:
 
     @cached_property
     def named(self) -> frozenset[int]:
-        """The indices of the devices for which the topology's description gives names."""
+        """Return the indices of the devices for which the topology's description gives names."""
         sizes = [(g.devices * g.count, bool(g.names)) for g in self.topology.nodes]
         return frozenset(np.flatnonzero(np.repeat([own for _, own in sizes], [n for n, _ in sizes])).tolist())
 

@@ -99,8 +99,8 @@ def _receive_ends(timeline: Timeline) -> dict[tuple[int, str, int | None, tuple[
 
 @dataclass(frozen=True)
 class StageComparison:
-    """Predicted and measured seconds of one kind of work, of waiting, or of one instruction. ``stage``: index of the
-    pipeline stage, -1 for a sum over all stages. ``what``: name of the kind or instruction. ``predicted``,
+    """Describes predicted and measured seconds of one kind of work, of waiting, or of one instruction. ``stage``: index
+    of the pipeline stage, -1 for a sum over all stages. ``what``: name of the kind or instruction. ``predicted``,
     ``measured``: seconds in one step; the measured ones are the median over the ranks of a stage.
     """
 

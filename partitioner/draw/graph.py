@@ -448,8 +448,8 @@ class _GraphScene:
         return wires
 
     def build_relay_wires(self) -> list[Wire]:
-        """Return one line for each pair of panels of which the first passes values to the second by way of stages in
-        other panels.
+        """Return one line for each pair of panels between which values pass by way of other stages instead of one
+        direct send.
         """
         between: dict[tuple[int, int], list[ValueFlow]] = {}
         for flow in self.whole.flows:

@@ -144,7 +144,7 @@ def _build_style_rules(colours: Mapping[str, str]) -> Iterator[str]:
 
 
 def format_coordinate(value: float) -> str:
-    """Return a coordinate as text with at most two decimals."""
+    """Return ``value``, a coordinate in pixels, as text with at most two decimals, such as ``12.5``."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 

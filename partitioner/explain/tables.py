@@ -450,8 +450,8 @@ def recomputed_text(plan: Plan) -> str:
 
 
 def _format_recomputed(stage: StageEstimate) -> str:
-    """Return a text on the calls of ``stage`` that are recomputed in backward, such as ``3 of 10 calls in full, 6 in
-    part``. The second number is absent if it is not known.
+    """Return a text on how many calls of layers in ``stage`` are recomputed in backward, such as ``3 of 10 calls in
+    full, 6 in part``. If the second number is not known, the text has none.
     """
     count = f"of {format_plural(stage.num_calls, 'call')}"
     whole = f"{stage.recomputed} {count} in full" if stage.recomputed else ""

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 class DrawError(PartitionError):
-    """The requested view does not exist."""
+    """Raised if a picture is requested under a name that is not a key of ``VIEWS``."""
 
 
 def draw(plan: Plan, view: str = "graph") -> str:
-    """Return the picture of ``plan`` as SVG text. ``view``: a key of ``VIEWS``. Raise :class:`DrawError` for other
-    names.
+    """Return a picture of ``plan`` as SVG text. ``view``: the kind of picture, ``graph``, ``timeline``, ``topology`` or
+    ``memory``. Raise :class:`DrawError` for other names.
     """
     if view not in VIEWS:
         raise DrawError(f"there is no view {view!r}; expected one of {', '.join(VIEWS)}")

@@ -69,12 +69,12 @@ _PAD = 14.0
 
 @dataclass(frozen=True)
 class Panel:
-    """What is drawn for one pipeline stage.
+    """Describes what is drawn for one pipeline stage.
 
-    ``header``: the card at the top. ``cards``: one card for each run of repeated blocks, by name. ``tips``: the tooltip
-    of each card, by the same names. ``layout``: the positions of the cards and of the curves between them, in pixels.
-    ``flows``: the curves, as (name of the source card, name of the target card, tooltip). ``tooltip``: that of the
-    whole panel.
+    ``header``: the card (a list of text lines) at the top. ``cards``: one card for each sequence of repeated blocks,
+    such as decoder layers, by a name like ``g0``. ``tips``: the tooltip of each card, by the same names. ``layout``:
+    the positions of the cards and of the curves between them, in pixels. ``flows``: the curves, as (name of the source
+    card, name of the target card, tooltip). ``tooltip``: that of the whole panel.
     """
 
     header: Card
@@ -94,9 +94,10 @@ class Panel:
 
 
 def stage_panel(header: Card, groups: Sequence[CallGroup], flows: Sequence[ValueFlow], tooltip: str) -> Panel:
-    """Return the panel of a stage with a card for each of ``groups`` (runs of repeated blocks, such as decoder layers)
-    and curves for those of ``flows`` (values passed between groups) that stay inside the stage. ``header``: the card at
-    the top. ``tooltip``: that of the panel."""
+    """Return what is drawn for one pipeline stage. ``header``: the card at the top. ``groups``: the sequences of
+    repeated blocks in the stage, such as decoder layers; each gets a card. ``flows``: values passed between such
+    sequences, in all stages; those that stay inside this stage become curves. ``tooltip``: that of the panel.
+    """
     names = {(g.stage, g.index): f"g{g.index}" for g in groups}
     cards = {names[g.stage, g.index]: group_card(g) for g in groups}
     within = [f for f in flows if f.source in names and f.target in names]
@@ -113,7 +114,9 @@ def stage_panel(header: Card, groups: Sequence[CallGroup], flows: Sequence[Value
 
 
 def draw_panel(parent: ET.Element, panel: Panel, x: float, y: float, width: float, height: float) -> None:
-    """Draw ``panel`` with its top left corner at (``x``, ``y``), stretched to ``width`` by ``height`` pixels."""
+    """Draw ``panel`` into ``parent``. ``x``, ``y``: its top left corner in pixels. ``width``, ``height``: the size in
+    pixels to which it is stretched.
+    """
     outer = draw_group(parent)
     head = draw_group(outer, panel.tooltip)
     draw_rectangle(head, x, y, width, height, "panel", stroke="line", radius=10)
@@ -131,8 +134,9 @@ def draw_panel(parent: ET.Element, panel: Panel, x: float, y: float, width: floa
 
 
 def draw_curve(parent: ET.Element, points: Sequence[Point], colour: str, width: float) -> None:
-    """Draw a Bézier curve with an arrow head. ``points``: the start, three points per segment, and the tip of the
-    arrow. ``width``: of the line, in pixels."""
+    """Draw a Bézier curve with an arrow head into ``parent``. ``points``: the start, three points per segment, and the
+    tip of the arrow. ``colour``: name of a colour of the palette. ``width``: of the line, in pixels.
+    """
     *curve, tip = points
     start, rest = curve[0], curve[1:]
     rest = [*rest[:-1], _short_of(tip, rest[-1])]
@@ -146,7 +150,9 @@ def draw_curve(parent: ET.Element, points: Sequence[Point], colour: str, width: 
 
 
 def _short_of(tip: Point, start: Point) -> Point:
-    """Return the point at which the line to an arrow's ``tip`` ends, a little inside the arrow head."""
+    """Return the point at which the line of an arrow ends, a little inside the arrow head. ``tip``: the tip of the
+    head. ``start``: a point of the line before it.
+    """
     dx, dy = start[0] - tip[0], start[1] - tip[1]
     length = max(1e-6, (dx * dx + dy * dy) ** 0.5)
     return tip[0] + dx / length * (_HEAD - 1), tip[1] + dy / length * (_HEAD - 1)
@@ -156,8 +162,8 @@ _DIRECTIONS = ("forward", "backward")
 
 
 def group_card(calls: CallGroup) -> Card:
-    """Return the card of a run of repeated blocks, such as decoder layers: name, number, module paths, notes,
-    collectives by kind, parameters, and how weights are sharded.
+    """Return the card of a sequence of repeated blocks, such as decoder layers: names of the blocks, their number,
+    module paths, notes, collectives by kind, parameters, and how weights are sharded.
     """
     title = " + ".join(calls.blocks)
     rows = [CardRow(title, 13, bold=True, aside=f"× {calls.count}" if calls.count > 1 else "")]
@@ -178,13 +184,17 @@ def group_card(calls: CallGroup) -> Card:
 
 
 def _format_amount(op: str, axis: str, direction: str, collectives: Sequence[CollectiveTotal]) -> str:
+    """Return how much a collective transfers as text, ``–`` if it does not occur. ``op``: kind of collective, such as
+    ``all_reduce``. ``axis``: name of the mesh axis. ``direction``: ``forward`` or ``backward``. ``collectives``: the
+    totals of one sequence of blocks.
+    """
     found = next((m for m in collectives if (m.op, m.axis, m.direction) == (op, axis, direction)), None)
     return found.amount() if found else "–"
 
 
 def weight_lines(weights: Sequence[Weight]) -> list[str]:
-    """Return texts like ``column-parallel: q_proj, k_proj, v_proj``, one or two lines for each way of sharding
-    weights.
+    """Return lines of text like ``column-parallel: q_proj, k_proj, v_proj``: for each way in which ``weights`` are
+    sharded, one or two lines with the names of its weights.
     """
     by_way: dict[str, list[str]] = {}
     for weight in weights:
@@ -193,8 +203,9 @@ def weight_lines(weights: Sequence[Weight]) -> list[str]:
 
 
 def short_name(name: str) -> str:
-    """Return the module of a weight without its path: ``self_attn.q_proj.weight`` becomes ``q_proj``. Other parameters
-    keep their own name after the module, as in ``q_proj.bias``.
+    """Return a short form of the parameter name ``name``. A weight is called by its module without the path:
+    ``self_attn.q_proj.weight`` becomes ``q_proj``. Other parameters keep their own name behind it, as in
+    ``q_proj.bias``.
     """
     parts = [p for p in name.split(".") if not re.fullmatch(r"\d+", p)]
     if len(parts) > 1:
@@ -203,6 +214,9 @@ def short_name(name: str) -> str:
 
 
 def group_tooltip(calls: CallGroup) -> str:
+    """Return the tooltip of a sequence of repeated blocks, one fact per line: the range of its calls in the stage, its
+    collectives with their bytes, and the shape and sharding of each weight.
+    """
     lines = [f"{' + '.join(calls.blocks)} × {calls.count}: calls {calls.start} to {calls.stop - 1} of the stage"]
     for moved in calls.collectives:
         name = COLLECTIVE_NAMES.get(moved.op, moved.op)
@@ -214,6 +228,9 @@ def group_tooltip(calls: CallGroup) -> str:
 
 
 def flow_tooltip(flow: ValueFlow) -> str:
+    """Return the tooltip of a curve: the names of the values that pass along it, their bytes, and those of their
+    gradients.
+    """
     names = ", ".join(flow.values[:8]) + (f" and {len(flow.values) - 8} more" if len(flow.values) > 8 else "")
     back = f", gradients {bytes_text(flow.backward_bytes)}" if flow.backward_bytes else ""
     return f"{names}: {bytes_text(flow.forward_bytes)}{back}"
@@ -240,7 +257,9 @@ _LEGEND = (
 
 
 def draw_graph(plan: Plan) -> str:
-    """Return the ``graph`` view of ``plan`` as SVG text."""
+    """Return a picture of ``plan`` as SVG text: a panel for each pipeline stage, and what the stages send to each
+    other.
+    """
     scene = _GraphScene(plan, outline_program(plan.program))
     drawing, width, height = scene.draw_graph()
     used = {name[2:] for e in drawing.iter() for name in e.get("class", "").split() if name[:2] in ("f-", "s-")}
@@ -262,17 +281,19 @@ def draw_graph(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class StageCluster:
-    """Consecutive pipeline stages with equal contents, which are drawn as one panel. ``stage``: the outline of the
-    first of them. ``stages``: the indices of all."""
+    """Describes consecutive pipeline stages with equal contents, which are drawn as one panel. ``stage``: what the
+    first of them contains. ``stages``: the indices of all of them.
+    """
 
     stage: StageOutline
     stages: tuple[int, ...]
 
 
 def clusters_of(whole: Outline) -> list[StageCluster]:
-    """Return the pipeline stages of the outline ``whole`` as clusters, which are drawn as one panel each. If there are
-    more than ``MOST_STAGES`` stages, runs of at least three equal stages form one cluster. Every other stage forms its
-    own."""
+    """Return the pipeline stages of ``whole``, the overview of a program, in groups that are drawn as one panel each.
+    If there are more than ``MOST_STAGES`` stages, at least three consecutive equal stages form one group. Every other
+    stage forms its own.
+    """
     if len(whole.stages) <= MOST_STAGES:
         return [StageCluster(stage, (stage.index,)) for stage in whole.stages]
     runs: list[StageCluster] = []
@@ -289,11 +310,16 @@ def clusters_of(whole: Outline) -> list[StageCluster]:
 
 
 def _build_likeness_key(stage: StageOutline) -> object:
+    """Return a value that is equal for two stages if they are drawn as one panel: their blocks, collectives and
+    parameter bytes.
+    """
     groups = [(g.blocks, g.count, g.collectives, g.parameter_bytes, g.recomputed, g.selective) for g in stage.groups]
     return groups, stage.reductions, stage.parameter_bytes
 
 
 class _GraphScene:
+    """Draws the graph of ``plan``. ``whole``: the overview of its program: stages, blocks and transfers."""
+
     def __init__(self, plan: Plan, whole: Outline) -> None:
         self.plan = plan
         self.whole = whole
@@ -303,7 +329,7 @@ class _GraphScene:
         self.panels = [self.build_stage_panel(c) for c in self.clusters]
 
     def draw_graph(self) -> tuple[ET.Element, float, float]:
-        """Return the drawing without its header, and its width and height in pixels."""
+        """Return the picture without its header as an SVG element, and its width and height in pixels."""
         rows = self.split_into_rows()
         columns = range(len(rows[0]))
         widths = [max(self.panels[row[i]].width for row in rows if i < len(row)) for i in columns]
@@ -333,7 +359,7 @@ class _GraphScene:
         return drawing, lanes.width, y
 
     def split_into_rows(self) -> list[list[int]]:
-        """Return the indices of the panels row by row; all rows but the last have equally many."""
+        """Return the indices of the panels row by row, from the top; all rows but the last contain equally many."""
         widest = max(p.width for p in self.panels) + max(
             (self.compute_gap_width(i) for i in range(len(self.panels))), default=0.0
         )
@@ -343,13 +369,17 @@ class _GraphScene:
         return [list(range(i, min(i + size, len(self.panels)))) for i in range(0, len(self.panels), size)]
 
     def find_neighbour_stages(self, index: int) -> tuple[int, int] | None:
-        """Return the indices of the last stage of a panel and the first stage of the next panel; ``None`` for the last
-        panel. ``index``: index of the panel."""
+        """Return the indices of two stages: the last of the panel with the index ``index``, and the first of the panel
+        after it. Return ``None`` for the last panel.
+        """
         if index + 1 >= len(self.clusters):
             return None
         return self.clusters[index].stages[-1], self.clusters[index + 1].stages[0]
 
     def link_labels(self, stages: tuple[int, int]) -> tuple[str, str]:
+        """Return the labels of two arrows: the bytes that are sent forward, and those that are sent backward, each as
+        text; empty if nothing is sent. ``stages``: the indices of the earlier and of the later stage.
+        """
         forward = self.links.get((*stages, "forward"))
         backward = self.links.get((stages[1], stages[0], "backward"))
         return (
@@ -358,6 +388,9 @@ class _GraphScene:
         )
 
     def compute_gap_width(self, index: int) -> float:
+        """Return the distance in pixels between the panel with the index ``index`` and the next one, with room for
+        labels.
+        """
         stages = self.find_neighbour_stages(index)
         labels = self.link_labels(stages) if stages else ("",)
         return max(44.0, *(text_width(label, _LABEL) + 24 for label in labels))
@@ -365,7 +398,8 @@ class _GraphScene:
     def draw_hand_over(self, parent: ET.Element, index: int, left: float, right: float, y: float) -> None:
         """Draw the arrows between a panel and the next one in the row: activations forward and, below, gradients
         backward. ``index``: index of the panel. ``left``, ``right``: x coordinates between which the arrows are drawn.
-        ``y``: that of the upper arrow."""
+        ``y``: that of the upper arrow.
+        """
         stages = self.find_neighbour_stages(index)
         assert stages is not None
         directions = (("forward", stages, left, right), ("backward", stages[::-1], right, left))
@@ -385,13 +419,17 @@ class _GraphScene:
             draw_text(outer, (left + right) / 2, base, label, size=_LABEL, anchor="middle")
 
     def format_value_names(self, names: Sequence[str]) -> str:
+        """Return a text of the values ``names`` of the program with their shapes and data types; at most ten are
+        listed.
+        """
         values = self.plan.program.values
         shown = [f"{n} {list(values[n].shape)} {values[n].dtype}" for n in names[:10] if n in values]
         return ", ".join(shown) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
     def collect_wires(self, beside: set[tuple[int, int]]) -> list[Wire]:
-        """Return the lines between panels that are not next to each other in a row: transfers, values that are relayed
-        over several stages, and tied weights. ``beside``: the pairs of panel indices that are next to each other."""
+        """Return the lines between panels that are not next to each other in a row: transfers, values that pass through
+        other stages, and tied weights. ``beside``: the pairs of panel indices that are next to each other in a row.
+        """
         wires = []
         for link in self.whole.links:
             pair = self.shown[link.source], self.shown[link.target]
@@ -410,8 +448,8 @@ class _GraphScene:
         return wires
 
     def build_relay_wires(self) -> list[Wire]:
-        """Return one line for each pair of panels between which values are relayed over other stages, not sent
-        directly.
+        """Return one line for each pair of panels between which values pass by way of other stages instead of one
+        direct send.
         """
         between: dict[tuple[int, int], list[ValueFlow]] = {}
         for flow in self.whole.flows:
@@ -436,11 +474,15 @@ class _GraphScene:
         return wires
 
     def build_stage_panel(self, cluster: StageCluster) -> Panel:
+        """Return the panel of a group of equal stages, with the contents of the first of them."""
         return stage_panel(
             self.build_header_card(cluster), cluster.stage.groups, self.whole.flows, self.format_stage_tooltip(cluster)
         )
 
     def build_header_card(self, cluster: StageCluster) -> Card:
+        """Return the card at the top of a panel: indices of stages and ranks, parameters and memory of a rank, and the
+        collectives that sum gradients.
+        """
         stage = cluster.stage
         ranks = [r for s in cluster.stages for r in self.whole.stages[s].ranks]
         several = len(cluster.stages) > 1
@@ -460,8 +502,8 @@ class _GraphScene:
         return Card(tuple(rows))
 
     def build_memory_rows(self, ranks: Sequence[int]) -> list[CardRow]:
-        """Return a row with the peak memory and the usable memory of that one of ``ranks`` which uses the largest share
-        of its device. Empty if the plan has no memory estimate for them.
+        """Return one row with the peak memory and the usable memory of that one of ``ranks`` which uses the largest
+        fraction of its device. The list is empty if the plan has no memory estimate for them.
         """
         peaks, rooms = self.plan.estimate.memory, list_usable_bytes(self.plan)
         known = [r for r in ranks if r < len(peaks)]
@@ -479,6 +521,9 @@ class _GraphScene:
         ]
 
     def format_stage_tooltip(self, cluster: StageCluster) -> str:
+        """Return the tooltip of a panel: its ranks, number of layers and parameters, and the model inputs and outputs
+        of its stages.
+        """
         stage = cluster.stage
         inner = {a: n for a, n in self.plan.mesh.items() if a != "pp"}
         lines = [

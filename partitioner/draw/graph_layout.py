@@ -21,7 +21,9 @@ _HEAD = 8.0  # pixels of an arrow head
 
 
 def draw_arrowhead(parent: ET.Element, start: Point, tip: Point, colour: str) -> None:
-    """Draw a triangle that ends a line from ``start``: its tip is at ``tip``, and it points away from ``start``."""
+    """Append a triangle to ``parent`` that ends a line. ``start``: a point (x, y) of the line. ``tip``: the end of the
+    line, where the triangle's tip is. ``colour``: name of a colour of the palette.
+    """
     dx, dy = tip[0] - start[0], tip[1] - start[1]
     length = max(1e-6, (dx * dx + dy * dy) ** 0.5)
     ux, uy = dx / length, dy / length
@@ -42,9 +44,10 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class DotLayout:
-    """Positions of boxes and of the edges between them, in pixels with y downwards. ``boxes``: the top left corner of
-    each box, by name. ``edges``: the Bézier control points of each edge (source, target). ``width`` and ``height``: the
-    size of the whole."""
+    """Describes positions of boxes and of the edges between them, in pixels with y downwards. ``boxes``: name of a box
+    -> its top left corner (x, y). ``edges``: (name of the source box, name of the target box) -> the Bézier control
+    points of the edge. ``width`` and ``height``: the size of the whole.
+    """
 
     boxes: dict[str, Point]
     edges: dict[tuple[str, str], tuple[Point, ...]]
@@ -53,8 +56,8 @@ class DotLayout:
 
 
 def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str, str]]) -> DotLayout:
-    """Return positions for boxes in layers from top to bottom along ``edges`` (source, target). ``sizes``: (width,
-    height) of each box in pixels.
+    """Return positions for boxes in layers from top to bottom, computed by Graphviz. ``sizes``: (width, height) in
+    pixels of each box, by name. ``edges``: pairs (source, target) of names; a target is below its source.
     """
     if not sizes:
         return DotLayout({}, {}, 0.0, 0.0)
@@ -77,8 +80,9 @@ def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str,
 
 
 def dot_source(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str, str]]) -> str:
-    """Return the text for Graphviz (DOT) of a graph of boxes without labels. ``sizes``: (width, height) of each box in
-    pixels, by name. ``edges``: pairs (source, target) of names."""
+    """Return the text in Graphviz's language DOT of a graph of boxes without labels. ``sizes``: (width, height) of each
+    box in pixels, by name. ``edges``: pairs (source, target) of names.
+    """
     import graphviz
 
     graph = graphviz.Digraph(
@@ -105,7 +109,8 @@ _SIDES = {"top": (0.0, 0.4), "bottom": (0.4, 0.6)}  # the part of a panel's side
 
 @dataclass(frozen=True)
 class Wire:
-    """A line between two panels with a ``label``. ``source``, ``target``: indices of the panels.
+    """Describes a line with a ``label`` between two panels of a picture. ``source``, ``target``: indices of the panels.
+    ``colour``: name of a colour of the palette. ``tooltip``: the text that browsers show under the pointer.
 
     ``heads``: 0 for a dashed line without arrow heads, 1 for an arrow head at the target, 2 for one at both ends.
     """
@@ -120,8 +125,9 @@ class Wire:
 
 @dataclass(frozen=True)
 class PanelBox:
-    """The position of a panel in a picture whose panels stand in rows. ``row``: index of the row, from the top.
-    ``left``, ``width``, ``height``: in pixels. Its top follows from the heights of the rows and gutters above."""
+    """Describes the position of a panel in a picture whose panels stand in rows. ``row``: index of the row, from the
+    top. ``left``, ``width``, ``height``: in pixels. The upper edge of a panel is that of its row.
+    """
 
     row: int
     left: float
@@ -131,9 +137,10 @@ class PanelBox:
 
 @dataclass
 class _WireRun:
-    """A horizontal segment of a wire in a gutter, the space below a row of panels. ``wire``: index of the wire.
-    ``row``: index of the row above the gutter. ``start``, ``end``: x coordinates. ``lane``: which of the gutter's
-    parallel lines, counted from its top. ``labelled``: whether the label of the wire is at this segment."""
+    """Describes a horizontal segment of a wire in a gutter, the space below a row of panels. ``wire``: index of the
+    wire. ``row``: index of the row above the gutter. ``start``, ``end``: x coordinates. ``lane``: which of the gutter's
+    parallel lines, counted from its top. ``labelled``: whether the label of the wire is at this segment.
+    """
 
     wire: int
     row: int
@@ -145,8 +152,8 @@ class _WireRun:
 
 @dataclass
 class WireLanes:
-    """The horizontal lines (lanes) in the gutters between rows of panels along which wires run, and the points at which
-    they leave and enter panels.
+    """Describes the horizontal lines (lanes) in the gutters between rows of panels along which wires run, and the
+    points at which they leave and enter panels.
 
     ``boxes``: the position of each panel. ``wires``: all wires. ``right``: x coordinate at which the panels end.
     ``ends``: (index of a wire, whether at its target) -> x coordinate of that end. ``runs``: index of a wire -> its
@@ -168,23 +175,30 @@ class WireLanes:
         self._assign_lanes()
 
     def height(self, row: int) -> float:
+        """Return the height in pixels of the space below the panels of ``row`` (an index from the top), with room for
+        its lanes.
+        """
         used = [run.lane + 1 for runs in self.runs.values() for run in runs if run.row == row]
         return _EMPTY + LANE * max(used, default=0)
 
     @property
     def width(self) -> float:
-        """The x coordinate up to which panels and wires extend."""
+        """Return the x coordinate up to which panels and wires extend."""
         return max([self.right, *(x + _MARGIN_STEP for x in self.margins.values())])
 
     def upper_first(self, index: int) -> tuple[int, int, bool]:
-        """Return the indices of the two panels of a wire, the one in the upper row first, and whether this exchanged
-        source and target. ``index``: index of the wire."""
+        """Return three values for the wire with the index ``index``: the index of its panel in the upper row, that of
+        its other panel, and whether the first of these is the wire's target.
+        """
         wire = self.wires[index]
         if self.boxes[wire.target].row < self.boxes[wire.source].row:
             return wire.target, wire.source, True
         return wire.source, wire.target, False
 
     def _place_wire_ends(self) -> None:
+        """Set ``ends``: spread the ends of wires over the lower or upper side of each panel, in the order of the panels
+        at their other ends.
+        """
         sides: dict[tuple[int, str], list[tuple[float, int, bool]]] = defaultdict(list)
         for index in range(len(self.wires)):
             upper, lower, swapped = self.upper_first(index)
@@ -200,6 +214,9 @@ class WireLanes:
                 self.ends[index, at_target] = box.left + box.width * share
 
     def _build_wire_runs(self, index: int) -> None:
+        """Set ``runs`` of the wire with the index ``index``: one horizontal segment if its panels are in the same or in
+        adjacent rows; otherwise two, with a vertical part beside all panels whose x coordinate is set in ``margins``.
+        """
         upper, lower, swapped = self.upper_first(index)
         start, end = self.ends[index, swapped], self.ends[index, not swapped]
         first, last = self.boxes[upper].row, max(self.boxes[upper].row, self.boxes[lower].row - 1)
@@ -210,6 +227,9 @@ class WireLanes:
         self.runs[index] = [_WireRun(index, first, start, x), _WireRun(index, last, x, end, labelled=False)]
 
     def _assign_lanes(self) -> None:
+        """Give each horizontal segment the first lane of its gutter in which it and its label overlap no other; shorter
+        segments come first.
+        """
         taken: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
         runs = [run for runs in self.runs.values() for run in runs]
         for run in sorted(runs, key=lambda r: abs(r.end - r.start)):
@@ -219,23 +239,28 @@ class WireLanes:
             taken[run.row, run.lane].append((low, high))
 
     def _compute_label_half(self, run: _WireRun) -> float:
+        """Return half the width in pixels of the label of the wire that the segment ``run`` belongs to, with a
+        margin.
+        """
         return text_width(self.wires[run.wire].label, _LABEL_SIZE) / 2 + 8
 
     def middle(self, run: _WireRun) -> float:
-        """Return the x coordinate of the centre of the label at the segment ``run``: the middle of the segment, moved
-        if the label would leave the picture."""
+        """Return the x coordinate of the centre of the wire's label at the segment ``run``: the middle of the segment,
+        moved if the label would leave the picture.
+        """
         half = self._compute_label_half(run)
         return max(half, min((run.start + run.end) / 2, self.right - half))
 
     def _compute_run_extent(self, run: _WireRun) -> tuple[float, float]:
+        """Return the left and right x coordinates that the segment ``run`` and its label take up in a lane."""
         half = self._compute_label_half(run) if run.labelled else 0.0
         middle = self.middle(run)
         return min(run.start, run.end, middle - half) - 6, max(run.start, run.end, middle + half) + 6
 
 
 def draw_wires(parent: ET.Element, lanes: WireLanes, tops: Sequence[float], bottoms: Sequence[float]) -> None:
-    """Draw all wires with their labels. ``tops`` and ``bottoms``: the y coordinates at which each row of panels begins
-    and ends.
+    """Draw the wires of ``lanes`` with their labels into ``parent``. ``tops`` and ``bottoms``: the y coordinates in
+    pixels at which each row of panels begins and ends.
     """
     labels: list[Point] = []
     for index, wire in enumerate(lanes.wires):
@@ -258,6 +283,9 @@ def draw_wires(parent: ET.Element, lanes: WireLanes, tops: Sequence[float], bott
 
 
 def _draw_polyline(parent: ET.Element, corners: Sequence[Point], wire: Wire) -> None:
+    """Draw a line through ``corners`` with rounded corners into ``parent``, in the colour of ``wire`` and with its
+    arrow heads.
+    """
     start = _step_towards(corners[0], corners[1], 6) if wire.heads > 1 else corners[0]
     end = _step_towards(corners[-1], corners[-2], 6) if wire.heads else corners[-1]
     path = f"M{format_coordinate(start[0])},{format_coordinate(start[1])}"
@@ -278,7 +306,8 @@ def _draw_polyline(parent: ET.Element, corners: Sequence[Point], wire: Wire) -> 
 
 def _step_towards(corner: Point, other: Point, most: float = _RADIUS) -> Point:
     """Return the point on the way from ``corner`` to ``other`` at a distance of ``most`` pixels, or halfway if that is
-    less."""
+    nearer. The way is horizontal or vertical.
+    """
     dx, dy = other[0] - corner[0], other[1] - corner[1]
     length = abs(dx) + abs(dy)
     if length == 0:
@@ -288,7 +317,9 @@ def _step_towards(corner: Point, other: Point, most: float = _RADIUS) -> Point:
 
 
 def _draw_wire_label(parent: ET.Element, x: float, y: float, wire: Wire) -> None:
-    """Draw the label of a wire with a halo, so that it stays legible where lines cross it."""
+    """Draw the label of ``wire`` with its centre at ``x`` and its baseline at ``y``. An outline in the colour of the
+    background keeps it legible where lines cross it.
+    """
     element = draw_text(parent, x, y, wire.label, size=_LABEL_SIZE, anchor="middle")
     element.set("class", f"{element.get('class')} s-canvas")
     element.attrib |= {"stroke": PALETTE["canvas"].light, "stroke-width": "3", "paint-order": "stroke"}

@@ -58,8 +58,9 @@ _FAR = 0.3  # of the capacity: a lower peak is drawn on a scale of its own
 
 @dataclass(frozen=True)
 class MemoryLevel:
-    """The memory that a rank uses during an interval of the step. ``start``, ``end``: seconds from the start of the
-    step. ``sizes``: bytes by kind of memory, such as gradients."""
+    """Describes the memory that a rank uses during an interval of a training step. ``start``, ``end``: seconds from the
+    start of the step. ``sizes``: bytes by kind of memory; the kinds are the keys of ``KINDS``, such as ``gradients``.
+    """
 
     start: float
     end: float
@@ -71,7 +72,7 @@ class MemoryLevel:
 
 
 def draw_plan_memory(plan: Plan) -> str:
-    """Return the ``memory`` view of ``plan`` as SVG text."""
+    """Return a picture of the memory of each pipeline stage of ``plan`` over one step as SVG text."""
     of = simulate_plan(plan)
     return to_text(
         _MemoryChart(plan, of.timeline, stage_levels(plan, of.timeline, of.durations, of.facts)).draw_chart()
@@ -81,9 +82,11 @@ def draw_plan_memory(plan: Plan) -> str:
 def stage_levels(
     plan: Plan, timeline: Timeline, durations: PlanDurations, facts: ProgramFacts
 ) -> tuple[tuple[MemoryLevel, ...], ...]:
-    """Return for each stage the memory of one of its ranks over time. The intervals follow each other without gaps from
-    the start of the step to its end. ``timeline``: the simulated step. ``durations``, ``facts``: seconds of the
-    instructions, and the analysis of the program, with which it was simulated."""
+    """Return, for each pipeline stage, the memory of one of its ranks over time. The intervals follow each other
+    without gaps, from the start of the step to its end. ``timeline``: the simulated step. ``durations``: the predicted
+    seconds of each instruction. ``facts``: the analysis of the plan's program, which knows when tensors are kept and
+    freed.
+    """
     stages = []
     for stage, lane in enumerate(timeline.stages):
         fixed = fixed_sizes(facts, stage, plan.optimizer)
@@ -106,6 +109,9 @@ def stage_levels(
 
 
 def _get_working_bytes(plan: Plan, durations: PlanDurations, stage: int, moment: MemoryMoment) -> int:
+    """Return the bytes of temporary tensors while the layer of ``moment`` runs on ``stage`` (an index); 0 if no layer
+    runs.
+    """
     if moment.call is None:
         return 0
     return durations.passing[plan.program.stages[stage].calls[moment.call].block]
@@ -114,7 +120,8 @@ def _get_working_bytes(plan: Plan, durations: PlanDurations, stage: int, moment:
 def _in_time(
     span: SimulatedSpan, moments: Sequence[MemoryMoment], durations: PlanDurations, facts: ProgramFacts, stage: int
 ) -> Iterator[tuple[MemoryMoment, float, float]]:
-    """Yield (memory at one moment, start, end) in seconds for each layer that a forward or backward instruction runs.
+    """Yield (memory at one moment, start, end) for each layer that a forward or backward instruction runs; start and
+    end are seconds from the start of the step. Nothing is yielded for other instructions.
 
     ``span``: the simulated instruction. ``moments``: the memory while each of its layers runs. ``durations``: the
     predicted seconds of the layers, in proportion to which the instruction's time is divided. ``facts``: the analysis
@@ -138,6 +145,10 @@ def _in_time(
 
 
 class _MemoryChart:
+    """Draws the memory of the stages of ``plan`` over one step. ``timeline``: the simulated step. ``stages``: for each
+    stage, the memory of one of its ranks in consecutive intervals.
+    """
+
     def __init__(self, plan: Plan, timeline: Timeline, stages: Sequence[Sequence[MemoryLevel]]) -> None:
         self.plan = plan
         self.stages = stages
@@ -158,9 +169,11 @@ class _MemoryChart:
         self.kinds = {kind: (colour, words[kind]) for kind, (colour, _) in KINDS.items()}
 
     def list_stage_ranks(self, stage: int) -> range:
+        """Return the ranks of a pipeline stage. ``stage``: its index."""
         return range(stage * self.per_stage, (stage + 1) * self.per_stage)
 
     def draw_chart(self) -> ET.Element:
+        """Return the whole picture: header, time axis, and one row of areas per pipeline stage."""
         width = self.left + _WIDTH + _RIGHT
         used = [k for k in KINDS if any(level.sizes.get(k, 0) for levels in self.stages for level in levels)]
         legend = [self.kinds[kind] for kind in used]
@@ -177,11 +190,17 @@ class _MemoryChart:
         return root
 
     def _far_note(self) -> str:
+        """Return a sentence on the usable memory if it is too large for the scale of the picture; otherwise an empty
+        text.
+        """
         if not self.far:
             return ""
         return f" Usable are {bytes_text(min(self.rooms))}, far beyond the scale."
 
     def _host_note(self) -> str:
+        """Return sentences on the bytes in host memory and on disk, which are not drawn; an empty text if there are
+        none.
+        """
         text = host_text(self.plan)
         disk = disk_text(self.plan)
         return (f" In host memory, not drawn: {text}." if text else "") + (f" On disk: {disk}." if disk else "")
@@ -190,10 +209,13 @@ class _MemoryChart:
         return f"{picture_title(self.plan)}: memory over the step"
 
     def x(self, seconds: float) -> float:
+        """Return the x coordinate of a time, given in seconds from the start of the simulated step."""
         return self.left + _WIDTH * seconds / self.total
 
     def draw_time_axis(self, root: ET.Element, top: float, bottom: float) -> None:
-        """Draw ticks at round times, and one at the end of the step."""
+        """Draw labelled vertical lines at round times and at the end of the step. ``top``, ``bottom``: y coordinates at
+        which the rows of all stages begin and end.
+        """
         step = tick_step(self.step, int(_WIDTH / 110))
         times = [i * step for i in range(math.ceil(self.step / step - 1e-9)) if self.step - i * step > 0.4 * step]
         for time in [*times, self.step]:
@@ -202,6 +224,10 @@ class _MemoryChart:
             draw_text(root, x, bottom + 20, seconds_text(time), size=11, fill="muted", anchor="middle", bold=last)
 
     def draw_stage_row(self, root: ET.Element, stage: int, top: float, kinds: Sequence[str]) -> None:
+        """Draw the memory of one stage over the step: its name, grid lines, an area for each of ``kinds`` of memory
+        from the bottom up, the peak, and tooltips. ``stage``: index of the stage. ``top``: y coordinate of the row's
+        upper edge.
+        """
         ranks, ground = self.list_stage_ranks(stage), top + self.height
         draw_text(root, _MARGIN, top + 14, f"Stage {stage}", size=13, bold=True)
         draw_text(
@@ -229,8 +255,9 @@ class _MemoryChart:
         self.draw_tooltip_areas(root, columns, top)
 
     def find_fullest_moments(self, stage: int) -> list[MemoryLevel]:
-        """Return for each column of pixels the interval with the most memory in it. ``stage``: index of the stage whose
-        memory is drawn."""
+        """Return, for each column of pixels from left to right, the interval with the most memory among those it shows.
+        A column without an interval has that of the column before. ``stage``: index of the pipeline stage.
+        """
         count = int(_WIDTH / _COLUMN)
         fullest: list[MemoryLevel | None] = [None] * count
         for level in self.stages[stage]:
@@ -248,6 +275,10 @@ class _MemoryChart:
     def draw_kind_area(
         self, root: ET.Element, kind: str, stage: int, floor: Sequence[float], roof: Sequence[float], ground: float
     ) -> None:
+        """Draw the area of one kind of memory with its tooltip. ``kind``: a key of ``KINDS``. ``stage``: index of the
+        pipeline stage. ``floor``, ``roof``: bytes at the lower and upper edge of the area, for each column of pixels.
+        ``ground``: y coordinate of 0 bytes.
+        """
         colour, meaning = self.kinds[kind]
         most = max(level.sizes.get(kind, 0) for level in self.stages[stage])
         path = (
@@ -260,9 +291,10 @@ class _MemoryChart:
     def draw_kind_label(
         self, shape: ET.Element, kind: str, floor: Sequence[float], roof: Sequence[float], ground: float
     ) -> None:
-        """Write the name of a kind of memory inside its area, if the area is high enough over the width of the name.
-        ``floor``, ``roof``: bytes at the lower and upper edge of the area, for each column of pixels. ``ground``: y
-        coordinate of 0 bytes."""
+        """Write the name of a kind of memory into its area ``shape``, if the area is high enough over the width of the
+        name. ``floor``, ``roof``: bytes at the lower and upper edge of the area, for each column of pixels. ``ground``:
+        y coordinate of 0 bytes.
+        """
         words = kind if kind != "saved" else "activations"
         half = math.ceil(text_width(words, _LABEL) / 2 / _COLUMN) + 1
         middle = len(roof) // 2
@@ -274,8 +306,9 @@ class _MemoryChart:
         draw_text(shape, self.left + _COLUMN * middle, y, words, size=_LABEL, fill=ink, anchor="middle")
 
     def trace_staircase(self, sizes: Sequence[float], ground: float) -> list[str]:
-        """Return the corners of a step function, from left to right, as SVG coordinates. ``sizes``: bytes for each
-        column of pixels. ``ground``: y coordinate of 0 bytes."""
+        """Return the corners of a step function from left to right, as texts ``x y`` in pixels. ``sizes``: bytes for
+        each column of pixels. ``ground``: y coordinate of 0 bytes.
+        """
         corners, column = [], 0
         for size, run in groupby(sizes):
             length, y = len(list(run)), ground - self.height * size / self.scale
@@ -285,6 +318,10 @@ class _MemoryChart:
         return corners
 
     def draw_peak_mark(self, root: ET.Element, stage: int, top: float, ground: float) -> None:
+        """Draw a dot at the peak of a stage's memory, a dashed line at the usable memory, and both as text at the
+        right. ``stage``: index of the pipeline stage. ``top``, ``ground``: y coordinates of the row's upper edge and of
+        0 bytes.
+        """
         room, fullest = self.rooms[stage], self.peaks[stage]
         right = self.left + _WIDTH + 10
         if not self.far:
@@ -310,8 +347,10 @@ class _MemoryChart:
             )  # fmt: skip
 
     def draw_tooltip_areas(self, root: ET.Element, columns: Sequence[MemoryLevel], top: float) -> None:
-        """Draw transparent rectangles, each over a few columns of pixels, whose tooltips show the memory by kind at the
-        fullest time there. ``columns``: the memory in each column. ``top``: y coordinate of the chart's upper edge."""
+        """Draw transparent rectangles, each over a few columns of pixels. Their tooltips show the bytes by kind at the
+        time of most memory within these columns. ``columns``: the memory in each column. ``top``: y coordinate of the
+        row's upper edge.
+        """
         wide = int(_HIT / _COLUMN)
         for start in range(0, len(columns), wide):
             level = max(columns[start : start + wide], key=lambda c: c.total)
@@ -327,8 +366,10 @@ class _MemoryChart:
 
 
 def byte_step(total: float, most: int) -> float:
-    """Return the distance of grid lines in bytes: 1, 2 or 5 times a power of ten, times a power of 1024. It is the
-    least one that puts at most ``most`` lines on a scale of ``total`` bytes."""
+    """Return the distance of grid lines in bytes: 1, 2, 5, 10, 20, 50, 100, 200 or 500 times a power of 1024. It is the
+    least one that puts at most ``most`` lines on an axis from 0 to ``total`` bytes, but not less than the largest power
+    of 1024 within ``total``.
+    """
     unit = 1024.0 ** max(0, math.floor(math.log(max(total, 1.0), 1024)))
     while True:
         for factor in (1, 2, 5, 10, 20, 50, 100, 200, 500):

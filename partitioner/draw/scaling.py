@@ -27,8 +27,10 @@ _DOT = 7.0
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """The best plan that was found for one number of ranks. ``throughput``: tokens or samples per second. ``mfu``: a
-    fraction of 1. ``step_time``: seconds. ``chosen``: whether this number of ranks was selected."""
+    """Describes the best plan found for one number of ranks. ``throughput``: tokens or samples per second. ``mfu``:
+    model FLOPs utilization, a fraction of 1. ``step_time``: seconds. ``chosen``: whether this number of ranks was
+    selected.
+    """
 
     num_ranks: int
     throughput: float
@@ -38,8 +40,9 @@ class ScalingPoint:
 
 
 def draw_scaling(title: str, what: str, points: Sequence[ScalingPoint]) -> str:
-    """Return a picture of throughput and MFU over ranks as SVG text. ``title``: text above the picture. ``what``: the
-    unit of throughput, such as ``tokens``. ``points``: one entry for each number of ranks.
+    """Return a picture of throughput and MFU (model FLOPs utilization) over the number of ranks as SVG text. ``title``:
+    text above the picture. ``what``: the unit of throughput, such as ``tokens``. ``points``: one entry for each number
+    of ranks.
 
     A further line shows perfect scaling, at which every number of ranks has the throughput per rank of the smallest.
     """
@@ -94,7 +97,9 @@ def draw_scaling(title: str, what: str, points: Sequence[ScalingPoint]) -> str:
 
 
 def _compute_point_x(points: Sequence[ScalingPoint], point: ScalingPoint) -> float:
-    """Return the x coordinate of a point, on a logarithmic axis of ranks."""
+    """Return the x coordinate in pixels of ``point`` on a logarithmic axis of ranks. ``points``: all points, sorted by
+    number of ranks, of which the first and the last are the ends of the axis.
+    """
     first, last = math.log2(points[0].num_ranks), math.log2(points[-1].num_ranks)
     share = (math.log2(point.num_ranks) - first) / (last - first) if last > first else 0.5
     return _LEFT + 24 + share * (_WIDTH - _RIGHT - _LEFT - 48)

@@ -23,15 +23,20 @@ HEADER_CLASS = "head"  # of the group with title, figures and legend: pages show
 
 @dataclass(frozen=True)
 class Colour:
+    """Describes a colour for viewers with a light and with a dark background. ``light``, ``dark``: texts like
+    ``#4477aa``.
+    """
+
     light: str
     dark: str
 
     def towards(self, other: Colour, share: float) -> Colour:
-        """Return this colour mixed with ``share`` (0 to 1) of ``other``. The result is opaque."""
+        """Return this colour mixed with ``other``. ``share``: the part of ``other`` in the mixture, 0 to 1."""
         return Colour(_mix_colours(self.light, other.light, share), _mix_colours(self.dark, other.dark, share))
 
 
 def _mix_colours(one: str, other: str, share: float) -> str:
+    """Return the mixture of two colours given like ``#4477aa``. ``share``: the part of ``other`` in it, 0 to 1."""
     parts = ((int(one[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5))
     return "#" + "".join(f"{round(a + share * (b - a)):02x}" for a, b in parts)
 
@@ -105,15 +110,16 @@ PALETTE |= {
 
 
 def name_chunk_colour(colour: str, chunk: int) -> str:
-    """Return the name of the colour of an operation on virtual stage ``chunk`` of a rank. Virtual stage 0 has
-    ``colour`` itself, later ones a paler variant.
+    """Return the name of the colour for a box of a timeline. ``colour``: name of the colour of its operation, such as
+    ``forward``. ``chunk``: which of its rank's virtual pipeline stages the box belongs to, from 0. Computations on
+    virtual stage 0, and other operations, have ``colour`` itself; computations on later ones a paler variant.
     """
     return f"{colour}_{min(chunk, max(_LATER))}" if chunk and colour in _COMPUTED else colour
 
 
 def style_sheet() -> str:
-    """Return a style sheet with a fill class and a stroke class per colour, for the light and the dark scheme, and
-    fonts.
+    """Return the style sheet of a picture as text: fonts, and for each colour of the palette a class ``f-NAME`` that
+    fills with it and a class ``s-NAME`` that draws lines in it, for light and dark viewers.
     """
     return "\n".join(
         [
@@ -130,6 +136,7 @@ def style_sheet() -> str:
 
 
 def _build_style_rules(colours: Mapping[str, str]) -> Iterator[str]:
+    """Yield the style rules of one colour scheme. ``colours``: name of a colour -> its value like ``#4477aa``."""
     yield f"svg.{ROOT_CLASS}{{background:{colours['canvas']}}}"
     yield from (f".{ROOT_CLASS} .f-{name}{{fill:{colour}}}" for name, colour in colours.items())
     yield from (f".{ROOT_CLASS} .s-{name}{{stroke:{colour}}}" for name, colour in colours.items())
@@ -137,13 +144,13 @@ def _build_style_rules(colours: Mapping[str, str]) -> Iterator[str]:
 
 
 def format_coordinate(value: float) -> str:
-    """Return a coordinate as text with at most two decimals."""
+    """Return ``value``, a coordinate in pixels, as text with at most two decimals, such as ``12.5``."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def create_picture(width: float, height: float, description: str) -> ET.Element:
-    """Return the root element of a picture of ``width`` by ``height`` pixels, with the style sheet and the hatch
-    pattern for idle time. ``description``: its title for screen readers.
+    """Return the ``svg`` root element of a picture of ``width`` by ``height`` pixels. It contains the style sheet and
+    the hatch pattern for idle time. ``description``: the picture's title in its accessible form.
     """
     root = ET.Element(
         "svg",
@@ -176,8 +183,8 @@ def create_picture(width: float, height: float, description: str) -> ET.Element:
 
 
 def draw_group(parent: ET.Element, tooltip: str = "", name: str = "") -> ET.Element:
-    """Append a ``<g>`` element and return it. ``tooltip``: shown in browsers when the pointer rests on it. ``name``:
-    its class.
+    """Append a ``<g>`` element to ``parent`` and return it. ``tooltip``: shown in browsers when the pointer rests on
+    it; none if empty. ``name``: its ``class`` attribute.
     """
     element = ET.SubElement(parent, "g", {"class": name} if name else {})
     if tooltip:
@@ -196,8 +203,10 @@ def draw_rectangle(
     stroke: str | None = None,
     radius: float = 0.0,
 ) -> ET.Element:
-    """Append a rectangle and return it. ``x``, ``y``: the top left corner. ``fill`` and ``stroke``: names of colours; a
-    fill of ``"hatched"`` marks idle time. ``radius``: of the corners, in pixels."""
+    """Append a rectangle to ``parent`` and return it. ``x``, ``y``: the top left corner in pixels. ``fill`` and
+    ``stroke``: names of colours of the palette; a fill of ``"hatched"`` marks idle time, and no ``stroke`` means no
+    outline. ``radius``: of the corners, in pixels.
+    """
     attributes = {
         "x": format_coordinate(x),
         "y": format_coordinate(y),
@@ -219,6 +228,9 @@ def draw_rectangle(
 def draw_line(
     parent: ET.Element, x1: float, y1: float, x2: float, y2: float, stroke: str, width: float = 1.0
 ) -> ET.Element:
+    """Append a straight line from (``x1``, ``y1``) to (``x2``, ``y2``) to ``parent`` and return it. ``stroke``: name of
+    a colour of the palette. ``width``: of the line, in pixels.
+    """
     return ET.SubElement(
         parent,
         "line",
@@ -245,8 +257,10 @@ def draw_text(
     anchor: str = "start",
     bold: bool = False,
 ) -> ET.Element:
-    """Append a line of text whose baseline is at ``y`` and return it. ``size``: of the letters, in pixels. ``fill``:
-    name of the colour. ``anchor``: ``start``, ``middle`` or ``end``, which says where ``x`` is."""
+    """Append a line of text to ``parent`` and return it. ``x``: the x coordinate of its left end, middle or right end,
+    for ``anchor`` ``start``, ``middle`` or ``end``. ``y``: that of its baseline. ``size``: of the letters, in pixels.
+    ``fill``: name of a colour of the palette.
+    """
     attributes = {
         "x": format_coordinate(x),
         "y": format_coordinate(y),
@@ -264,8 +278,10 @@ def draw_text(
 
 
 def draw_text_span(parent: ET.Element, content: str, *, size: float, fill: str, gap: float) -> ET.Element:
-    """Append text to the text element ``parent``, in normal weight, and return the new element. ``size``: of the
-    letters, in pixels. ``fill``: name of the colour. ``gap``: pixels between the earlier text and this one."""
+    """Append ``content`` in normal weight to the text element ``parent`` and return the new element. ``size``: of the
+    letters, in pixels. ``fill``: name of a colour of the palette. ``gap``: pixels between the earlier text and this
+    one.
+    """
     attributes = {
         "font-size": format_coordinate(size),
         "font-weight": "400",
@@ -281,8 +297,9 @@ _NARROW, _WIDE = frozenset("iljtfrI.,:;'|!()[] -·"), frozenset("mwMWQ%@→×")
 
 
 def text_width(content: str, size: float, bold: bool = False) -> float:
-    """Return an estimate of the width of ``content`` in pixels. ``size``: of the letters, in pixels. Exact widths
-    depend on the reader's fonts, so the estimate is rather too wide."""
+    """Return an estimate of the width of ``content`` in pixels. ``size``: of the letters, in pixels. The exact width
+    depends on the fonts of the viewer, so the estimate is rather too wide.
+    """
     width = 0.0
     for char in content:
         if char in _NARROW:
@@ -298,8 +315,8 @@ def text_width(content: str, size: float, bold: bool = False) -> float:
 
 @dataclass(frozen=True)
 class Header:
-    """The text above a picture. ``figures``: (name, value) pairs. ``legend``: (colour or ``"hatched"``, meaning)
-    pairs.
+    """Describes the text above a picture. ``title``, ``subtitle``: a heading and a line below it. ``figures``: pairs
+    (name, value) of the main figures. ``legend``: pairs (name of a colour or ``"hatched"``, meaning).
     """
 
     title: str
@@ -325,8 +342,8 @@ def _wrap_words(content: str, size: float, width: float) -> list[str]:
 
 
 def draw_header(parent: ET.Element, header: Header, width: float) -> float:
-    """Draw ``header`` at the top of a picture of ``width`` pixels, with line breaks if needed. Return the y coordinate
-    at which it ends, which the group of the header also has as ``data-bottom``.
+    """Draw ``header`` at the top of a picture of ``width`` pixels, with line breaks where needed. Return the y
+    coordinate at which it ends. The group that contains the header has this number as its attribute ``data-bottom``.
     """
     parent = draw_group(parent, name=HEADER_CLASS)
     draw_text(parent, _MARGIN, 32, header.title, size=17, bold=True)
@@ -361,7 +378,7 @@ def draw_header(parent: ET.Element, header: Header, width: float) -> float:
 
 
 def to_text(root: ET.Element) -> str:
-    """Return the picture as the text of a standalone SVG file."""
+    """Return the picture with the root element ``root`` as the text of a standalone SVG file."""
     for element in root.iter():
         if element.tag not in ("text", "tspan"):  # where a line break would be drawn as a space
             for child in element:
@@ -377,9 +394,10 @@ _BAR_WIDTH, _BAR_HEIGHT = 110.0, 8.0
 
 @dataclass(frozen=True)
 class CardRow:
-    """A line of a card: a colour swatch, text, a muted ``aside`` after it, and ``columns`` aligned to the right.
+    """Describes a line of a card: a colour swatch, ``text``, the smaller grey text ``aside`` after it, and texts in
+    ``columns`` that are aligned to the right.
 
-    ``size``: of the letters, in pixels. ``fill``, ``swatch``: names of the colours of the text and the swatch; no
+    ``size``: of the letters, in pixels. ``fill``, ``swatch``: names of the colours of the text and of the swatch; no
     swatch if empty. ``bar``: a fraction of 1 that is drawn as a bar before the text; ``None`` for no bar. ``space``:
     pixels above the line.
     """
@@ -400,22 +418,27 @@ class CardRow:
 
     @property
     def lead(self) -> float:
-        """The distance in pixels from the left edge of the row to its text."""
+        """Return the distance in pixels from the left edge of the row to its text."""
         return (_INDENT if self.swatch else 0.0) + (_BAR_WIDTH + 8 if self.bar is not None else 0.0)
 
     @property
     def width(self) -> float:
-        """The width of the row in pixels, without its columns."""
+        """Return the width of the row in pixels, without its columns."""
         aside = text_width(self.aside, self.size - 1) + 8 if self.aside else 0.0
         return self.lead + text_width(self.text, self.size, self.bold) + aside
 
 
 @dataclass(frozen=True)
 class Card:
+    """Describes a list of text lines of a picture, whose size is known before it is drawn."""
+
     rows: tuple[CardRow, ...]
 
     @property
     def column_widths(self) -> list[float]:
+        """Return the width in pixels of each right-aligned column, from left to right: that of its longest text, with a
+        margin.
+        """
         most = max((len(r.columns) for r in self.rows), default=0)
         return [
             max(text_width(r.columns[i], r.size) for r in self.rows if i < len(r.columns)) + _COLUMN_GAP
@@ -433,8 +456,8 @@ class Card:
 
 
 def draw_card(parent: ET.Element, card: Card, x: float, y: float, width: float) -> None:
-    """Draw the rows of ``card``, without a frame, with the top left corner at (``x``, ``y``). Columns are aligned to
-    the right edge of ``width``.
+    """Draw the rows of ``card`` into ``parent``, without a frame. ``x``, ``y``: the top left corner in pixels.
+    ``width``: pixels up to the right edge, to which columns are aligned.
     """
     columns = card.column_widths
     top = y + _PAD_Y
@@ -449,6 +472,9 @@ def draw_card(parent: ET.Element, card: Card, x: float, y: float, width: float) 
 
 
 def _draw_row(parent: ET.Element, row: CardRow, x: float, base: float) -> None:
+    """Draw the swatch, the bar and the texts of ``row``, but not its columns, into ``parent``. ``x``: the left edge.
+    ``base``: the y coordinate of the text's baseline.
+    """
     if row.swatch:
         draw_rectangle(
             parent, x, base - row.size * 0.36 - _CARD_SWATCH / 2, _CARD_SWATCH, _CARD_SWATCH, row.swatch, radius=2
@@ -467,8 +493,9 @@ def _draw_row(parent: ET.Element, row: CardRow, x: float, base: float) -> None:
 
 
 def wrap_names(prefix: str, names: Sequence[str], most_lines: int = 2, longest: int = 52) -> list[str]:
-    """Return ``prefix`` and ``names`` as at most ``most_lines`` lines of about ``longest`` characters. Names that do
-    not fit are replaced by their number."""
+    """Return a text of ``prefix`` and then ``names``, separated by commas, as at most ``most_lines`` lines of about
+    ``longest`` characters. Names that do not fit are replaced by their number.
+    """
     lines: list[str] = []
     line = prefix
     for i, name in enumerate(names):

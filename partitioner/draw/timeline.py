@@ -44,8 +44,9 @@ Lane = Literal["compute", "exchange", "reduce", "gather", "host"]
 
 @dataclass(frozen=True)
 class OperationStyle:
-    """How an operation is drawn. ``lane``: its lane in a row. ``colour``: of its box. ``on``: colour of the text in the
-    box. ``meaning``: its text in the legend. ``verb``: its text in tooltips.
+    """Describes how one kind of instruction is drawn in a timeline. ``lane``: the lane of a stage's row that it is
+    drawn in. ``colour``: name of the colour of its box. ``on``: name of the colour of the text in the box. ``meaning``:
+    its text in the legend. ``verb``: its text in tooltips.
     """
 
     lane: Lane
@@ -79,7 +80,7 @@ LOOKS: dict[str, OperationStyle] = {
 
 
 def look_of(instruction: Instruction) -> OperationStyle | None:
-    """Return the style of an instruction; ``None`` if it is not drawn."""
+    """Return how ``instruction`` is drawn; ``None`` if it is not drawn, because it takes no time of its own."""
     return LOOKS.get(instruction.word)
 
 
@@ -96,8 +97,10 @@ _CLOSE = 0.01  # of a step, by which a simulation may differ from the step time 
 
 @dataclass(frozen=True)
 class Bar:
-    """One instruction on one stage, as a box of the picture. ``stage``: index of the stage. ``start`` and ``end``:
-    seconds from the start of the step. ``merged``: the number of instructions that are drawn as this one box."""
+    """Describes one instruction on one pipeline stage, as a box of the picture. ``stage``: index of the stage.
+    ``start`` and ``end``: seconds from the start of the step. ``merged``: the number of instructions that are drawn as
+    this one box.
+    """
 
     stage: int
     start: float
@@ -107,8 +110,8 @@ class Bar:
 
 
 def draw_plan_timeline(plan: Plan) -> str:
-    """Return the ``timeline`` view of ``plan`` as SVG text. The plan is simulated with the cost model that chose it.
-    The time axis ends at the plan's step time.
+    """Return a picture of the simulated step of ``plan`` as SVG text: the instructions of each pipeline stage over
+    time. The simulation uses the cost model with which the plan was chosen. The time axis ends at the plan's step time.
     """
     bars, notes = _in_step(plan, bars_of(plan_timeline(plan)))
     total = None if plan.constraints.overlap_steps else plan.estimate.step_time
@@ -116,8 +119,10 @@ def draw_plan_timeline(plan: Plan) -> str:
 
 
 def _in_step(plan: Plan, bars: list[Bar]) -> tuple[list[Bar], list[str]]:
-    """Return ``bars`` scaled to the plan's step time, with the optimizer's update appended, and notes for the reader on
-    differences between the simulation and the step time. ``bars``: the simulated step."""
+    """Return ``bars`` scaled to the step time of ``plan``, with the optimizer's update appended, and sentences on
+    differences between the simulation and the step time. ``bars``: the instructions of the simulated step. They are
+    returned unscaled if steps overlap, or if a time is 0.
+    """
     step, gradients = plan.estimate.step_time, max((b.end for b in bars), default=0.0)
     whole, update = simulated_seconds(plan, gradients)
     if plan.constraints.overlap_steps:
@@ -139,8 +144,8 @@ def _in_step(plan: Plan, bars: list[Bar]) -> tuple[list[Bar], list[str]]:
 
 
 def bars_of(timeline: Timeline) -> list[Bar]:
-    """Return a simulated step as bars. A bar covers the work of an instruction, without the time in which it waits
-    before.
+    """Return the instructions of the simulated step ``timeline`` as bars. A bar covers the time in which an instruction
+    works, without the time in which it waits before.
     """
     bars = []
     for stage, lane in enumerate(timeline.stages):
@@ -159,17 +164,18 @@ def draw_timeline(
     total: float | None = None,
     notes: Sequence[str] = (),
 ) -> str:
-    """Return a picture of ``bars`` as SVG text. ``title``, ``figures`` (name, value) and ``notes``: shown in the
-    header. ``program``: whose instructions the bars are. ``total``: seconds at which the axis ends; ``None``: at the
-    end of the last bar."""
+    """Return a picture of ``bars`` as SVG text. ``title``, ``figures`` (pairs of name and value) and ``notes``
+    (sentences): shown above the picture. ``program``: the program to which the instructions of ``bars`` belong.
+    ``total``: seconds at which the axis ends; ``None``: at the end of the last bar.
+    """
     return to_text(
         _TimelineChart(title, program, [b for b in bars if look_of(b.instruction)], figures, total, notes).draw_chart()
     )
 
 
 def idle_shares(program: Program, bars: Iterable[Bar], total: float | None = None) -> list[float]:
-    """Return for each stage the fraction of the step in which it computes nothing. ``total``: seconds of the step;
-    ``None``: until the end of the last bar.
+    """Return, for each pipeline stage in order, the fraction of the step in which it computes nothing. ``bars``: the
+    instructions of all stages. ``total``: seconds of the step; ``None``: until the end of the last bar.
     """
     bars = list(bars)
     total = total or max((b.end for b in bars), default=0.0)
@@ -182,6 +188,11 @@ def idle_shares(program: Program, bars: Iterable[Bar], total: float | None = Non
 
 
 class _TimelineChart:
+    """Draws the instructions ``bars`` of the stages of ``program`` over time. ``figures``: pairs (name, value) for the
+    header. ``total``: seconds at which the axis ends; ``None``: at the end of the last bar. ``notes``: sentences for
+    the header.
+    """
+
     def __init__(
         self,
         title: str,
@@ -215,8 +226,8 @@ class _TimelineChart:
         self.figures = figures
 
     def _find_chart_folds(self, bars: Sequence[Bar]) -> tuple[Fold, ...]:
-        """Return the repeated periods that are drawn once; none if a stage has few enough computations to show them
-        all.
+        """Return the repeated parts of the step that are drawn once; none if every stage has at most ``_MOST_BARS``
+        computations. ``bars``: the instructions of all stages.
         """
         stages, kept = range(len(self.program.stages)), []
         computing = 0
@@ -229,17 +240,19 @@ class _TimelineChart:
 
     @property
     def _hidden_spans(self) -> list[tuple[float, float]]:
+        """Return the intervals (start, end) that are not drawn, in seconds from the start of the step."""
         return [fold.hidden for fold in self.folds]
 
     @staticmethod
     def find_bar_style(bar: Bar) -> OperationStyle:
+        """Return how ``bar`` is drawn. It must be of a kind of instruction that is drawn."""
         look = look_of(bar.instruction)
         assert look is not None, bar.instruction
         return look
 
     def _plot_width(self) -> float:
-        """Return the width of the plot in pixels, at which the box of a typical forward has room for its number, within
-        limits.
+        """Return the width of the plot in pixels. It is wide enough for a number in the box of a typical forward,
+        within limits.
         """
         forwards = [b.end - b.start for b in self.bars if b.instruction.op == "F" and b.end > b.start]
         shown = self.total - sum(stop - start for start, stop in self._hidden_spans)
@@ -251,6 +264,9 @@ class _TimelineChart:
         return sum(_LANE_HEIGHTS[lane] for lane in self.lanes) + _LANE_GAP * (len(self.lanes) - 1)
 
     def draw_chart(self) -> ET.Element:
+        """Return the whole picture: header, time axis, one row per pipeline stage, and marks where repetitions are left
+        out.
+        """
         right = 84.0
         width = self.left + self.width + right
         alike = "its ranks all do the same" if not self.program.data_shares else "the ranks that take longest"
@@ -276,8 +292,9 @@ class _TimelineChart:
         return root
 
     def draw_fold_bracket(self, root: ET.Element, fold: Fold, top: float, bottom: float) -> None:
-        """Draw a bracket with the number of repetitions above a period that is drawn once, and two dashed lines where
-        the repetitions are left out. ``top``, ``bottom``: y coordinates of the chart's edges."""
+        """Draw a bracket with the number of repetitions above the first of several equal periods, and two dashed lines
+        where the others are left out. ``top``, ``bottom``: y coordinates of the edges of the rows.
+        """
         start, _ = fold.hidden
         words = f"× {fold.times:,}"
         told = f"{fold.times:,} equal periods of {seconds_text(fold.period)} from {seconds_text(fold.start)} on"
@@ -293,6 +310,9 @@ class _TimelineChart:
         draw_text(outer, middle, bottom - self.row_height / 2, "…", size=14, fill="muted", anchor="middle")
 
     def build_legend_entries(self) -> list[tuple[str, str]]:
+        """Return pairs (name of a colour or ``hatched``, meaning) for the kinds of instructions in the picture and for
+        idle time.
+        """
         used = {self.find_bar_style(b) for b in self.bars if self.find_bar_style(b).lane in self.lanes}
         entries = [*dict.fromkeys((look.colour, look.meaning) for look in LOOKS.values() if look in used)]
         chunks = {self.find_chunk_number(b) for b in self.bars if self.find_bar_style(b).lane == "compute"} - {0}
@@ -302,12 +322,14 @@ class _TimelineChart:
         return [*entries, ("hatched", "idle")]
 
     def find_chunk_number(self, bar: Bar) -> int:
-        """Return the index of the virtual stage of its rank to which an instruction belongs."""
+        """Return which of its rank's virtual pipeline stages the instruction of ``bar`` belongs to, from 0."""
         calls = bar.instruction.calls
         return max(0, bisect_right(self.chunks[bar.stage], calls[0]) - 1) if calls else 0
 
     def draw_time_axis(self, root: ET.Element, top: float, bottom: float) -> None:
-        """Draw ticks at round times, and one at the end of the step."""
+        """Draw labelled vertical lines at round times and at the end of the step. ``top``, ``bottom``: y coordinates of
+        their ends.
+        """
         step = tick_step(self.scale.shown, max(2, int(self.width / 110)))
         times = [i * step for i in range(math.ceil(self.total / step - 1e-9))]
         right, last = self.left + self.width, -math.inf
@@ -325,6 +347,9 @@ class _TimelineChart:
             draw_text(root, x, bottom + 20, words, size=11, fill="muted", anchor="middle", bold=time == self.total)
 
     def draw_stage_row(self, root: ET.Element, stage: int, top: float) -> None:
+        """Draw the row of one pipeline stage: its name and ranks, the boxes of its instructions, and its fraction of
+        idle time. ``stage``: index of the stage. ``top``: y coordinate of the row's upper edge.
+        """
         several = "rank" if "–" not in self.ranks[stage] and "," not in self.ranks[stage] else "ranks"
         draw_text(root, _MARGIN, top + 12, f"Stage {stage}", size=13, bold=True)
         draw_text(root, _MARGIN, top + 26, f"{several} {self.ranks[stage]}", size=10, fill="muted")
@@ -346,6 +371,9 @@ class _TimelineChart:
             self.draw_bar_piece(outer, bar, start, max(0.8, stop - start), y, height)
 
     def draw_bar_piece(self, outer: ET.Element, bar: Bar, x: float, width: float, y: float, height: float) -> None:
+        """Draw one visible part of ``bar`` with its label into ``outer``. ``x``, ``y``: the top left corner in pixels.
+        ``width``, ``height``: the size in pixels.
+        """
         look = self.find_bar_style(bar)
         inset = 0.5 if width > 3 else 0.0
         colour = name_chunk_colour(look.colour, self.find_chunk_number(bar))
@@ -358,6 +386,9 @@ class _TimelineChart:
             draw_text(outer, x + width / 2, base, label, size=size, fill=on, anchor="middle")
 
     def format_bar_label(self, bar: Bar) -> str:
+        """Return the text inside the box of ``bar``: the index of its microbatch or gradient bucket; empty for merged
+        boxes.
+        """
         if bar.merged > 1 or self.find_bar_style(bar).lane == "exchange":
             return ""
         if bar.instruction.bucket is not None:
@@ -367,6 +398,9 @@ class _TimelineChart:
         return "" if bar.instruction.microbatch is None else str(bar.instruction.microbatch)
 
     def format_bar_tooltip(self, bar: Bar) -> str:
+        """Return the tooltip of ``bar``: the instruction and its microbatch, layers, values or parameters, and its
+        seconds.
+        """
         instruction, look = bar.instruction, self.find_bar_style(bar)
         what = look.verb if bar.merged == 1 else f"{bar.merged} times {look.verb}"
         if instruction.microbatch is not None and bar.merged == 1:
@@ -387,8 +421,8 @@ class _TimelineChart:
 
 
 def join_call_bars(bars: Sequence[Bar]) -> list[Bar]:
-    """Return ``bars`` in which those of one microbatch are joined if they run consecutive layers of the stage without a
-    pause.
+    """Return ``bars`` by start time, with several of one microbatch joined into one if they run consecutive layers
+    without a pause. ``bars``: instructions of one pipeline stage.
     """
     joined: list[Bar] = []
     for bar in sorted(bars, key=lambda b: (b.start, b.end)):
@@ -403,6 +437,9 @@ def join_call_bars(bars: Sequence[Bar]) -> list[Bar]:
 
 
 def _joined_calls(last: Bar, bar: Bar) -> tuple[int, int] | None:
+    """Return the range (first, end) of layer indices that two instructions run together; ``None`` if they differ in
+    operation or microbatch, or if their layers are not adjacent.
+    """
     one, two = last.instruction, bar.instruction
     if one.op != two.op or one.microbatch != two.microbatch or not one.calls or not two.calls:
         return None
@@ -412,7 +449,9 @@ def _joined_calls(last: Bar, bar: Bar) -> tuple[int, int] | None:
 
 
 def merge_narrow_bars(bars: Sequence[Bar], narrow: float) -> list[Bar]:
-    """Return ``bars`` with adjacent ones of the same operation merged if all are shorter than ``narrow`` seconds."""
+    """Return ``bars`` by start time, with adjacent ones of the same kind of instruction merged into one if each is
+    shorter than ``narrow`` seconds.
+    """
     merged: list[Bar] = []
     for bar in sorted(bars, key=lambda b: (b.start, b.end)):
         last = merged[-1] if merged else None
@@ -430,8 +469,9 @@ def merge_narrow_bars(bars: Sequence[Bar], narrow: float) -> list[Bar]:
 
 
 def tick_step(total: float, most: int) -> float:
-    """Return the distance of ticks in the unit of ``total``: 1, 2 or 5 times a power of ten. It is the least one that
-    puts at most ``most`` ticks on an axis from 0 to ``total``."""
+    """Return the distance of the ticks of an axis, in the unit of ``total``: 1, 2 or 5 times a power of ten. It is the
+    least one that puts at most ``most`` ticks on an axis from 0 to ``total``.
+    """
     rough = total / most
     magnitude = 10.0 ** math.floor(math.log10(rough))
     return next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= rough * (1 - 1e-9))

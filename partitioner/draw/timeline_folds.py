@@ -24,8 +24,9 @@ _EDGE = 1e-6  # of a period, by which it begins before its anchor, whatever the 
 
 
 class Drawn(Protocol):
-    """Interface of the bars of a timeline: one instruction on one stage. ``stage``: index of the stage. ``start`` and
-    ``end``: seconds from the start of the step."""
+    """Describes the interface of a bar of a timeline: one instruction on one pipeline stage. ``stage``: index of the
+    stage. ``start`` and ``end``: seconds from the start of the training step.
+    """
 
     @property
     def stage(self) -> int: ...
@@ -39,8 +40,9 @@ class Drawn(Protocol):
 
 @dataclass(frozen=True)
 class Fold:
-    """A part of the step that repeats: ``times`` equal periods of ``period`` seconds each, from ``start`` (seconds from
-    the start of the step). Only the first period is drawn."""
+    """Describes a part of a training step that repeats: ``times`` equal periods of ``period`` seconds each. The first
+    begins ``start`` seconds after the start of the step. Only this one is drawn.
+    """
 
     start: float
     period: float
@@ -48,15 +50,16 @@ class Fold:
 
     @property
     def hidden(self) -> tuple[float, float]:
-        """The start and end (s) of the time that is not drawn."""
+        """Return the start and the end of the periods that are not drawn, in seconds from the start of the step."""
         return self.start + self.period, self.start + self.period * self.times
 
 
 @dataclass(frozen=True)
 class TimeScale:
-    """The map from seconds to pixels, which leaves out repeated periods. The pixels ``left`` to ``left + width`` show
-    the time from 0 to ``total`` seconds without the hidden parts of ``folds``. ``gap``: pixels in place of each hidden
-    part."""
+    """Maps seconds to pixels and leaves out repeated periods. The pixels from ``left`` to ``left + width`` show the
+    time from 0 to ``total`` seconds without the hidden periods of ``folds``. ``gap``: pixels in place of each hidden
+    part.
+    """
 
     total: float
     folds: tuple[Fold, ...]
@@ -66,21 +69,24 @@ class TimeScale:
 
     @property
     def segments(self) -> list[tuple[float, float]]:
-        """The (start, end) times in seconds between which the timeline is drawn, in order."""
+        """Return the (start, end) times in seconds between which the timeline is drawn, in order."""
         ends = [0.0, *(time for fold in self.folds for time in fold.hidden), self.total]
         return list(zip(ends[::2], ends[1::2], strict=True))
 
     @property
     def shown(self) -> float:
-        """The number of seconds that are drawn."""
+        """Return the number of seconds that are drawn."""
         return sum(stop - start for start, stop in self.segments)
 
     @property
     def seconds_per_pixel(self) -> float:
+        """Return the seconds that one pixel stands for, outside of the gaps."""
         return self.shown / max(1.0, self.width - self.gap * len(self.folds))
 
     def x(self, seconds: float) -> float:
-        """Return the x coordinate of a time. A time in a hidden part has the coordinate of the left edge of the gap."""
+        """Return the x coordinate of a time, given in seconds from the start of the step. A time that is not drawn has
+        the coordinate of the left edge of the gap in its place.
+        """
         x, last = self.left, self.left
         for number, (start, stop) in enumerate(self.segments):
             if seconds < start:
@@ -94,7 +100,9 @@ class TimeScale:
         return last
 
     def visible(self, start: float, end: float) -> list[tuple[float, float]]:
-        """Return the (left, right) x coordinates of the drawn parts of the time from ``start`` to ``end``."""
+        """Return the (left, right) x coordinates of the drawn parts of an interval, from left to right. ``start``,
+        ``end``: seconds from the start of the step.
+        """
         found = []
         x = self.left
         for first, last in self.segments:
@@ -106,8 +114,9 @@ class TimeScale:
 
 
 def find_folds(bars: Sequence[Drawn], num_stages: int) -> tuple[Fold, ...]:
-    """Return the runs of equal periods in a timeline that are worth drawing once, in order of time; at most four. A
-    period that is drawn may contain another run. ``bars``: all instructions of all ``num_stages`` pipeline stages."""
+    """Return the repeated parts of a timeline that are worth drawing once, in order of time; at most four. A period
+    that is drawn may contain another repeated part. ``bars``: all instructions of all ``num_stages`` pipeline stages.
+    """
     computing = [b for b in bars if b.instruction.op in "FBI" and b.instruction.calls]
     if not computing:
         return ()
@@ -134,8 +143,10 @@ def find_folds(bars: Sequence[Drawn], num_stages: int) -> tuple[Fold, ...]:
 
 
 def _list_anchor_bars(bars: Sequence[Drawn], num_stages: int) -> Iterator[tuple[list[Drawn], tuple[int, ...]]]:
-    """Yield lists of bars at which periods may begin (anchors), such as the first forward of each microbatch. Each list
-    comes with the numbers of anchors that one period may have, to be tried."""
+    """Yield pairs of a list of anchors and a tuple of strides. Anchors are bars at which a period may begin, such as
+    the first forward of each microbatch, in order of time. Strides are the numbers of anchors that one period may
+    contain. ``bars``: the forward and backward computations of one pipeline stage.
+    """
     for ops in ("F", "BI"):
         every = sorted((b for b in bars if b.instruction.op in ops), key=lambda b: b.start)
         firsts: dict[int | None, Drawn] = {}
@@ -149,9 +160,10 @@ def _list_anchor_bars(bars: Sequence[Drawn], num_stages: int) -> Iterator[tuple[
 def _equal_periods(
     ordered: Sequence[Drawn], anchors: Sequence[Drawn], stride: int, folds: Sequence[Fold]
 ) -> Iterator[Fold]:
-    """Yield runs of at least four equal consecutive periods. ``ordered``: all bars by start. ``anchors``: bars at which
-    periods may begin. ``stride``: number of anchors in one period. ``folds``: runs found before, in whose hidden parts
-    nothing is looked for."""
+    """Yield the sequences of at least four consecutive equal periods. ``ordered``: the bars of all stages by start.
+    ``anchors``: bars at which a period may begin, in order. ``stride``: number of anchors in one period. ``folds``: the
+    repeated parts that are known already; periods that overlap their hidden time are skipped.
+    """
     begins = anchors[::stride]
     spans = [(a.start, b.start) for a, b in pairwise(begins)]
     hidden = [fold.hidden for fold in folds]
@@ -175,8 +187,9 @@ def _equal_periods(
 
 
 def _group_bars_by_span(ordered: Sequence[Drawn], spans: Sequence[tuple[float, float]]) -> list[list[Drawn]]:
-    """Return for each of ``spans`` the bars that begin in it. ``ordered``: bars by start. ``spans``: consecutive
-    intervals (start, end) in seconds."""
+    """Return, for each of ``spans``, the list of bars that begin in it. ``ordered``: bars by start. ``spans``:
+    consecutive intervals (start, end) in seconds.
+    """
     found: list[list[Drawn]] = [[] for _ in spans]
     place = 0
     for bar in ordered:
@@ -193,8 +206,10 @@ Picture = list[tuple[tuple[int, str, int, int, int], float, float]]
 
 
 def _build_period_picture(anchor: Instruction, bars: Sequence[Drawn]) -> Picture:
-    """Return a comparable form of a period: sorted (key, start, duration) tuples. The key has the stage, the operation,
-    and the microbatch, layer and bucket relative to those of the instruction ``anchor``.
+    """Return one period in a form in which periods are compared: sorted tuples (key, start in seconds, duration in
+    seconds), one for each of ``bars``. A key has the stage, the kind of instruction, and the microbatch, the index of
+    the layer and the index of the gradient bucket. The last three are relative to ``anchor``, the instruction at which
+    the period begins, or to the lowest bucket in it.
     """
     microbatch, (call, _) = anchor.microbatch or 0, anchor.calls or (0, 0)
     bucket = min((b.instruction.bucket for b in bars if b.instruction.bucket is not None), default=0)
@@ -213,6 +228,10 @@ def _build_period_picture(anchor: Instruction, bars: Sequence[Drawn]) -> Picture
 
 
 def _is_equal_period(one: Picture, other: Picture, first: tuple[float, float], second: tuple[float, float]) -> bool:
+    """Return whether two periods contain the same instructions at nearly the same times after their start. ``one``,
+    ``other``: the results of ``_build_period_picture``. ``first``, ``second``: the (start, end) of the periods in
+    seconds.
+    """
     if len(one) != len(other):
         return False
     near = _TOLERANCE * (first[1] - first[0])

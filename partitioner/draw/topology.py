@@ -48,11 +48,11 @@ _HEADS = ("links", "join", "a device gets", "latency")
 
 @dataclass(frozen=True)
 class LinkTable:
-    """A table of the links of a topology: one row for each kind of link, one column for each mesh axis. ``rows``: name,
-    what the link connects, bandwidth per device, latency. ``axes``: (heading, subheading) of each axis.
+    """Describes a table of the links of a topology: one row for each kind of link, and a column for each mesh axis.
+    ``rows``: name, what the link connects, bandwidth per device, latency. ``axes``: (heading, subheading) of each axis.
 
-    ``cells``: (index of the row, index of the axis) -> how the groups of the axis use the link. A pair without an entry
-    is not in use.
+    ``cells``: (index of the row, index of the axis) -> how the groups of ranks along the axis use the link. A pair
+    without an entry is not in use.
     """
 
     rows: tuple[tuple[str, str, str, str], ...]
@@ -61,7 +61,7 @@ class LinkTable:
 
     @property
     def columns(self) -> list[float]:
-        """The widths in pixels of the first four columns and of one column per axis."""
+        """Return the widths in pixels of the first four columns and of one column per axis."""
         fixed = [
             max([text_width(head, 11), *(text_width(row[i], 11, i == 0) for row in self.rows)]) + _COLUMN_SPACE
             for i, head in enumerate(_HEADS)
@@ -88,8 +88,8 @@ class LinkTable:
 
 
 def link_table(topology: Topology, plan: Plan | None) -> LinkTable:
-    """Return the table of the links of ``topology``. With a plan, it has a column for each mesh axis with more than one
-    rank.
+    """Return a table with a row for each kind of link of ``topology``. If ``plan`` is not ``None``, the table has a
+    column for each mesh axis with more than one rank, which shows the links that this axis communicates over.
     """
     rows = link_rows(topology)
     used = {} if plan is None else _find_axis_uses(plan)
@@ -105,7 +105,7 @@ def link_table(topology: Topology, plan: Plan | None) -> LinkTable:
 
 
 def draw_links(root: ET.Element, table: LinkTable, x: float, y: float) -> None:
-    """Draw ``table`` with its top left corner at (``x``, ``y``)."""
+    """Draw ``table`` into ``root``. ``x``, ``y``: its top left corner in pixels."""
     widths = table.columns
     lefts = [x + sum(widths[:i]) for i in range(len(widths))]
     for left, head in zip(lefts, _HEADS, strict=False):
@@ -137,19 +137,20 @@ _LEGEND_STAGES = 16
 
 
 def draw_plan_topology(plan: Plan) -> str:
-    """Return the ``topology`` view of ``plan`` as SVG text, with devices coloured by pipeline stage."""
+    """Return a picture of the devices and links of ``plan`` as SVG text. Devices are coloured by pipeline stage."""
     return to_text(_TopologyScene(plan.topology, plan).draw_scene())
 
 
 def draw_topology(topology: Topology) -> str:
-    """Return a picture of ``topology`` without a plan as SVG text, with devices coloured by type."""
+    """Return a picture of the devices and links of ``topology`` as SVG text. Devices are coloured by type."""
     return to_text(_TopologyScene(topology, None).draw_scene())
 
 
 @dataclass(frozen=True)
 class DeviceBox:
-    """Devices of one node that are drawn as one box. ``start``, ``stop``: the range ``[start, stop)`` of their indices
-    in the topology. ``label``: text in the box. ``colour``: name of its colour."""
+    """Describes devices of one node that are drawn as one box. ``start``, ``stop``: the range ``[start, stop)`` of
+    their indices in the topology. ``label``: the text in the box. ``colour``: name of a colour of the palette.
+    """
 
     start: int
     stop: int
@@ -159,9 +160,10 @@ class DeviceBox:
 
 @dataclass(frozen=True)
 class NodeCluster:
-    """Nodes that are drawn once, because they are equal. ``nodes``: their numbers. ``boxes``: the devices of the first
-    of them. ``title``, ``lines``: texts above the boxes. ``chords``: direct links between devices of a node, as
-    (position, position, bytes/s)."""
+    """Describes equal nodes, of which only the first is drawn. ``nodes``: the indices of all of them. ``boxes``: the
+    devices of the first node. ``title``, ``lines``: texts above the boxes. ``chords``: direct links between devices of
+    a node, as (index of a box, index of another box, bytes per second).
+    """
 
     nodes: tuple[int, ...]
     boxes: tuple[DeviceBox, ...]
@@ -171,7 +173,7 @@ class NodeCluster:
 
     @property
     def alike(self) -> str:
-        """A note that says which of several equal nodes is drawn; ``""`` for a single node."""
+        """Return a note that says which of several equal nodes is drawn; ``""`` for a single node."""
         return (
             f"node {self.nodes[0]} is shown, 1 of {len(self.nodes):,} alike"
             if len(self.nodes) > 1 and self.boxes
@@ -180,6 +182,7 @@ class NodeCluster:
 
     @property
     def columns(self) -> int:
+        """Return the number of boxes in a row, if the devices are drawn in rows."""
         count = max(1, len(self.boxes))
         return min(count, 4 if count <= 4 else 8 if count <= 32 else 12)
 
@@ -189,7 +192,7 @@ class NodeCluster:
 
     @property
     def radius(self) -> float:
-        """The radius in pixels of the ring on which devices are drawn, for nodes with direct links."""
+        """Return the radius in pixels of the ring on which devices are drawn, if the node has direct links."""
         return max(64.0, len(self.boxes) * (self.box_width + 28) / (2 * math.pi))
 
     @property
@@ -205,6 +208,7 @@ class NodeCluster:
 
     @property
     def top(self) -> float:
+        """Return the distance in pixels from the upper edge to the devices."""
         return _PAD + 17 + 15.5 * len(self.lines) + 6
 
     @property
@@ -214,7 +218,9 @@ class NodeCluster:
         return self.top + math.ceil(len(self.boxes) / self.columns) * (_BOX_HEIGHT + _BOX_GAP) - _BOX_GAP + _PAD
 
     def centres(self, x: float, y: float) -> list[tuple[float, float]]:
-        """Return the centres of the boxes if the cluster's top left corner is at (``x``, ``y``)."""
+        """Return the centre (x, y) of each box of ``boxes``, in pixels. ``x``, ``y``: the top left corner of the node's
+        frame.
+        """
         if self.chords:
             middle = x + self.width / 2, y + self.top + self.radius + _BOX_HEIGHT / 2
             turns = [2 * math.pi * (i + 0.5) / len(self.boxes) - math.pi / 2 for i in range(len(self.boxes))]
@@ -225,6 +231,10 @@ class NodeCluster:
 
 
 class _TopologyScene:
+    """Draws the devices and links of ``topology``. ``plan``: the plan by whose pipeline stages devices are coloured;
+    ``None``: they are coloured by type.
+    """
+
     def __init__(self, topology: Topology, plan: Plan | None) -> None:
         self.topology = topology
         self.plan = plan
@@ -232,7 +242,7 @@ class _TopologyScene:
 
     @cached_property
     def rank_of(self) -> NDArray[np.int64]:
-        """The rank of every device, shape ``[num_devices]``; -1 for devices without a rank."""
+        """Return the rank of each device, an array of shape ``[num_devices]``; -1 for devices without a rank."""
         ranks = np.full(self.topology.num_devices, -1)
         if self.plan is not None:
             ranks[list(self.plan.devices)] = np.arange(len(self.plan.devices))
@@ -240,13 +250,16 @@ class _TopologyScene:
 
     @cached_property
     def stage_of(self) -> NDArray[np.int64]:
-        """The pipeline stage of every device, shape ``[num_devices]``; -1 for devices without a rank."""
+        """Return the index of the pipeline stage of each device, an array of shape ``[num_devices]``; -1 for devices
+        without a rank.
+        """
         if self.plan is None:
             return np.full(self.topology.num_devices, -1)
         size = len(stage_ranks(self.plan.mesh)[0])
         return np.where(self.rank_of >= 0, self.rank_of // size, -1)
 
     def draw_scene(self) -> ET.Element:
+        """Return the whole picture: header, table of links, and a frame with devices for each group of equal nodes."""
         clusters = self.cluster_equal_nodes()
         links = link_table(self.topology, self.plan)
         widest = max([_WIDTH, *(c.width + 2 * _MARGIN for c in clusters)])
@@ -269,6 +282,7 @@ class _TopologyScene:
         return picture_title(self.plan) if self.plan is not None else self.topology.name
 
     def format_subtitle(self, clusters: Sequence[NodeCluster]) -> str:
+        """Return the sentences below the title: what the numbers mean, and how many of all nodes are drawn."""
         numbers = " Numbers are ranks." if self.plan is not None else ""
         if self.named and self.plan is not None:
             numbers = " Numbers are ranks, behind the names that devices have of their own."
@@ -278,10 +292,13 @@ class _TopologyScene:
         return f"Bandwidths are per device and direction, when all talk at once.{numbers}"
 
     def format_drawn_share(self, clusters: Sequence[NodeCluster]) -> str:
-        """Return how many of all nodes are drawn, such as ``1 of 16``."""
+        """Return how many of all nodes are drawn as text, such as ``1 of 16``."""
         return f"{sum(1 for c in clusters if c.boxes):,} of {self.topology.num_nodes:,}"
 
     def list_key_figures(self, links: LinkTable) -> list[tuple[str, str]]:
+        """Return pairs (name, value) for the header: numbers of devices and nodes, types of devices, mesh and step time
+        or price.
+        """
         topology = self.topology
         found = [("devices", f"{topology.num_devices:,}"), ("nodes", f"{topology.num_nodes:,}")]
         kinds = Counter(d.kind for d in topology.devices)
@@ -294,6 +311,9 @@ class _TopologyScene:
         return found
 
     def build_legend_entries(self) -> list[tuple[str, str]]:
+        """Return pairs (name of a colour, meaning): one for each pipeline stage, or for each type of device without a
+        plan.
+        """
         if self.plan is None:
             return [(self.choose_stage_colour(self.kinds.index(kind)), kind) for kind in self.kinds]
         stages = self.plan.mesh.get("pp", 1)
@@ -304,11 +324,14 @@ class _TopologyScene:
 
     @staticmethod
     def choose_stage_colour(number: int) -> str:
+        """Return the name of the colour for ``number``, the index of a pipeline stage or of a device type. Colours
+        repeat.
+        """
         return f"stage_{number % NUM_STAGE_COLOURS}"
 
     def cluster_equal_nodes(self) -> list[NodeCluster]:
-        """Return the nodes as clusters of equal nodes, at most ``MOST_CLUSTERS``, and one entry that counts the
-        others.
+        """Return the nodes in groups of equal nodes, of which only the first node is drawn. There are at most
+        ``MOST_CLUSTERS`` groups; one further entry without devices lists the nodes of all other groups.
         """
         firsts = np.flatnonzero(self.topology.place_of == 0)
         ends = [*firsts[1:].tolist(), self.topology.num_devices]
@@ -326,6 +349,9 @@ class _TopologyScene:
         )
 
     def cluster_left_out_nodes(self, left_out: Sequence[Sequence[int]]) -> list[NodeCluster]:
+        """Return an entry without devices that lists the nodes of ``left_out``, groups of node indices; an empty list
+        if there are none.
+        """
         if not left_out:
             return []
         nodes = sorted(n for nodes in left_out for n in nodes)
@@ -336,9 +362,10 @@ class _TopologyScene:
         ]
 
     def build_likeness_key(self, start: int, stop: int, exact: bool) -> object:
-        """Return a key that is equal for nodes that may be drawn once. ``start``, ``stop``: the range ``[start, stop)``
-        of the indices of the node's devices. ``exact``: whether equal nodes must have the same pipeline stages;
-        otherwise stages are compared relative to the last one on the node."""
+        """Return a value that is equal for nodes of which only one is drawn. ``start``, ``stop``: the range ``[start,
+        stop)`` of the indices of the node's devices. ``exact``: whether equal nodes must have the same pipeline stages;
+        otherwise stages are compared relative to the last one on the node.
+        """
         here = slice(start, stop)
         devices = self.topology.devices[here]
         stages = self.stage_of[here]
@@ -349,6 +376,9 @@ class _TopologyScene:
         return (kinds if len(set(kinds)) > 1 else (kinds[0], len(kinds)), *(t.tobytes() for t in traits))
 
     def as_cluster(self, nodes: Sequence[int], spans: Sequence[tuple[int, int]]) -> NodeCluster:
+        """Return what is drawn for the equal nodes with the indices ``nodes``. ``spans``: for each node of the
+        topology, the range ``(start, stop)`` of the indices of its devices.
+        """
         start, stop = spans[nodes[0]]
         return NodeCluster(
             nodes=tuple(nodes),
@@ -359,6 +389,10 @@ class _TopologyScene:
         )
 
     def generate_cluster_lines(self, nodes: Sequence[int], spans: Sequence[tuple[int, int]]) -> Iterator[str]:
+        """Yield the lines of text above the devices of equal nodes: device types, stages and ranks, and notes.
+        ``nodes``: indices of the nodes. ``spans``: for each node of the topology, the range ``(start, stop)`` of the
+        indices of its devices.
+        """
         start, stop = spans[nodes[0]]
         kinds = Counter(d.kind for d in self.topology.devices[start:stop])
         yield ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
@@ -371,7 +405,8 @@ class _TopologyScene:
 
     def list_node_notes(self, start: int, stop: int) -> list[str]:
         """Return at most three notes on what is unusual about a node: reduced network bandwidth, device speed or
-        memory. ``start``, ``stop``: the range ``[start, stop)`` of the indices of its devices."""
+        memory. ``start``, ``stop``: the range ``[start, stop)`` of the indices of its devices.
+        """
         found = []
         shares = self.topology.cards.left[start:stop]
         if (shares < 1).any():
@@ -389,6 +424,10 @@ class _TopologyScene:
         return device.memory != self.topology.types[device.kind].memory
 
     def generate_device_boxes(self, start: int, stop: int) -> Iterator[DeviceBox]:
+        """Yield the boxes of a node's devices: one for each device or, on nodes with more than ``_MOST_DEVICES``, one
+        for each range of devices of equal colour. ``start``, ``stop``: the range ``[start, stop)`` of the indices of
+        the devices.
+        """
         one_by_one = stop - start <= _MOST_DEVICES
         first = start
         for i in range(start + 1, stop + 1):
@@ -397,11 +436,17 @@ class _TopologyScene:
                 first = i
 
     def choose_device_colour(self, device: int) -> str:
+        """Return the name of the colour of a device: that of its pipeline stage, ``idle`` without a rank, or that of
+        its type if there is no plan. ``device``: index of the device.
+        """
         if self.plan is None:
             return self.choose_stage_colour(self.kinds.index(self.topology.devices[device].kind))
         return self.choose_stage_colour(int(self.stage_of[device])) if self.stage_of[device] >= 0 else "idle"
 
     def format_device_label(self, start: int, stop: int) -> str:
+        """Return the text in a box: the devices' own names, and their ranks or, without a plan, their indices in the
+        node. ``start``, ``stop``: the range ``[start, stop)`` of the indices of the box's devices.
+        """
         named = [d.name for d in self.topology.devices[start:stop] if d.index in self.named]
         name = _shorten_ranges(" – ".join(dict.fromkeys((named[0], named[-1])))) if named else ""
         if self.plan is not None:
@@ -411,14 +456,15 @@ class _TopologyScene:
 
     @cached_property
     def named(self) -> frozenset[int]:
-        """The indices of the devices for which the topology's description gives names."""
+        """Return the indices of the devices for which the topology's description gives names."""
         sizes = [(g.devices * g.count, bool(g.names)) for g in self.topology.nodes]
         return frozenset(np.flatnonzero(np.repeat([own for _, own in sizes], [n for n, _ in sizes])).tolist())
 
     def find_direct_links(self, start: int, stop: int) -> Iterator[tuple[int, int, float]]:
-        """Yield the direct links of a node as (position, position, bytes/s), if they differ between pairs of devices
-        and the node has at most 32 devices. ``start``, ``stop``: the range ``[start, stop)`` of the indices of its
-        devices."""
+        """Yield the direct links of a node as (index of a device in the node, index of another, bytes per second).
+        Nothing is yielded if all pairs of devices have equal links, or if the node has more than 32 devices. ``start``,
+        ``stop``: the range ``[start, stop)`` of the indices of its devices.
+        """
         kind = int(self.topology.pattern_of[start])
         matrix = self.topology.pattern_kinds[kind][1] if kind >= 0 else np.zeros((0, 0))
         apart = matrix[~np.eye(len(matrix), dtype=bool)]
@@ -427,6 +473,9 @@ class _TopologyScene:
                 yield i, j, float(matrix[i, j])
 
     def draw_node_cluster(self, root: ET.Element, cluster: NodeCluster, x: float, y: float) -> None:
+        """Draw the frame, texts, links and devices of a group of equal nodes into ``root``. ``x``, ``y``: the top left
+        corner in pixels.
+        """
         frame = draw_group(
             root, f"nodes {format_ranges(cluster.nodes)}" if len(cluster.nodes) > 1 else f"node {cluster.nodes[0]}"
         )
@@ -464,6 +513,7 @@ class _TopologyScene:
         return self.topology.devices[cluster.boxes[place].start].name
 
     def format_box_tooltip(self, box: DeviceBox) -> str:
+        """Return the tooltip of a box: the device's name, type and memory, what is unusual about it, and its rank."""
         device = self.topology.devices[box.start]
         lines = [f"{device.name}: {device.kind}, {bytes_text(device.usable)} not reserved"]
         if box.stop - box.start > 1:
@@ -486,11 +536,14 @@ class _TopologyScene:
 
 
 def _format_numbered(noun: str, numbers: Sequence[int]) -> str:
+    """Return ``noun`` and ``numbers`` as text, such as ``Nodes 0–3``; the noun gets an ``s`` if there are several
+    numbers.
+    """
     return f"{noun if len(numbers) == 1 else noun + 's'} {_shorten_ranges(format_ranges(numbers))}"
 
 
 def _shorten_ranges(words: str, longest: int = 30) -> str:
-    """Return ``words``, a list of ranges as text, cut to about ``longest`` characters."""
+    """Return ``words``, a text like ``0–3, 8–11``, cut to about ``longest`` characters; ``…`` stands for the rest."""
     if len(words) <= longest:
         return words
     kept = words[:longest].rsplit(",", 1)[0]
@@ -500,8 +553,9 @@ def _shorten_ranges(words: str, longest: int = 30) -> str:
 def _place_clusters(
     clusters: Sequence[NodeCluster], width: float, top: float
 ) -> tuple[list[tuple[NodeCluster, float, float]], float]:
-    """Return the clusters with the x and y coordinates of their top left corners, row by row, and the y coordinate at
-    which they end. ``width``: pixels of a row. ``top``: y coordinate of the first row."""
+    """Return the clusters with the x and y coordinates of their top left corners, row by row, and the y coordinate of
+    the end of the last row. ``width``: pixels of a row. ``top``: y coordinate of the first row.
+    """
     placed = []
     x, y, tallest = _MARGIN, top, 0.0
     for cluster in clusters:

@@ -31,13 +31,16 @@ _SAME = 1e-3  # of a figure: less is no difference
 
 
 def format_plan_diff(plan: Plan, other: Plan) -> str:
-    """Return the differences of ``other`` from ``plan`` as plain text."""
+    """Return the differences of ``other`` from ``plan`` as plain text: sentences, then tables of figures, times, memory
+    and stages.
+    """
     return format_plain_text(diff_parts(plan, other))
 
 
 def diff_parts(plan: Plan, other: Plan, names: tuple[str, str] = ("this plan", "the other")) -> list[RenderableType]:
-    """Return the comparison of two plans as parts to print on a terminal. ``names``: the column titles of the two
-    plans."""
+    """Return the comparison of two plans as texts and tables of the library rich, to print on a terminal in this order.
+    ``names``: the column titles of ``plan`` and of ``other``.
+    """
     parts: list[RenderableType] = []
     for title, body in (
         ("In short", [_format_item(line) for line in in_words(plan, other)]),
@@ -53,7 +56,7 @@ def diff_parts(plan: Plan, other: Plan, names: tuple[str, str] = ("this plan", "
 
 
 def in_words(plan: Plan, other: Plan) -> Iterator[str]:
-    """The differences as sentences, the most important first."""
+    """Yield the differences of ``other`` from ``plan`` as sentences, the most important first."""
     if plan.model != other.model:
         yield f"The plans are for different models: {plan.model} and {other.model}."
     if plan.topology != other.topology:
@@ -80,7 +83,9 @@ def in_words(plan: Plan, other: Plan) -> Iterator[str]:
 
 def format_relative(old: float, new: float, text: Callable[[float], str] = seconds_text) -> str:
     """Return how ``new`` compares with ``old``, for example ``22% more than``, ``3.1 times`` or ``the same as``.
-    ``text``: formats a number."""
+    ``old``, ``new``: two amounts in one unit. ``text``: formats such an amount; it returns equal texts for equal
+    amounts.
+    """
     if not old or (abs(new - old) <= _SAME * abs(old) and text(old) == text(new)):
         return "the same as"
     ratio = new / old
@@ -94,6 +99,9 @@ def _format_item(text: str) -> RenderableType:
 
 
 def _build_pair_table(names: tuple[str, str], rows: Sequence[tuple[str, str, str]]) -> RenderableType:
+    """Return a table of two plans. ``names``: their column titles. ``rows``: (name of a figure, value of the first
+    plan, value of the second). Rows whose values differ are bold.
+    """
     made = build_empty_table([("", False), (names[0], False), (names[1], False)])
     for name, one, two in rows:
         made.add_row(name, Text(one), Text(two), style="bold" if one != two else None)
@@ -101,8 +109,9 @@ def _build_pair_table(names: tuple[str, str], rows: Sequence[tuple[str, str, str
 
 
 def _compare_figures(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, value of this plan, value of the other) for each figure that differs. Mesh, step time and memory are
-    always included."""
+    """Yield (name, value of ``plan``, value of ``other``) as texts for each figure that differs. Mesh, step time and
+    memory are always included.
+    """
     pairs = zip(_describe_plan(plan), _describe_plan(other), strict=True)
     for (name, one), (_, two) in pairs:
         if one != two or name in ("mesh", "step time", "memory"):
@@ -110,6 +119,9 @@ def _compare_figures(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _describe_plan(plan: Plan) -> list[tuple[str, str]]:
+    """Return pairs (name, value as text) of the figures by which two plans are compared; all plans have the same names
+    in the same order.
+    """
     chosen, estimate = plan.chosen, plan.estimate
     given = plan.constraints.given
     return [
@@ -137,7 +149,9 @@ def _describe_plan(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _added_up(plan: Plan) -> str:
-    """Return a text that lists the collectives that reduce gradients, with their data types and axes."""
+    """Return a text of the collectives that sum the gradients of ``plan`` over ranks, with their data types and mesh
+    axes, such as ``all-reduce over dp``.
+    """
     if plan.written is None:
         return "not written out"
     moved = [
@@ -154,8 +168,9 @@ def _build_amount_table(
     words: Mapping[str, str],
     text: Callable[[float], str],
 ) -> RenderableType:
-    """Return a table of two plans with a row for each key of ``one`` and ``two``, the largest amounts first.
-    ``names`` are the headings of the plans, ``words`` maps a key to its label, and ``text`` formats an amount.
+    """Return a table of two plans with a row for each key of ``one`` and ``two``, the largest amounts first. ``names``:
+    the column titles of the two plans. ``one``, ``two``: kind -> amount of the first and of the second plan. ``words``:
+    kind -> its name in the table. ``text``: formats an amount.
     """
     made = build_empty_table([("", False), (names[0], True), (names[1], True), ("difference", True)])
     for kind in sorted({**one, **two}, key=lambda k: -max(one.get(k, 0.0), two.get(k, 0.0))):
@@ -167,13 +182,16 @@ def _build_amount_table(
 
 
 def _compare_times(names: tuple[str, str], plan: Plan, other: Plan) -> RenderableType:
+    """Return a table of the seconds of a step by kind of time, such as computation, for two plans. ``names``: their
+    column titles.
+    """
     one, two = (without_residue(each.estimate.breakdown) for each in (plan, other))
     return _build_amount_table(names, one, two, KINDS, seconds_text)
 
 
 def _compare_memory(names: tuple[str, str], plan: Plan, other: Plan) -> list[RenderableType]:
-    """Return a table of the memory of the fullest stage of both plans, by kind; an empty list if a plan has no
-    estimates of stages. ``names`` are the headings of the plans.
+    """Return one table of the peak memory of the fullest stage of both plans, by kind of memory. The list is empty if a
+    plan has no estimates by stage. ``names``: the column titles of the two plans.
     """
     parts = []
     for each in (plan, other):
@@ -186,8 +204,8 @@ def _compare_memory(names: tuple[str, str], plan: Plan, other: Plan) -> list[Ren
 
 
 def _compare_stages(names: tuple[str, str], plan: Plan, other: Plan) -> Iterator[RenderableType]:
-    """Yield a table of the first module, last module and calls of each stage, if the two plans differ.
-    ``names`` are the headings of the plans.
+    """Yield a table with the first module, the last module and the number of calls of each stage in both plans; nothing
+    if all stages are equal. ``names``: the column titles of the two plans.
     """
     ones, twos = (
         [
@@ -203,7 +221,9 @@ def _compare_stages(names: tuple[str, str], plan: Plan, other: Plan) -> Iterator
 
 
 def _compare_layouts(plan: Plan, other: Plan) -> Iterator[RenderableType]:
-    """Weights whose layout over ``tp`` or ``ep`` differs; those of repeated layers are told once."""
+    """Yield a line for each weight that the two plans shard differently over the mesh axes ``tp`` or ``ep``. Weights of
+    repeated layers share a line. At most 20 lines are listed. Nothing is yielded if a plan has no program.
+    """
     if plan.written is None or other.written is None:
         return
     mine, yours = plan.written.states, other.written.states
@@ -221,6 +241,9 @@ def _compare_layouts(plan: Plan, other: Plan) -> Iterator[RenderableType]:
 
 
 def _format_layouts(state: StateData, mesh: Mapping[str, int]) -> str:
+    """Return how a weight is sharded as text, such as ``S0 over 4 ranks`` (cut along dimension 0); ``whole`` if it is
+    not sharded. ``state``: the weight. ``mesh``: name of a mesh axis -> number of ranks.
+    """
     layouts = [(state.expert_layout, mesh.get("ep", 1), " of ep"), (state.layout, mesh.get("tp", 1), "")]
     cuts = [f"{layout} over {n} ranks{of}" for layout, n, of in layouts if n > 1 and layout.startswith("S")]
     return ", ".join(cuts) or "whole"

@@ -105,23 +105,25 @@ _GRADIENTS_OF_ZERO_1 = "gradients of parameters, and the rank's piece of their s
 
 
 def memory_words(plan: Plan) -> dict[str, str]:
-    """Return the display names of the kinds of memory, by kind. Names for inference do not mention backward."""
+    """Return the names under which kinds of memory are shown to users: kind -> text. The kinds are the keys of
+    ``MEMORY_KINDS``. The texts depend on whether ``plan`` is for training, and on its ZeRO stage.
+    """
     words = MEMORY_KINDS if plan.objective == "train" else {**MEMORY_KINDS, **_OF_INFERENCE}
     return {**words, "gradients": _GRADIENTS_OF_ZERO_1} if plan.chosen.zero == 1 else words
 
 
 def format_summary(plan: Plan) -> str:
-    """The plan's figures and stages in tables, as plain text."""
+    """Return the figures and stages of ``plan`` in tables, as plain text."""
     return format_plain_text(summary_parts(plan))
 
 
 def format_explanation(plan: Plan) -> str:
-    """Return the explanation of the plan's choices as plain text."""
+    """Return the explanation of the choices of ``plan`` as plain text: a heading and sentences for each question."""
     return format_plain_text(explain_parts(plan))
 
 
 def summary_parts(plan: Plan) -> list[RenderableType]:
-    """Return the summary of the plan as parts to print on a terminal."""
+    """Return the summary of ``plan`` as texts and tables of the library rich, to print on a terminal in this order."""
     parts: list[RenderableType]
     if plan.written is None:
         parts = [
@@ -151,7 +153,10 @@ def summary_parts(plan: Plan) -> list[RenderableType]:
 
 
 def _describe_programs(plan: Plan) -> Iterator[str]:
-    """One line for each program over the layout of the state, the first one included."""
+    """Yield one line for each program of ``plan``, which may have several for batches of different shapes or for
+    evaluation: its name, batch shape, seconds and memory. The first is the program that determines how the model's
+    state is sharded.
+    """
     most = max(plan.estimate.memory)
     first = f"{seconds_text(plan.estimate.step_time)}, {bytes_text(most)} on the fullest rank"
     yield f"step: {_describe_shape(plan.padding)}{first}; the layout is that of this program"
@@ -169,18 +174,25 @@ def _describe_programs(plan: Plan) -> Iterator[str]:
 
 
 def _describe_shape(padding: BatchPadding | None) -> str:
+    """Return the shape of a program's batches as text, such as ``8 samples of 512 positions, ``; empty if ``padding``
+    is ``None``.
+    """
     if padding is None:
         return ""
     return f"{padding.batch} samples" + (f" of {padding.length} positions" if padding.length else "") + ", "
 
 
 def _hosted_unasked(plan: Plan) -> str:
-    """Return a text which says that the job fits only with offload that the user did not request; empty otherwise."""
+    """Return a text which says that ``plan`` fits into device memory only with offload to host memory that the user did
+    not request; empty otherwise.
+    """
     return f": fits only {format_offload(plan)}" if plan.lacking and plan.offload else ""
 
 
 def explain_parts(plan: Plan) -> list[RenderableType]:
-    """Return the explanation of the plan as parts to print on a terminal: a heading and lines for each question."""
+    """Return the explanation of ``plan`` as texts and tables of the library rich, to print on a terminal in this order:
+    a heading and lines for each question.
+    """
     whole = outline_program(plan.written) if plan.written is not None else None
     parts: list[RenderableType] = []
     for title, body in (
@@ -203,10 +215,12 @@ def explain_parts(plan: Plan) -> list[RenderableType]:
 
 
 def _format_items(lines: Sequence[str]) -> list[RenderableType]:
+    """Return ``lines`` as indented items of a list, each with ``- `` before it."""
     return [indent_part(Text(f"- {line}")) for line in lines]
 
 
 def _planned_only(plan: Plan) -> Iterator[RenderableType]:
+    """Yield lines which say why ``plan`` cannot be executed; nothing if it has a program."""
     if plan.written is None:
         what = ", ".join(plan.planned_only)
         yield format_text_line(
@@ -218,6 +232,10 @@ def _planned_only(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _explain_fit(plan: Plan) -> Iterator[RenderableType]:
+    """Yield lines on whether ``plan`` fits into device memory: the fullest rank, its usable memory, what is in host
+    memory or on disk, and a bar chart of the peak by kind of memory. Nothing is yielded if the plan has no memory
+    estimate.
+    """
     if not plan.estimate.memory:
         return
     if plan.lacking and plan.offload:
@@ -258,18 +276,22 @@ def _explain_fit(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _describe_slowest_stage(plan: Plan) -> str:
-    """Return `` (on stage 7)``, the stage whose forward and backward take longest; empty for a single stage."""
+    """Return the stage of ``plan`` whose forward and backward take longest as text, such as `` (on stage 7)``; empty if
+    there is only one stage.
+    """
     busy = [stage.forward_s + stage.backward_s for stage in plan.estimate.stages]
     return f" (on stage {busy.index(max(busy))})" if len(busy) > 1 else ""
 
 
 def _shares_text(plan: Plan) -> str:
-    """Return the fractions of the step time as text, for example ``computation 86%, communication 11%, pipeline bubble
-    2.2%``."""
+    """Return the fractions of the step time of ``plan`` as text, such as ``computation 86%, communication 11%``."""
     return ", ".join(f"{name} {format_percent(share)}" for name, share in time_shares(plan))
 
 
 def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
+    """Yield lines on what limits the speed of ``plan``: kinds of time, slow operators, memory, disk, and constraints of
+    the user.
+    """
     estimate = plan.estimate
     if time_shares(plan):
         yield format_text_line(f"Time of the slowest rank{_describe_slowest_stage(plan)}: {_shares_text(plan)}.")
@@ -305,8 +327,9 @@ def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _disk_binds(plan: Plan) -> Iterator[RenderableType]:
-    """Yield a line on how much of the optimizer's update is spent on disk reads and writes; nothing if no state is on
-    disk."""
+    """Yield a line on how much of the optimizer's update in ``plan`` is spent on disk reads and writes; nothing if no
+    state is on disk.
+    """
     update = plan.estimate.breakdown.get("optimizer", 0.0)
     if "disk" not in plan.offload or not update:
         return
@@ -319,6 +342,10 @@ def _disk_binds(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _explain_breakdown(plan: Plan, whole: Outline | None) -> list[RenderableType]:
+    """Return a bar chart of the step time of ``plan`` by kind of time, with sentences on waiting and on communication
+    inside layers; an empty list if no times are known. ``whole``: the overview of the plan's program; ``None`` without
+    a program.
+    """
     kinds = sorted(without_residue(plan.estimate.breakdown).items(), key=lambda item: -item[1])
     total = sum(s for _, s in kinds)
     if not total:
@@ -336,7 +363,9 @@ def _explain_breakdown(plan: Plan, whole: Outline | None) -> list[RenderableType
 
 
 def _format_peak_rate(plan: Plan) -> str:
-    """Return `` of 989 TFLOP/s``, the peak in the precision of the plan; empty if devices differ or it is unknown."""
+    """Return the peak rate of the devices in the precision of ``plan`` as text, such as `` of 989 TFLOP/s``; empty if
+    devices have different rates or the precision is unknown.
+    """
     precision = plan.precision or (common_precision(plan.written) if plan.written is not None else "")
     kinds = {plan.topology.devices[device].kind for device in plan.devices} if precision else set()
     rates = {plan.topology.types[kind].peak_of(precision) for kind in kinds}
@@ -344,6 +373,10 @@ def _format_peak_rate(plan: Plan) -> str:
 
 
 def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[RenderableType]:
+    """Yield lines on how ``plan`` divides the work: mesh axes, links, microbatches, schedule, data types, sharding of
+    states, recomputation, and the layers of each stage. ``whole``: the overview of the plan's program; ``None`` without
+    a program.
+    """
     for axis, size in plan.mesh.items():
         if size > 1:
             yield format_text_line(
@@ -379,6 +412,9 @@ def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[Renderable
 
 
 def _calls_text(group: CallGroup) -> str:
+    """Return a sequence of repeated blocks as text, such as ``16 × layer (model.layers.0–15)``: number, names, module
+    paths and notes.
+    """
     times = f"{group.count} × " if group.count > 1 else ""
     name = " + ".join(group.blocks)
     about = [*([group.paths] if group.paths not in ("", name) else []), *group_notes(group)]
@@ -386,8 +422,9 @@ def _calls_text(group: CallGroup) -> str:
 
 
 def _explain_weights(whole: Outline) -> Iterator[RenderableType]:
-    """Yield lines that list the weights of each block type by layout. A type that occurs on several stages is listed
-    once."""
+    """Yield lines that list the weights of each type of block by the way in which they are sharded. A type that occurs
+    on several stages is listed once. ``whole``: the overview of a program.
+    """
     seen: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for stage in whole.stages:
         for group in stage.groups:
@@ -410,6 +447,10 @@ def _explain_weights(whole: Outline) -> Iterator[RenderableType]:
 
 
 def _explain_communication(whole: Outline) -> Iterator[RenderableType]:
+    """Yield a table of the collectives inside layers, then lines on what else is communicated: the bytes sent between
+    stages, the gradients summed over ranks, and the gradients of tied weights, which several stages use. ``whole``: the
+    overview of a program.
+    """
     calls = collective_table(whole)
     if calls:
         yield from (calls, "")
@@ -446,6 +487,9 @@ def _explain_communication(whole: Outline) -> Iterator[RenderableType]:
 
 
 def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
+    """Yield lines on the layouts that the search compared with ``plan``: their numbers, standard layouts, other batch
+    sizes, and a table of the best. Nothing is yielded if ``plan`` lists none.
+    """
     candidates = plan.certificate.candidates
     if not candidates:
         return
@@ -468,7 +512,9 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _explain_uncounted_layouts(plan: Plan) -> Iterator[RenderableType]:
-    """Yield a line that names the standard layouts that were worked out in addition to the candidates of the search."""
+    """Yield a line that names the standard layouts, such as ZeRO-3 alone, that were worked out in addition to the
+    layouts of the search; nothing if there are none.
+    """
     rows = {_get_layout(row) for row in plan.certificate.candidates}
     names = [
         baseline.name
@@ -481,11 +527,16 @@ def _explain_uncounted_layouts(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _get_layout(candidate: Candidate) -> tuple[str, int, str]:
+    """Return a value that is equal for candidates with the same mesh, microbatch size and schedule, and different
+    otherwise.
+    """
     return candidate_text(candidate), candidate.microbatch_size, candidate.schedule
 
 
 def _format_baseline(baseline: Baseline, plan: Plan) -> str:
-    """Return the outcome of a baseline, and by which parts of the step time it differs from the plan's."""
+    """Return a line on ``baseline``, a standard layout that is compared with ``plan``: its name, its step time or why
+    it is not possible, and by which kinds of time it differs from the plan.
+    """
     if baseline.candidate is None:
         return f"{baseline.name}: {baseline.excluded}"
     excluded = f"; {baseline.excluded}" if baseline.excluded else ""
@@ -501,6 +552,10 @@ def _format_baseline(baseline: Baseline, plan: Plan) -> str:
 
 
 def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
+    """Yield lines on how good ``plan`` is: its step time under the cost model, the errors of this model in
+    measurements, whether no plan can be faster, which plans this proof does not cover, and the result of the
+    simulation.
+    """
     c = plan.certificate
     yield format_text_line(f"The cost model estimates {seconds_text(c.objective)} for a step of this plan.")
     (known, num_known), (unseen, num_unseen) = MEAN_ERRORS["known"], MEAN_ERRORS["unseen"]
@@ -536,6 +591,9 @@ def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _explain_notes(plan: Plan) -> Iterator[RenderableType]:
+    """Yield lines on operators that every rank runs in full because no sharding rule exists for them, and the notes of
+    ``plan``.
+    """
     for name, share in sorted(plan.shares.without_rule.items(), key=lambda item: -item[1]):
         yield format_text_line(
             f"- {name} has no sharding rule, so every rank runs all of it: {format_percent(share)} of the work"

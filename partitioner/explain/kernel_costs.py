@@ -39,8 +39,10 @@ _WORDS = {
 
 
 def format_costliest_kinds(plan: Plan) -> str:
-    """Return the kinds of operators that take the most time on the busiest stage, for example ``matrix products (61%),
-    norms (20%) and reductions (8.1%)``; empty if it computes nothing."""
+    """Return the kinds of operators that take the most time on the stage with the longest computation of ``plan``, with
+    their fractions of it, for example ``matrix products (61%), norms (20%) and reductions (8.1%)``. At most three are
+    listed.
+    """
     durations = PlanDurations(plan)
     seconds = max((_of_stage(plan, durations, stage) for stage in range(plan.num_stages)), key=_sum_kind_seconds)
     total = _sum_kind_seconds(seconds)
@@ -50,8 +52,10 @@ def format_costliest_kinds(plan: Plan) -> str:
 
 
 def format_layer_communication(plan: Plan, whole: Outline) -> str:
-    """Return the seconds of communication inside layers by purpose, on the busiest stage, for example ``tensor
-    parallelism (tp) 2.8 s, experts (ep) 630 ms``; empty if there is none. No part of them is hidden by computation."""
+    """Return the seconds per step of communication inside layers by purpose, on the busiest stage of ``plan``, for
+    example ``tensor parallelism (tp) 2.8 s, experts (ep) 630 ms``; empty if there is none. Time that overlaps
+    computation is included in full. ``whole``: the overview of the plan's program.
+    """
     durations, program = PlanDurations(plan), plan.program
     busy = [stage.forward_s + stage.backward_s for stage in plan.estimate.stages]
     stage = busy.index(max(busy)) if busy else 0
@@ -70,8 +74,10 @@ def format_layer_communication(plan: Plan, whole: Outline) -> str:
 
 
 def _list_exchange_seconds(durations: PlanDurations, stage: int, name: str) -> Iterator[tuple[str, float]]:
-    """Yield pairs of purpose and seconds of the collectives of one call of the block ``name``. Tokens are sent to
-    experts by collectives over ``ep``, which the program's blocks contain."""
+    """Yield pairs (purpose, seconds) for the communication in one call of a block, such as ``tensor parallelism (tp)``.
+    ``durations``: the cost model's predictions for the plan. ``stage``: index of the stage that makes the call.
+    ``name``: name of the block.
+    """
     train = durations.plan.program.objective == "train"
     seat = durations.machine.seats[stage][0]
     groups, device = dict(seat.groups), durations.topology.paced_type(seat.kind, seat.speed)
@@ -85,7 +91,10 @@ def _list_exchange_seconds(durations: PlanDurations, stage: int, name: str) -> I
 
 
 def _of_stage(plan: Plan, durations: PlanDurations, stage: int) -> Seconds:
-    """Return the seconds per microbatch of ``stage`` by kind of operator, on the slowest of its devices."""
+    """Return the computation seconds of one microbatch by kind of operator, on the slowest device type of a stage.
+    Recomputation in backward is included. ``durations``: the cost model's predictions for ``plan``. ``stage``: index of
+    the stage.
+    """
     train = plan.program.objective == "train"
     here, of_devices = plan.program.stages[stage], []
     for kind, speed in {(seat.kind, seat.speed) for seat in durations.machine.seats[stage]}:
@@ -107,8 +116,11 @@ def _of_stage(plan: Plan, durations: PlanDurations, stage: int) -> Seconds:
 
 
 def _of_call(block: Block, cost: CallCost, device: DeviceType, train: bool) -> tuple[Seconds, Seconds]:
-    """Return forward and backward seconds of one call by kind of operator. Time in which the device waits for the host
-    to launch operators is a kind of its own."""
+    """Return two dicts, kind of operator -> seconds, for the forward and the backward of one call of ``block``.
+    ``cost``: the predicted seconds of the whole call on ``device``. What exceeds the sum of the operators is time in
+    which the device waits for the host to launch them, listed as a kind of its own. ``train``: whether there is a
+    backward.
+    """
     asked = asked_by(block, train).kernels
     found: tuple[Seconds, Seconds] = defaultdict(float), defaultdict(float)
     for kind, way, took in zip(asked.kind, asked.way, kernel_times(asked, device), strict=True):

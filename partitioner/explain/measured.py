@@ -45,8 +45,11 @@ KINDS = {
 
 
 def write_plan_trace(plan: Plan, folder: Path | None, path: Path) -> Path:
-    """Write the predicted step as a trace to ``path`` and return the path. If ``folder`` has the recordings of a run,
-    its last measured step is added; of several attempts, the last is used."""
+    """Write the predicted step of ``plan`` as a trace file to ``path`` and return the path. ``folder``: the recordings
+    of the ranks of a job that executed the plan; its last measured step is added to the trace. If the job was
+    restarted, the recordings after the last restart are used. ``None``: only the prediction is written. Raise
+    :class:`PlanError` if the recordings have another number of ranks.
+    """
     events: list[Event] = []
     if folder is not None:
         folder = newest_attempt(folder)
@@ -58,8 +61,9 @@ def write_plan_trace(plan: Plan, folder: Path | None, path: Path) -> Path:
 
 
 def predicted_events(timeline: Timeline) -> Iterator[Event]:
-    """Yield trace events of the predicted step, one process per stage. One thread has the instructions, another the
-    transfers and reductions that run in the background."""
+    """Yield trace events of the predicted step ``timeline``. Each pipeline stage is one process of the trace: one
+    thread has the instructions, another the transfers and reductions that run in the background.
+    """
     ends = _receive_ends(timeline)
     number = _PREDICTED
     for stage, lane in enumerate(timeline.stages):
@@ -81,8 +85,9 @@ def predicted_events(timeline: Timeline) -> Iterator[Event]:
 
 
 def _receive_ends(timeline: Timeline) -> dict[tuple[int, str, int | None, tuple[str, ...]], float]:
-    """Return the end in seconds of each receive in ``timeline``, by stage, direction (the last letter of the
-    operation), microbatch and names of the values.
+    """Return the time at which each receive of ``timeline`` ends, in seconds from the start of the step. The keys are
+    (stage, direction, microbatch, names of the received values); the direction is ``F`` or ``B``, for forward and
+    backward.
     """
     return {
         (stage, s.instruction.op[-1], s.instruction.microbatch, s.instruction.values): s.end
@@ -94,8 +99,10 @@ def _receive_ends(timeline: Timeline) -> dict[tuple[int, str, int | None, tuple[
 
 @dataclass(frozen=True)
 class StageComparison:
-    """Predicted seconds and measured seconds (median over the ranks of a stage) of one kind of work or of waiting.
-    ``stage`` is -1 for a sum over all stages."""
+    """Describes predicted and measured seconds of one kind of work, of waiting, or of one instruction. ``stage``: index
+    of the pipeline stage, -1 for a sum over all stages. ``what``: name of the kind or instruction. ``predicted``,
+    ``measured``: seconds in one step; the measured ones are the median over the ranks of a stage.
+    """
 
     stage: int
     what: str
@@ -104,10 +111,11 @@ class StageComparison:
 
 
 def compare_steps(plan: Plan, spans: Sequence[TraceSpan]) -> list[RenderableType]:
-    """Compare the predicted step with the measured ``spans``. Return tables by stage, by kind of work, and of the
-    instructions that differ most.
+    """Return a comparison of the predicted step of ``plan`` with a measured one, as texts and tables of the library
+    rich: by stage, by kind of work, and the instructions that differ most. ``spans``: the measured instructions of all
+    ranks.
 
-    Raises :class:`PlanError` if the trace is from a different plan.
+    Raise :class:`PlanError` if the measurement is from a different plan.
     """
     _require_same_plan(plan.program, spans)
     of = simulate_plan(plan)
@@ -138,6 +146,9 @@ def compare_steps(plan: Plan, spans: Sequence[TraceSpan]) -> list[RenderableType
 
 
 def _require_same_plan(program: Program, spans: Sequence[TraceSpan]) -> None:
+    """Raise :class:`PlanError` if the measured instructions ``spans`` are not those of ``program``, or miss some of its
+    ranks.
+    """
     ranks = {s.rank for s in spans}
     if ranks != set(range(program.world_size)):
         raise PlanError(
@@ -155,8 +166,9 @@ def _require_same_plan(program: Program, spans: Sequence[TraceSpan]) -> None:
 
 
 def by_stage(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageComparison]:
-    """Return for each stage the predicted and the measured seconds of work, then of waiting. Measured seconds are
-    the median over the ranks of the stage.
+    """Return two entries for each pipeline stage: the predicted and measured seconds of work, then those of waiting.
+    ``timeline``: the predicted step. ``spans``: the measured instructions of all ranks. Measured seconds are the median
+    over the ranks of a stage.
     """
     rows = []
     for stage, lane in enumerate(timeline.stages):
@@ -169,8 +181,10 @@ def by_stage(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageCompar
 
 
 def by_kind(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageComparison]:
-    """Compare predicted and measured seconds of work by kind of instruction, summed over stages. Waiting is not
-    included."""
+    """Return an entry for each kind of work, such as forward: the predicted and measured seconds, summed over the
+    stages and without waiting. ``timeline``: the predicted step. ``spans``: the measured instructions of all ranks.
+    Measured seconds of a stage are the median over its ranks.
+    """
     predicted: dict[str, float] = {}
     for lane in timeline.stages:
         for p in lane.spans:
@@ -189,8 +203,9 @@ def by_kind(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageCompari
 
 
 def by_instruction(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageComparison]:
-    """Return the predicted and the measured seconds of each compute instruction, by stage and in the order of
-    ``timeline``. Measured seconds are the median over the ranks of the stage.
+    """Return an entry for each forward and backward instruction, by stage and in order of execution: its predicted and
+    measured seconds. ``timeline``: the predicted step. ``spans``: the measured instructions of all ranks. Measured
+    seconds are the median over the ranks of a stage.
     """
     rows = []
     for stage, lane in enumerate(timeline.stages):
@@ -203,7 +218,9 @@ def by_instruction(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[Stage
 
 
 def _group_spans_by_rank(spans: Sequence[TraceSpan], stage: int) -> list[list[TraceSpan]]:
-    """Return the measured spans of ``stage``, one list for each rank."""
+    """Return the measured instructions of one pipeline stage, a list for each of its ranks. ``spans``: those of all
+    ranks. ``stage``: index of the stage.
+    """
     found: dict[int, list[TraceSpan]] = {}
     for s in spans:
         if s.stage == stage:
@@ -212,6 +229,9 @@ def _group_spans_by_rank(spans: Sequence[TraceSpan], stage: int) -> list[list[Tr
 
 
 def _describe_differences(stages: Sequence[StageComparison], kinds: Sequence[StageComparison]) -> Iterator[str]:
+    """Yield a sentence on the largest difference between prediction and measurement, and one on the slowest stage if
+    stages differ much. ``stages``: work and waiting of each stage. ``kinds``: work by kind of instruction.
+    """
     total = sum(r.measured for r in stages) or 1.0
     worst = max((*kinds, *(r for r in stages if r.what == "waiting")), key=lambda r: abs(r.measured - r.predicted))
     where = f" of stage {worst.stage}" if worst.stage >= 0 else ""
@@ -227,12 +247,15 @@ def _describe_differences(stages: Sequence[StageComparison], kinds: Sequence[Sta
 
 
 def _format_time_ratio(predicted: float, measured: float) -> str:
+    """Return how a measured time compares with a predicted one as text, such as ``1.20 times as long``. Both are
+    seconds.
+    """
     return f"{measured / predicted:.2f} times as long" if predicted else "nothing was predicted"
 
 
 def _build_comparison_table(title: str, rows: Sequence[StageComparison]) -> RenderableType:
-    """Return a table of ``rows`` with the predicted time, the measured time and measured divided by predicted.
-    ``title`` is the heading of the second column.
+    """Return a table with a row for each of ``rows``: stage, name, predicted time, measured time, and measured divided
+    by predicted. ``title``: the heading of the column of names.
     """
     made = build_empty_table(
         [("stage", True), (title, False), ("predicted", True), ("measured", True), ("ratio", True)]

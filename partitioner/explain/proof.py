@@ -17,15 +17,19 @@ _SEVERAL = "several stages on a rank"
 
 
 def is_covered(candidate: Candidate, certificate: Certificate) -> bool:
-    """Whether the bound over all covered plans holds for plans of ``candidate``. It does not hold for schedules that
-    were tried on the best meshes only. It holds for GPipe, which takes as long as 1F1B."""
+    """Return whether the proof of optimality in ``certificate``, a lower bound on the step time, holds for plans of the
+    layout ``candidate``. It does not hold for schedules that the search tried on the best meshes only. It holds for
+    GPipe, which takes as long as the schedule 1F1B.
+    """
     one_stage = candidate.virtual_stages == 1 and candidate.schedule in (*SEARCHED, "gpipe")
     return one_stage or "schedule" not in certificate.beyond
 
 
 def certificate_text(plan: Plan) -> str:
-    """Return what is proven of the plan in one sentence: that no covered plan is faster, or the lower bounds. If the
-    proof leaves out schedules, a second one has the fastest plan found under these."""
+    """Return what is proven of ``plan`` in one sentence: that no plan is faster, of all plans or of those that the
+    proof covers, or lower bounds on their step time. A further sentence states the fastest layout found with a schedule
+    that the proof does not cover, if there is one that may be faster than ``plan``.
+    """
     c, covered = plan.certificate, "that the proof covers " if list_uncovered_choices(plan) else ""
     takes = f"this plan takes {seconds_text(c.objective)}"
     if c.covered_bound is not None:
@@ -45,7 +49,9 @@ def certificate_text(plan: Plan) -> str:
 
 
 def _describe_proven(plan: Plan) -> str:
-    """Return of which plans one without a gap is the fastest: of all, or of those that the proof covers."""
+    """Return a phrase for ``plan``, which is proven to be the fastest: of all plans, or of those that the proof
+    covers.
+    """
     if not list_uncovered_choices(plan):
         return "proven optimal, fastest of all plans"
     schedules = ", ".join(SEARCHED).upper()
@@ -54,7 +60,9 @@ def _describe_proven(plan: Plan) -> str:
 
 
 def explain_proof(plan: Plan) -> Iterator[str]:
-    """Yield sentences on what the certificate proves of the plan, and what it does not prove."""
+    """Yield sentences on what is proven of the step time of ``plan`` in comparison with all other plans, and what is
+    not.
+    """
     c, covered = plan.certificate, "that the proof covers " if list_uncovered_choices(plan) else ""
     if c.covered_bound is not None:
         yield f"It is not proven optimal: the proof does not cover its schedule ({schedule_text(plan)})."
@@ -73,8 +81,10 @@ def explain_proof(plan: Plan) -> Iterator[str]:
 
 
 def _explain_uncovered_schedules(certificate: Certificate) -> Iterator[str]:
-    """Yield sentences on the layouts whose schedule the proof does not cover: how many were worked out, and the fastest
-    that is not the plan."""
+    """Yield sentences on the layouts with schedules that the proof of optimality does not cover: how many of them the
+    search worked out, and which one, other than the chosen plan, takes the least time. ``certificate``: the results of
+    the search.
+    """
     found = [row for row in certificate.candidates if row.step_time is not None and not is_covered(row, certificate)]
     if not found:
         yield f"Not proven: that no layout with {_SEVERAL} is faster. None was worked out."
@@ -95,8 +105,10 @@ def _explain_uncovered_schedules(certificate: Certificate) -> Iterator[str]:
 
 
 def _find_uncovered_rival(certificate: Certificate) -> Candidate | None:
-    """Return the fastest layout whose schedule the proof does not cover and whose own bound is below the plan's step
-    time. Return ``None`` if there is none."""
+    """Return the fastest layout with a schedule that the proof of optimality does not cover and a lower bound below the
+    step time of the chosen plan, but which was not chosen. Return ``None`` if there is none. ``certificate``: the
+    results of the search.
+    """
     below_s = certificate.objective * (1 - _ROUNDING)
     rivals = [
         row
@@ -107,25 +119,33 @@ def _find_uncovered_rival(certificate: Certificate) -> Candidate | None:
 
 
 def _get_seconds(candidate: Candidate) -> float:
+    """Return the step time of the layout ``candidate`` in seconds; 0 if the search did not work it out."""
     return candidate.step_time or 0.0
 
 
 def _format_rival_times(rival: Candidate) -> str:
-    """``7.41 s, and the bound for its layout is 5.45 s``."""
+    """Return the step time and the lower bound of the layout ``rival`` as text, such as ``7.41 s, and the bound for its
+    layout is 5.45 s``.
+    """
     bound = f", and the bound for its layout is {seconds_text(rival.bound)}" if rival.bound else ""
     return f"{seconds_text(_get_seconds(rival))}{bound}"
 
 
 def _compare_bound(bound: float, objective: float, what: str) -> str:
-    """``3.55 s, so no covered plan is faster by more than 3.4%.``; ``bound`` and ``objective``: seconds."""
+    """Return a text such as ``3.55 s, so no covered plan is faster by more than 3.4%.`` ``bound``: a lower bound on the
+    step time of some plans, in seconds. ``objective``: the step time of the chosen plan, in seconds. ``what``: a name
+    for one of these plans, such as ``covered plan``.
+    """
     faster = 1 - bound / objective if objective else 0.0
     most = f" by more than {format_percent(faster)}" if faster > _PROVEN else ""
     return f"{seconds_text(bound)}, so no {what} is faster{most}."
 
 
 def list_uncovered_choices(plan: Plan) -> list[str]:
-    """Return a sentence for each choice that the certificate's lower bound does not cover, the most important first.
-    These are the choices in :attr:`Certificate.beyond` and each faster attention algorithm over ``cp``."""
+    """Return a sentence for each choice that the proof of optimality does not cover, the most important first:
+    schedules and other choices that :attr:`Certificate.beyond` lists, and attention algorithms over the mesh axis
+    ``cp`` that would make the plan faster.
+    """
     found = []
     for way in plan.context:
         if not way.calls and way.step_time is not None and way.step_time < plan.certificate.objective * (1 - _ROUNDING):
@@ -138,7 +158,9 @@ def list_uncovered_choices(plan: Plan) -> list[str]:
 
 
 def list_main_uncovered_choices(plan: Plan) -> list[str]:
-    """Return the most important sentences of :func:`list_uncovered_choices`, and how many more there are."""
+    """Return the two most important sentences on choices that the proof of optimality does not cover, and one that says
+    how many further ones there are.
+    """
     told = list_uncovered_choices(plan)
     more = len(told) - _TOLD_GAPS
     return [*told[:_TOLD_GAPS], *([f"explain() names {more} more."] if more > 0 else [])]

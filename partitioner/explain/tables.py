@@ -61,8 +61,9 @@ _MUCH = 2.0  # times as fast: from here on it is told
 
 
 def precision_notes(plan: Plan) -> list[str]:
-    """Return a note for each kind of device that multiplies much faster in the other data type of the same width; empty
-    if there is none."""
+    """Return a note for each type of device in ``plan`` that multiplies more than twice as fast in another data type of
+    similar use (bf16 for fp16 and vice versa, tf32 for fp32); empty if there is none.
+    """
     precision = plan.precision or (common_precision(plan.written) if plan.written is not None else "")
     other = _OTHERS.get(precision)
     if other is None:
@@ -81,8 +82,9 @@ def precision_notes(plan: Plan) -> list[str]:
 
 
 def notes_on_precision(topology: Topology, precision: str, model: FoldedModel) -> tuple[str, ...]:
-    """What of ``model`` is not computed in ``precision``, in which it is planned, and which of this process's settings
-    are no part of the plan."""
+    """Return notes on what of ``model`` is not computed in ``precision`` (such as ``fp8``), and on a setting of this
+    process for float32 products that plans do not follow. ``topology``: the devices that the plan is for.
+    """
     import torch  # a plan's report does without
 
     from partitioner.cost.call.fp8 import notes_on_fp8
@@ -100,8 +102,9 @@ def notes_on_precision(topology: Topology, precision: str, model: FoldedModel) -
 
 
 def types_text(plan: Plan) -> str:
-    """Return a text of the data types of products, parameters, gradients and optimizer states; empty if the plan has no
-    program."""
+    """Return the data types of products, parameters, gradients and optimizer states of ``plan`` as text; empty if it
+    has no program.
+    """
     program = plan.written
     if program is None:
         return ""
@@ -109,7 +112,9 @@ def types_text(plan: Plan) -> str:
 
 
 def _product_types(program: Program) -> str:
-    """``products in bf16``: the floating types of the results of products, the most frequent first."""
+    """Return the data types of the results of matrix products in ``program`` as text, such as ``products in bf16``, the
+    most frequent first; empty if there are no products.
+    """
     found: Counter[str] = Counter()
     for node in (node for block in program.blocks.values() for node in block.nodes):
         _, _, name = str(node.get("target", "")).partition(".")
@@ -122,6 +127,9 @@ def _product_types(program: Program) -> str:
 
 
 def _kept_types(plan: Plan, program: Program) -> Iterator[str]:
+    """Yield texts on the data types of parameters and, in training, of gradients, master copies and optimizer states,
+    such as ``parameters in bf16``. ``program``: the program of ``plan``.
+    """
     parameters = [state for state in program.states.values() if state.kind == "parameter"]
     trained = [state for state in parameters if state.requires_grad and program.objective == "train"]
     if parameters:
@@ -138,12 +146,12 @@ def _kept_types(plan: Plan, program: Program) -> Iterator[str]:
 
 
 def _with_type_of_sums(state: StateData) -> StateData:
-    """Return a copy of the parameter's data with the data type in which its gradient is accumulated."""
+    """Return a copy of the parameter ``state`` with the data type in which its gradient is accumulated."""
     return state.model_copy(update={"dtype": sum_type(state.dtype)})
 
 
 def _types_of(states: Sequence[StateData]) -> str:
-    """Return the data types of ``states`` as text, the type with the most elements first."""
+    """Return the data types of ``states`` as text, such as ``bf16 and fp32``, the type with the most elements first."""
     sizes: Counter[str] = Counter()
     for state in states:
         sizes[_shorten_dtype(state.dtype)] += math.prod(state.shape)
@@ -151,6 +159,9 @@ def _types_of(states: Sequence[StateData]) -> str:
 
 
 def _shorten_dtype(dtype: str) -> str:
+    """Return the short name of a data type: ``bf16`` for ``bfloat16``. A type without a short name is returned
+    unchanged.
+    """
     return _SHORT.get(dtype, dtype)
 
 
@@ -187,37 +198,46 @@ _SAME = 1e-3  # of a step: less is no difference
 
 
 def is_barred(candidate: Candidate) -> bool:
-    """Return whether a candidate is infeasible for another reason than lack of memory."""
+    """Return whether ``candidate``, a layout of the search, is not possible for another reason than lack of memory."""
     return candidate.status == "infeasible" and candidate.missing is None
 
 
 def is_as_fast(candidate: Candidate, certificate: Certificate) -> bool:
-    """Return whether a solved candidate that was not chosen takes no longer than the plan."""
+    """Return whether the search worked out the layout ``candidate`` without choosing it, although it takes no longer
+    than the chosen plan. ``certificate``: the results of the search.
+    """
     solved = candidate.status == "solved" and candidate.step_time is not None
     return solved and (candidate.step_time or 0.0) <= certificate.objective * (1 + _ROUNDING)
 
 
 def status_word(candidate: Candidate, certificate: Certificate) -> str:
-    """Return a short text for the outcome of a candidate in the search."""
+    """Return a short text for what the search found for the layout ``candidate``, such as ``slower``. ``certificate``:
+    the results of that search.
+    """
     if is_as_fast(candidate, certificate):
         return AS_FAST
     return _NO_PLAN if is_barred(candidate) else STATUS_WORDS[_get_status(candidate, certificate)]
 
 
 def _get_status(candidate: Candidate, certificate: Certificate) -> str:
+    """Return what the search found for the layout ``candidate`` as a key of ``STATUS_WORDS``. Layouts that were not
+    worked out but may be faster than the plan have a key of their own. ``certificate``: the results of the search.
+    """
     return OPEN if certificate.is_open(candidate) else candidate.status
 
 
 def format_heading(text: str) -> Text:
+    """Return ``text`` in bold."""
     return Text(text, style="bold")
 
 
 def indent_part(part: RenderableType) -> Padding:
+    """Return ``part``, a text or table of the library rich, indented by two characters."""
     return Padding(part, (0, 0, 0, 2), expand=False)
 
 
 def build_pair_grid(rows: Sequence[tuple[str, str]]) -> Padding:
-    """Names and values in two columns."""
+    """Return a grid of two columns without titles. ``rows``: pairs (name, value)."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
@@ -227,7 +247,9 @@ def build_pair_grid(rows: Sequence[tuple[str, str]]) -> Padding:
 
 
 def build_empty_table(columns: Sequence[tuple[str, bool]]) -> Table:
-    """An empty table; a column is (title, whether it holds numbers)."""
+    """Return a table with column titles and no rows. ``columns``: (title, whether it holds numbers) of each column;
+    numbers are aligned to the right.
+    """
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1))
     for title, numeric in columns:
         made.add_column(
@@ -237,8 +259,9 @@ def build_empty_table(columns: Sequence[tuple[str, bool]]) -> Table:
 
 
 def microbatches_text(plan: Plan) -> str:
-    """Return the number of microbatches in a step as text, for example ``8``, or ``5 on 4 ranks of dp, 4 on 3`` if
-    ranks differ."""
+    """Return the number of microbatches in a step of ``plan`` as text, such as ``8``, or ``5 on 4 ranks of dp, 4 on 3``
+    if ranks of the mesh axis ``dp`` have different numbers.
+    """
     if not plan.data_shares:
         return f"{plan.num_microbatches:,}"
     (most, ranks), *others = sorted(Counter(plan.data_shares).items(), reverse=True)
@@ -248,7 +271,9 @@ def microbatches_text(plan: Plan) -> str:
 
 
 def build_figure_grid(plan: Plan, time: str) -> Padding:
-    """Build the grid of the plan's main figures. ``time``: text of what the step time is spent on."""
+    """Return a grid of the names and values of the main figures of ``plan``. Figures without a value are left out.
+    ``time``: a text on what the step time is spent on.
+    """
     estimate, certificate = plan.estimate, plan.certificate
     fullest = fullest_rank(plan)
     batch = _find_batch_size(plan)
@@ -294,14 +319,15 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
 
 
 def waiting_text(plan: Plan) -> str:
-    """Return a text that says what share of the step ranks wait for others; empty if they do not."""
+    """Return a text on the fraction of the step in which ranks of ``plan`` wait for others; empty if they do not."""
     shares = bubble_text(plan)
     return f"{shares}: the share of the step in which a rank waits for other ranks" if shares else ""
 
 
 def throughput_text(plan: Plan) -> str:
-    """Return tokens (or samples) per second as text, in total and per device; empty if no input has a batch
-    dimension."""
+    """Return the tokens (or samples) per second of ``plan`` as text, in total and per device; empty if no input has a
+    batch dimension.
+    """
     step, samples = plan.estimate.step_time, plan.global_batch
     if not step or not samples:
         return ""
@@ -311,7 +337,9 @@ def throughput_text(plan: Plan) -> str:
 
 
 def constraint_cost_text(plan: Plan) -> str:
-    """By how much the fastest standard layout that the user's constraints exclude is faster; empty if none is."""
+    """Return a text which says by how much the fastest standard layout that the user's constraints exclude is faster
+    than ``plan``; empty if none is faster.
+    """
     step = plan.certificate.objective
     found = [
         (baseline.candidate.step_time, baseline)
@@ -326,7 +354,9 @@ def constraint_cost_text(plan: Plan) -> str:
 
 
 def fewer_text(plan: Plan) -> str:
-    """Return a text which says that a part of the cluster is at least as fast; empty if no such part was found."""
+    """Return a text on the fastest plan found that uses only a part of the devices of ``plan``; empty if no such plan
+    was found.
+    """
     step = plan.certificate.objective
     found = [
         (baseline, baseline.candidate.step_time)
@@ -343,7 +373,9 @@ def fewer_text(plan: Plan) -> str:
 
 
 def other_batch_text(plan: Plan) -> str:
-    """Return a text which says that another global batch needs less time per sample; empty if none was found."""
+    """Return a text on a plan for another global batch, with its step time and its time per sample relative to
+    ``plan``; empty if none was found.
+    """
     found = next((b for b in plan.certificate.baselines if b.global_batch), None)
     if found is None or found.candidate is None or not found.candidate.step_time or not plan.global_batch:
         return ""
@@ -355,14 +387,17 @@ def other_batch_text(plan: Plan) -> str:
 
 
 def per_sample_text(plan: Plan, global_batch: int, seconds: float) -> str:
-    """Return the step time of another batch and its time per sample relative to the plan's, for example ``7 s, 5% less
-    per sample``. ``seconds``: that step time."""
+    """Return the step time of another batch and its time per sample relative to ``plan``, such as ``7 s, 5% less per
+    sample``. ``global_batch``: samples of the other batch. ``seconds``: its step time.
+    """
     ratio = seconds / global_batch / (plan.certificate.objective / plan.global_batch)
     return f"{seconds_text(seconds)}, {format_percent(abs(1 - ratio))} {'less' if ratio < 1 else 'more'} per sample"
 
 
 def sharing_text(plan: Plan) -> str:
-    """Return a text of the ZeRO stage, the states that it shards, and the number of ranks; empty without training."""
+    """Return a text on how ``plan`` shards training states over data-parallel ranks: the ZeRO stage, the states and the
+    number of ranks; empty without training.
+    """
     if plan.objective != "train":
         return ""
     zero, replicas = plan.chosen.zero, plan.mesh.get("dp", 1) // (plan.chosen.dp_shard or plan.mesh.get("dp", 1))
@@ -382,8 +417,10 @@ def sharing_text(plan: Plan) -> str:
 
 
 def _format_expert_sharding(plan: Plan, ranks: int) -> str:
-    """Return the continuation of :func:`sharing_text` for the states of experts; empty if they are sharded over as many
-    ranks as the other states, which are ``ranks``. Only ranks with the same experts can share their states."""
+    """Return a clause on over how many ranks the states of experts are sharded. It is empty if these are ``ranks``, the
+    number for all other states, or if experts are not distributed. Only ranks with the same experts can share their
+    states.
+    """
     chosen, ep = plan.chosen, plan.mesh.get("ep", 1)
     parts = hybrid_mesh(plan.mesh, chosen.etp, chosen.dp_shard)
     shared, replicas = parts["edp_shard"], parts["edp_replicate"]
@@ -397,8 +434,9 @@ def _format_expert_sharding(plan: Plan, ranks: int) -> str:
 
 
 def recomputed_text(plan: Plan) -> str:
-    """Return a text of what backward recomputes, listed by stage if stages differ; empty without training, or if it is
-    unknown."""
+    """Return a text on which layers of ``plan`` are recomputed in backward, by stage if stages differ; empty without
+    training, or if it is unknown.
+    """
     stages = plan.estimate.stages
     if plan.objective != "train" or not stages:
         return ""
@@ -412,7 +450,9 @@ def recomputed_text(plan: Plan) -> str:
 
 
 def _format_recomputed(stage: StageEstimate) -> str:
-    """``3 of 10 calls in full, 6 in part``; without a number if it is not known how many are recomputed in part."""
+    """Return a text on how many calls of layers in ``stage`` are recomputed in backward, such as ``3 of 10 calls in
+    full, 6 in part``. If the second number is not known, the text has none.
+    """
     count = f"of {format_plural(stage.num_calls, 'call')}"
     whole = f"{stage.recomputed} {count} in full" if stage.recomputed else ""
     if stage.recomputed == stage.num_calls:
@@ -426,28 +466,34 @@ def _format_recomputed(stage: StageEstimate) -> str:
 
 
 def host_text(plan: Plan) -> str:
-    """Return a text of what is kept in host memory, with the largest bytes of a rank; empty if nothing is."""
+    """Return a text on the data of ``plan`` in host memory, with the bytes of the rank that has most; empty if there is
+    none.
+    """
     most = max((stage.host for stage in plan.estimate.stages), default=0)
     return f"{' + '.join(host_kinds(plan))}: {bytes_text(most)} per rank" if plan.offload else ""
 
 
 def host_kinds(plan: Plan | Baseline) -> list[str]:
-    """Return words for the kinds of data in host memory. If optimizer states are on disk, the optimizer's entry names
-    the parameters and gradients that it updates."""
+    """Return names for the kinds of data that ``plan`` keeps in host memory, such as ``activations``. If optimizer
+    states are on disk, the optimizer's name is replaced by the parameters and gradients that it updates.
+    """
     kinds = [kind for kind in plan.offload if kind != "disk"]
     steps = "the optimizer's parameters and gradients"
     return [steps if kind == "optimizer" and "disk" in plan.offload else kind for kind in kinds]
 
 
 def format_offload(plan: Plan | Baseline) -> str:
-    """Return a phrase such as ``with optimizer and activations in host memory``; empty if nothing is offloaded."""
+    """Return a phrase for the offload of ``plan``, such as ``with optimizer and activations in host memory``; empty
+    without offload.
+    """
     disk = ", its states on disk" if "disk" in plan.offload else ""
     return f"with {' and '.join(host_kinds(plan))} in host memory{disk}" if plan.offload else ""
 
 
 def describe_tried_offload(plan: Plan) -> str:
-    """Return a phrase for the offload that the search's candidates used, if more offload might make a plan fit; empty
-    if it could not. A candidate that does not fit was tried only with that offload."""
+    """Return a phrase for the offload with which the search tried all its layouts, because a layout that does not fit
+    may fit with more offload. It is empty if no more offload is possible, or if the user prescribed the offload.
+    """
     if plan.constraints.offload is not None or "parameters" in plan.offload or not can_offload(plan.topology):
         return ""
     if not plan.offload:
@@ -456,14 +502,17 @@ def describe_tried_offload(plan: Plan) -> str:
 
 
 def disk_text(plan: Plan) -> str:
-    """Return a text of what is kept on disk, with the largest bytes of a rank; empty if nothing is."""
+    """Return a text on the data of ``plan`` on disk, with the bytes of the rank that has most; empty if there
+    is none.
+    """
     most = max((stage.disk for stage in plan.estimate.stages), default=0)
     return f"optimizer states: {bytes_text(most)} per rank" if "disk" in plan.offload else ""
 
 
 def bandwidth_text(plan: Plan) -> str:
-    """Return the bandwidth per device of each link level if all devices transfer simultaneously, for example ``nvlink4
-    450 GB/s, ib-ndr 50 GB/s per device``; empty for one rank."""
+    """Return the bandwidth per device of each kind of link in the topology of ``plan``, if all devices transfer at
+    once, for example ``nvlink4 450 GB/s, ib-ndr 50 GB/s per device``; empty for one rank.
+    """
     if plan.world_size == 1:
         return ""
     rates = [f"{level.name} {level_rates(plan.topology, level)[1]}" for level in plan.topology.levels]
@@ -471,7 +520,7 @@ def bandwidth_text(plan: Plan) -> str:
 
 
 def _find_batch_size(plan: Plan) -> int:
-    """Return the number of samples in one step; 0 if no input has a batch dimension."""
+    """Return the number of samples in one step of ``plan``; 0 if no input has a batch dimension."""
     if plan.written is None:
         return plan.global_batch
     inputs = plan.written.inputs
@@ -479,9 +528,10 @@ def _find_batch_size(plan: Plan) -> int:
 
 
 def usable_memory_text(plan: Plan) -> str:
-    """Return a text that derives the usable memory of the fullest rank from its device's memory, for example ``79.6 GiB
-    of the device, less 1.4 GiB reserved, 1.29 GiB for communication groups and 3.91 GiB of margin (memory_margin 5%)``;
-    empty if the peak is unknown."""
+    """Return a text that derives the usable memory of the fullest rank of ``plan`` from its device's memory, for
+    example ``79.6 GiB of the device, less 1.4 GiB reserved and 3.91 GiB of margin (memory_margin 5%)``; empty if the
+    plan has no memory estimate.
+    """
     if not plan.estimate.memory:
         return ""
     parts, margin = device_memory(plan, fullest_rank(plan)), plan.constraints.memory_margin
@@ -497,13 +547,17 @@ def usable_memory_text(plan: Plan) -> str:
 
 
 def cut_off(certificate: Certificate) -> str:
-    """Return a phrase for the limit that ended the search early; empty if the search was complete."""
+    """Return a phrase for what ended the search early, such as ``cut off by its time limit``; empty if the search was
+    complete. ``certificate``: the results of the search.
+    """
     return f"cut off by {_ENDS[certificate.cut_off]}" if certificate.cut_off else ""
 
 
 def candidate_counts(certificate: Certificate) -> str:
-    """Return the numbers of candidates by outcome, for example ``24 layouts: 1 chosen, 3 slower, 20 ruled out by lower
-    bounds on their time``."""
+    """Return the numbers of layouts by what the search found for them, for example ``24 layouts: 1 chosen, 3 slower, 20
+    ruled out by lower bounds on their time``; empty if no layouts are listed. ``certificate``: the results of the
+    search.
+    """
     if not certificate.candidates:
         return ""
     known = Counter(_get_status(c, certificate) for c in certificate.candidates)
@@ -519,8 +573,9 @@ def candidate_counts(certificate: Certificate) -> str:
 
 
 def stage_table(plan: Plan, whole: Outline) -> Padding:
-    """Build a table with one row per stage: its ranks and contents, and its forward and backward seconds in one
-    step."""
+    """Return a table with one row per pipeline stage of ``plan``: its ranks and blocks, its parameters, its peak
+    memory, and the forward and backward seconds of a step. ``whole``: the overview of the plan's program.
+    """
     busy = [(stage.forward_s, stage.backward_s) for stage in plan.estimate.stages]
     busy = busy if len(busy) == len(whole.stages) else _simulate_stage_seconds(plan)
     train = plan.program.objective == "train"
@@ -547,20 +602,25 @@ def stage_table(plan: Plan, whole: Outline) -> Padding:
 
 
 def _format_peak(peak: int, usable: int) -> str:
-    """``67.4 GiB (92%)``: a peak and its share of the usable memory."""
+    """Return a peak and its fraction of the usable memory as text, such as ``67.4 GiB (92%)``. ``peak``, ``usable``:
+    bytes.
+    """
     return f"{bytes_text(peak)} ({format_percent(share_of_usable(peak, usable))})"
 
 
 def _simulate_stage_seconds(plan: Plan) -> list[tuple[float, float]]:
-    """Simulate the forward and backward seconds of each stage, for plan files of an earlier version that do not contain
-    them."""
+    """Return the (forward, backward) seconds of each stage in one step, from a simulation. Plan files of earlier
+    versions do not contain these numbers.
+    """
     from partitioner.simulate.program_time import stage_seconds
 
     return [(seconds.forward, seconds.backward) for seconds in stage_seconds(plan)]
 
 
 def estimate_table(plan: Plan) -> Padding:
-    """Build a table with one row per stage for a plan without a program, from the cost model's estimate."""
+    """Return a table with one row per pipeline stage of ``plan``, from the cost model's estimates: ranks, layers, peak
+    memory and seconds. It is used for plans without a program.
+    """
     train = plan.objective == "train"
     made = build_empty_table(
         [("stage", True), ("ranks", False), ("calls", True), ("first call", False), ("last call", False),
@@ -578,8 +638,9 @@ def estimate_table(plan: Plan) -> Padding:
 
 
 def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
-    """Build the table of candidates: the chosen one first, then by step time or lower bound. ``most``: largest number
-    of rows."""
+    """Return a table of the layouts that the search of ``plan`` examined: the chosen one first, then by step time or
+    lower bound. ``most``: largest number of rows; a further row has the number of the others.
+    """
     made = build_empty_table(
         [("mesh", False), ("microbatch", True), ("schedule", False), ("step time", True), ("at least", True),
          ("memory", True), ("outcome", False)]
@@ -605,27 +666,33 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
 
 
 def fullest_bytes(plan: Plan) -> int | None:
-    """Return the peak bytes of the rank that takes the largest share of its usable memory; ``None`` if it is
-    unknown."""
+    """Return the peak bytes of that rank of ``plan`` which uses the largest fraction of its usable memory; ``None`` if
+    the plan has no memory estimate.
+    """
     return plan.estimate.memory[fullest_rank(plan)] if plan.estimate.memory else None
 
 
 def _format_candidate_memory(candidate: Candidate, plan: Plan) -> str:
-    """Return the peak memory of a candidate's fullest rank as text; empty if unknown. For the chosen candidate, use the
-    plan's estimate."""
+    """Return the peak memory of the fullest rank of the layout ``candidate`` as text; empty if unknown. If
+    ``candidate`` is the layout of ``plan``, it is the memory estimate of the plan.
+    """
     if candidate.status == "chosen" and (most := fullest_bytes(plan)) is not None:
         return bytes_text(most)
     return bytes_text(candidate.memory) if candidate.memory is not None else ""
 
 
 def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return ``candidates``, the layouts that a search examined, sorted by outcome (chosen, worked out, ruled out by a
+    bound, not possible), then by step time or its lower bound.
+    """
     order = {"chosen": 0, "solved": 1, "bounded": 2, "infeasible": 3}
     return sorted(candidates, key=lambda c: (order[c.status], c.step_time or c.bound, sorted(c.mesh.items())))
 
 
 def collective_table(whole: Outline) -> Padding | None:
-    """Build a table of the bytes that collectives transfer in one call of each block type, per microbatch; ``None`` if
-    there are none."""
+    """Return a table of the bytes that collectives transfer in one call of each type of block, per microbatch; ``None``
+    if there are none. ``whole``: the overview of a program.
+    """
     made = build_empty_table([("each call of", False), ("collective", False), ("forward", True), ("backward", True)])
     told: set[tuple[str, ...]] = set()
     for group in (g for stage in whole.stages for g in stage.groups):
@@ -644,8 +711,9 @@ def collective_table(whole: Outline) -> Padding | None:
 
 
 def rule_table(plan: Plan) -> Padding | None:
-    """Build a table of the operators that every rank runs unsharded because they have no sharding rule, with their
-    share of the work; ``None`` if there are none."""
+    """Return a table of the operators that every rank of ``plan`` runs in full because no sharding rule exists for
+    them, with their fraction of the work; ``None`` if there are none.
+    """
     shares = sorted(plan.shares.without_rule.items(), key=lambda item: -item[1])
     if not shares:
         return None
@@ -656,8 +724,9 @@ def rule_table(plan: Plan) -> Padding | None:
 
 
 def build_bar_chart(shares: Sequence[tuple[str, float, str]], width: int = 30) -> Padding:
-    """Build a bar chart from rows of (name, fraction of the total, value as text). If there is little room, names are
-    wrapped and values are kept whole."""
+    """Return a bar chart as a grid of text. ``shares``: (name, fraction of the total, value as text) of each bar.
+    ``width``: characters of a bar for the fraction 1. If there is little room, names are wrapped and values are not.
+    """
     grid = Table.grid(padding=(0, 2))
     grid.add_column(overflow="fold")
     for justify in ("right", "right", "left"):
@@ -673,8 +742,10 @@ def format_text_line(text: str) -> RenderableType:
 
 
 def describe_outcome(candidate: Candidate, chosen: float, unhosted: str = "") -> str:
-    """Return a phrase for the outcome of a candidate compared with the plan's ``chosen`` seconds. ``unhosted``: the
-    text of :func:`describe_tried_offload`."""
+    """Return a phrase for what the search found for the layout ``candidate``, such as ``takes 7 s, 5% more``.
+    ``chosen``: the step time of the chosen plan in seconds. ``unhosted``: a phrase on the offload to host memory with
+    which the search tried its layouts, added to the result if memory is lacking; empty for no addition.
+    """
     why = f" ({candidate.reason})" if candidate.reason else ""
     if candidate.status == "chosen":
         return "this is the plan"
@@ -702,8 +773,9 @@ _ALGORITHMS = {
 
 
 def explain_sequence_axis(plan: Plan) -> Iterator[RenderableType]:
-    """Yield lines that explain why the plan uses the ``cp`` axis, and its attention algorithm; nothing if ``cp`` is
-    1."""
+    """Yield lines on how ``plan`` divides sequences over the mesh axis ``cp``: its size, the attention algorithm, the
+    alternatives; nothing if the axis has one rank.
+    """
     cp, chosen = plan.mesh.get("cp", 1), plan.certificate.objective
     if cp == 1:
         return
@@ -730,7 +802,9 @@ def explain_sequence_axis(plan: Plan) -> Iterator[RenderableType]:
 
 
 def explain_expert_axis(plan: Plan) -> Iterator[RenderableType]:
-    """Yield lines that explain why the plan uses the ``ep`` axis, and its size; nothing if ``ep`` is 1."""
+    """Yield lines on how ``plan`` distributes experts over the mesh axis ``ep``, and on other sizes of it; nothing if
+    the axis has one rank.
+    """
     ep, program = plan.mesh.get("ep", 1), plan.written
     if ep == 1:
         return
@@ -767,8 +841,9 @@ def explain_expert_axis(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _explain_without_axis(plan: Plan, axis: str, words: str, size: int = 1) -> Iterator[RenderableType]:
-    """Yield a line on the candidates in which ``axis`` has ``size`` ranks: their best step time or their lower
-    bound."""
+    """Yield a line on the search's layouts in which the mesh axis ``axis`` has ``size`` ranks: the best step time, or a
+    lower bound if none was worked out. ``words``: the beginning of the line, which names this size.
+    """
     others = [c for c in plan.certificate.candidates if c.mesh.get(axis, 1) == size]
     chosen = plan.certificate.objective
     solved = [c for c in others if c.step_time is not None]
@@ -789,5 +864,8 @@ def _explain_without_axis(plan: Plan, axis: str, words: str, size: int = 1) -> I
 
 
 def _format_change(seconds: float, chosen: float) -> str:
+    """Return how a step of ``seconds`` compares with the plan's step of ``chosen`` seconds as text, such as ``5.0%
+    more``.
+    """
     change = seconds / chosen - 1 if chosen else 0.0
     return f"{format_percent(abs(change))} {'more' if change >= 0 else 'less'}"

@@ -31,7 +31,9 @@ _SAME = 1e-3  # of a step: less is no difference
 
 
 def time_shares(plan: Plan) -> list[tuple[str, float]]:
-    """Return pairs of activity and fraction of the step time, the largest first."""
+    """Return pairs (activity, fraction of the step time) of ``plan``, the largest fraction first. An activity is a text
+    such as ``computation`` or ``exposed communication``.
+    """
     breakdown = plan.estimate.breakdown
     total = sum(breakdown.values())
     known = {kind for kinds in _GROUPS.values() for kind in kinds}
@@ -41,14 +43,17 @@ def time_shares(plan: Plan) -> list[tuple[str, float]]:
 
 
 def without_residue(breakdown: Mapping[str, float]) -> dict[str, float]:
-    """Return ``breakdown`` (seconds by kind) without entries so small that they are only rounding residue."""
+    """Return ``breakdown``, a dict of kind of time -> seconds, without entries so small that they are only rounding
+    errors.
+    """
     total = sum(breakdown.values())
     return {kind: seconds for kind, seconds in breakdown.items() if seconds > _RESIDUE * total}
 
 
 def list_time_changes(old: Mapping[str, float], new: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return (kind, seconds of ``new`` less those of ``old``) for each kind of time that changed between two breakdowns
-    (seconds by kind) by more than a thousandth of the step, the largest change first."""
+    """Return pairs (kind of time, seconds in ``new`` less seconds in ``old``), the largest change first. ``old``,
+    ``new``: the seconds of two steps by kind. Changes of at most a thousandth of the step of ``old`` are left out.
+    """
     least_s = _SAME * sum(old.values())
     old, new = without_residue(old), without_residue(new)
     changes = {kind: new.get(kind, 0.0) - old.get(kind, 0.0) for kind in {**old, **new}}
@@ -56,8 +61,10 @@ def list_time_changes(old: Mapping[str, float], new: Mapping[str, float]) -> lis
 
 
 def time_changes(old: Mapping[str, float], new: Mapping[str, float], most: int = 4) -> Iterator[str]:
-    """Yield one line for each kind of time that changed between two breakdowns (seconds by kind), the largest change
-    first. ``most``: largest number of lines."""
+    """Yield a text for each kind of time that differs between two steps, such as ``pipeline bubble: +48 ms (10 ms → 58
+    ms)``, the largest change first. ``old``, ``new``: the seconds of the two steps by kind. ``most``: largest number of
+    texts.
+    """
     changes = list_time_changes(old, new)[:most]
     old, new = without_residue(old), without_residue(new)
     for kind, change in changes:
@@ -66,9 +73,10 @@ def time_changes(old: Mapping[str, float], new: Mapping[str, float], most: int =
 
 
 def format_time_changes(old: Mapping[str, float], new: Mapping[str, float], most: int = 3) -> str:
-    """Return the largest changes between two breakdowns in one clause, for example ``recomputation +145 ms, pipeline
-    bubble −48 ms, the rest +4 ms``; empty if nothing changed. ``most``: largest number of kinds by name. The others are
-    the rest, with which the changes add up."""
+    """Return the largest changes between two steps in one clause, for example ``recomputation +145 ms, pipeline bubble
+    −48 ms, the rest +4 ms``; empty if nothing changed. ``old``, ``new``: the seconds of the two steps by kind of time.
+    ``most``: largest number of kinds that are listed by name; the others are added up as the rest.
+    """
     changes = list_time_changes(old, new)[:most]
     told = [f"{KINDS.get(kind, kind)} {_format_change(seconds)}" for kind, seconds in changes]
     rest_s = sum(new.values()) - sum(old.values()) - sum(seconds for _, seconds in changes)
@@ -78,4 +86,5 @@ def format_time_changes(old: Mapping[str, float], new: Mapping[str, float], most
 
 
 def _format_change(seconds: float) -> str:
+    """Return a difference in seconds as text with a sign, such as ``+145 ms``."""
     return f"{'+' if seconds > 0 else '−'}{seconds_text(abs(seconds))}"

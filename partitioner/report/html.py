@@ -26,14 +26,20 @@ MOST_CHARACTERS = 1200  # of one text; the rest of a longer text is left out
 
 
 def clean_text(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Return ``text`` without control characters, and with ``…`` in place of what exceeds ``most`` characters."""
+    """Return ``text`` with each control character replaced by ``�``. A text longer than ``most`` characters is cut to
+    that length and ends in ``…``.
+    """
     text = _CONTROL.sub("�", text)
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def build_element(tag: str, *children: Child, **attributes: Any) -> ET.Element:
-    """Return an element. ``attributes``: ``_`` in a name stands for ``-``, and a trailing one is dropped (``class_``).
-    ``None`` and ``False`` leave an attribute out.
+    """Return an HTML element with the name ``tag``. ``children``: elements and texts inside it, in order; ``None`` is
+    skipped.
+
+    ``attributes``: the attributes of the element by name. ``_`` in a name stands for ``-``, and ``_`` at its end is
+    dropped, so that ``class_`` gives ``class``. An attribute whose value is ``None`` or ``False`` is left out; one
+    whose value is ``True`` is written with an empty value.
     """
     element = ET.Element(tag)
     for name, value in attributes.items():
@@ -44,7 +50,7 @@ def build_element(tag: str, *children: Child, **attributes: Any) -> ET.Element:
 
 
 def append_children(element: ET.Element, children: Iterable[Child]) -> None:
-    """Append elements and texts to ``element``. ``None`` is skipped."""
+    """Append ``children``, elements and texts, to ``element`` in order. ``None`` and empty texts are skipped."""
     for child in children:
         if isinstance(child, ET.Element):
             element.append(child)
@@ -57,7 +63,7 @@ def append_children(element: ET.Element, children: Iterable[Child]) -> None:
 
 
 def format_html(element: ET.Element) -> str:
-    """Return the HTML text of ``element``."""
+    """Return ``element`` with everything inside it as HTML text."""
     return ET.tostring(element, encoding="unicode", method="html")
 
 
@@ -71,9 +77,12 @@ def build_table(
     name: str | None = None,
     marks: Sequence[str | None] = (),
 ) -> ET.Element:
-    """Return a table in a frame that scrolls sideways. ``columns``: (title, whether it holds numbers). A cell is a
-    text, an element, or (key to sort by, content). ``captioned``: whether the caption is visible.
-    ``name``: the id. ``marks``: the class of each row.
+    """Return an HTML table inside an element that scrolls sideways.
+
+    ``caption``: the title, which is hidden if ``captioned`` is false. ``columns``: (title, whether it holds numbers) of
+    each column. ``rows``: one cell per column; a cell is a text, an element, ``None``, or a pair (key to sort by,
+    content). ``sortable``: whether a click on a column's title sorts the rows. ``name``: the ``id`` attribute of the
+    table. ``marks``: the ``class`` attribute of each row, ``None`` for no class; it may be shorter than ``rows``.
     """
     head = build_element("tr")
     for title, numeric in columns:
@@ -107,8 +116,12 @@ def build_table(
 
 
 def build_parts(parts: Iterable[Any], caption: str, level: int = 3) -> list[ET.Element]:
-    """Return the renderables of ``partitioner/explain`` as elements: tables, paragraphs, lists, and headings of
-    ``level``.
+    """Return the ``parts`` of a text report, which are objects of the library rich, as HTML elements in the same order.
+    A rich table becomes an HTML table, a text without indent a heading, an indented text a paragraph, and consecutive
+    texts that begin with ``- `` a list. Empty texts are left out.
+
+    ``caption``: the caption of tables before the first heading; later tables have the text of the heading above them.
+    ``level``: the level of the headings, 3 for ``<h3>``.
     """
     found: list[ET.Element] = []
     for part in parts:
@@ -132,11 +145,14 @@ def build_parts(parts: Iterable[Any], caption: str, level: int = 3) -> list[ET.E
 
 
 def read_cell(cell: Any) -> str:
-    """Return the text of a cell of a text table."""
+    """Return the plain text of ``cell``, a cell of a table of the library rich."""
     return cell.plain if isinstance(cell, Text) else str(cell)
 
 
 def _convert_table(table: Table, caption: str) -> ET.Element:
+    """Return a table of the library rich as an HTML table with a hidden ``caption``. Right-aligned columns are those of
+    numbers. A table whose columns have no titles becomes a list of names and values.
+    """
     columns = [(read_cell(column.header), column.justify == "right") for column in table.columns]
     rows = [[read_cell(cell) for cell in row] for row in zip(*(column.cells for column in table.columns), strict=True)]
     if any(title for title, _ in columns):
@@ -145,7 +161,10 @@ def _convert_table(table: Table, caption: str) -> ET.Element:
 
 
 def build_pair_list(rows: Iterable[Sequence[str]], caption: str) -> ET.Element:
-    """Return rows without a header as a table: a name, then values. A cell of ``█`` becomes a bar."""
+    """Return an HTML table without column titles. ``rows``: a name, which becomes the row's heading, then the values.
+    If a row has several values, one that consists of ``█`` characters only becomes a bar of proportional length.
+    ``caption``: a hidden title.
+    """
     body = build_element("tbody")
     for name, *values in rows:
         line = build_element("tr", build_element("th", name, scope="row"))
@@ -158,5 +177,8 @@ def build_pair_list(rows: Iterable[Sequence[str]], caption: str) -> ET.Element:
 
 
 def _build_bar(share: float) -> ET.Element:
+    """Return a table cell with a horizontal bar. ``share``: the length of the bar as a fraction of the cell's width, 0
+    to 1.
+    """
     bar = build_element("span", class_="bar", style=f"width:{max(0.5, min(100.0, 100 * share)):.1f}%")
     return build_element("td", build_element("span", bar, class_="track", aria_hidden="true"), class_="bars")

@@ -14,13 +14,16 @@ MOST_PICTURE_BYTES = 400_000  # of a picture in a notebook, which keeps it in it
 
 
 def format_plan_html(plan: Plan) -> str:
-    """Return the figures of ``plan`` and its graph as HTML. The picture is an image, so that its style sheet does not
-    reach the notebook.
+    """Return what a notebook displays for ``plan`` as HTML text: its main figures and the picture of its graph. The
+    picture is embedded as an image, so that its style sheet does not change the notebook's page.
     """
     return format_html_figures(picture_title(plan), key_figures(plan), _format_graph(plan))
 
 
 def _format_graph(plan: Plan) -> str:
+    """Return the picture of the plan's graph as an HTML image. Return a paragraph that says how to write the picture to
+    a file if it is longer than ``MOST_PICTURE_BYTES``, and an empty text if the plan has no program to draw.
+    """
     try:
         picture = draw(plan, "graph").encode(errors="replace")
     except PartitionError:  # a plan without a program

@@ -33,8 +33,13 @@ MOST_OPERATORS = 300  # rows of the table
 
 @dataclass
 class OperatorCost:
-    """What one operator of a module costs in a microbatch on one rank of its stage. ``calls``: calls of the block.
-    ``seconds``: forward and backward, of all calls. ``num_bytes`` and ``flops``: of forward and backward of one call.
+    """Describes the predicted cost of one operator of a module for one microbatch, on one rank of a pipeline stage.
+
+    ``stages``: the index of the stage, or the first and the last as text, such as ``0–3``. ``block``: name of the block
+    of layers that contains the operator. ``operator``: the module path and the name of the operator. ``calls``: how
+    often the stages call the block. ``seconds``: of forward and of backward, summed over all these calls.
+    ``num_bytes``: bytes read and written by forward and backward of a single call. ``flops``: their floating-point
+    operations.
     """
 
     stages: str
@@ -47,8 +52,9 @@ class OperatorCost:
 
 
 def list_operator_costs(plan: Plan) -> list[OperatorCost]:
-    """Return the cost of every operator of the plan's blocks, the most expensive first. Operators of equal name in one
-    module of a block are added up. A block on several stages is listed once, with all its calls.
+    """Return the predicted cost of every operator of the plan's blocks, the longest time first. Operators of equal name
+    in one module of a block are added up. A block that several stages call has one entry per operator, with all its
+    calls.
 
     Times are those of kernels alone, without communication, recomputation and the time in which a device waits for the
     host.
@@ -74,12 +80,16 @@ def list_operator_costs(plan: Plan) -> list[OperatorCost]:
 
 
 def _format_stages(numbers: list[int]) -> str:
+    """Return stage indices in ascending order as text: ``3`` for one, ``0–3`` for the first and the last of several."""
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}"
 
 
 def _list_block_costs(
     plan: Plan, block: Block, device: DeviceType, train: bool, common: OperatorCost
 ) -> Iterator[OperatorCost]:
+    """Yield the predicted cost of each operator of ``block`` on ``device``. ``train``: whether backward is included.
+    ``common``: an entry whose ``stages``, ``block`` and ``calls`` all results have.
+    """
     paths = {node["name"]: node.get("path", "") for node in plan.program.blocks[block.name].nodes}
     names, learned = set(block.states), learned_nodes(block)
     rows: list[KernelRow] = []
@@ -110,7 +120,9 @@ def _list_block_costs(
 
 
 def build_operator_table(costs: list[OperatorCost]) -> ET.Element:
-    """Return the table of at most ``MOST_OPERATORS`` operators."""
+    """Return a sortable HTML table with a row for each of the first ``MOST_OPERATORS`` entries of ``costs``. Its column
+    "share" is the fraction of the seconds of all ``costs``.
+    """
     total = sum(sum(cost.seconds) for cost in costs) or 1.0
     rows: list[list[Cell]] = []
     for cost in costs[:MOST_OPERATORS]:

@@ -61,13 +61,17 @@ _PICTURES = {  # view -> title, what the section says
 
 
 def build_report(plan: Plan) -> str:
-    """Return the report of ``plan`` as the text of an HTML file, at most ``MOST_BYTES`` long."""
+    """Return the report of ``plan`` as the text of one HTML file that loads nothing else. Every picture and section has
+    its own limit in bytes. What exceeds a limit is left out, and the last section lists it.
+    """
     left_out: list[str] = []
     return _build_page(picture_title(plan), list(_build_sections(plan, left_out)), left_out)
 
 
 def build_topology_report(topology: Topology) -> str:
-    """Return the picture and the links of ``topology`` as the text of an HTML file."""
+    """Return the text of one HTML file that shows ``topology``: its device types, a table of its links, and its
+    picture.
+    """
     left_out: list[str] = []
     titles = ("link", "joins", "bandwidth", "a device gets", "a node gets", "latency")
     links = build_table("Links", [(title, title in titles[2:]) for title in titles], rate_rows(topology))
@@ -83,6 +87,10 @@ def build_topology_report(topology: Topology) -> str:
 
 
 def _build_page(title: str, sections: list[ET.Element], left_out: list[str]) -> str:
+    """Return the text of an HTML file. ``title``: its heading. ``sections``: its contents, each with an ``id`` and a
+    heading as its first child. ``left_out``: sentences that say what the page leaves out, which become the last
+    section.
+    """
     menu = build_element("ul")
     for section in sections:
         name = section.get("id", "")
@@ -107,7 +115,9 @@ def _build_page(title: str, sections: list[ET.Element], left_out: list[str]) -> 
 
 
 def _build_head(title: str) -> str:
-    """Return the head of the page. Its policy lets the page load nothing, and run no script but its own."""
+    """Return the ``head`` element of the page as text. Its content security policy lets the page load nothing and run
+    no script but that of the report. ``title``: the title of the page.
+    """
     digest = base64.b64encode(hashlib.sha256(read_asset("page.js").encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
     head = build_element(
@@ -124,12 +134,14 @@ def _build_head(title: str) -> str:
 
 @cache
 def read_asset(name: str) -> str:
-    """Return the text of a style sheet or script of this folder."""
+    """Return the text of the file ``name`` in the folder of this module, such as ``page.css`` or ``page.js``."""
     return (_HERE / name).read_text(encoding="utf-8")
 
 
 def _build_sections(plan: Plan, left_out: list[str]) -> Iterator[ET.Element]:
-    """Yield the sections of the page. What is left out of them is added to ``left_out``, a sentence each."""
+    """Yield the sections of the report of ``plan`` in the order of the page. For each thing that is left out because of
+    its size, or each picture that cannot be drawn, a sentence is appended to ``left_out``.
+    """
     yield _build_section("summary", "Summary", lambda: _build_summary(plan), left_out)
     for view in _PICTURES:
         yield _build_picture_section(view, partial(draw, plan, view), left_out)
@@ -142,6 +154,10 @@ def _build_sections(plan: Plan, left_out: list[str]) -> Iterator[ET.Element]:
 
 
 def _build_picture_section(view: str, draw_source: Callable[[], str], left_out: list[str]) -> ET.Element:
+    """Return a section of the page with one picture. ``view``: the kind of picture, a key of ``_PICTURES``.
+    ``draw_source``: returns the picture as SVG text. If the picture, or a part of it, is missing, a sentence on it is
+    appended to ``left_out``.
+    """
     title, words = _PICTURES[view]
     picture = embed_picture(view, draw_source)
     if picture.left_out or picture.missing:
@@ -153,7 +169,10 @@ def _build_picture_section(view: str, draw_source: Callable[[], str], left_out: 
 def _build_section(
     name: str, title: str, build_content: Callable[[], list[ET.Element]], left_out: list[str]
 ) -> ET.Element:
-    """Return a section with a heading. A section that cannot be computed, or is too large, has a sentence instead."""
+    """Return a section with the ``id`` attribute ``name``, the heading ``title`` and the elements that
+    ``build_content`` returns. If ``build_content`` raises :class:`PartitionError`, a sentence with the error replaces
+    the elements. If they exceed ``_MOST_SECTION_BYTES``, a sentence replaces them and is appended to ``left_out``.
+    """
     section = build_element("section", build_element("h2", title), id=name)
     try:
         content = build_content()
@@ -169,6 +188,9 @@ def _build_section(
 
 
 def _build_summary(plan: Plan) -> list[ET.Element]:
+    """Return the elements of the section "Summary": the plan's key figures as cards, then its tables of figures and
+    stages.
+    """
     cards = build_element("dl", class_="cards")
     for name, value in key_figures(plan):
         cards.append(build_element("div", build_element("dt", name), build_element("dd", value)))
@@ -181,6 +203,10 @@ def _build_summary(plan: Plan) -> list[ET.Element]:
 
 
 def _build_candidates(plan: Plan, left_out: list[str]) -> list[ET.Element]:
+    """Return the elements of the section "Candidates": the numbers of candidates by outcome, a field to filter rows,
+    and the table of the layouts that the search examined. If some have no row, a sentence on it is appended to
+    ``left_out``.
+    """
     rest = count_left_candidates(plan)
     words = [candidate_counts(plan.certificate)]
     if rest:
@@ -205,6 +231,9 @@ def _build_candidates(plan: Plan, left_out: list[str]) -> list[ET.Element]:
 
 
 def _build_answers(plan: Plan) -> list[ET.Element]:
+    """Return the elements of the section "Why not?": an introduction, and the table of what other constraints would
+    give.
+    """
     words = (
         "The answers of plan.why_not() for single constraints, from the candidates of the search. "
         'Where the table says "needs the model", plan.why_not(..., model=model) plans the job again.'
@@ -213,6 +242,10 @@ def _build_answers(plan: Plan) -> list[ET.Element]:
 
 
 def _build_operators(plan: Plan, left_out: list[str]) -> list[ET.Element]:
+    """Return the elements of the section "Costs of operators": an introduction and the table of predicted costs. If
+    some operators have no row, a sentence on it is appended to ``left_out``. Raise :class:`PartitionError` if the plan
+    has no program.
+    """
     plan.program  # noqa: B018  # raises the typed error of a plan without a program
     from partitioner.report.operator_costs import MOST_OPERATORS, build_operator_table, list_operator_costs
 
@@ -227,6 +260,9 @@ def _build_operators(plan: Plan, left_out: list[str]) -> list[ET.Element]:
 
 
 def _build_omissions(left_out: list[str]) -> ET.Element:
+    """Return the last section of the page, which lists the sentences ``left_out``; if there are none, it says that the
+    page is complete.
+    """
     lines = left_out or ["Nothing: all pictures and rows of the plan are in this page."]
     items = [build_element("li", clean_text(line)) for line in lines]
     return build_element(

@@ -24,9 +24,10 @@ _NOTE_SIZE = "12"  # of the notes in a header; the title is larger
 
 @dataclass(frozen=True)
 class Embedded:
-    """A picture for a page. ``drawing``: the ``svg`` element; ``None`` if ``missing`` says why there is none.
-    ``notes``: the text under the title. ``legend``: (colour name or ``hatched``, meaning) pairs. ``left_out``: what of
-    the picture was left out because of its size; empty for nothing.
+    """Describes a picture inside an HTML page. ``drawing``: the ``svg`` element, or ``None`` if there is no picture.
+    ``missing``: a sentence that says why there is none. ``notes``: the text under the picture's title. ``legend``:
+    pairs (name of a colour or ``hatched``, meaning). ``left_out``: what of the picture was left out because of its
+    size; empty if it is complete.
     """
 
     drawing: ET.Element | None
@@ -37,8 +38,11 @@ class Embedded:
 
 
 def embed_picture(view: str, draw_source: Callable[[], str]) -> Embedded:
-    """Return the picture ``view`` for a page, at most ``MOST_PICTURE_BYTES`` long. If it is longer, the texts under the
-    pointer are left out; if that does not suffice, the whole picture. ``draw_source``: returns the SVG text.
+    """Return a picture in the form that an HTML page embeds, at most ``MOST_PICTURE_BYTES`` long. If it is longer, its
+    tooltips are removed; if that does not suffice, the result has no drawing and says why.
+
+    ``view``: name of the kind of picture, such as ``graph``. ``draw_source``: returns the picture as SVG text; if it
+    raises :class:`PartitionError`, the result has the error as its ``missing`` text.
     """
     try:
         source = draw_source()
@@ -63,6 +67,9 @@ def embed_picture(view: str, draw_source: Callable[[], str]) -> Embedded:
 
 
 def _format_missing(view: str, size: int) -> str:
+    """Return a sentence which says that the picture ``view`` of ``size`` bytes is not in the page, and how to write it
+    to a file.
+    """
     return (
         f"The {view} takes {bytes_text(size)} and is left out of this page. "
         f'plan.to_svg("{view}.svg", view="{view}") writes it to a file of its own.'
@@ -70,7 +77,10 @@ def _format_missing(view: str, size: int) -> str:
 
 
 def _take_header(root: ET.Element) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Remove the header of a picture, and cut the picture's box to the rest. Return the notes and the legend."""
+    """Remove the header (title, figures, legend) from the ``svg`` element ``root``, and cut the picture's box to the
+    rest. Return the notes of the header as one text, and its legend as pairs (name of a colour or ``hatched``,
+    meaning). Both are empty if there is no header.
+    """
     header = next((g for g in root.findall(f"{_SVG}g") if g.get("class") == HEADER_CLASS), None)
     if header is None:
         return "", ()
@@ -94,8 +104,9 @@ def _take_header(root: ET.Element) -> tuple[str, tuple[tuple[str, str], ...]]:
 
 
 def _adapt_elements(root: ET.Element) -> None:
-    """Drop name spaces, style sheets and patterns, which the page has once for all pictures, and colours that a class
-    gives too.
+    """Change the ``svg`` element ``root`` in place for an HTML page: remove name spaces, and the style sheets and
+    patterns that the page contains once for all pictures. Attributes for colours and fonts that the page's style sheet
+    sets are removed too.
     """
     for parent in list(root.iter()):
         for child in list(parent):
@@ -111,7 +122,10 @@ def _adapt_elements(root: ET.Element) -> None:
 
 
 def build_figure(picture: Embedded, view: str, title: str) -> ET.Element:
-    """Return the picture as a ``figure`` with its notes, legend, search field and buttons."""
+    """Return ``picture`` as an HTML ``figure`` with its notes, legend, a field for details and buttons to zoom. If
+    there is no drawing, return a paragraph that says why. ``view``: name of the kind of picture; ``graph`` and
+    ``topology`` also have a search field. ``title``: the name of the picture in its accessible label.
+    """
     if picture.drawing is None:
         return build_element("p", picture.missing, class_="missing")
     legend = build_element("ul", class_="legend")
@@ -142,7 +156,9 @@ def build_figure(picture: Embedded, view: str, title: str) -> ET.Element:
 
 
 def format_picture_styles() -> str:
-    """Return the style sheet of all pictures: the palette as variables for both themes, and a class for each colour."""
+    """Return the style sheet that all pictures of a page share: the colours as variables, for the light and the dark
+    theme, and classes that fill, stroke and paint the background with each colour.
+    """
     light = "".join(f"--{name}:{colour.light};" for name, colour in PALETTE.items())
     dark = "".join(f"--{name}:{colour.dark};" for name, colour in PALETTE.items())
     classes = "".join(
@@ -157,7 +173,7 @@ def format_picture_styles() -> str:
 
 
 def build_shared_patterns() -> ET.Element:
-    """Return the invisible ``svg`` element with the pattern of idle time, to which all pictures refer."""
+    """Return an invisible ``svg`` element with the hatch pattern of idle time, which all pictures of a page use."""
     pattern = build_element(
         "pattern",
         build_element("rect", width="6", height="6", class_="f-idle"),

@@ -32,7 +32,9 @@ _LAST = math.inf  # sorts what has no number behind all numbers
 
 
 def build_candidate_table(plan: Plan) -> ET.Element:
-    """Return the table of the search's candidates, the best first, at most ``MOST_CANDIDATES`` rows."""
+    """Return a sortable HTML table of the layouts that the search examined, the best first, with at most
+    ``MOST_CANDIDATES`` rows. The row of the plan's own layout has the class ``chosen``.
+    """
     shown = best_first(plan.certificate.candidates)[:MOST_CANDIDATES]
     columns = [
         ("mesh", False),
@@ -55,6 +57,10 @@ def build_candidate_table(plan: Plan) -> ET.Element:
 
 
 def _list_candidate_cells(candidate: Candidate, plan: Plan) -> list[Cell]:
+    """Return the cells of the layout ``candidate`` in the table of layouts that the search examined: mesh, microbatch
+    size, schedule, step time, its difference from the step time of ``plan``, lower bound of the step time, peak memory,
+    and what the search found.
+    """
     memory = candidate.memory
     if candidate.status == "chosen":
         memory = fullest_bytes(plan)
@@ -75,20 +81,26 @@ def _list_candidate_cells(candidate: Candidate, plan: Plan) -> list[Cell]:
 
 
 def _format_change(ratio: float) -> str:
+    """Return ``ratio``, a relative change as a fraction of 1, as text with a sign, such as ``+5.0%``; ``0%`` if it is
+    tiny.
+    """
     if abs(ratio) < 5e-5:
         return "0%"
     return f"{'+' if ratio > 0 else '−'}{format_percent(abs(ratio))}"
 
 
 def count_left_candidates(plan: Plan) -> int:
-    """Return the number of candidates without a row in the table."""
+    """Return the number of layouts that have no row in the table of candidates of ``plan``. Layouts that may be faster,
+    but were neither worked out nor listed by the search, are not counted.
+    """
     rows = len(plan.certificate.candidates)
     return max(0, rows - MOST_CANDIDATES) + sum(n for kind, n in plan.certificate.left.items() if kind != "open")
 
 
 def list_questions(plan: Plan) -> list[dict[str, Any]]:
-    """Return the constraints that the why-not table asks about: for each kind, the values of candidates of the search
-    that the plan does not have, those nearest to the plan's first.
+    """Return the constraints that the table "why not" asks about, each as a dict with one entry: name of the constraint
+    -> value, such as ``{"tp": 4}``. The values are those of other layouts of the search, at most ``_MOST_VALUES`` per
+    name, the nearest to the value of ``plan`` first. There are at most ``MOST_ANSWERS`` in all.
     """
     asked = []
     for name in _ASKED:
@@ -100,17 +112,26 @@ def list_questions(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _read_value(candidate: Candidate, name: str) -> Any:
+    """Return the value of the constraint ``name`` in ``candidate``: the number of ranks if it is a mesh axis such as
+    ``tp``.
+    """
     return candidate.mesh.get(name, 1) if name in _ASKED[:5] else getattr(candidate, name)
 
 
 def _measure_distance(own: Any, value: Any) -> tuple[float, str]:
+    """Return a key that sorts values of a constraint by their distance from the plan's value ``own``. Numbers are
+    compared on a logarithmic scale, other values by their text.
+    """
     if isinstance(own, int) and isinstance(value, int):
         return abs(math.log2(max(value, 0.5)) - math.log2(max(own, 0.5))), f"{value:012d}"
     return 0.0, str(value)
 
 
 def build_why_not_table(plan: Plan) -> ET.Element:
-    """Return the table of what other values of single constraints would give, answered from the certificate."""
+    """Return a sortable HTML table with a row for each constraint that differs from ``plan``: whether the plan would
+    then be slower, faster or impossible, its step time or lower bound, and the reasons. The answers come from the
+    results of the search that the plan contains.
+    """
     columns = [("instead", False), ("answer", False), ("step time or bound", True), ("in words", False)]
     return build_table(
         "What other values of one constraint would give",
@@ -122,8 +143,8 @@ def build_why_not_table(plan: Plan) -> ET.Element:
 
 
 def _list_answer_rows(plan: Plan) -> Iterator[list[Cell]]:
-    """Yield a table row for each question why a layout was not chosen: the layout, the verdict, its time and the
-    reasons. Layouts that were chosen have no row.
+    """Yield the cells of each row of the table "why not": the constraint, the verdict, the step time or its lower
+    bound, and the reasons. A constraint that the plan fulfils has no row.
     """
     for asked in list_questions(plan):
         try:
@@ -141,6 +162,9 @@ def _list_answer_rows(plan: Plan) -> Iterator[list[Cell]]:
 
 
 def _build_time_cell(answer: WhyNot) -> Cell:
+    """Return a table cell as a pair (number to sort by, text): the step time of the layout of ``answer``, or ``≥`` and
+    a lower bound on it. The text is empty if neither is known.
+    """
     if answer.verdict in ("slower", "faster") and answer.candidate is not None and answer.candidate.step_time:
         return answer.candidate.step_time, seconds_text(answer.candidate.step_time)
     if answer.bound:
@@ -149,7 +173,9 @@ def _build_time_cell(answer: WhyNot) -> Cell:
 
 
 def _build_words(answer: WhyNot) -> ET.Element:
-    """Return the first sentence of an answer, and the others in an element that opens."""
+    """Return the first sentence of ``answer`` as an HTML element. If there are more sentences, a click on the element
+    shows them.
+    """
     first, *rest = answer.lines
     if not rest:
         return build_element("span", first)

@@ -587,7 +587,10 @@ def stage_table(plan: Plan, whole: Outline) -> Padding:
     for stage in whole.stages:
         known = [r for r in stage.ranks if r < len(peaks)]
         rank = max(known, key=lambda r: share_of_usable(peaks[r], rooms[r]), default=None)
-        calls = ", ".join((f"{g.count} × " if g.count > 1 else "") + " + ".join(g.blocks) for g in stage.groups)
+        often = Counter[str]()
+        for group in stage.groups:  # each virtual stage has groups of its own
+            often[" + ".join(group.blocks)] += group.count
+        calls = ", ".join((f"{count} × " if count > 1 else "") + blocks for blocks, count in often.items())
         row = [
             str(stage.index),
             format_ranges(stage.ranks),

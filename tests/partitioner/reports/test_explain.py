@@ -647,3 +647,12 @@ def test_answers_know_the_baselines_that_were_worked_out(plan: Plan):
     lines = plan.model_copy(update={"certificate": certificate}).why_not(zero=3).lines
     worked_out = "The best of these that was worked out is dp 2 × tp 8, zero 3, dp_shard 1. It takes 1.4 s"
     assert any(line.startswith(worked_out) for line in lines)
+
+
+def test_equal_blocks_of_several_virtual_stages_are_counted_together():
+    """Each rank has four of the eight layers, in two virtual stages: one entry ``4 × ...``, not one for each stage."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(8)))
+    pins = Constraints(pp=2, schedule="interleaved", virtual_stages=2, microbatch_size=2)
+    plan = partition(model, Topology.local(2), (torch.zeros(8, 8),), constraints=pins, loss=lambda y: y.square().mean())
+    words = " ".join(format_summary(plan).split())
+    assert words.count("4 ×") == 2, words

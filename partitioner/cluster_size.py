@@ -336,6 +336,9 @@ def largest_that_fits(
 def _of_microbatch(
     model: Any, topology: Topology, inputs: Any, asked: Constraints, more: dict[str, Any]
 ) -> Callable[[int], Plan]:
+    """Return a function that plans the model, without a program, for a microbatch size in samples. The global batch is
+    this size times the number of devices. ``asked``: fixed choices. ``more``: further arguments of ``partition``.
+    """
     own = ("loss", "objective", "precision")
     prepared = prepare(model, inputs, **{name: more[name] for name in own if name in more})
     others = {name: value for name, value in more.items() if name not in (*own, "global_batch")}
@@ -351,6 +354,10 @@ def _of_microbatch(
 def _of_sequence(
     model: Any, topology: Topology, inputs: Any, asked: Constraints, more: dict[str, Any]
 ) -> Callable[[int], Plan]:
+    """Return a function that plans the model, without a program, for a sequence length in tokens. ``asked``: fixed
+    choices. ``more``: further arguments of ``partition``.
+    """
+
     def plan(size: int) -> Plan:
         return partition(
             model, topology, lengthen_sequences(inputs, size), constraints=asked, estimate_only=True, **more

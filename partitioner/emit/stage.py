@@ -282,7 +282,9 @@ def _list_accessed_values(
     """Return two lists: the values and gradients that ``instruction`` computes or adds to, and those that it reads. An
     entry is (name of the value, microbatch, whether its gradient is meant).
 
-    ``calls``, ``flow``, ``new_values``: as in :func:`insert_frees`. ``totals``: names of the values that are computed
+    ``calls``: the block calls of the stage. ``flow``: the gradients that their backwards read and compute.
+    ``new_values``: for each buffer that forward changes, the name of the value that becomes its content.
+    ``totals``: names of the values that are computed
     once for the global batch; their microbatch is ``None``.
     """
     microbatch = instruction.microbatch

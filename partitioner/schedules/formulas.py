@@ -102,7 +102,7 @@ def least_alone(schedule: str | ScheduleTable) -> float:
 
 
 def is_split(schedule: str | ScheduleTable) -> bool:
-    """Return whether the schedule may split a backward into one half for input gradients and one for weight gradients."""
+    """Return whether the schedule may split a backward into one part for inputs and one for weights."""
     return schedule not in _UNSPLIT
 
 

@@ -354,6 +354,10 @@ def _of_microbatch(
 def _of_sequence(
     model: Any, topology: Topology, inputs: Any, asked: Constraints, more: dict[str, Any]
 ) -> Callable[[int], Plan]:
+    """Return a function that plans the model, without a program, for a sequence length in tokens. ``asked``: fixed
+    choices. ``more``: further arguments of ``partition``.
+    """
+
     def plan(size: int) -> Plan:
         return partition(
             model, topology, lengthen_sequences(inputs, size), constraints=asked, estimate_only=True, **more

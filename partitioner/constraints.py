@@ -246,8 +246,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     @property
     def leaves_schedule(self) -> bool:
-        """Whether the schedule is free and only some schedules are searched for every mesh. Others are then tried for
-        the best meshes alone.
+        """Return whether the schedule is free and only some schedules are searched for every mesh. Others are then
+        tried for the best meshes alone.
         """
         return self.schedule is None and self.virtual_stages is None and not self.ahead
 
@@ -280,8 +280,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         return {axis: value for axis in AXES if axis != "ep" and (value := getattr(self, axis)) is not None}
 
     def fixes_mesh(self, world_size: int) -> bool:
-        """Whether the fixed axes leave the search no choice of parallel degrees on ``world_size`` devices, except how
-        the remaining ranks are divided between ``dp`` and ``cp``.
+        """Return whether the fixed axes leave the search no choice of parallel degrees on ``world_size`` devices,
+        except how the remaining ranks are divided between ``dp`` and ``cp``.
 
         Host offload is then used only if it is requested. Return ``False`` for one device, which has no degrees to fix.
         """

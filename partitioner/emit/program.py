@@ -448,6 +448,10 @@ def _buckets_to_follow(base: Program, stage: int, train: bool) -> list[tuple[str
 def _build_gradient(
     name: str, state: StateData, trained: bool, sizes: Mapping[str, int], readers: tuple[int, ...]
 ) -> Gradient:
+    """Return the description of the gradient of the parameter ``name`` on one rank. ``trained``: whether it has a
+    gradient. ``sizes``: number of ranks by axis. ``readers``: positions of the stage's calls that read it, kept only if
+    ZeRO shards it.
+    """
     shape = local_shape(Layout.parse(state.expert_layout), state.shape, sizes["ep"])
     shape = local_shape(Layout.parse(state.layout), shape, sizes["tp"])
     tied = state.stages if len(state.stages) > 1 else ()

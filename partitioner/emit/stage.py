@@ -69,8 +69,9 @@ class StageJob:
 
     @property
     def by_call(self) -> bool:
-        """Whether each block call gets its own forward and backward instruction. This is so if its parameters are
-        gathered or fetched for it, or if its activations are offloaded after it."""
+        """Return whether each block call gets its own forward and backward instruction. This is so if its parameters
+        are gathered or fetched for it, or if its activations are offloaded after it.
+        """
         if "parameters" in self.offload or (self.train and "activations" in self.offload):
             return True
         return self.zero == 3 and any(bucket.sharded for bucket in self.buckets)
@@ -81,8 +82,9 @@ class StageJob:
         return group_stages_by_rank(self.routes.ranks, self.num_stages)[self.stage]
 
     def is_sent(self, hops: Sequence[Sequence[str]], virtual: int) -> bool:
-        """Whether virtual stage ``virtual`` (counted over all ranks) exists and receives something from the one before
-        it. ``hops``: for each virtual stage, the names of the values that it receives."""
+        """Return whether virtual stage ``virtual`` (counted over all ranks) exists and receives something from the one
+        before it. ``hops``: for each virtual stage, the names of the values that it receives.
+        """
         return virtual < len(hops) and bool(hops[virtual])
 
 
@@ -149,6 +151,9 @@ def _emit_fetches(job: StageJob, index: int) -> Iterator[Instruction]:
 
 
 def _emit_forward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
+    """Yield the instructions of one forward action: loads, receives, block calls and the send. ``index``: index of the
+    action in the rank's order.
+    """
     here, routes = job.routes.stages[job.stage], job.routes
     virtual = job.held[action.chunk]
     at: dict[str, Any] = {"stage": job.stage, "microbatch": action.microbatch}
@@ -166,6 +171,9 @@ def _emit_forward(job: StageJob, action: Action, index: int) -> Iterator[Instruc
 
 
 def _emit_backward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
+    """Yield the instructions of one backward action, with the bucket reductions that start in it. ``index``: index of
+    the action in the rank's order.
+    """
     here, routes = job.routes.stages[job.stage], job.routes
     virtual = job.held[action.chunk]
     at: dict[str, Any] = {"stage": job.stage, "microbatch": action.microbatch}
@@ -274,7 +282,9 @@ def _list_accessed_values(
     """Return two lists: the values and gradients that ``instruction`` computes or adds to, and those that it reads. An
     entry is (name of the value, microbatch, whether its gradient is meant).
 
-    ``calls``, ``flow``, ``new_values``: as in :func:`insert_frees`. ``totals``: names of the values that are computed
+    ``calls``: the block calls of the stage. ``flow``: the gradients that their backwards read and compute.
+    ``new_values``: for each buffer that forward changes, the name of the value that becomes its content.
+    ``totals``: names of the values that are computed
     once for the global batch; their microbatch is ``None``.
     """
     microbatch = instruction.microbatch

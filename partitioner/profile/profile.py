@@ -250,6 +250,9 @@ def _device_kind(device: str | None) -> str:
 
 
 def _num_ranks(num_ranks: int | None, kind: str) -> int:
+    """Return the number of ranks to profile: ``num_ranks``, or one per GPU or CPU core if it is ``None``. ``kind``:
+    ``cuda`` or ``cpu``. Raise :class:`TopologyError` if it is below 1 or above the number of GPUs.
+    """
     there = torch.cuda.device_count() if kind == "cuda" else num_cores()
     count = there if num_ranks is None else num_ranks
     if count < 1:

@@ -111,6 +111,7 @@ class _ContentionSimulation:
         return sum(of_parts[part] for part in PARTS[kind]) if self.train or kind == "F" else 0.0
 
     def run(self) -> float:
+        """Run all actions of all ranks. Return the seconds from the start to the end of the last action."""
         clock = 0.0
         self._start_idle_ranks(range(len(self.at)))
         while self.waiting or self.computing:

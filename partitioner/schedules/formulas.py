@@ -63,8 +63,9 @@ def is_formula(schedule: str | ScheduleTable) -> bool:
 
 
 def is_plain(schedule: str | ScheduleTable, v: int) -> bool:
-    """Whether each rank has one stage, and a closed formula gives the number of microbatches in flight on it. ``v``:
-    number of virtual stages of each rank."""
+    """Return whether each rank has one stage, and a closed formula gives the number of microbatches in flight on it.
+    ``v``: number of virtual stages of each rank.
+    """
     return schedule in _IN_FLIGHT and v == 1
 
 
@@ -101,7 +102,7 @@ def least_alone(schedule: str | ScheduleTable) -> float:
 
 
 def is_split(schedule: str | ScheduleTable) -> bool:
-    """Whether the schedule may split a backward into one half for input gradients and one for weight gradients."""
+    """Return whether the schedule may split a backward into one part for inputs and one for weights."""
     return schedule not in _UNSPLIT
 
 

@@ -100,6 +100,9 @@ def zero_bubble_v(p: int, m: int, v: int) -> tuple[Order, ...]:
 
 
 def _zero_bubble_v(p: int, s: int, m: int) -> list[Action]:
+    """Return the order of actions of one rank under ZB-V. ``p``: number of ranks. ``s``: index of the rank. ``m``:
+    number of microbatches.
+    """
     lane = _RankOrderBuilder()
     lane.add_actions("F0", 2 * (p - s) - 1)
     lane.add_actions("F1 F0", s)
@@ -124,6 +127,9 @@ def dual_pipe_v(p: int, m: int, v: int) -> tuple[Order, ...]:
 
 
 def _dual_pipe_v(p: int, s: int, m: int) -> list[Action]:
+    """Return the order of actions of one rank under DualPipeV. ``p``: number of ranks. ``s``: index of the rank. ``m``:
+    number of microbatches.
+    """
     lane = _RankOrderBuilder()
     last = p - s - 1
     lane.add_actions("F0", 2 * last)

@@ -167,6 +167,8 @@ def schedule_name(schedule: str | ScheduleTable) -> str:
 def schedule_orders(
     schedule: str | ScheduleTable, num_ranks: int, num_microbatches: int, chunks: int | None = None
 ) -> tuple[Order, ...]:
-    """Return the order of actions of each rank, checked for completeness and deadlocks. The arguments and errors are
-    those of :func:`build_timetable`."""
+    """Return the order of actions of each pipeline rank, checked for completeness and deadlocks. ``chunks``: number of
+    virtual stages per rank, if the schedule leaves a choice. Raise :class:`ScheduleError` if the schedule does not
+    exist or does not support these numbers.
+    """
     return build_timetable(schedule, num_ranks, num_microbatches, chunks).orders

@@ -217,6 +217,10 @@ def _resolve_like(entry: Any, entries: Mapping[str, Mapping[str, Any]], *path: i
 
 
 def _expand_machine(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the topology fields ``data`` with its keys ``machine`` and ``nodes`` (the number of machines) replaced by
+    the fields of that machine in the catalogue. Other fields of ``data`` override these. Raise :class:`MisplacedError`
+    for an unknown machine or a wrong number.
+    """
     machine, nodes = data["machine"], data.get("nodes", 1)
     if not isinstance(nodes, int) or isinstance(nodes, bool):
         raise MisplacedError(f"with 'machine', 'nodes' is their number, like 4; got {nodes!r}", "nodes")

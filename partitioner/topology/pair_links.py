@@ -179,8 +179,8 @@ def ring_hops(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.f
 
 
 def hops_of(latencies: NDArray[np.float64], bandwidths: NDArray[np.float64]) -> tuple[Hop, ...]:
-    """Return the hops of one group from its rows of latencies (s) and bandwidths (bytes/s) in the results of
-    :func:`ring_hops`.
+    """Return the hops of one group as pairs of latency (s) and bandwidth (bytes/s). Entry ``k`` of each argument is for
+    messages to the rank ``k + 1`` positions further around the ring.
     """
     return tuple(map(Hop, latencies.tolist(), bandwidths.tolist()))
 

@@ -120,6 +120,7 @@ class Topology(TopologyPart):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
+        """Return this topology; raise an error if its parts contradict each other or two devices are not connected."""
         check_parts(self)
         apart = self._find_disconnected_devices()
         if apart:

@@ -73,7 +73,9 @@ def format_validation_error(
 
 
 def _has_inside(place: Sequence[int | str], every: Iterable[ErrorDetails]) -> bool:
-    """Whether one of the pydantic errors ``every`` is about a value inside the value at ``place``, a path of keys."""
+    """Return whether one of the pydantic errors ``every`` is about a value inside the value at ``place``, a path of
+    keys.
+    """
     return any(len(each["loc"]) > len(place) > 0 and each["loc"][: len(place)] == place for each in every)
 
 

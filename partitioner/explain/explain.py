@@ -506,9 +506,9 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
     yield candidate_table(plan)
     yield format_text_line(
         "zero: ZeRO's stage, 0 if absent; dp_shard: ranks that share states, all of dp × cp if absent; v: virtual "
-        "stages of a rank; at least: a lower bound on the step time of any plan of the row; memory: of the fullest rank; "
-        "uncovered: not covered by the proof. why_not(...), such as why_not(tp=2), says in which parts of the step "
-        "time one differs."
+        "stages of a rank; at least: a lower bound on the step time of any plan of the row; memory: of the fullest "
+        "rank; uncovered: not covered by the proof. why_not(...), such as why_not(tp=2), says in which parts of the "
+        "step time one differs."
     )
 
 

@@ -562,8 +562,8 @@ def test_what_is_proven_of_a_schedule_that_the_proof_does_not_cover(plan: Plan):
     summary, why = texts(1.3)
     assert (
         "certificate not proven optimal: the proof does not cover its schedule (zb-v, 2 virtual stages on each rank). "
-        "Under the cost model this plan takes 1.23 s; lower bounds are 1.2 s for its own layout (gap 2.8%) and 1.3 s for "
-        "all plans that the proof covers"
+        "Under the cost model this plan takes 1.23 s; lower bounds are 1.2 s for its own layout (gap 2.8%) and 1.3 s "
+        "for all plans that the proof covers"
     ) in summary
     covered = "Bound for all plans that the proof covers:"
     assert "the proof does not cover its schedule (zb-v, 2 virtual stages on each rank)." in why

@@ -38,7 +38,7 @@ class NetworkCards:
 
     @cached_property
     def users(self) -> Ints:
-        """Return for each device the number of devices that use the same port (network card), shape ``[num_devices]``."""
+        """Return for each device how many devices use the same port (network card), shape ``[num_devices]``."""
         return np.asarray(np.bincount(self.port)[self.port], dtype=np.int64)
 
     @cached_property

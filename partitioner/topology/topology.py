@@ -346,7 +346,7 @@ class Topology(TopologyPart):
 
     @property
     def price_per_hour(self) -> float | None:
-        """Return the price of all devices in US dollars per hour; ``None`` if the price of a device type is not known."""
+        """Return the price of all devices in US dollars per hour; ``None`` if the price of a device type is unknown."""
         counts = Counter(device.kind for device in self.devices)
         prices = [(self.types[kind].price, count) for kind, count in counts.items()]
         return None if any(price is None for price, _ in prices) else sum((p or 0.0) * count for p, count in prices)

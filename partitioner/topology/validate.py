@@ -159,7 +159,7 @@ def check_parts(topology: Topology) -> None:
 
 
 def _check_types(topology: Topology) -> None:
-    """Raise :class:`MisplacedError` if a node or an override names a device type that the topology does not describe."""
+    """Raise :class:`MisplacedError` if a node or an override names a device type that the topology does not have."""
     named: list[tuple[str, tuple[int | str, ...]]] = [
         (g.type, ("nodes", i, "type")) for i, g in enumerate(topology.nodes)
     ]

@@ -94,8 +94,8 @@ def profile_machine(
     quick: bool = False,
     progress: Report | None = None,
 ) -> Profile:
-    """Measure the kernels, the launches and the transfers of this machine with ``num_ranks`` processes, and return the
-    fitted topology.
+    """Measure the kernels, the launches and the transfers of this machine with ``num_ranks`` processes. Return the
+    topology fitted to these times, with the errors of the fits.
 
     Args:
         num_ranks: processes that share the machine; ``None``: one for each GPU, on a CPU one for each core.

@@ -122,15 +122,18 @@ def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:
     count = max(1, round(reduce_s / product_s))
 
     def products() -> None:
+        """Run the matrix products, which take about as long as the all-reduce."""
         for _ in range(count):
             torch.mm(a, b)
 
     def both() -> None:
+        """Start the all-reduce, run the matrix products, and wait for the end of the all-reduce."""
         pending = group.all_reduce(shared)
         products()
         pending.wait()
 
     def reduce() -> None:
+        """Run the all-reduce and wait for its end."""
         group.all_reduce(shared).wait()
 
     return [

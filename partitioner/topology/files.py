@@ -373,9 +373,8 @@ def with_nodes(topology: Topology, num_nodes: int) -> Topology | None:
 
 
 def with_devices(topology: Topology, num_devices: int) -> Topology | None:
-    """Return a copy of a single-node topology with ``num_devices`` devices; ``None`` if the topology has several nodes
-    or the number is impossible.
-    """
+    """Return a copy of a topology of one node with ``num_devices`` devices in it; ``None`` if the topology has several
+    nodes, if its devices have names of their own, or if the number is impossible."""
     group = topology.nodes[0]
     if topology.num_nodes > 1 or group.names or num_devices < 1:
         return None
@@ -391,6 +390,8 @@ def with_memory(topology: Topology, times: float) -> Topology | None:
     result is inconsistent. The bytes that programs cannot use (``reserved``) do not change."""
 
     def grown(part: TopologyPart) -> TopologyPart:
+        """Return a copy of ``part``, a device type or an override, with its bytes of memory multiplied, if it gives
+        any."""
         memory = getattr(part, "memory", None)
         return part if memory is None else part.model_copy(update={"memory": round(memory * times)})
 
@@ -406,6 +407,8 @@ def with_margin(topology: Topology, margin: float) -> Topology:
         return topology
 
     def smaller(memory: int, kind: str) -> int:
+        """Return ``memory`` bytes less the margin of the usable part. ``kind``: the device type, which gives the
+        reserved bytes."""
         return memory - margin_bytes(memory - topology.types[kind].reserved, margin)
 
     types = {n: kind.model_copy(update={"memory": smaller(kind.memory, n)}) for n, kind in topology.types.items()}
@@ -423,6 +426,7 @@ def with_margin(topology: Topology, margin: float) -> Topology:
 
 
 def _build_local_topology(num_devices: int) -> Topology:
+    """Return a topology of ``num_devices`` processes that share this machine's CPU cores and memory evenly."""
     return Topology.local(num_devices)
 
 

@@ -152,11 +152,11 @@ class Group:
         return *found, self.exchange_start, self.exchange_slope
 
     def hop(self, places: int) -> Hop:
-        """Return the latency and bandwidth of a step in which each rank sends to the rank ``places`` positions further
-        in the ring; a negative number means backward.
+        """Return the latency and bandwidth of a step in which each rank sends a message to the rank ``places``
+        positions further in the ring, all at the same time; a negative number means backward.
 
         If the order of the ranks is not known, the result has the greatest latency and the least bandwidth of the
-        levels.
+        group's levels of links.
         """
         places %= self.size
         if not places:
@@ -302,9 +302,9 @@ def _in_place_of(topology: Topology, i: int, j: int) -> Level | Pattern | None:
 
 
 def step_over(latency: float, plain: Level | Pattern | None) -> float:
-    """Return the seconds of one step of a collective over a direct link. ``latency``: its latency in seconds.
-    ``plain``: the link that it replaces; ``None`` if there is none. A greater latency than that of ``plain`` adds the
-    difference to the step of ``plain``; a smaller one scales the step down."""
+    """Return the seconds of one step of a collective over a direct link of two devices. ``latency``: seconds of one
+    message over it. ``plain``: the links that it replaces; ``None`` if there are none. A greater latency than that of
+    ``plain`` adds the difference to the step of ``plain``; a smaller one scales the step down."""
     if plain is None:
         return latency
     faster = latency / plain.latency if latency < plain.latency else 1.0

@@ -37,8 +37,9 @@ _ADAM_BYTES = 28  # per fp32 parameter: what partitioner/cost/call/states.py cha
 @dataclass(frozen=True)
 class KernelCase:
     """A kernel to be timed. ``name``: a key of :data:`FAMILIES`, such as ``mm``. ``shape``: M, N, K of a matrix
-    product; batch, heads, sequence and head size of an attention; for other kernels one number, that of rows of 256
-    elements (CPU) or 2048 elements (GPU). ``precision``: name of the dtype, such as ``bf16``."""
+    product; batch, heads, sequence and head size of an attention; for ``launch`` the number of elements; for other
+    kernels the number of rows of 256 elements (CPU) or 2048 elements (GPU). ``precision``: name of the dtype, such as
+    ``bf16``."""
 
     name: str
     shape: tuple[int, ...]
@@ -304,7 +305,7 @@ SIZES: dict[tuple[str, bool], Sizes] = {  # by type of device, and whether to be
 def list_product_cases(sizes: Sizes) -> list[KernelCase]:
     """Return the matrix products to time. In the first precision of ``sizes``, each of M, N and K in turn takes each
     value of ``sizes.knots``, while the other two take each value of ``sizes.large``. In every other precision only
-    products of the largest knot are timed, for the peak rate."""
+    products whose M, N and K are all the last of ``sizes.knots`` are timed, for the peak rate."""
     leading, *others = sizes.precisions
     forms = ("mm", "mm_nt", "mm_tn")
     cases = []

@@ -26,8 +26,8 @@ from partitioner.topology.hardware import COLLECTIVES, DeviceType, Level
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float], least: float = 0.0) -> tuple[float, float]:
-    """Return ``(start, per)`` of the line ``seconds = start + per * size`` with the least sum of relative errors.
-    ``start`` is at least 0 and ``per`` at least ``least``.
+    """Return ``(start, per)`` of the line ``seconds = start + per * size`` through the points (``sizes[k]``,
+    ``seconds[k]``) with the least sum of relative errors. ``start`` is at least 0 and ``per`` at least ``least``.
 
     An optimal line under least absolute errors passes through two of the points, or through one point if a bound holds.
     Trying all of these lines is therefore exact. Up to about a third of the points may be far off without changing it.
@@ -50,7 +50,7 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float], least: float = 0.
 
 
 def median_error(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Return the median of ``|predicted / measured - 1|``; 0 for empty sequences."""
+    """Return the median of the relative errors ``|predicted[k] / measured[k] - 1|``; 0 for empty sequences."""
     return statistics.median([abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)] or [0.0])
 
 
@@ -65,7 +65,7 @@ _UNBOUNDED = {"default": 1e6}  # of the memory bandwidth: only memory limits the
 
 @dataclass(frozen=True)
 class FitError:
-    """How far a fit is from the samples to which it was fitted. ``what``: the kind of kernel or collective that was
+    """The error of a fit on the samples to which it was fitted. ``what``: the kind of kernel or collective that was
     predicted. ``num_samples``: number of its samples. ``median``: the median of ``|predicted / measured - 1|`` over
     them."""
 
@@ -80,9 +80,9 @@ class FitError:
 
 
 def fit_device(samples: Sequence[KernelSample], overlaps: Sequence[Overlap] = (), **given: Any) -> DeviceType:
-    """Return the device description that best explains the measured kernels ``samples``. ``overlaps``: measured
-    overlaps of computation and collectives. ``given``: fields of :class:`DeviceType` that are not fitted, such as
-    ``memory``.
+    """Return the device description that best explains the measured kernels ``samples``. ``overlaps``: measured times
+    of a computation and a collective, alone and together. ``given``: fields of :class:`DeviceType` that are not fitted,
+    such as ``memory``.
 
     Raise :class:`TopologyError` if there are no samples of matrix products or none of pointwise kernels.
     """
@@ -106,7 +106,8 @@ def fit_device(samples: Sequence[KernelSample], overlaps: Sequence[Overlap] = ()
 
 
 def fit_launch(samples: Iterable[KernelSample]) -> float:
-    """Return the median seconds of kernels with almost no work; 0 if none was measured."""
+    """Return the seconds of a kernel launch: the median time of those ``samples`` that do almost no work (at most 4096
+    bytes); 0 if there are none."""
     found = [s.seconds for s in samples if s.kernel.num_bytes <= _NEGLIGIBLE_BYTES]
     return statistics.median(found) if found else 0.0
 
@@ -114,8 +115,8 @@ def fit_launch(samples: Iterable[KernelSample]) -> float:
 def fit_memory(
     samples: Iterable[KernelSample], launch: float, dispatch: float = 0.0
 ) -> tuple[float, dict[str, float], tuple[tuple[float, float], ...]]:
-    """Return the memory bandwidth in bytes/s, the fraction of it that each kind of kernel reaches, and a table of
-    (bytes, largest fraction that any kernel of that size reaches).
+    """Return three values fitted to kernels without FLOPs: the memory bandwidth in bytes/s; the fraction of it that
+    each kind of kernel reaches, by kind; and a table of (bytes, largest fraction that any kernel of that size reaches).
 
     Pointwise kernels do little but move memory. Their rates are the memory's rates at their size, and the largest ones
     give the bandwidth. The fraction of a kind has the least sum of relative errors. ``launch``: seconds to launch a
@@ -145,12 +146,13 @@ def fit_memory(
 
 
 def _memory_efficiency(rates: Sequence[tuple[float, float]], device: DeviceType) -> float:
-    """Return the fraction of the bandwidth with the least relative errors for one kind of kernel, chosen among the
-    measured ones. ``rates``: (bytes, bytes/s) of each sample.
-    """
+    """Return the fraction of the memory bandwidth of ``device`` that one kind of kernel reaches: that of the measured
+    ones with the least sum of relative errors. ``rates``: (bytes moved, bytes/s) of each measured kernel."""
     most = [(memory_rate("default", device, num_bytes), rate) for num_bytes, rate in rates]
 
     def error(efficiency: float) -> float:
+        """Return the sum of the relative errors of the measured rates if the kernel reaches the fraction
+        ``efficiency``."""
         return sum(abs(rate / min(efficiency * device.memory_bandwidth, cap) - 1) for cap, rate in most)
 
     return min((rate / device.memory_bandwidth for _, rate in rates), key=error)
@@ -162,10 +164,11 @@ def _round_to_octave(size: float) -> float:
 
 
 def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceType:
-    """Return ``device`` with fitted figures of matrix products: the peak FLOP/s by precision, the efficiency by the
-    smallest of M, N and K, and the rate at which products move memory.
+    """Return a copy of ``device`` with figures fitted to the matrix products ``samples``: the peak FLOP/s by precision,
+    the fraction of it by the smallest of M, N and K, and the rate at which products move memory.
 
-    The most efficient smallest dim reaches the peak. The memory rate is the one of 25 trials with the least errors.
+    The products with the greatest smallest dim define the peak. The memory rate is the one of 25 trials with the least
+    errors.
     """
     leading = max({s.kernel.precision for s in samples}, key=lambda p: sum(s.kernel.precision == p for s in samples))
     curve_samples = [s for s in samples if s.kernel.precision == leading]
@@ -200,8 +203,9 @@ def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceT
 
 
 def _product_rates(samples: Sequence[KernelSample], device: DeviceType) -> dict[float, float]:
-    """Return the FLOP/s of matrix products by min(M, N, K). Each has the least relative errors over the samples with
-    this value, and counts only the time that is left after launch and memory traffic."""
+    """Return the FLOP/s of the measured matrix products ``samples``, by the smallest of M, N and K. Each value has the
+    least sum of relative errors over the samples with this smallest dim. Only the time that is left after the launch
+    and memory traffic that ``device`` predicts counts."""
     found: dict[float, list[tuple[KernelSample, float]]] = {}
     for s in samples:
         found.setdefault(s.kernel.smallest, []).append((s, _without_products(s.kernel, device)))
@@ -209,25 +213,27 @@ def _product_rates(samples: Sequence[KernelSample], device: DeviceType) -> dict[
 
 
 def _product_rate(samples: Sequence[tuple[KernelSample, float]]) -> float:
-    """Return the FLOP/s that explains matrix products with one value of min(M, N, K) best, by least relative errors,
-    chosen among the measured rates. ``samples``: each with the predicted seconds of its launch and memory traffic.
-    """
+    """Return the FLOP/s that best explains matrix products with the same smallest dim (of M, N and K): that of the
+    measured rates with the least sum of relative errors. ``samples``: each measured product, with the predicted seconds
+    of its launch and memory traffic."""
 
     def error(rate: float) -> float:
+        """Return the sum of the relative errors of the predicted times if products run at ``rate`` FLOP/s."""
         return sum(abs((rest + s.kernel.flops / rate) / s.seconds - 1) for s, rest in samples)
 
     return min((s.kernel.flops / max(s.seconds - rest, _LEAST_SHARE * s.seconds) for s, rest in samples), key=error)
 
 
 def _without_products(kernel: Kernel, device: DeviceType) -> float:
+    """Return the seconds that the launches and the memory traffic of ``kernel`` take on ``device``, without its
+    FLOPs."""
     moved = Kernel(kernel.kind, kernel.num_bytes, launches=kernel.launches)
     return kernel_time(moved, device)
 
 
 def fit_attention(samples: Iterable[KernelSample], device: DeviceType) -> float:
-    """Return the fraction of the peak FLOP/s that fused attention reaches over long sequences; 0.5 if none was
-    measured.
-    """
+    """Return the fraction of the peak FLOP/s of ``device`` that fused attention reaches over long sequences, as a
+    median over the attention kernels in ``samples``; 0.5 if there are none."""
     found = [
         s.kernel.flops
         / max(s.seconds - _without_products(s.kernel, device), _LEAST_SHARE * s.seconds)
@@ -239,7 +245,8 @@ def fit_attention(samples: Iterable[KernelSample], device: DeviceType) -> float:
 
 
 def fit_overlap(overlaps: Sequence[Overlap]) -> float:
-    """Return the factor by which computation and a collective slow down while both run; 1 if it was not measured."""
+    """Return the factor by which computation and a collective slow down while both run, as a median over ``overlaps``;
+    1 if there are none. ``overlaps``: measured times of both, alone and together."""
     found = []
     for o in overlaps:
         longer, shorter = max(o.compute_s, o.collective_s), min(o.compute_s, o.collective_s)
@@ -248,8 +255,9 @@ def fit_overlap(overlaps: Sequence[Overlap]) -> float:
 
 
 def fit_concurrent(measured: Measurements, cores: int) -> float | None:
-    """Return the number of ranks that can compute at full speed at the same time: the number of ``cores``, less the
-    loss from time-sharing. ``None`` if it was not measured, which means all ranks."""
+    """Return the number of ranks that can compute at full speed at the same time: the number of CPU ``cores``, less the
+    loss from time-sharing that ``measured`` shows. ``None`` if this was not measured, which means that all ranks can.
+    """
     if not measured.all_s:
         return None
     stretch = statistics.median([a / f for a, f in zip(measured.all_s, measured.few_s, strict=True)])
@@ -257,8 +265,9 @@ def fit_concurrent(measured: Measurements, cores: int) -> float | None:
 
 
 def fit_level(samples: Sequence[CollectiveSample], name: str) -> Level:
-    """Return the links between the measured ranks as one level with the given ``name``: bandwidth, latency, and a table
-    of measurements for each collective.
+    """Return the links between the measured ranks as one level of links called ``name``: bandwidth, latency, and for
+    each collective a table of rows (ranks, start-up seconds, bytes/s through each rank). ``samples``: measured messages
+    and collectives.
 
     Raise :class:`TopologyError` if there are no times of messages. If the times of a transfer do not grow with its
     size, they do not determine a bandwidth, which is then at most the largest bandwidth of the other transfers.
@@ -284,13 +293,15 @@ def fit_level(samples: Sequence[CollectiveSample], name: str) -> Level:
 @dataclass(frozen=True)
 class _BandwidthSamples:
     """Measured transfers of one kind, one entry per transfer. ``moved``: bytes that pass through each rank's links.
-    ``seconds``: the time that it took."""
+    ``seconds``: the time that the transfer took."""
 
     moved: tuple[float, ...]
     seconds: tuple[float, ...]
 
     @classmethod
     def of(cls, samples: Iterable[CollectiveSample]) -> _BandwidthSamples:
+        """Return the bytes through each rank's links and the seconds of ``samples``, measured messages or collectives
+        of one kind."""
         every = list(samples)
         shares = [1.0 if s.op == "send" else moved_share(s.op, s.num_ranks) for s in every]
         return cls(
@@ -300,21 +311,23 @@ class _BandwidthSamples:
 
     @property
     def slope(self) -> float | None:
-        """Seconds per byte; ``None`` if the size has too little influence on the time."""
+        """Return the seconds per byte of the line fitted to the transfers; ``None`` if the size has too little
+        influence on the time (at most 5 % of the largest transfer's time)."""
         start, per = fit_line(self.moved, self.seconds)
         most = per * max(self.moved)
         return per if most > _TOLD * (start + most) else None
 
     @property
     def least_slope(self) -> float:
-        """The least seconds per byte of any transfer, under the assumption that starting a transfer takes no time."""
+        """Return the least seconds per byte of any of the transfers, under the assumption that starting a transfer
+        takes no time."""
         return min(s / n for n, s in zip(self.moved, self.seconds, strict=True))
 
 
 def device_errors(samples: Sequence[KernelSample], device: DeviceType) -> list[FitError]:
-    """Return the error of ``device`` on ``samples`` by kind of kernel; matrix products are also divided by precision.
-    Kernels that take less time than the host needs to issue one, or do almost no work, are left out.
-    """
+    """Return the errors of the times that the fitted ``device`` predicts for the measured kernels ``samples``, one for
+    each kind of kernel; matrix products are also divided by precision. Kernels that take less time than the host needs
+    to issue one, or do almost no work, are left out."""
     groups: dict[str, list[KernelSample]] = {}
     for s in samples:
         if s.seconds > device.dispatch and (s.kernel.flops or s.kernel.num_bytes > _NEGLIGIBLE_BYTES):
@@ -327,7 +340,8 @@ def device_errors(samples: Sequence[KernelSample], device: DeviceType) -> list[F
 
 
 def level_errors(samples: Sequence[CollectiveSample], level: Level) -> list[FitError]:
-    """Return the error of ``level`` on ``samples`` for each collective and number of ranks."""
+    """Return the errors of the times that the fitted links ``level`` predict for the measured ``samples``, one for each
+    collective and number of ranks; messages between two ranks come first."""
     errors = []
     for op in ("send", *COLLECTIVES):
         for size in sorted({s.num_ranks for s in samples if s.op == op}):
@@ -344,6 +358,8 @@ def level_errors(samples: Sequence[CollectiveSample], level: Level) -> list[FitE
 
 
 def _predict_collective_seconds(sample: CollectiveSample, level: Level) -> float:
+    """Return the seconds that ``level``, fitted links, predicts for the message or collective ``sample``. The level
+    must have measurements for its number of ranks."""
     if sample.op == "send":
         return level.latency + sample.num_bytes / level.bandwidth
     start, bandwidth = next((a, b) for n, a, b in getattr(level, sample.op) if n == sample.num_ranks)

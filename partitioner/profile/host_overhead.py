@@ -34,8 +34,8 @@ _STEPS = 3  # before the first one that is timed
 
 @dataclass(frozen=True)
 class Issuing:
-    """A plan for one rank whose step is to be timed. ``path``: the plan's file. ``operators``: number of operators that
-    the host issues in a step."""
+    """A plan for one rank whose training step is to be timed. ``path``: the plan's file. ``operators``: number of
+    operators that the host issues in a step."""
 
     path: str
     operators: float
@@ -43,7 +43,8 @@ class Issuing:
 
 @contextmanager
 def open_issuing_plan() -> Iterator[Issuing]:
-    """Yield the plan of a small decoder for one rank, to be timed. Its file is deleted when the context ends."""
+    """Yield a plan of a small decoder for one rank, with the number of operators that the host issues in its training
+    step. The plan's file is deleted when the context ends."""
     types = {"told": {"memory": 1 << 40, "peak": {"fp32": 1e24}, "memory_bandwidth": 1e18, "dispatch": 1.0}}
     topology = Topology(name="told", nodes=({"type": "told", "devices": 1},), types=types)
     with torch.random.fork_rng():
@@ -55,8 +56,8 @@ def open_issuing_plan() -> Iterator[Issuing]:
 
 
 def time_issuing(plan: Issuing, kind: str, repeats: int) -> list[float]:
-    """Return the host seconds for one operator, one entry per repetition, on rank 0. Return an empty list on other
-    ranks. ``kind``: the device, ``cuda`` or ``cpu``."""
+    """Return the host seconds to issue one operator, one entry for each of ``repeats`` training steps, on rank 0; an
+    empty list on other ranks. ``plan``: the plan to run. ``kind``: the device, ``cuda`` or ``cpu``."""
     if dist.get_rank():
         return []
     device = open_device(kind)
@@ -68,17 +69,23 @@ def time_issuing(plan: Issuing, kind: str, repeats: int) -> list[float]:
 
 
 def _build_batch() -> Tensor:
+    """Return a batch of zeros, shape ``[16 microbatches of one sequence, 16 tokens, 32 channels]``."""
     return torch.zeros(_MICROBATCHES, _TOKENS, _HEADS * _SIZE)
 
 
 class _Layer(nn.Module):
+    """A small decoder layer with random weights: attention with rotary embedding and a gated MLP, each after an RMS
+    norm."""
+
     def __init__(self, width: int) -> None:
+        """Create the weights of the layer. ``width``: number of channels."""
         super().__init__()
         self.norms = nn.ParameterList(torch.ones(width) for _ in range(2))
         self.weights = nn.ParameterList(torch.randn(width, width) for _ in range(7))
         self.turn = nn.Buffer(torch.ones(2, _TOKENS, _SIZE))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the layer for ``x``; both have the shape ``[batch, tokens, channels]``."""
         first, second = self.norms
         q, k, v, out, gate, up, down = self.weights
         hidden = _apply_rms_norm(x, first)
@@ -89,25 +96,33 @@ class _Layer(nn.Module):
         return x + F.linear(F.silu(F.linear(hidden, gate)) * F.linear(hidden, up), down)
 
     def _apply_rotary_embedding(self, x: Tensor) -> Tensor:
+        """Return ``x``, of shape ``[batch, heads, tokens, channels of a head]``, with a rotary embedding by constant
+        angles."""
         left, right = x.chunk(2, -1)
         return x * self.turn[0] + torch.cat((-right, left), -1) * self.turn[1]
 
 
 class _Decoder(nn.Module):
+    """A decoder of two small layers, whose kernels take less time than the host needs to issue them."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(_Layer(_HEADS * _SIZE) for _ in range(_LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return a scalar loss for ``x`` of shape ``[batch, tokens, channels]``: the mean square of the last layer's
+        output."""
         for layer in self.layers:
             x = layer(x)
         return x.square().mean()
 
 
 def _apply_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """Return ``x`` divided by the root mean square of its last dim and multiplied by ``weight``."""
     scaled: Tensor = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
     return scaled * weight
 
 
 def _split_heads(x: Tensor) -> Tensor:
+    """Return ``x``, of shape ``[batch, tokens, channels]``, as ``[batch, heads, tokens, channels of a head]``."""
     return x.view(len(x), _TOKENS, _HEADS, _SIZE).transpose(1, 2)

@@ -36,29 +36,32 @@ _ADAM_BYTES = 28  # per fp32 parameter: what partitioner/cost/call/states.py cha
 
 @dataclass(frozen=True)
 class KernelCase:
-    """A kernel to be timed. ``name``: a key of :data:`FAMILIES`. ``shape``: M, N, K of a matrix product; batch, heads,
-    sequence and head size of an attention; for others the number of rows of :data:`ROW` elements.
-    """
+    """A kernel to be timed. ``name``: a key of :data:`FAMILIES`, such as ``mm``. ``shape``: M, N, K of a matrix
+    product; batch, heads, sequence and head size of an attention; for ``launch`` the number of elements; for other
+    kernels the number of rows of 256 elements (CPU) or 2048 elements (GPU). ``precision``: name of the dtype, such as
+    ``bf16``."""
 
     name: str
     shape: tuple[int, ...]
     precision: str = "fp32"
 
     def __str__(self) -> str:
+        """Return the name that reports show, such as ``mm 16x512x1024 fp32``."""
         return f"{self.name} {'x'.join(map(str, self.shape))} {self.precision}"
 
 
 @dataclass(frozen=True)
 class BuiltCase:
-    """A kernel with its tensors, ready to be timed. ``run``: the function to time. ``kernel``: the description by which
-    the cost model predicts its time."""
+    """A kernel with its tensors, ready to be timed. ``run``: the function to time, without arguments. ``kernel``: the
+    description by which the cost model predicts its time."""
 
     run: Callable[[], object]
     kernel: Kernel
 
 
 def build_case_tensors(case: KernelCase, device: torch.device) -> BuiltCase:
-    """Return the function that runs the kernel ``case`` once, with tensors created on ``device``.
+    """Return a function that runs the kernel ``case`` once, with tensors created on ``device``, and the kernel's
+    description for the cost model.
 
     The function uses several copies of the tensors in turn, so that a copy has left the caches when it is used again;
     real programs seldom find their operands in caches. Raise ``RuntimeError`` or ``NotImplementedError`` if the device
@@ -73,18 +76,17 @@ def build_case_tensors(case: KernelCase, device: torch.device) -> BuiltCase:
 
 
 class _OperandPool:
-    """A pool of random numbers from which tensors take consecutive parts. Each tensor is outside the caches, although
-    the numbers are generated only once.
-    """
+    """A pool of random numbers on one device, from which tensors take consecutive parts. A part has left the caches
+    when it is used again, although the numbers are generated only once."""
 
     def __init__(self, device: torch.device) -> None:
+        """Generate the random numbers of the pool on ``device``."""
         self.numbers = torch.randn(_FOOTPRINT[device.type] // 2, device=device)
         self.next = 0
 
     def take(self, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor of ``shape`` with random numbers: a view of the next part of the stored numbers, or a new
-        tensor if it needs more than half of them.
-        """
+        """Return a tensor of ``shape`` with random numbers: a view of the next part of the pool, or a new tensor if it
+        needs more than half of the pool. After the end of the pool, parts are taken from its start again."""
         count = math.prod(shape)
         if 2 * count > len(self.numbers):  # the next operand would be the same numbers
             return torch.randn(shape, device=self.numbers.device)
@@ -97,13 +99,14 @@ _store = cache(_OperandPool)
 
 
 def _take_random_tensor(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a tensor of the given shape with random numbers on ``device``, converted to ``dtype``."""
     return _store(device).take(shape).to(dtype)
 
 
 def _build_product(case: KernelCase, device: torch.device) -> BuiltCase:
-    """Return a matrix product of dense factors (``mm``), or with a transposed second or first factor (``mm_nt``,
-    ``mm_tn``). These are the three products of a linear layer's forward and backward.
-    """
+    """Return the matrix product ``case``, ready to be timed: ``mm`` of dense factors, ``mm_nt`` with a transposed
+    second factor, or ``mm_tn`` with a transposed first factor. These are the three products of a linear layer's forward
+    and backward."""
     m, n, k = case.shape
     dtype = DTYPES[case.precision]
     a = _take_random_tensor(*((k, m) if case.name == "mm_tn" else (m, k)), device=device, dtype=dtype)
@@ -122,7 +125,8 @@ def _build_product(case: KernelCase, device: torch.device) -> BuiltCase:
 
 
 def _with_tf32(a: Tensor, b: Tensor) -> Tensor:
-    """Return the matrix product of ``a`` and ``b``, computed with TF32 allowed; restore the setting afterwards."""
+    """Return the matrix product of ``a`` and ``b``, computed with TF32 allowed; restore PyTorch's setting
+    afterwards."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
@@ -132,9 +136,8 @@ def _with_tf32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _build_attention(case: KernelCase, device: torch.device) -> BuiltCase:
-    """Return causal attention on random tensors on ``device``, ready to be timed, with the kernel that the cost
-    model compares it with. The shape of ``case`` is (batch, heads, sequence, head size).
-    """
+    """Return causal attention on random tensors on ``device``, ready to be timed, with its description for the cost
+    model. The shape of ``case`` is (batch, heads, sequence, head size)."""
     batch, heads, seq, size = case.shape
     dtype = DTYPES[case.precision]
     query, key, value = (_take_random_tensor(batch, heads, seq, size, device=device, dtype=dtype) for _ in range(3))
@@ -152,9 +155,9 @@ def _on_rows(
     case: KernelCase,
     device: torch.device,
 ) -> BuiltCase:
-    """Return an operator on tensors of the shape ``[rows, ROW]``. ``kind``: the kind of kernel for the cost model.
-    ``function``: the operator, which gets ``num_operands`` tensors. ``results``: number of result elements per element
-    of one operand."""
+    """Return an operator on tensors of shape ``[rows, 256]`` (CPU) or ``[rows, 2048]`` (GPU), ready to be timed; the
+    shape of ``case`` is ``(rows,)``. ``kind``: the kind of kernel for the cost model. ``function``: the operator, which
+    gets ``num_operands`` tensors. ``results``: number of result elements for each element of one operand."""
     (rows,), row, dtype = case.shape, ROW[device.type], DTYPES[case.precision]
     operands = [_take_random_tensor(rows, row, device=device, dtype=dtype) for _ in range(num_operands)]
     num_bytes = dtype.itemsize * rows * row * (num_operands + results)
@@ -162,17 +165,20 @@ def _on_rows(
 
 
 def _build_launch(case: KernelCase, device: torch.device) -> BuiltCase:
-    """Return a kernel without work, whose time is that of a launch."""
+    """Return a kernel with almost no work, ready to be timed, whose time is that of a launch."""
     one = torch.ones(case.shape, device=device)
     return BuiltCase(partial(torch.add, one, one), Kernel("pointwise", 3.0 * one.nbytes))
 
 
 @cache
 def _build_embedding_table(device: torch.device) -> Tensor:
+    """Return a table of 4096 rows of random numbers on ``device``, for the timing of embeddings."""
     return _take_random_tensor(_TABLE_ROWS, ROW[device.type], device=device)
 
 
 def _build_embedding(case: KernelCase, device: torch.device) -> BuiltCase:
+    """Return an embedding, ready to be timed, that looks up random rows of a table. The shape of ``case`` is the number
+    of rows to look up."""
     (rows,) = case.shape
     table = _build_embedding_table(device)
     index = torch.randint(_TABLE_ROWS, (rows,), device=device)
@@ -181,12 +187,16 @@ def _build_embedding(case: KernelCase, device: torch.device) -> BuiltCase:
 
 
 def _build_gather(case: KernelCase, device: torch.device) -> BuiltCase:
+    """Return a ``gather`` of random elements within each row, ready to be timed. The shape of ``case`` is the number of
+    rows."""
     (rows,), row = case.shape, ROW[device.type]
     x, index = _take_random_tensor(rows, row, device=device), torch.randint(row, (rows, row), device=device)
     return BuiltCase(partial(torch.gather, x, 1, index), Kernel("lookup", float(index.nbytes + 2 * x.nbytes)))
 
 
 def _build_adamw(case: KernelCase, device: torch.device) -> BuiltCase:
+    """Return a step of AdamW on one float32 parameter, ready to be timed. The shape of ``case`` is its number of
+    rows."""
     (rows,), row = case.shape, ROW[device.type]
     weight = torch.nn.Parameter(_take_random_tensor(rows, row, device=device).clone())
     weight.grad = _take_random_tensor(rows, row, device=device)
@@ -195,28 +205,33 @@ def _build_adamw(case: KernelCase, device: torch.device) -> BuiltCase:
 
 
 def _layer_norm(x: Tensor) -> Tensor:
+    """Return ``x`` of shape ``[rows, elements]`` normalised in each row to mean 0 and variance 1."""
     return F.layer_norm(x, x.shape[1:])
 
 
 def _rms_norm(x: Tensor) -> Tensor:
+    """Return ``x`` of shape ``[rows, elements]`` with each row divided by its root mean square."""
     return F.rms_norm(x, x.shape[1:])
 
 
 def _apply_to_last_dim(function: Callable[..., object], x: Tensor) -> object:
+    """Return the result of ``function``, an operator such as ``torch.sum``, on the last dim of ``x``."""
     return function(x, -1)
 
 
 def _transpose_heads(x: Tensor) -> Tensor:
-    """Return a copy of ``x`` of shape ``[rows, heads * 64]`` as ``[heads, rows, 64]``."""
+    """Return a copy of ``x``, of shape ``[rows, heads * 64]``, with shape ``[heads, rows, 64]``."""
     made: Tensor = x.unflatten(1, (-1, 64)).transpose(0, 1).contiguous()
     return made
 
 
 def _multiply_broadcast(x: Tensor) -> Tensor:
+    """Return each row of ``x`` multiplied elementwise by the first row."""
     return x * x[0]
 
 
 def _concatenate_pair(x: Tensor, y: Tensor) -> Tensor:
+    """Return the rows of ``x`` followed by those of ``y``."""
     return torch.cat((x, y))
 
 
@@ -253,9 +268,10 @@ LAUNCH = KernelCase("launch", (1,))
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the kernels to time on a device. ``knots``: the smallest of M, N and K of matrix products. ``large``:
-    the other two. ``rows``: numbers of rows of other operators. ``attention``: batch, heads, sequence, head size.
-    ``precisions``: the first is used for all kernels, the others only for large matrix products."""
+    """Sizes of the kernels to time on a device. ``knots``: values for the smallest of M, N and K of matrix products.
+    ``large``: values for the other two. ``rows``: numbers of rows of other operators. ``attention``: batch, heads,
+    sequence, head size of each attention. ``precisions``: names of dtypes; the first is used for all kernels, the
+    others only for large matrix products."""
 
     knots: tuple[int, ...]
     large: tuple[int, ...]
@@ -288,8 +304,8 @@ SIZES: dict[tuple[str, bool], Sizes] = {  # by type of device, and whether to be
 
 def list_product_cases(sizes: Sizes) -> list[KernelCase]:
     """Return the matrix products to time. In the first precision of ``sizes``, each of M, N and K in turn takes each
-    size of ``sizes.knots``. In every other precision only products of the largest size are timed, for the peak.
-    """
+    value of ``sizes.knots``, while the other two take each value of ``sizes.large``. In every other precision only
+    products whose M, N and K are all the last of ``sizes.knots`` are timed, for the peak rate."""
     leading, *others = sizes.precisions
     forms = ("mm", "mm_nt", "mm_tn")
     cases = []
@@ -304,13 +320,15 @@ def list_product_cases(sizes: Sizes) -> list[KernelCase]:
 
 
 def list_attention_cases(sizes: Sizes) -> list[KernelCase]:
+    """Return the attention kernels to time, one for each shape in ``sizes.attention``, in the first of its
+    precisions."""
     return [KernelCase("attention", shape, sizes.precisions[0]) for shape in sizes.attention]
 
 
 def on_rows(sizes: Sizes, names: Iterable[str] = ON_ROWS) -> list[KernelCase]:
-    """Return the kernels to time that work on rows of elements, such as softmax, in all sizes. Each is timed in float32
-    and, if it computes in any dtype, in the first of ``sizes.precisions``. ``names``: keys of :data:`FAMILIES`.
-    """
+    """Return the kernels to time that work on rows of elements, such as softmax, one for each number of rows in
+    ``sizes.rows``; AdamW gets only the largest three. Each is timed in float32 and, if programs run it in other dtypes,
+    also in the first of ``sizes.precisions``. ``names``: which kernels, as keys of :data:`FAMILIES`."""
     return [
         KernelCase(name, (rows,), precision)
         for name in names

@@ -42,7 +42,7 @@ Report = Callable[[str, int, int], None]  # current measurement, steps done, tot
 
 @dataclass(frozen=True)
 class ProfileEffort:
-    """How long to measure.
+    """Amount of measuring in one profile of a machine.
 
     ``kernel_s``: seconds for each kernel. ``collective_s``: seconds for each size of a collective. ``sharing_s``:
     seconds of each repetition of the work by which the sharing of CPU cores is measured. ``repeats``: repetitions of
@@ -67,8 +67,8 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Profile:
-    """Result of measuring a machine. ``topology``: the fitted description, for planning. ``errors``: how far its
-    predictions are from the measured times. ``measurements``: the measured times. ``machine``: a text that names the
+    """Result of measuring a machine. ``topology``: the fitted description, for planning. ``errors``: the errors of its
+    predictions against the measured times. ``measurements``: the measured times. ``machine``: a text that names the
     machine."""
 
     topology: Topology
@@ -77,13 +77,13 @@ class Profile:
     machine: str
 
     def to_yaml(self) -> str:
-        """Return the text of a topology file, with the errors as comments."""
+        """Return the measured topology as the text of a topology file (YAML), with the errors of the fits as
+        comments."""
         return machine_yaml(self.topology, self.errors, self.machine)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the topology file to ``path`` and return the path. The file is replaced atomically, so that it is never
-        partial.
-        """
+        """Write the measured topology to ``path`` as a topology file (YAML) and return the path. The file is replaced
+        atomically, so that it is never partial."""
         return write_text(Path(path), self.to_yaml())
 
 
@@ -94,8 +94,8 @@ def profile_machine(
     quick: bool = False,
     progress: Report | None = None,
 ) -> Profile:
-    """Measure the kernels, the launches and the transfers of this machine with ``num_ranks`` processes, and return the
-    fitted topology.
+    """Measure the kernels, the launches and the transfers of this machine with ``num_ranks`` processes. Return the
+    topology fitted to these times, with the errors of the fits.
 
     Args:
         num_ranks: processes that share the machine; ``None``: one for each GPU, on a CPU one for each core.
@@ -131,18 +131,28 @@ Step = Callable[[Measurements], None]
 def _list_profile_steps(
     pool: LocalRanks, kind: str, count: int, quick: bool, effort: ProfileEffort
 ) -> Iterator[tuple[str, Step]]:
+    """Yield the measurements of a profile, in order: a name to show, and a function that measures and adds the times to
+    its argument. ``pool``: the processes that measure. ``kind``: ``cuda`` or ``cpu``. ``count``: number of ranks.
+    ``quick``: whether to use fewer sizes. ``effort``: how long to measure."""
     sizes = SIZES[kind, quick]
     active = min(count, num_cores()) if kind == "cpu" else count
 
     def kernels(cases: Sequence[KernelCase], num_active: int = active) -> Step:
+        """Return a function that times the kernels ``cases`` on the first ``num_active`` ranks and adds the median over
+        the ranks."""
+
         def step(measured: Measurements) -> None:
+            """Time the kernels and add them to ``measured``."""
             samples = pool.call(on_ranks.time_kernels, cases, kind, num_active, effort.kernel_s, timeout=_TIMEOUT_S)
             measured.kernels += _take_median_samples(samples[:num_active])
 
         return step
 
     def collective(op: str, over: int) -> Step:
+        """Return a function that times the collective named ``op`` (or ``send``) between groups of ``over`` ranks."""
+
         def step(measured: Measurements) -> None:
+            """Time the collective in all sizes and add the times to ``measured``."""
             found: list[list[CollectiveSample]] = pool.call(
                 transfers.time_collectives,
                 op,
@@ -159,14 +169,17 @@ def _list_profile_steps(
         return step
 
     def overlap(measured: Measurements) -> None:
+        """Time computation and an all-reduce alone and together, and add the times to ``measured``."""
         found = pool.call(on_ranks.time_overlap, active, kind, effort.repeats, timeout=_TIMEOUT_S)
         measured.overlaps += found[0]
 
     def issue(measured: Measurements) -> None:
+        """Time how long the host takes to issue an operator, and add the seconds to ``measured``."""
         with open_issuing_plan() as plan:
             measured.issued_s += pool.call(time_issuing, plan, kind, effort.repeats, timeout=_TIMEOUT_S)[0]
 
     def sharing(measured: Measurements) -> None:
+        """Time equal work on as many ranks as there are cores and on all ranks, and add the seconds to ``measured``."""
         rows = pool.call(on_ranks.time_sharing, (active, count), effort.repeats, effort.sharing_s, timeout=_TIMEOUT_S)
         for few, every in zip(*(_column_medians(rows, place) for place in (0, 1)), strict=True):
             measured.few_s.append(few)
@@ -191,7 +204,8 @@ def _list_profile_steps(
 
 
 def _take_median_samples(samples: Sequence[Sequence[KernelSample]]) -> list[KernelSample]:
-    """Return for each kernel the sample with the median time over the ranks. ``samples``: by rank, then by kernel."""
+    """Return for each kernel the sample with the median time over the ranks. ``samples``: for each rank, the samples of
+    the same kernels in the same order."""
     found = []
     for row in zip(*samples, strict=True):
         seconds = sorted(s.seconds for s in row)
@@ -200,13 +214,17 @@ def _take_median_samples(samples: Sequence[Sequence[KernelSample]]) -> list[Kern
 
 
 def _column_medians(rows: Sequence[Sequence[Sequence[float]]], place: int) -> list[float]:
-    """Return for each repetition the median time over the ranks that took part. ``rows[rank][repetition][place]``:
-    seconds; NaN if the rank took no part. ``place``: the index of the measurement in each repetition."""
+    """Return for each repetition the median time in seconds over the ranks that took part. ``rows``: the seconds,
+    indexed by rank, repetition and measurement; NaN if the rank took no part. ``place``: the index of the measurement.
+    """
     turns = zip(*([turn[place] for turn in rank] for rank in rows), strict=True)
     return [float(torch.tensor(turn).nanmedian()) for turn in turns]
 
 
 def _fit_measurements(measured: Measurements, kind: str, count: int, described: dict[str, Any]) -> Profile:
+    """Return the profile fitted to the times ``measured``: a topology of one node with ``count`` devices, and the
+    errors of the fits. ``kind``: ``cuda`` or ``cpu``. ``described``: ``name``, ``memory`` (bytes) and ``reserved``
+    (bytes that programs cannot use) of the device."""
     device = fit_device(
         measured.kernels,
         measured.overlaps,
@@ -236,11 +254,15 @@ def _fit_measurements(measured: Measurements, kind: str, count: int, described: 
 
 
 def _describe_cpu(count: int) -> dict[str, Any]:
+    """Return ``name``, ``memory`` and ``reserved`` of the share that each of ``count`` ranks has of this machine's CPU.
+    The memory is the machine's bytes divided evenly; none of it is reserved."""
     name = f"{platform.processor() or platform.machine()} CPU of {num_cores()} cores"
     return {"name": name, "memory": physical_memory() // count, "reserved": 0}
 
 
 def _device_kind(device: str | None) -> str:
+    """Return the kind of device to profile, ``cuda`` or ``cpu``: ``device`` if given, else ``cuda`` if PyTorch sees a
+    GPU. Raise :class:`TopologyError` for other names, and for ``cuda`` without a GPU."""
     there = torch.cuda.is_available()
     if device not in (None, "cpu", "cuda"):
         raise TopologyError(f"unknown device {device!r}; expected 'cpu' or 'cuda'")
@@ -250,9 +272,8 @@ def _device_kind(device: str | None) -> str:
 
 
 def _num_ranks(num_ranks: int | None, kind: str) -> int:
-    """Return the number of ranks to profile: ``num_ranks``, or one per GPU or CPU core if it is ``None``. ``kind``:
-    ``cuda`` or ``cpu``. Raise :class:`TopologyError` if it is below 1 or above the number of GPUs.
-    """
+    """Return the number of ranks to profile: ``num_ranks``, or one for each GPU or CPU core if it is ``None``.
+    ``kind``: ``cuda`` or ``cpu``. Raise :class:`TopologyError` if the number is below 1 or above the number of GPUs."""
     there = torch.cuda.device_count() if kind == "cuda" else num_cores()
     count = there if num_ranks is None else num_ranks
     if count < 1:

@@ -25,8 +25,8 @@ _OVERLAP_SIZE = 256  # of a square product
 
 
 def open_device(kind: str) -> torch.device:
-    """Return the device of this rank: the GPU with the rank's number, which becomes the current one, or the CPU.
-    ``kind``: ``cuda`` or ``cpu``."""
+    """Return the device of this rank: for ``kind`` ``cuda`` the GPU with the rank's number, which becomes PyTorch's
+    current device; for ``cpu`` the CPU."""
     if kind == "cuda":
         torch.cuda.set_device(dist.get_rank())
         return torch.device("cuda", dist.get_rank())
@@ -35,7 +35,7 @@ def open_device(kind: str) -> torch.device:
 
 def describe_gpu(kind: str) -> dict[str, int | str]:
     """Return ``name``, ``memory`` (bytes in total) and ``reserved`` (bytes that are in use without any tensor, such as
-    the CUDA context) of this rank's GPU. ``kind``: ``cuda``."""
+    the CUDA context) of this rank's GPU. ``kind``: must be ``cuda``."""
     device = open_device(kind)
     gc.collect()
     torch.cuda.empty_cache()
@@ -45,10 +45,10 @@ def describe_gpu(kind: str) -> dict[str, int | str]:
 
 
 def time_kernels(cases: Sequence[KernelCase], kind: str, active: int, budget_s: float) -> list[KernelSample]:
-    """Time the kernels one after the other, each on several ranks at the same time, and return the samples of this
-    rank. ``kind``: ``cuda`` or ``cpu``. ``active``: number of ranks that measure, from rank 0; others return no
-    samples. ``budget_s``: seconds for each kernel. Kernels that the device cannot run, such as those of a missing
-    precision, are left out."""
+    """Return the measured times on this rank of the kernels ``cases``, which are timed one after the other, each on
+    several ranks at the same time. ``kind``: ``cuda`` or ``cpu``. ``active``: number of ranks that measure, from rank
+    0; others return no samples. ``budget_s``: seconds for each kernel. Kernels that the device cannot run, such as
+    those of a missing precision, are left out."""
     device = open_device(kind)
     samples = []
     for case in cases:
@@ -66,9 +66,9 @@ def time_kernels(cases: Sequence[KernelCase], kind: str, active: int, budget_s: 
 
 
 def time_sharing(active: Sequence[int], repeats: int, budget_s: float) -> list[list[float]]:
-    """Return this rank's CPU seconds of a fixed piece of work: one row per repetition, with one entry for each of
-    ``active``. ``active``: numbers of ranks, from rank 0, that do the work at the same time. NaN if this rank did not
-    take part.
+    """Return this rank's CPU seconds of a fixed piece of work: one row for each of ``repeats`` repetitions, with one
+    entry for each of ``active``. ``active``: numbers of ranks; so many ranks, from rank 0, do the work at the same
+    time. An entry is NaN if this rank did not take part.
 
     Half of the work is limited by compute, half by memory. A piece takes about ``budget_s`` seconds, which is long
     against the time slices of the operating system. CPU time is used, because waiting for a core depends on other
@@ -80,6 +80,7 @@ def time_sharing(active: Sequence[int], repeats: int, budget_s: float) -> list[l
     )
 
     def work(count: int) -> float:
+        """Return the CPU seconds of this thread for ``count`` pieces of work."""
         start = time.thread_time()
         for _ in range(count):
             for _ in range(4):
@@ -103,9 +104,9 @@ def time_sharing(active: Sequence[int], repeats: int, budget_s: float) -> list[l
 
 
 def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:
-    """Return ``repeats`` measurements of matrix products alone, an all-reduce over ``num_ranks`` ranks alone, and both
-    started together; an empty list on ranks outside the group. ``kind``: ``cuda`` or ``cpu``. A time is that of the
-    slowest rank."""
+    """Return ``repeats`` measurements of the seconds of matrix products alone, of an all-reduce alone, and of both
+    started together. The all-reduce is over the first ``num_ranks`` ranks; other ranks return an empty list. ``kind``:
+    ``cuda`` or ``cpu``. A time is that of the slowest rank."""
     device = open_device(kind)
     communicator = TorchCommunicator(dist.get_world_size(), device)
     ranks = tuple(range(num_ranks))
@@ -121,15 +122,18 @@ def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:
     count = max(1, round(reduce_s / product_s))
 
     def products() -> None:
+        """Run the matrix products, which take about as long as the all-reduce."""
         for _ in range(count):
             torch.mm(a, b)
 
     def both() -> None:
+        """Start the all-reduce, run the matrix products, and wait for the end of the all-reduce."""
         pending = group.all_reduce(shared)
         products()
         pending.wait()
 
     def reduce() -> None:
+        """Run the all-reduce and wait for its end."""
         group.all_reduce(shared).wait()
 
     return [
@@ -143,7 +147,8 @@ def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:
 
 
 def _time_slowest_rank(run: Callable[[], object], group: RankGroup, device: torch.device) -> float:
-    """Return the wall-clock seconds of ``run`` on the slowest rank of ``group``."""
+    """Return the wall-clock seconds of one call of ``run`` on the slowest rank of ``group``. All ranks of the group
+    must call this function. ``device``: the device of this rank, which is waited for."""
     group.all_reduce(torch.zeros(1, device=device)).wait()
     synchronize_device(device)
     start = time.perf_counter()

@@ -18,9 +18,9 @@ _DIGITS = 4
 
 
 def machine_yaml(topology: Topology, errors: Sequence[FitError], machine: str) -> str:
-    """Return ``topology`` as YAML that :meth:`Topology.load` reads, with numbers rounded to four digits and ``errors``
-    as comments. ``machine``: a text that names the machine.
-    """
+    """Return ``topology`` as YAML text that :meth:`Topology.load` reads, with numbers rounded to four digits. Comments
+    at its start list ``errors``, the errors of the fits to the measured times. ``machine``: a text that names the
+    machine."""
     lines = [f"# Measured by `partitioner profile` on {machine}.", "#"]
     lines.append("# Median error of the fitted figures against the times that were measured:")
     lines += [f"#   {e.what:<24} {e.median:>6.1%}  of {e.num_samples} times" for e in errors]
@@ -32,9 +32,8 @@ def machine_yaml(topology: Topology, errors: Sequence[FitError], machine: str) -
 
 
 def large_errors(errors: Sequence[FitError]) -> str:
-    """Return a warning that names the fits whose predictions are far from the measured times; ``""`` if there are
-    none.
-    """
+    """Return a warning that names those of ``errors`` (one for each fit) whose predictions are over 25 % from the
+    measured times; ``""`` if there are none."""
     far = [f"{e.what} ({e.median:.0%})" for e in errors if e.is_large]
     if not far:
         return ""
@@ -45,6 +44,7 @@ def large_errors(errors: Sequence[FitError]) -> str:
 
 
 def _round_numbers(value: Any) -> Any:
+    """Return a copy of ``value``, nested dicts and lists, with all floats rounded to four significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, dict):
@@ -57,6 +57,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_row(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
+    """Return the YAML node of the list ``data``: on one line if it holds only numbers, else in the default style."""
     plain = all(isinstance(v, int | float) for v in data)
     return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=plain)
 
@@ -65,9 +66,8 @@ _Dumper.add_representer(list, _represent_row)
 
 
 def profile_parts(topology: Topology, errors: Sequence[FitError]) -> Iterator[RenderableType]:
-    """Yield a table of the errors of the fits, a warning if some are large, and a sentence on ranks that share
-    cores.
-    """
+    """Yield what the terminal shows of a profile: a table of ``errors`` (the errors of the fits to the measured times),
+    a warning if some are large, and a sentence if the ranks of ``topology`` share CPU cores."""
     table = Table("fit", "times", "median error", title_justify="left", box=None, pad_edge=False)
     for error in errors:
         table.add_row(error.what, str(error.num_samples), f"{error.median:.1%}")

@@ -23,8 +23,8 @@ _CYCLES_PER_S = 2e9  # of a GPU's clock, at most
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """Return the seconds of one ``run``: the median over blocks of calls, which take about ``budget_s`` seconds
-    together. At least three blocks are timed.
+    """Return the seconds of one call of ``run``: the median over blocks of calls, which take about ``budget_s`` seconds
+    together. At least three blocks are timed. ``device``: the device on which ``run`` computes.
 
     On a CPU the time is the CPU time of this thread, so that other programs on its core do not count. On a GPU it is
     the device time. The calls of a block are queued while the device is kept busy, so that they follow each other
@@ -43,6 +43,7 @@ def median_seconds(run: Callable[[], object], device: torch.device, budget_s: fl
 
 
 def _time_thread_block(run: Callable[[], object], count: int, device: torch.device) -> float:
+    """Return the CPU seconds of this thread for ``count`` calls of ``run``."""
     start = time.thread_time()
     for _ in range(count):
         run()
@@ -50,6 +51,8 @@ def _time_thread_block(run: Callable[[], object], count: int, device: torch.devi
 
 
 def _on_gpu(run: Callable[[], object], device: torch.device, budget_s: float) -> float:
+    """Return the GPU seconds of one call of ``run``: the median over at least three blocks of queued calls, which take
+    about ``budget_s`` seconds together. Calls that cannot be queued are timed one by one."""
     synchronize_device(device)
     host = host_seconds(run, device)
     count, hold = _QUEUED, _BLOCK_S + 2 * _QUEUED * host
@@ -69,8 +72,8 @@ def _on_gpu(run: Callable[[], object], device: torch.device, budget_s: float) ->
 
 
 def _time_queued_runs(run: Callable[[], object], count: int, hold: float, device: torch.device) -> float | None:
-    """Return the device seconds of ``count`` calls of ``run``. The GPU is kept busy for ``hold`` seconds while they are
-    queued. Return ``None`` if it became idle before all were queued."""
+    """Return the GPU seconds of ``count`` calls of ``run`` together. The GPU is kept busy for ``hold`` seconds while
+    the calls are queued. Return ``None`` if it became idle before all were queued."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if hold:
         torch.cuda._sleep(int(hold * _CYCLES_PER_S))
@@ -84,9 +87,8 @@ def _time_queued_runs(run: Callable[[], object], count: int, hold: float, device
 
 
 def host_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds until ``run`` returns on the host. For work that the device finishes faster than the host
-    issues it, this is the time in which the host issues it.
-    """
+    """Return the seconds until one call of ``run`` returns on the host; ``device`` is waited for before and after. For
+    work that the device finishes faster than the host issues it, this is the time in which the host issues it."""
     synchronize_device(device)
     start = time.perf_counter()
     run()
@@ -96,15 +98,15 @@ def host_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def synchronize_device(device: torch.device) -> None:
+    """Wait until all work queued on ``device`` is done; return at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)
 class KernelSample:
-    """A measured kernel and its seconds. ``name`` is for reports, such as ``mm 16x512x1024``. ``kernel``: the
-    description by which the cost model predicts its time.
-    """
+    """A measured kernel. ``name``: for reports, such as ``mm 16x512x1024``. ``kernel``: the description by which the
+    cost model predicts its time. ``seconds``: the measured time of one call."""
 
     name: str
     kernel: Kernel
@@ -113,9 +115,8 @@ class KernelSample:
 
 @dataclass(frozen=True)
 class CollectiveSample:
-    """The measured seconds of a collective over ``num_ranks`` ranks. ``num_bytes``: size of the whole tensor. ``op`` of
-    ``send`` stands for one message between two ranks.
-    """
+    """A measured collective over ``num_ranks`` ranks. ``op``: its name, such as ``all_reduce``; ``send`` stands for one
+    message between two ranks. ``num_bytes``: size of the whole tensor. ``seconds``: the measured time."""
 
     op: str
     num_ranks: int
@@ -125,7 +126,8 @@ class CollectiveSample:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of a computation alone, of a collective alone, and of both started together."""
+    """Measured seconds of a computation alone (``compute_s``), of a collective alone (``collective_s``), and of both
+    started together (``both_s``)."""
 
     compute_s: float
     collective_s: float
@@ -134,7 +136,8 @@ class Overlap:
 
 @dataclass
 class Measurements:
-    """All times that one profile measured.
+    """All times that one profile of a machine measured. ``kernels``, ``collectives``: one entry for each measured case.
+    ``overlaps``: computation and a collective alone and together, one entry per repetition.
 
     ``issued_s``: host seconds to issue one operator, one entry per repetition. ``few_s`` and ``all_s``: seconds of
     equal work on one rank, while as many ranks work as there are cores, and while all ranks work; one entry per

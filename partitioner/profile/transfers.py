@@ -32,8 +32,8 @@ _LEAST_SHARE = 0.1  # least share of the time of back-to-back transfers
 
 @dataclass(frozen=True)
 class _TransferRun:
-    """One measurement on this rank. ``start(compute)`` runs ``calls`` transfers, each after one call of ``compute`` on
-    one of the ranks that take part. ``busy``: whether this rank computes."""
+    """A transfer to measure on this rank. ``start(compute)`` runs ``calls`` transfers, each after one call of
+    ``compute`` on one of the ranks that take part. ``busy``: whether this rank takes part."""
 
     start: Callable[[Callable[[], None]], None]
     calls: int = 1
@@ -43,8 +43,8 @@ class _TransferRun:
 def time_collectives(
     op: str, num_ranks: int, sizes: Sequence[int], kind: str, active: int, repeats: int, budget_s: float
 ) -> list[CollectiveSample]:
-    """Return one sample of ``op`` (a collective or ``send``) for each of ``sizes`` (bytes of the whole tensor), with
-    the seconds of the slowest rank. All ranks return equal samples.
+    """Return one sample of the transfer ``op`` (name of a collective, or ``send``) for each of ``sizes`` (bytes of the
+    whole tensor), with the seconds of the slowest rank. All ranks return equal samples.
 
     Groups of ``num_ranks`` neighbouring ranks among the first ``active`` ranks (at least one group) run at the same
     time. ``kind``: ``cuda`` or ``cpu``. ``repeats``: measurements of each size. ``budget_s``: seconds for each size.
@@ -75,12 +75,14 @@ def time_collectives(
 
 
 def _compute_element_count(num_bytes: int, size: int) -> int:
-    """Return a number of four-byte elements that every collective can divide among its ranks. ``num_bytes``: about how
-    many bytes they have. ``size``: number of ranks."""
+    """Return the number of four-byte elements of a tensor of about ``num_bytes`` bytes. It is a multiple of ``size **
+    3``, so that every collective over ``size`` ranks can divide the tensor."""
     return max(1, num_bytes // 4 // size**3) * size**3
 
 
 def _build_collective_run(communicator: Communicator, op: str, ranks: tuple[int, ...], num_bytes: int) -> _TransferRun:
+    """Return the collective named ``op`` over ``ranks``, ready to be measured on this rank. ``num_bytes``: about the
+    size of the whole tensor."""
     group: RankGroup = communicator.group(ranks)
     size = group.size
     length = _compute_element_count(num_bytes, size)
@@ -95,6 +97,7 @@ def _build_collective_run(communicator: Communicator, op: str, ranks: tuple[int,
     start = starts[op]
 
     def run(compute: Callable[[], None]) -> None:
+        """Run ``compute``, then the collective, and wait for its end."""
         compute()
         start().wait()
 
@@ -102,13 +105,16 @@ def _build_collective_run(communicator: Communicator, op: str, ranks: tuple[int,
 
 
 def _build_message_run(communicator: Communicator, ranks: tuple[int, ...], num_bytes: int) -> _TransferRun:
-    """Return a round trip between the first two of ``ranks``: two messages, each after a computation of its sender."""
+    """Return a round trip between the first two of ``ranks``, ready to be measured: two messages of about ``num_bytes``
+    bytes, each after a computation of its sender. On other ranks the result does nothing."""
     rank = dist.get_rank()
     tensor = torch.zeros(_compute_element_count(num_bytes, len(ranks)), device=communicator.device)
     first = rank == ranks[0]
     peer = ranks[1] if first else ranks[0]
 
     def there_and_back(compute: Callable[[], None]) -> None:
+        """Send a message from the first rank to the second and one back, each after a call of ``compute`` on its
+        sender."""
         for sends in (first, not first):
             if sends:
                 compute()
@@ -121,18 +127,20 @@ def _build_message_run(communicator: Communicator, ranks: tuple[int, ...], num_b
 
 
 def _skip_transfer(_: Callable[[], None]) -> None:
-    """Do nothing, on a rank that does not take part in the transfer."""
+    """Do nothing. This replaces the transfer on ranks that do not take part in it."""
 
 
 def _skip_computation() -> None:
-    """Do nothing, in place of a computation."""
+    """Do nothing. This replaces the computation where transfers are measured without one."""
 
 
 class _Timer:
-    """Timer of the transfers of one group of ranks. All ranks run equally many calls; the slowest rank determines the
-    number."""
+    """Timer of the transfers of one group of ranks. All ranks of the group make equally many calls; the slowest rank
+    determines the number."""
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
+        """Prepare a computation of about two milliseconds, which runs between transfers. ``group``: the ranks that
+        transfer, all of which must create a timer. ``device``: the device of this rank."""
         self.group, self.device = group, device
         size = _SIZE[device.type]
         a, b = (torch.randn(size, size, device=device) for _ in range(2))
@@ -146,11 +154,12 @@ class _Timer:
         self.compute = compute
 
     def seconds(self, run: _TransferRun, repeats: int, budget_s: float) -> float:
-        """Return the seconds of one transfer: the median of the differences between blocks of calls with and without
-        transfers. It is at least a tenth of the time of back-to-back transfers. ``repeats``: number of differences.
-        ``budget_s``: about the seconds for all of them."""
+        """Return the seconds of one of the transfers of ``run``: the median of the differences between blocks of calls
+        with and without transfers. It is at least a tenth of the time of back-to-back transfers. ``repeats``: number of
+        differences. ``budget_s``: about the seconds for all of them."""
 
         def alone() -> None:
+            """Run the computation without a transfer, on ranks that take part in it."""
             if run.busy:
                 self.compute()
 
@@ -165,7 +174,8 @@ class _Timer:
         return max(statistics.median(differences), _LEAST_SHARE * self._reduce_to_slowest(bare))
 
     def _time_call_block(self, call: Callable[[], object], count: int) -> float:
-        """Return the mean seconds of one call, over ``count`` calls that the ranks begin together."""
+        """Return the mean seconds of one call of ``call`` on this rank, over ``count`` calls that all ranks of the
+        group begin together."""
         self.group.all_reduce(torch.zeros(1, device=self.device)).wait()
         synchronize_device(self.device)
         start = time.perf_counter()
@@ -175,5 +185,6 @@ class _Timer:
         return (time.perf_counter() - start) / count
 
     def _reduce_to_slowest(self, seconds: float) -> float:
+        """Return the greatest ``seconds`` that a rank of the group passes. All ranks of the group must call this."""
         value = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         return float(self.group.all_reduce(value, maximum=True).wait())

@@ -34,12 +34,12 @@ QUERY = ("--query-gpu=index,uuid,pcie.link.gen.max,pcie.link.width.max", "--form
 
 @dataclass(frozen=True, eq=False)
 class Wiring:
-    """The links of the GPUs of one machine, in the order of their indices there.
+    """The links of the GPUs of one machine, in the order of the machine's GPU indices.
 
-    ``nvlinks``: number of NVLinks between each pair, shape ``[n, n]``; behind NVLink switches every pair has the number
-    of NVLinks of one GPU. ``num_nics``: number of network cards. ``speed``: bytes/s of one NVLink per direction.
-    ``ports``: active NVLinks of one GPU. ``pcie``: bytes/s of the slowest PCIe slot. ``uuids``: of the GPUs. ``None``
-    and empty mean that ``nvidia-smi`` does not report the value.
+    ``nvlinks``: number of NVLinks between each pair of GPUs, shape ``[n, n]``; behind NVLink switches every pair has
+    the number of NVLinks of one GPU. ``num_nics``: number of network cards. ``speed``: bytes/s of one NVLink per
+    direction. ``ports``: active NVLinks of one GPU. ``pcie``: bytes/s of the slowest PCIe slot per direction.
+    ``uuids``: the unique ids of the GPUs. ``None`` and empty mean that ``nvidia-smi`` does not report the value.
     """
 
     nvlinks: NDArray[np.int64]
@@ -51,17 +51,15 @@ class Wiring:
 
 
 def detect_wiring() -> Wiring | None:
-    """Return the wiring of this machine's GPUs; ``None`` if ``nvidia-smi`` is missing or its output cannot be
-    parsed.
-    """
+    """Return the links between this machine's GPUs; ``None`` if ``nvidia-smi`` is missing or its output cannot be
+    parsed."""
     matrix = run_nvidia_smi("topo", "-m")
     return read_wiring(matrix, run_nvidia_smi("nvlink", "--status"), run_nvidia_smi(*QUERY)) if matrix else None
 
 
 def run_nvidia_smi(*arguments: str) -> str:
-    """Return the standard output of ``nvidia-smi`` with ``arguments``; ``""`` if the tool is missing, fails or takes
-    over 30 s.
-    """
+    """Return the standard output of ``nvidia-smi`` with the given command-line arguments; ``""`` if the tool is
+    missing, fails or takes over 30 s."""
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -70,10 +68,11 @@ def run_nvidia_smi(*arguments: str) -> str:
 
 
 def read_wiring(matrix: str, status: str = "", query: str = "") -> Wiring | None:
-    """Return the wiring described by three outputs of ``nvidia-smi``; ``None`` if ``matrix`` cannot be parsed.
+    """Return the links between GPUs that three outputs of ``nvidia-smi`` describe; ``None`` if ``matrix`` cannot be
+    parsed.
 
     ``matrix``: the output of ``nvidia-smi topo -m``. ``status``: that of ``nvidia-smi nvlink --status``. ``query``:
-    that with the options ``QUERY``. The latter two may be empty.
+    that of ``nvidia-smi`` with a query for the PCIe slots (the arguments :data:`QUERY`). The latter two may be empty.
     """
     lines = [_ESCAPES.sub("", text) for text in matrix.splitlines()]
     header = next((text for text in lines if text.split()[:1] == ["GPU0"] and "X" not in text.split()), "")
@@ -99,12 +98,14 @@ def read_wiring(matrix: str, status: str = "", query: str = "") -> Wiring | None
 
 
 def _num_nvlinks(cell: str) -> int:
+    """Return the number of NVLinks in a cell of the table of ``nvidia-smi topo -m``, such as 12 for ``NV12``; 0 for
+    others."""
     return int(cell[2:]) if cell.startswith("NV") and cell[2:].isdigit() else 0
 
 
 def _read_status(text: str) -> tuple[list[float], list[int]]:
-    """Return the data rates of all active NVLinks in bytes/s, and the number of active NVLinks of each GPU that has
-    any.
+    """Return two lists from ``text``, the output of ``nvidia-smi nvlink --status``: the data rate of each active NVLink
+    in bytes/s, and the number of active NVLinks of each GPU that has any.
 
     ``nvidia-smi`` reports the signalling rate (25.781, 26.562 or 53.125 GB/s). The data rate is the next lower multiple
     of 5 GB/s.
@@ -152,12 +153,12 @@ def build_local_topology(num_ranks: int) -> Topology:
 
 
 def detect_topology() -> Topology:
-    """Return a topology of this machine's CUDA devices, repeated for each node of the launcher; without CUDA, of its
-    CPU.
+    """Return a topology of this machine's CUDA devices, repeated for each node of the launcher (torchrun); without
+    CUDA, of its CPU.
 
-    ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` are read as torchrun sets them, and all nodes are assumed to equal this one.
-    Links come from ``nvidia-smi``. Without it, they are those of the catalogue's machine with such devices. The network
-    between nodes cannot be detected and always comes from that machine.
+    The environment variables ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` are read as torchrun sets them, and all nodes are
+    assumed to equal this one. Links come from ``nvidia-smi``. Without it, they are those of the catalogue's machine
+    with such devices. The network between nodes cannot be detected and always comes from that machine.
 
     Raise :class:`TopologyError` if the catalogue does not know a device, if there are more ranks than devices, or if
     the launcher's variables are not numbers.
@@ -182,7 +183,8 @@ def detect_topology() -> Topology:
 
 
 def _from_launcher(name: str, otherwise: int) -> int:
-    """Return the positive integer in the environment variable ``name``; ``otherwise`` if it is not set."""
+    """Return the positive integer in the environment variable ``name``; ``otherwise`` if it is not set. Raise
+    :class:`TopologyError` for any other value."""
     given = os.environ.get(name, str(otherwise)).strip()
     if not given.isdecimal() or int(given) < 1:
         raise TopologyError(
@@ -196,9 +198,8 @@ def build_machine_topology(
     kinds: Sequence[str], memories: Sequence[int], nodes: int = 1, wires: Wiring | None = None
 ) -> Topology:
     """Return a topology of ``nodes`` equal machines. ``kinds``: the device type of each device of one machine, a name
-    in the catalogue. ``memories``: bytes of each of these devices. ``wires``: their links; ``None`` to take them from
-    the catalogue.
-    """
+    in the catalogue. ``memories``: bytes of each of these devices. ``wires``: the links between them; ``None`` to take
+    these from the catalogue."""
     main = Counter(kinds).most_common(1)[0][0]
     fields = _build_machine_fields(main, nodes, len(kinds))
     (group,) = fields["nodes"]
@@ -222,9 +223,9 @@ def build_machine_topology(
 
 
 def _build_machine_fields(kind: str, nodes: int, devices: int) -> dict[str, Any]:
-    """Return the nodes and levels of the first machine in the catalogue that has devices of type ``kind``, as fields of
-    a topology. ``nodes``: number of nodes. ``devices``: number of devices of each. If there is no such machine, assume
-    PCIe inside nodes and Ethernet between them."""
+    """Return the fields ``nodes`` and ``levels`` of a topology, in the form of a topology file, from the first machine
+    in the catalogue that has devices of the type ``kind``. ``nodes``: number of nodes. ``devices``: number of devices
+    of each. If there is no such machine, assume PCIe inside nodes and Ethernet between them."""
     name = next((name for name, machine in catalogue("machines").items() if machine["type"] == kind), None)
     if name is None:
         levels: list[Any] = [{"like": "pcie4", "nodes": 1}] if devices > 1 else []
@@ -243,9 +244,9 @@ def _build_machine_fields(kind: str, nodes: int, devices: int) -> dict[str, Any]
 
 
 def _build_wired_levels(group: dict[str, Any], kind: str, wires: Wiring) -> dict[str, Any]:
-    """Return the levels, and the pattern of direct links if there is one, that describe ``wires``, as fields of a
-    topology. ``kind``: the device type. ``group``: the fields of the nodes, into which the name of the pattern is
-    written."""
+    """Return the fields of a topology that describe the links ``wires`` of its nodes: ``levels``, and ``patterns`` if
+    there are direct links between pairs. ``kind``: the device type. ``group``: the fields of the nodes, into which the
+    name of the pattern is written."""
     fields = _build_machine_fields(kind, group["count"], group["devices"])
     known = next((level for level in fields["levels"] if level.get("nodes") == 1), None)
     beyond = [level for level in fields["levels"] if level.get("nodes") != 1]
@@ -268,7 +269,8 @@ def _build_wired_levels(group: dict[str, Any], kind: str, wires: Wiring) -> dict
 
 
 def _has_nvlink_switches(wires: Wiring) -> bool:
-    """Return whether all NVLinks of a device lead to switches. Each pair of devices then reports all of them."""
+    """Return whether all NVLinks of a GPU lead to switches. Each pair of GPUs then reports the number of all NVLinks of
+    one. The result is true for two GPUs, for which it makes no difference."""
     apart = wires.nvlinks[~np.eye(len(wires.nvlinks), dtype=bool)]
     count = int(apart[0])
     if len(wires.nvlinks) == 2 or (apart != count).any():
@@ -277,8 +279,9 @@ def _has_nvlink_switches(wires: Wiring) -> bool:
 
 
 def _match_link_pattern(matrix: NDArray[np.float64]) -> tuple[str, dict[str, Any]]:
-    """Return the name of the pattern whose direct links are ``matrix`` (bytes/s of each pair of devices in a node), and
-    a mapping from this name to its description; the mapping is empty if the catalogue has the pattern."""
+    """Return the name of the pattern whose direct links are ``matrix``, and a mapping from this name to the pattern's
+    fields; the mapping is empty if the catalogue has the pattern. ``matrix``: bytes/s of each pair of devices in a
+    node, 0 without a direct link."""
     for name, entry in catalogue("patterns").items():
         places = [k for link in entry["links"] if link["pairs"] != "all" for pair in link["pairs"] for k in pair]
         if places and max(places) < len(matrix):
@@ -295,8 +298,8 @@ def _match_link_pattern(matrix: NDArray[np.float64]) -> tuple[str, dict[str, Any
 
 def _select_visible_wiring(wires: Wiring | None, seen: Sequence[Any]) -> Wiring | None:
     """Return the part of ``wires`` that belongs to the GPUs that this process sees (``CUDA_VISIBLE_DEVICES``), in their
-    order. ``seen``: the properties of these GPUs as PyTorch reports them. ``None`` if it cannot be determined which
-    ones they are."""
+    order. ``seen``: the properties of these GPUs as PyTorch reports them. Return ``None`` if ``wires`` is ``None``, or
+    if it cannot be determined which of its GPUs are visible."""
     if wires is None:
         return None
     uuids = [str(getattr(each, "uuid", "")).removeprefix("GPU-") for each in seen]
@@ -312,6 +315,8 @@ def _select_visible_wiring(wires: Wiring | None, seen: Sequence[Any]) -> Wiring 
 
 
 def _get_host_fields(name: str | None) -> dict[str, Any]:
+    """Return the fields of the host ``name`` in the catalogue, without the bandwidth of its disks; empty if ``name`` is
+    ``None``."""
     return {k: v for k, v in catalogue("hosts")[name].items() if k != "disk_bandwidth"} if name else {}
 
 
@@ -328,10 +333,13 @@ def _find_device_kind(name: str) -> str:
 
 
 def num_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def physical_memory() -> int:
+    """Return the bytes of this machine's memory, or those that its control group (cgroup) allows, if these are
+    fewer."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if _CGROUP_LIMIT.exists():
         limit = _CGROUP_LIMIT.read_text().strip()

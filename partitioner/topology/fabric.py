@@ -37,10 +37,10 @@ MOST_PLACES = 62  # of a node with a pattern: a set of its devices is the bits o
 class Storey:
     """All links at one depth, such as inside nodes or between nodes, with the devices that they connect.
 
-    ``joined``: for each device, the smallest index of the devices that it reaches over this storey and those further
+    ``joined``: for each device, the smallest index of the devices that it reaches over these links and those further
     inside, shape ``[num_devices]``; devices with equal entries reach each other. ``levels``: indices of the topology's
-    levels at this depth; empty for the direct links inside nodes. ``shares``: the fraction of the levels' bandwidth
-    that each device gets, shape ``[num_devices]``; ``None``: each device gets all of it.
+    levels of links at this depth; empty for the direct links inside nodes. ``shares``: the fraction of the levels'
+    bandwidth that each device gets, shape ``[num_devices]``; ``None``: each device gets all of it.
     """
 
     joined: Ints
@@ -49,9 +49,8 @@ class Storey:
 
 
 def level_groups(topology: Topology, level: Level) -> Ints:
-    """Return the group number of each device on ``level`` (links of one kind and reach), shape ``[num_devices]``. The
-    level connects devices with equal numbers. Devices that do not have the level get distinct negative numbers.
-    """
+    """Return the group number of each device on the links ``level``, shape ``[num_devices]``. These links connect
+    devices with equal numbers. Devices that do not have such links get distinct negative numbers."""
     if level.nodes is not None:
         groups = topology.node_of // level.nodes
     elif level.devices is not None:
@@ -66,27 +65,28 @@ def level_groups(topology: Topology, level: Level) -> Ints:
 
 
 def spans_nodes(level: Level) -> bool:
-    """Return whether ``level`` connects devices of different nodes, over network cards."""
+    """Return whether the links ``level`` connect devices of different nodes, over network cards."""
     return level.devices is None and level.nodes != 1
 
 
 def compute_level_extent(level: Level) -> tuple[float, float]:
-    """Return how far ``level`` reaches as (whole nodes, devices inside a node), one of which is 0. Tuples compare in
-    order of reach; infinity stands for all nodes.
-    """
+    """Return how far the links ``level`` reach as (whole nodes, devices inside a node), one of which is 0. Of two such
+    tuples, the greater one belongs to the level that reaches further; infinity stands for all nodes."""
     if level.devices is not None:
         return 0, level.devices
     return level.nodes or math.inf, 0
 
 
 def largest_node(nodes: Sequence[NodeGroup], level: Level) -> int:
-    """Return the number of devices of the largest node that has the links of ``level``; 0 if no node has them."""
+    """Return the number of devices of the largest node that has the links of ``level``; 0 if no node has them.
+    ``nodes``: the groups of equal nodes of the cluster."""
     return max((g.devices for g in nodes if not level.only or g.island_name in level.only), default=0)
 
 
 def fitting_levels(levels: Sequence[Level], nodes: Sequence[NodeGroup]) -> dict[int, Level]:
-    """Return the ``levels`` that remain useful for the node groups ``nodes``, by their former index. The reach inside a
-    node is limited to its number of devices.
+    """Return those of ``levels`` (levels of links) that are useful for the groups of equal nodes ``nodes``. The keys
+    are their indices in ``levels``. The number of devices that a level connects inside a node is limited to those of
+    the node.
 
     Levels are dropped if none of their islands (named sets of nodes) is left, or if an inner level already connects the
     same devices.
@@ -130,9 +130,8 @@ def build_storeys(topology: Topology) -> tuple[Storey, ...]:
 
 
 def _side_by_side(levels: tuple[Level, ...]) -> list[tuple[int, ...]]:
-    """Return the indices of the levels of links, grouped by depth. Consecutive levels of different islands (named sets
-    of nodes) are at one depth.
-    """
+    """Return the indices of ``levels``, grouped by depth. Consecutive levels of links are at one depth if they belong
+    to different islands (named sets of nodes)."""
     runs: list[list[int]] = []
     taken: set[str] = set()
     for number, level in enumerate(levels):
@@ -146,8 +145,8 @@ def _side_by_side(levels: tuple[Level, ...]) -> list[tuple[int, ...]]:
 
 
 def pattern_matrix(pattern: Pattern, devices: int) -> Floats:
-    """Return the bandwidth in bytes/s of the direct links of a node, shape ``[devices, devices]``; 0 for pairs without
-    one. ``devices``: number of devices of the node."""
+    """Return the bandwidth in bytes/s of the direct links that ``pattern`` gives a node, shape ``[devices, devices]``;
+    0 for pairs of devices without one. ``devices``: number of devices of the node."""
     matrix = np.zeros((devices, devices))
     for link in pattern.links:
         if link.pairs == "all":
@@ -160,11 +159,11 @@ def pattern_matrix(pattern: Pattern, devices: int) -> Floats:
 
 
 def node_sets(topology: Topology, rows: Ints) -> tuple[Ints, Ints, Ints]:
-    """Find the nodes that have a pattern (direct links between pairs of devices) and at least two devices in a row of
-    ``rows``.
+    """Find the nodes with a pattern (direct links between pairs of devices) that have at least two devices in a row of
+    ``rows``. ``rows``: device indices, one group of devices per row.
 
-    Return three arrays with one entry per such node: the row, the index of the pattern, and the devices as a bit mask
-    of their indices in the node.
+    Return three arrays with one entry per such row and node: the index of the row, the index of the pattern in
+    ``topology.pattern_kinds``, and the devices as a bit mask (bit ``k`` is the device with index ``k`` in the node).
     """
     row = np.repeat(np.arange(len(rows)), rows.shape[1])
     devices = rows.ravel()
@@ -179,8 +178,8 @@ def node_sets(topology: Topology, rows: Ints) -> tuple[Ints, Ints, Ints]:
 
 def inside_levels(topology: Topology, rows: Ints) -> tuple[Level | None, ...]:
     """Return for each group of devices the slowest of its sets of direct links inside a node, as a level of links.
-    ``rows``: device indices, one group per row. ``None`` for groups without two devices in one node that has direct
-    links (a pattern)."""
+    ``rows``: device indices, one group per row. The result is ``None`` for groups without two devices in one node that
+    has direct links (a pattern)."""
     slowest: list[Level | None] = [None] * len(rows)
     for row, kind, members in zip(*(column.tolist() for column in node_sets(topology, rows)), strict=True):
         level, seen = topology.inside_level(kind, members), slowest[row]
@@ -190,17 +189,19 @@ def inside_levels(topology: Topology, rows: Ints) -> tuple[Level | None, ...]:
 
 
 def _compute_level_rate(level: Level) -> float:
+    """Return the bandwidth in bytes/s that large collectives reach over the links ``level``."""
     return level.bandwidth * level.efficiency
 
 
 def inside_level(topology: Topology, kind: int, members: int) -> Level:
-    """Return the direct links among some devices of a node as one level. ``kind``: index into
-    ``topology.pattern_kinds``. ``members``: bit mask of the devices' indices in the node.
+    """Return the direct links among some devices of a node, summarized as one level of links. ``kind``: index into
+    ``topology.pattern_kinds``. ``members``: bit mask of the devices; bit ``k`` is the device with index ``k`` in the
+    node.
 
     The bandwidth of the level is the least cut of the graph of links (Stoer and Wagner 1997), because rings carry at
     most what crosses each cut. On the cube mesh of DGX-1, the cut times the efficiency equals the rate measured with
-    NCCL. If an ordinary level is faster, it is returned instead. If the direct links do not connect all members, the
-    result describes routes over other devices.
+    NCCL. If an ordinary level of links inside the node is as fast, it is returned instead. If the direct links do not
+    connect all of the devices, the result describes routes over other devices.
     """
     name, matrix = topology.pattern_kinds[kind]
     pattern = topology.patterns[name]
@@ -234,8 +235,9 @@ def inside_level(topology: Topology, kind: int, members: int) -> Level:
 
 
 def least_cut(matrix: Floats) -> float:
-    """Return the least bandwidth in bytes/s over all cuts of the graph into two parts. ``matrix``: bytes/s of each
-    pair. 0 if the graph is not connected."""
+    """Return the least bandwidth in bytes/s over all cuts of a graph of devices into two parts. ``matrix``: bytes/s of
+    the link of each pair of devices, shape ``[n, n]``, 0 without a link. The result is 0 if the graph is not connected.
+    """
     import networkx as nx  # where a topology needs it: most do not
 
     graph: nx.Graph[int] = nx.Graph()
@@ -247,9 +249,9 @@ def least_cut(matrix: Floats) -> float:
 
 
 def least_share(parts: Ints, shares: Floats) -> Floats:
-    """Return, for each row, the least sum of shares over the parts of the row. ``parts``: the number of the part (such
-    as a node) to which each entry belongs. ``shares``: the share of bandwidth of each entry. Both have the shape
-    ``[rows, size]``."""
+    """Return, for each row, the least sum of shares over the parts of the row, shape ``[rows]``. ``parts``: the number
+    of the part (such as a node) to which each entry belongs. ``shares``: the share of bandwidth of each entry. Both
+    have the shape ``[rows, size]``."""
     rows, size = parts.shape
     order = np.lexsort((parts.ravel(), np.repeat(np.arange(rows), size)))
     ordered = parts.ravel()[order]
@@ -262,9 +264,8 @@ def least_share(parts: Ints, shares: Floats) -> Floats:
 
 
 def road_graph(topology: Topology) -> nx.Graph[str]:
-    """Return a graph of a topology. Its nodes are the devices, by name, and one hub for each group of devices that a
-    level of links connects. Edges have ``bandwidth`` in bytes/s and ``latency`` in seconds.
-    """
+    """Return a networkx graph of a topology. Its nodes are the devices, by name, and one hub for each group of several
+    devices that a level of links connects. Edges have ``bandwidth`` in bytes/s and ``latency`` in seconds."""
     import networkx as nx
 
     graph: nx.Graph[str] = nx.Graph()
@@ -291,8 +292,9 @@ def road_graph(topology: Topology) -> nx.Graph[str]:
 
 
 def pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
-    """Return the bandwidth (bytes/s) and latency (s) of the link between each two devices while all devices
-    communicate. ``a``, ``b``: device indices, broadcast against each other; the pairs are ``a[k]``, ``b[k]``.
+    """Return the bandwidth (bytes/s) and latency (s) of the link between the two devices of each pair while all devices
+    communicate. ``a``, ``b``: device indices; the pairs are ``a[k]``, ``b[k]`` after NumPy broadcasting, which also
+    gives the shape of the results.
 
     For a pair of a device and itself, the bandwidth is that of its memory and the latency is 0.
     """
@@ -306,8 +308,8 @@ def pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
 
 def links_at_once(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
     """Return the bandwidth (bytes/s) and latency (s) of messages, each of shape ``[moments, messages]``. ``a``, ``b``:
-    device indices of senders and receivers, one row per moment. The messages of one row are under way at the same time,
-    and no others.
+    the device indices of the senders and the receivers, of the same shape. The messages of one row are under way at the
+    same time, and no others.
 
     Messages between nodes share the network cards of the sending and the receiving device. A card sends and receives at
     full bandwidth at the same time. A device sends and receives one message at a time.
@@ -322,8 +324,9 @@ def links_at_once(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]
 
 
 def _compute_card_shares(topology: Topology, moment: Ints, devices: Ints) -> Floats:
-    """Return the bandwidth that each message gets, in units of one network card. ``devices``: the sending or receiving
-    device of each message. ``moment``: messages with equal numbers are under way at the same time and share cards."""
+    """Return the bandwidth that each message gets, as a multiple of that of one network card. ``devices``: the sending
+    (or the receiving) device of each message. ``moment``: messages with equal numbers are under way at the same time
+    and share cards."""
     cards = topology.cards
     if not cards.are_shared:
         return cards.alone[devices]
@@ -333,14 +336,15 @@ def _compute_card_shares(topology: Topology, moment: Ints, devices: Ints) -> Flo
 
 
 def _broadcast_indices(a: Ints, b: Ints) -> tuple[Ints, Ints]:
+    """Return the device indices ``a`` and ``b`` as two integer arrays of the same shape, by NumPy broadcasting."""
     a, b = np.broadcast_arrays(np.asarray(a, dtype=np.int64), np.asarray(b, dtype=np.int64))
     return a, b
 
 
 def _find_pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats, NDArray[np.bool_]]:
-    """Return the bandwidth in bytes/s (of a whole network card, for pairs on different nodes) and the latency in
-    seconds of each pair of devices ``a[k]``, ``b[k]``, and a mask of the pairs that use network cards. NaN if no link
-    connects a pair."""
+    """Return three arrays for the pairs of devices ``a[k]``, ``b[k]`` (indices): the bandwidth in bytes/s, the latency
+    in seconds, and a mask of the pairs that use network cards. Bandwidth and latency are NaN if no link connects a
+    pair. Between nodes, the bandwidth is that of a whole network card."""
     bandwidth, latency = np.full(a.shape, np.nan), np.full(a.shape, np.nan)
     beyond = np.zeros(a.shape, dtype=bool)
     for level, groups in zip(reversed(topology.levels), reversed(topology.groups), strict=True):
@@ -357,8 +361,9 @@ def _find_pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floa
 
 
 def _put_patterns(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> NDArray[np.bool_]:
-    """Write the direct links inside nodes into ``bandwidth`` (bytes/s) and ``latency`` (s), which have one entry for
-    each pair of devices ``a[k]``, ``b[k]``. Return a mask of the pairs with such a link."""
+    """Write the direct links inside nodes that patterns give into ``bandwidth`` (bytes/s) and ``latency`` (s), which
+    have one entry for each pair of devices ``a[k]``, ``b[k]`` (indices). Return a mask of the pairs with such a link.
+    """
     direct = np.zeros(a.shape, dtype=bool)
     if not topology.pattern_kinds:
         return direct
@@ -372,8 +377,9 @@ def _put_patterns(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, laten
 
 
 def _put_own(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> NDArray[np.bool_]:
-    """Write the links that the topology gives for single pairs into ``bandwidth`` (bytes/s) and ``latency`` (s), which
-    have one entry for each pair of devices ``a[k]``, ``b[k]``. Return a mask of the pairs that have one."""
+    """Write the direct links that the topology gives for single pairs into ``bandwidth`` (bytes/s) and ``latency`` (s),
+    which have one entry for each pair of devices ``a[k]``, ``b[k]`` (indices). Return a mask of the pairs with such a
+    link."""
     if not topology.own_links:
         return np.zeros(a.shape, dtype=bool)
     keys = np.minimum(a, b) * topology.num_devices + np.maximum(a, b)
@@ -387,8 +393,8 @@ def _put_own(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: F
 
 
 def _put_routed(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> None:
-    """Replace NaN in ``bandwidth`` and ``latency``, which have one entry for each pair of devices ``a[k]``, ``b[k]``,
-    by the values of routes over other devices."""
+    """Replace NaN in ``bandwidth`` (bytes/s) and ``latency`` (s), which have one entry for each pair of devices
+    ``a[k]``, ``b[k]`` (indices), by the values of routes over other devices."""
     missing = np.isnan(bandwidth)
     if not missing.any():
         return
@@ -401,8 +407,9 @@ def _put_routed(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency
 
 
 def find_routes(graph: nx.Graph[str], source: str) -> dict[str, tuple[float, float]]:
-    """Return the bandwidth (bytes/s) and latency (s) of the route from ``source`` to each device or hub that it
-    reaches, by name. The route is the path of least latency; its bandwidth is that of its slowest link."""
+    """Return (bandwidth in bytes/s, latency in seconds) of the route from the device named ``source`` to each device or
+    hub that it reaches, by name. ``graph``: devices and hubs, with ``bandwidth`` and ``latency`` on each edge. The
+    route is the path of least latency; its bandwidth is that of its slowest link."""
     import networkx as nx
 
     paths = nx.single_source_dijkstra_path(graph, source, weight="latency")

@@ -49,11 +49,13 @@ _ALL = ("name", "types", "nodes", "levels", "overrides", "node_overrides", "link
 
 
 class _Decimal(yaml.SafeLoader):
-    """A YAML loader that keeps unusual numbers as text. YAML 1.1 would read ``4:1`` as minutes and seconds, and ``010``
-    as 8.
-    """
+    """A YAML loader that keeps unusual numbers as text. YAML 1.1 would read ``4:1`` as minutes and seconds (241), and
+    ``010`` as 8."""
 
     def resolve(self, kind: type[yaml.Node], value: str | None, implicit: tuple[bool, bool] | bool) -> str:
+        """Return the YAML tag (type) of a node: text for numbers with a colon or a leading zero, and PyYAML's result
+        for all others. The arguments are those of PyYAML: the class of the node, its text, and which kinds of implicit
+        tags it may have."""
         tag = str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
         is_odd = tag in _NUMBERS and value is not None and _ODD_NUMBER.search(value)
         return "tag:yaml.org,2002:str" if is_odd else tag
@@ -61,15 +63,16 @@ class _Decimal(yaml.SafeLoader):
 
 @cache
 def catalogue(kind: str) -> dict[str, dict[str, Any]]:
-    """Return the entries of a data file by name, with references by ``like`` resolved. ``kind``: ``devices``,
-    ``links``, ``patterns``, ``hosts`` or ``machines``.
-    """
+    """Return the entries of one data file of the catalogue, by name. ``kind``: ``devices``, ``links``, ``patterns``,
+    ``hosts`` or ``machines``. An entry that names another one with its key ``like`` is returned with the fields of
+    both."""
     text = resources.files("partitioner.topology").joinpath("data", f"{kind}.yaml").read_text(encoding="utf-8")
     entries: dict[str, dict[str, Any]] = yaml.safe_load(text)
     return {name: _resolve_like(entry, entries, kind, name) for name, entry in entries.items()}
 
 
 def known_presets() -> tuple[str, ...]:
+    """Return the names of the machines in the catalogue."""
     return tuple(catalogue("machines"))
 
 
@@ -89,16 +92,15 @@ def build_preset_topology(name: str, nodes: int = 1) -> Topology:
 
 
 def topology_of(data: dict[str, Any], source: str) -> Topology:
-    """Return the topology that ``data``, the content of a YAML file, describes. ``source``: name of the file in
-    errors.
-    """
+    """Return the topology that ``data`` describes, the content of a topology file as nested dicts and lists.
+    ``source``: name of the topology if ``data`` has no ``name``."""
     return Topology(**_expand_topology({"name": source, **data}))
 
 
 def machine_fields(name: str, nodes: int, devices: int | None = None) -> dict[str, Any]:
-    """Return the nodes and levels of ``nodes`` machines of the catalogue entry ``name``, as topology fields.
-    ``devices``: number of devices in each; by default that of the entry.
-    """
+    """Return the fields ``nodes`` and ``levels`` of a topology of ``nodes`` machines, in the form of a topology file.
+    ``name``: the machine's name in the catalogue. ``devices``: number of devices in each machine; ``None``: the
+    catalogue's number."""
     machine = dict(catalogue("machines")[name])
     levels = machine.pop("levels")
     group = {**machine, "count": nodes}
@@ -110,9 +112,9 @@ def machine_fields(name: str, nodes: int, devices: int | None = None) -> dict[st
 
 
 def needed_levels(levels: Sequence[Mapping[str, Any]], nodes: int, devices: int) -> list[Mapping[str, Any]]:
-    """Return the ``levels`` that connect devices of a cluster of ``nodes`` nodes with ``devices`` devices each, from
-    the innermost to the first that connects all of them.
-    """
+    """Return those of ``levels`` (the ``levels`` of a topology file) that connect devices of a cluster: from the
+    innermost to the first that connects all nodes. ``nodes``: number of nodes. ``devices``: number of devices of each
+    node."""
     needed = []
     for level in levels:
         extent = min(level.get("nodes", nodes), nodes)
@@ -124,7 +126,8 @@ def needed_levels(levels: Sequence[Mapping[str, Any]], nodes: int, devices: int)
 
 
 def load_topology(path: str | os.PathLike[str]) -> Topology:
-    """Return the topology in a YAML file. Raise :class:`TopologyError` with the file and line of the mistake."""
+    """Return the topology that the YAML file ``path`` describes. Raise :class:`TopologyError` with the file and line of
+    the mistake if it is not valid or cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -135,9 +138,8 @@ def load_topology(path: str | os.PathLike[str]) -> Topology:
 
 
 def loads(text: str, source: str = "topology") -> Topology:
-    """Return the topology in YAML text. ``source``: name of the text in errors. Raise :class:`TopologyError` with the
-    line of the mistake.
-    """
+    """Return the topology that the YAML text ``text`` describes. ``source``: name of the text in errors, and of the
+    topology if the text gives none. Raise :class:`TopologyError` with the line of the mistake if it is not valid."""
     try:
         tree = yaml.compose(text, Loader=_Decimal)
         _refuse_odd(tree, source)
@@ -172,14 +174,14 @@ def loads(text: str, source: str = "topology") -> Topology:
 
 
 def dump_topology(topology: Topology) -> str:
-    """Return ``topology`` as YAML text that needs no other file."""
+    """Return ``topology`` as YAML text. It describes everything itself, so it does not depend on the catalogue."""
     data = topology.model_dump(mode="json", exclude_defaults=True)
     return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
 
 
 def parse_topology(text: str) -> Topology:
-    """Return the topology that ``text`` names: ``local:4``, ``detect``, a preset, a preset with ``:<nodes>``, or the
-    path of a YAML file.
+    """Return the topology that ``text`` names: ``local:4`` (four processes of this machine), ``detect`` (this machine),
+    a machine of the catalogue, such a machine with ``:<nodes>``, or the path of a YAML file.
 
     Any of these may end with devices to remove: ``dgx-h100:2 without node1/3, node1/7``. Raise :class:`TopologyError`
     for other text.
@@ -205,8 +207,9 @@ def parse_topology(text: str) -> Topology:
 
 
 def _resolve_like(entry: Any, entries: Mapping[str, Mapping[str, Any]], *path: int | str) -> Any:
-    """Return ``entry`` merged over the entry that its key ``like`` names; unchanged if it has no such key. ``entries``:
-    the entries that can be named. ``path``: the keys that lead to ``entry`` in the file, for errors."""
+    """Return ``entry`` with the fields added that it lacks and that the entry named by its key ``like`` has; unchanged
+    if it has no such key. ``entries``: the entries that can be named, by name. ``path``: the keys that lead to
+    ``entry`` in the file, for errors. Raise :class:`MisplacedError` for an unknown name."""
     if not isinstance(entry, Mapping) or "like" not in entry:
         return entry
     base = entry["like"]
@@ -219,8 +222,7 @@ def _resolve_like(entry: Any, entries: Mapping[str, Mapping[str, Any]], *path: i
 def _expand_machine(data: dict[str, Any]) -> dict[str, Any]:
     """Return the topology fields ``data`` with its keys ``machine`` and ``nodes`` (the number of machines) replaced by
     the fields of that machine in the catalogue. Other fields of ``data`` override these. Raise :class:`MisplacedError`
-    for an unknown machine or a wrong number.
-    """
+    for an unknown machine or a wrong number."""
     machine, nodes = data["machine"], data.get("nodes", 1)
     if not isinstance(nodes, int) or isinstance(nodes, bool):
         raise MisplacedError(f"with 'machine', 'nodes' is their number, like 4; got {nodes!r}", "nodes")
@@ -232,8 +234,8 @@ def _expand_machine(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expand_topology(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a topology from the content of a file: ``like`` is resolved, and missing types and patterns
-    are taken from the catalogue.
+    """Return the fields of a topology from ``data``, the content of a file. Keys ``like`` are replaced by the fields of
+    the catalogue's entry that they name, and missing types and patterns are taken from the catalogue.
 
     Raise :class:`MisplacedError` for unknown keys and names. Values of wrong types are left for pydantic to refuse.
     """
@@ -264,7 +266,8 @@ def _expand_topology(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_kinds(fields: Mapping[str, Any]) -> None:
-    """Raise :class:`MisplacedError` for a device type that neither the file nor the catalogue describes."""
+    """Raise :class:`MisplacedError` if the nodes or overrides in ``fields``, the content of a topology file, name a
+    device type that neither the file nor the catalogue describes."""
     known = [*map(str, {**fields["types"], **catalogue("devices")})]
     for key in ("nodes", "overrides"):
         given = fields.get(key)
@@ -278,25 +281,31 @@ def _check_kinds(fields: Mapping[str, Any]) -> None:
 
 
 def _list_entries(value: Any) -> list[Any]:
-    """Return the entries of a list or the values of a mapping; an empty list for other objects."""
+    """Return the values of ``value`` if it is a mapping, or its entries if it is a list or tuple; an empty list for
+    other objects."""
     return list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, list | tuple) else []
 
 
 def _add_catalogue_entries(own: dict[str, Any], kind: str, names: Sequence[Any]) -> dict[str, Any]:
     """Return ``own``, the entries of a file by name, with the catalogue's entries added for those of ``names`` that it
-    lacks. ``kind``: which data file of the catalogue, such as ``devices``."""
+    lacks. ``kind``: which data file of the catalogue to use, such as ``devices``. Names that the catalogue lacks are
+    skipped."""
     known = catalogue(kind)
     return own | {n: known[n] for n in names if isinstance(n, str) and n in known and n not in own}
 
 
 def _expand_level(level: Any, number: int) -> Any:
-    """Return ``level`` with its key ``like`` resolved. If it has no name, it is named after the link that it is
-    ``like``. ``number``: index of the level in the file, for errors."""
+    """Return ``level``, an entry of ``levels`` in a topology file, with its key ``like`` replaced by the fields of that
+    link in the catalogue. A level without a name gets the name of that link. ``number``: index of the level, for
+    errors."""
     resolved = _resolve_like(level, catalogue("links"), "levels", number)
     return resolved if resolved is level else {"name": level["like"], **resolved}
 
 
 def _expand_group(group: Any, number: int) -> Any:
+    """Return ``group``, an entry of ``nodes`` in a topology file, with its ``host`` replaced by the fields of the
+    catalogue's host that it names, directly or by ``like``. Other entries are returned unchanged. ``number``: index of
+    the entry, for errors."""
     if not isinstance(group, dict) or group.get("host") is None:
         return group
     host = {"like": group["host"]} if isinstance(group["host"], str) else group["host"]
@@ -304,9 +313,9 @@ def _expand_group(group: Any, number: int) -> Any:
 
 
 def _refuse_odd(node: Any, source: str, around: tuple[Any, ...] = ()) -> None:
-    """Raise :class:`TopologyError` if a YAML mapping has a key twice, or if a node contains itself by an alias.
-    ``node``: a node of the parsed YAML. ``source``: name of the file in errors. ``around``: the nodes that enclose
-    ``node``."""
+    """Raise :class:`TopologyError` if a YAML mapping has a key twice, or if a YAML node contains itself by an alias.
+    ``node``: a node of the parsed YAML, which is checked with all nodes inside it. ``source``: name of the file in
+    errors. ``around``: the nodes that enclose ``node``."""
     if any(node is outer for outer in around):
         line = node.start_mark.line + 1
         raise TopologyError(f"{source}, line {line}: what stands here contains itself by its alias; write it out")
@@ -325,8 +334,9 @@ def _refuse_odd(node: Any, source: str, around: tuple[Any, ...] = ()) -> None:
 
 
 def _find_line_number(node: Any, path: Sequence[int | str]) -> int | None:
-    """Return the line in the file of the value at ``path`` (the keys and list indices that lead to it from ``node``,
-    the parsed YAML), or of the nearest enclosing value; ``None`` if there is none."""
+    """Return the line in the file, from 1, of the value at ``path``, or of the nearest value that encloses it.
+    ``path``: the keys and list indices that lead to it from ``node``, the parsed YAML. Return ``None`` if ``path`` is
+    empty or there is no YAML."""
     for key in path:
         inner = None
         if isinstance(node, yaml.MappingNode):
@@ -340,11 +350,11 @@ def _find_line_number(node: Any, path: Sequence[int | str]) -> int | None:
 
 
 def with_nodes(topology: Topology, num_nodes: int) -> Topology | None:
-    """Return ``topology`` with ``num_nodes`` nodes, by a change of the count of its largest node group; ``None`` if
-    that is impossible or changes nothing.
+    """Return a copy of ``topology`` with ``num_nodes`` nodes, made by a change of the count of its largest group of
+    equal nodes; ``None`` if that is impossible or changes nothing.
 
-    A single machine of the catalogue gets the network that the catalogue gives it. Any other topology needs a level
-    that connects all of its nodes. Overrides of single devices and links are kept.
+    A single machine of the catalogue gets the network that the catalogue gives it. Any other topology needs a level of
+    links that connects all of its nodes. Overrides of single devices and links are kept.
     """
     more = num_nodes - topology.num_nodes
     largest = max(range(len(topology.nodes)), key=lambda k: topology.nodes[k].count)
@@ -363,9 +373,8 @@ def with_nodes(topology: Topology, num_nodes: int) -> Topology | None:
 
 
 def with_devices(topology: Topology, num_devices: int) -> Topology | None:
-    """Return a copy of a single-node topology with ``num_devices`` devices; ``None`` if the topology has several nodes
-    or the number is impossible.
-    """
+    """Return a copy of a topology of one node with ``num_devices`` devices in it; ``None`` if the topology has several
+    nodes, if its devices have names of their own, or if the number is impossible."""
     group = topology.nodes[0]
     if topology.num_nodes > 1 or group.names or num_devices < 1:
         return None
@@ -377,11 +386,12 @@ def with_devices(topology: Topology, num_devices: int) -> Topology | None:
 
 
 def with_memory(topology: Topology, times: float) -> Topology | None:
-    """Return ``topology`` with the memory of every device multiplied by ``times``; ``None`` if the result is
-    inconsistent. The reserved bytes do not change.
-    """
+    """Return a copy of ``topology`` with the memory of every device multiplied by the factor ``times``; ``None`` if the
+    result is inconsistent. The bytes that programs cannot use (``reserved``) do not change."""
 
     def grown(part: TopologyPart) -> TopologyPart:
+        """Return a copy of ``part``, a device type or an override, with its bytes of memory multiplied, if it gives
+        any."""
         memory = getattr(part, "memory", None)
         return part if memory is None else part.model_copy(update={"memory": round(memory * times)})
 
@@ -391,11 +401,14 @@ def with_memory(topology: Topology, times: float) -> Topology | None:
 
 
 def with_margin(topology: Topology, margin: float) -> Topology:
-    """Return ``topology`` with each device's usable memory reduced by the fraction ``margin``."""
+    """Return a copy of ``topology`` in which each device has less memory: the fraction ``margin`` of its usable memory
+    is removed."""
     if not margin:
         return topology
 
     def smaller(memory: int, kind: str) -> int:
+        """Return ``memory`` bytes less the margin of the usable part. ``kind``: the device type, which gives the
+        reserved bytes."""
         return memory - margin_bytes(memory - topology.types[kind].reserved, margin)
 
     types = {n: kind.model_copy(update={"memory": smaller(kind.memory, n)}) for n, kind in topology.types.items()}
@@ -413,15 +426,18 @@ def with_margin(topology: Topology, margin: float) -> Topology:
 
 
 def _build_local_topology(num_devices: int) -> Topology:
+    """Return a topology of ``num_devices`` processes that share this machine's CPU cores and memory evenly."""
     return Topology.local(num_devices)
 
 
 def _format_scaled_name(topology: Topology, num_nodes: int) -> str:
+    """Return the name of ``topology`` for another number of nodes, such as ``4 x dgx-h100``."""
     kind = topology.name.split(" x ")[-1]
     return f"{num_nodes} x {kind}"
 
 
 def _try_change_topology(topology: Topology, **changed: object) -> Topology | None:
+    """Return a copy of ``topology`` with the given fields replaced; ``None`` if the copy would be inconsistent."""
     try:
         return topology.changed(**changed)
     except TopologyError:

@@ -30,8 +30,8 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Tier:
-    """One level of links inside a group of ranks. Over the links of ``level``, ``ways`` parts of the group communicate,
-    each of which has ``below`` ranks that inner levels connect."""
+    """One level of links inside a communication group of ranks. The links of ``level`` connect ``ways`` parts of the
+    group. Each part has ``below`` ranks, which are connected by levels further inside."""
 
     level: Level
     ways: int
@@ -43,12 +43,13 @@ class Tier:
 class Group:
     """Ranks that run collectives together, described by their number ``size`` and the links between them.
 
-    ``tiers``: the levels of links, from the innermost. ``cap``: bytes/s of the slowest direct link that a ring must
-    use. ``ring``: bytes/s of an all-reduce if it runs as a single ring.
+    ``tiers``: the levels of links, from the innermost. ``cap``: upper limit in bytes/s of a ring, from the slowest
+    direct link that it must use. ``ring``: upper limit in bytes/s of an all-reduce that runs as a single ring through
+    all ranks.
 
-    Three fields describe direct links that the topology gives for single pairs. ``lag``: seconds that a round of a ring
-    takes longer because of them. ``pair_cap`` and ``pair_lag``: bytes/s and additional seconds of the slowest, which an
-    all-to-all has to use.
+    Three fields describe direct links that the topology gives for single pairs of devices. ``lag``: additional seconds
+    of a round of a ring because of them. ``pair_cap`` and ``pair_lag``: bytes/s of the slowest such link and the
+    greatest additional seconds of one, both for an all-to-all, which has to use every link.
 
     ``hops``: the latency and bandwidth of messages to the rank that is 1, 2, ... positions further in a ring; empty if
     the order of the ranks is not known. ``others``: further groups of the same mesh axis, each slower than this one for
@@ -67,15 +68,17 @@ class Group:
 
     @cached_property
     def every(self) -> tuple[Group, ...]:
-        """This group without its ``others``, followed by the ``others``."""
+        """Return this group without its ``others`` (further groups of the same mesh axis), followed by each of the
+        ``others``."""
         return (replace(self, others=()), *self.others) if self.others else (self,)
 
     @cached_property
     def bus_bandwidth(self) -> float:
-        """The bandwidth in bytes/s at which a ring moves data through each rank.
+        """Return the bandwidth in bytes/s at which a ring moves data through each rank.
 
         It is measured if the group uses a single level with measurements. Otherwise it is the least over the levels, as
-        in NCCL's ring, ``min(intra g / (g - 1), nic g)``: each of the ``g`` ranks of a part uses its own outward link.
+        in NCCL's ring, ``min(intra g / (g - 1), nic g)``, with ``intra`` the bandwidth inside a node and ``nic`` that
+        of a network card: each of the ``g`` ranks of a part uses its own outward link.
         """
         if self.size == 1:
             return math.inf
@@ -88,12 +91,13 @@ class Group:
 
     @property
     def all_reduce_bandwidth(self) -> float:
-        """The bandwidth in bytes/s at which an all-reduce moves data through each rank."""
+        """Return the bandwidth in bytes/s at which an all-reduce moves data through each rank."""
         return min(self.bus_bandwidth, self.ring)
 
     @cached_property
     def all_reduce_start(self) -> float:
-        """Seconds of an all-reduce of zero bytes: the measured value, or else the shorter time of a ring and a tree."""
+        """Return the seconds of an all-reduce of zero bytes: the measured value, or else the shorter of the times of a
+        ring and of a tree."""
         if self.size == 1:
             return 0.0
         if len(self.tiers) == 1 and self.tiers[0].level.all_reduce:
@@ -102,7 +106,8 @@ class Group:
 
     @cached_property
     def one_way_start(self) -> float:
-        """Seconds of an all-gather or a reduce-scatter of zero bytes. Both take half of the steps of an all-reduce."""
+        """Return the seconds of an all-gather or a reduce-scatter of zero bytes. Both take half of the steps of an
+        all-reduce."""
         if self.size == 1:
             return 0.0
         if len(self.tiers) == 1 and self.tiers[0].level.all_reduce:
@@ -110,9 +115,9 @@ class Group:
         return self.base + self._ring_steps(1) + self.lag
 
     def measured(self, op: str) -> tuple[float, float] | None:
-        """Return (start-up seconds, bandwidth in bytes/s through each rank) of the collective ``op`` from measurements.
-        ``None`` if it was not measured, or if the group spans several levels of links.
-        """
+        """Return (start-up seconds, bandwidth in bytes/s through each rank) of a collective over this group, from
+        measurements. ``op``: name of the collective, such as ``all_gather``. ``None`` if it was not measured, or if the
+        group spans several levels of links."""
         table = getattr(self.tiers[0].level, op, ()) if len(self.tiers) == 1 else ()
         if not table:
             return None
@@ -123,8 +128,8 @@ class Group:
 
     @cached_property
     def exchange_slope(self) -> float:
-        """Seconds per byte of an all-to-all. The bytes are counted over all ranks: with n ranks, each holds 1/n of them
-        and sends 1/n of that to each other rank. The levels transfer at the same time."""
+        """Return the seconds per byte of an all-to-all. The bytes are counted over all ranks: with n ranks, each holds
+        1/n of them and sends 1/n of that to each other rank. The levels of links transfer at the same time."""
         slowest, reached = 1 / self.pair_cap, 1
         for tier in self.tiers:
             here = reached * tier.ways
@@ -134,9 +139,8 @@ class Group:
 
     @cached_property
     def prices(self) -> tuple[float, ...]:
-        """The start-up seconds and the seconds per byte of each collective and each ring hop, in a fixed order. A group
-        is at least as fast as another if none of its numbers is greater.
-        """
+        """Return the start-up seconds and the seconds per byte of each collective, and the latency and seconds per byte
+        of each ring hop, in a fixed order. A group is at least as fast as another if none of its numbers is greater."""
         found = [self.all_reduce_start, 1 / self.all_reduce_bandwidth]
         for op in ("all_gather", "reduce_scatter"):
             start, bandwidth = self.measured(op) or (self.one_way_start, self.bus_bandwidth)
@@ -148,11 +152,11 @@ class Group:
         return *found, self.exchange_start, self.exchange_slope
 
     def hop(self, places: int) -> Hop:
-        """Return the latency and bandwidth of a step in which each rank sends to the rank ``places`` positions further
-        in the ring; a negative number means backward.
+        """Return the latency and bandwidth of a step in which each rank sends a message to the rank ``places``
+        positions further in the ring, all at the same time; a negative number means backward.
 
         If the order of the ranks is not known, the result has the greatest latency and the least bandwidth of the
-        levels.
+        group's levels of links.
         """
         places %= self.size
         if not places:
@@ -164,20 +168,21 @@ class Group:
 
     @property
     def exchange_start(self) -> float:
-        """Seconds of an all-to-all of zero bytes: one step of each level, and the time to post a message to each other
-        rank."""
+        """Return the seconds of an all-to-all of zero bytes: one step of each level of links, and the time to post a
+        message to each other rank."""
         if self.size == 1:
             return 0.0
         return self.base + sum(t.level.step_s for t in self.tiers) + (self.size - 1) * _POST_S + self.pair_lag
 
     @property
     def base(self) -> float:
+        """Return the greatest number of seconds that one of the group's levels of links takes to start a collective."""
         return max((t.level.base for t in self.tiers), default=0.0)
 
     def _ring_steps(self, rounds: int) -> float:
-        """Return the seconds of the steps of a ring that goes round ``rounds`` times: ``(steps - outer steps) intra +
-        outer steps net``, for any number of levels (NCCL's tuning model). ``intra`` and ``net`` are the seconds of a
-        step inside a node and between nodes."""
+        """Return the total seconds of the steps of a ring that passes each rank ``rounds`` times, without the time to
+        move data. The model is NCCL's, ``(steps - outer steps) intra + outer steps net``, for any number of levels of
+        links. ``intra`` and ``net`` are the seconds of a step inside a node and between nodes."""
         seconds, counted = 0.0, 0
         for k in range(len(self.tiers) - 1, 0, -1):
             parts = math.prod(t.ways for t in self.tiers[k:])
@@ -188,9 +193,9 @@ class Group:
         return seconds + inner * self.tiers[0].level.step_s
 
     def _tree_steps(self) -> float:
-        """Return the seconds of the steps of a tree all-reduce, ``2 ((ranks inside - 1) intra + log2(parts) net)``: a
-        chain inside each part of the group, a tree between parts. ``intra`` and ``net`` are the seconds of a step
-        inside a part and between parts."""
+        """Return the total seconds of the steps of a tree all-reduce, without the time to move data: ``2 ((ranks inside
+        - 1) intra + log2(parts) net)``. This is a chain inside each part of the group, and a tree between parts.
+        ``intra`` and ``net`` are the seconds of a step inside a part and between parts."""
         inside, *outside = self.tiers
         seconds = (inside.ways - 1) * inside.level.step_s
         seconds += sum(math.log2(t.ways) * t.level.step_s for t in outside)
@@ -198,8 +203,9 @@ class Group:
 
 
 def select_slowest_group(groups: Iterable[Group]) -> Group:
-    """Return the slowest of ``groups`` that work at the same time: the one with the least bandwidth. Its ``others`` are
-    the groups that may be slower than it for some collective and size, such as small messages."""
+    """Return the slowest of ``groups`` that work at the same time: the one with the least bandwidth. The field
+    ``others`` of the result lists the groups that may be slower than it for some collective and size, such as small
+    messages."""
     every = sorted(
         dict.fromkeys(each for group in groups for each in group.every),
         key=lambda g: (g.bus_bandwidth, -g.all_reduce_start),
@@ -212,14 +218,14 @@ def select_slowest_group(groups: Iterable[Group]) -> Group:
 
 
 def _no_faster(group: Group, other: Group) -> bool:
-    """Return whether each collective over ``group`` takes at least as long as over ``other``, up to rounding."""
+    """Return whether each collective over ``group`` takes at least as long as over ``other``, up to rounding errors."""
     return all(own * (1 + _ROUNDING) >= its for own, its in zip(group.prices, other.prices, strict=True))
 
 
 def measured_ring(level: Level, size: int) -> tuple[float, float]:
-    """Return (start-up seconds, bandwidth in bytes/s through each rank) of an all-reduce over ``size`` ranks that
-    ``level`` connects. The values are computed from latency and bandwidth if the level has no measurements.
-    """
+    """Return (start-up seconds, bandwidth in bytes/s through each rank) of an all-reduce over ``size`` ranks that the
+    links ``level`` connect. The values are interpolated in the measurements of ``level``. If it has none, they are
+    computed from its latency and bandwidth."""
     if not level.all_reduce:
         return level.base + 2 * (size - 1) * level.step_s, level.bandwidth * level.efficiency
     return _interpolate_measured(level.all_reduce, size, 2 * level.step_s)
@@ -227,8 +233,8 @@ def measured_ring(level: Level, size: int) -> tuple[float, float]:
 
 def _interpolate_measured(table: Measured, size: int, step_s: float) -> tuple[float, float]:
     """Return (start-up seconds, bandwidth in bytes/s through each rank) of a collective over ``size`` ranks,
-    interpolated in measurements. ``table``: rows of (ranks, start-up seconds, bandwidth). Above the largest measured
-    number of ranks, each further rank adds ``step_s`` seconds to the start-up."""
+    interpolated linearly between measurements. ``table``: rows of (ranks, start-up seconds, bandwidth in bytes/s).
+    Above the largest measured number of ranks, each further rank adds ``step_s`` seconds to the start-up."""
     sizes = [n for n, _, _ in table]
     start = np.interp(size, sizes, [a for _, a, _ in table]) + max(0, size - sizes[-1]) * step_s
     return float(start), float(np.interp(size, sizes, [b for _, _, b in table]))
@@ -242,7 +248,7 @@ _TABLES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # rounds of a
 @dataclass(frozen=True)
 class PairLink:
     """A direct link that the topology gives for one pair of devices, with its parameters for collectives. It replaces
-    the link that the pair would have otherwise, of a level or a pattern.
+    the link that the pair would have otherwise, from a level of links or from the pattern of direct links of its node.
 
     ``link``: bandwidth and latency. ``reached``: bytes/s of large collectives. ``step``: seconds of one step of a
     collective. ``more``: seconds by which a step is longer than over the replaced link. ``base``: seconds to start a
@@ -258,7 +264,8 @@ class PairLink:
 
 
 def single_links(topology: Topology) -> dict[Pair, PairLink]:
-    """Return the direct links of single pairs, by pair of device indices (smaller, larger)."""
+    """Return the direct links that the field ``links`` of the topology gives for single pairs of devices. The keys are
+    pairs of device indices (smaller, larger)."""
     found = {}
     for link in topology.links:
         i, j = sorted(topology.index[name] for name in link.between)
@@ -267,6 +274,8 @@ def single_links(topology: Topology) -> dict[Pair, PairLink]:
 
 
 def _build_pair_link(link: LinkOverride, plain: Level | Pattern | None) -> PairLink:
+    """Return the direct link ``link`` of a pair of devices with its parameters for collectives. ``plain``: the link
+    that it replaces, which gives the values that ``link`` leaves out; ``None`` if there is none."""
     latency = link.latency if link.latency is not None else plain.latency if plain else 0.0
     efficiency = link.efficiency or (plain.efficiency if plain else 1.0)
     step = step_over(latency, plain)
@@ -281,9 +290,8 @@ def _build_pair_link(link: LinkOverride, plain: Level | Pattern | None) -> PairL
 
 
 def _in_place_of(topology: Topology, i: int, j: int) -> Level | Pattern | None:
-    """Return the level of links, or the pattern of direct links of their node, that connects devices ``i`` and ``j``
-    without the link given for this pair; ``None`` if nothing else connects them.
-    """
+    """Return the level of links, or the pattern of direct links of their node, that connects the devices ``i`` and
+    ``j`` (indices) if the topology gives no link for this single pair; ``None`` if nothing else connects them."""
     kind = int(topology.pattern_of[i])
     if kind >= 0 and topology.node_of[i] == topology.node_of[j]:
         name, matrix = topology.pattern_kinds[kind]
@@ -294,9 +302,9 @@ def _in_place_of(topology: Topology, i: int, j: int) -> Level | Pattern | None:
 
 
 def step_over(latency: float, plain: Level | Pattern | None) -> float:
-    """Return the seconds of one step of a collective over a direct link. ``latency``: its latency in seconds.
-    ``plain``: the link that it replaces; ``None`` if there is none. A greater latency than that of ``plain`` adds the
-    difference to the step of ``plain``; a smaller one scales the step down."""
+    """Return the seconds of one step of a collective over a direct link of two devices. ``latency``: seconds of one
+    message over it. ``plain``: the links that it replaces; ``None`` if there are none. A greater latency than that of
+    ``plain`` adds the difference to the step of ``plain``; a smaller one scales the step down."""
     if plain is None:
         return latency
     faster = latency / plain.latency if latency < plain.latency else 1.0
@@ -304,8 +312,9 @@ def step_over(latency: float, plain: Level | Pattern | None) -> float:
 
 
 def level_like(plain: Level, bandwidth: float, latency: float, step: float) -> Level:
-    """Return a copy of the level ``plain`` with other values: ``bandwidth`` in bytes/s, ``latency`` in seconds,
-    ``step`` in seconds per step of a collective. Its measured collectives are scaled to them."""
+    """Return a copy of the links ``plain`` with other values. ``bandwidth``: in bytes/s. ``latency``: seconds of one
+    message. ``step``: seconds of one step of a collective. The measured collectives of ``plain`` are scaled
+    accordingly. If there are any, the step is not shortened."""
     scale, more = bandwidth / plain.bandwidth, max(0.0, step - plain.step_s)
     rounds = {op: [laps * (n - 1) for n, _, _ in getattr(plain, op)] for op, laps in _TABLES.items()}
     rounds["all_to_all"] = [1] * len(plain.all_to_all)
@@ -323,8 +332,8 @@ def level_like(plain: Level, bandwidth: float, latency: float, step: float) -> L
 
 
 def singles_among(topology: Topology, devices: Sequence[int]) -> dict[Pair, PairLink]:
-    """Return the direct links that the topology gives for single pairs of ``devices`` (indices). The keys are pairs of
-    positions in ``devices``."""
+    """Return the direct links that the topology gives for single pairs among the devices with the indices ``devices``.
+    The keys are pairs of positions in ``devices``."""
     place = {device: k for k, device in enumerate(devices)}
     known = topology.singles
     if len(known) < len(devices) ** 2:
@@ -334,7 +343,8 @@ def singles_among(topology: Topology, devices: Sequence[int]) -> dict[Pair, Pair
 
 
 def matrix_of(values: Mapping[Pair, float], size: int) -> Floats:
-    """Return a symmetric matrix of the ``values`` of pairs, shape ``[size, size]``; 0 for pairs without a value."""
+    """Return a symmetric matrix of shape ``[size, size]`` with the given values. ``values``: mapping from (row, column)
+    to a value, once for each pair. Entries without a value are 0."""
     matrix = np.zeros((size, size))
     for (i, j), value in values.items():
         matrix[i, j] = matrix[j, i] = value
@@ -342,10 +352,11 @@ def matrix_of(values: Mapping[Pair, float], size: int) -> Floats:
 
 
 def narrowest_needed(rates: Floats) -> float:
-    """Return the greatest bandwidth in bytes/s at which a ring may pass through all devices: the largest limit for
-    which the links that reach it form a biconnected graph (no single device whose removal would disconnect it).
+    """Return the greatest bandwidth in bytes/s that a ring through all devices can have: the largest limit for which
+    the links with at least this bandwidth form a biconnected graph (no single device whose removal would disconnect
+    it).
 
-    ``rates``: bytes/s of each pair, shape ``[n, n]``; infinite for pairs without a limit.
+    ``rates``: bytes/s of each pair of devices, shape ``[n, n]``; infinite for pairs without a limit.
     """
     import networkx as nx
 
@@ -357,11 +368,12 @@ def narrowest_needed(rates: Floats) -> float:
 
 
 def round_lag(more: Floats, allowed: NDArray[np.bool_]) -> float:
-    """Return the seconds that one round of a ring takes longer, if a hop over each pair takes ``more`` seconds longer.
+    """Return the seconds that one round of a ring takes longer because of slow pairs of devices. ``more``: additional
+    seconds of a message between each pair, shape ``[n, n]``. ``allowed``: mask of the pairs that the ring may use, same
+    shape.
 
-    ``allowed``: mask of the pairs that the ring may use. The estimate is a lower bound: a path through all devices is
-    at least as long as the minimum spanning tree, and one more hop closes the ring. A round has one hop less than the
-    ring.
+    The result is a lower bound: a path through all devices is at least as long as the minimum spanning tree, and one
+    more message closes the ring. A round has one message less than the ring has links, so the least one is left out.
     """
     import networkx as nx
 

@@ -35,8 +35,8 @@ Devices = NDArray[np.int64] | Sequence[int] | None  # by rank; None: each rank o
 
 
 def rank_grid(mesh: Mapping[str, int], *axes: str) -> NDArray[np.int64]:
-    """Return the ranks of every group over ``axes``, shape ``[num_groups, group_size]``, each row in ascending order.
-    ``mesh``: number of ranks by axis."""
+    """Return the ranks of every communication group over the mesh axes named ``axes``, shape ``[num_groups,
+    group_size]``, each row in ascending order. ``mesh``: number of ranks by name of the axis."""
     sizes = [mesh.get(axis, 1) for axis in AXES]
     grid = np.arange(math.prod(sizes)).reshape(sizes)
     inner = [AXES.index(axis) for axis in AXES if axis in axes]
@@ -45,14 +45,16 @@ def rank_grid(mesh: Mapping[str, int], *axes: str) -> NDArray[np.int64]:
 
 
 def expert_grid(mesh: Mapping[str, int], etp: int = 0) -> NDArray[np.int64]:
-    """Return the ranks of every group over ``ep``, one group per row. ``mesh``: number of ranks by axis. ``etp``:
-    number of ranks that share one expert; 0 means ``tp``."""
+    """Return the ranks of every group over the mesh axis ``ep`` (expert parallelism), one group per row. ``mesh``:
+    number of ranks by name of the axis. ``etp``: number of ranks that share one expert; 0 means as many as axis ``tp``
+    has."""
     sizes = expert_mesh(mesh, etp)
     return np.arange(num_ranks(mesh)).reshape(-1, sizes["ep"], sizes["etp"]).transpose(0, 2, 1).reshape(-1, sizes["ep"])
 
 
 def map_ranks_to_devices(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> NDArray[np.int64]:
-    """Return the device index of every rank: ``devices`` if given, else device ``i`` for rank ``i``.
+    """Return the device index of every rank: ``devices`` if given, else device ``i`` for rank ``i``. ``mesh``: number
+    of ranks by name of the axis.
 
     Raise :class:`TopologyError` if the mesh has more ranks than the topology has devices.
     """
@@ -66,22 +68,21 @@ def map_ranks_to_devices(topology: Topology, mesh: Mapping[str, int], devices: D
 
 
 def axis_groups(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> list[Group]:
-    """Return the distinct communication groups that the ranks form over the mesh axes ``axes``; groups with equal links
-    count once. ``mesh``: number of ranks by axis. ``devices``: the device of each rank; ``None`` for device ``i`` of
-    rank ``i``."""
+    """Return the distinct communication groups that the ranks form over the mesh axes named ``axes``. Groups with equal
+    links are listed once. ``mesh``: number of ranks by name of the axis. ``devices``: the device index of each rank;
+    ``None`` for device ``i`` of rank ``i``."""
     return row_groups(topology, map_ranks_to_devices(topology, mesh, devices)[rank_grid(mesh, *axes)])
 
 
 def row_groups(topology: Topology, rows: NDArray[np.int64]) -> list[Group]:
-    """Return the distinct groups among ``rows`` of device indices, shape ``[num_groups, group_size]``. Groups with
-    equal links count once.
-    """
+    """Return the distinct communication groups among ``rows``. Groups with equal links are listed once. ``rows``:
+    device indices, one group per row, shape ``[num_groups, group_size]``."""
     return list(dict.fromkeys(kinds_of(topology, rows)[1]))
 
 
 def axis_group(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> Group:
-    """Return the slowest communication group that the ranks form over the mesh axes ``axes``. ``mesh``: number of ranks
-    by axis. ``devices``: the device of each rank; ``None`` for device ``i`` of rank ``i``."""
+    """Return the slowest communication group that the ranks form over the mesh axes named ``axes``. ``mesh``: number of
+    ranks by name of the axis. ``devices``: the device index of each rank; ``None`` for device ``i`` of rank ``i``."""
     return select_slowest_group(axis_groups(topology, mesh, *axes, devices=devices))
 
 
@@ -89,19 +90,20 @@ def stage_groups(
     topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None, ring: bool = False
 ) -> tuple[Group, ...]:
     """Return for each pipeline stage the slowest of the communication groups that its ranks form over the mesh axes
-    ``axes`` (without ``pp``).
+    named ``axes`` (without ``pp``).
 
-    ``mesh``: number of ranks by axis. ``devices``: the device of each rank; ``None`` for device ``i`` of rank ``i``.
-    ``ring``: whether to compute the latency and bandwidth of ring neighbours, too.
+    ``mesh``: number of ranks by name of the axis. ``devices``: the device index of each rank; ``None`` for device ``i``
+    of rank ``i``. ``ring``: whether to compute also the latency and bandwidth of messages around the group's ring.
     """
     numbers, groups = replica_groups(topology, mesh, 1, *axes, devices=devices, ring=ring)
     return tuple(groups[k] for k in numbers[:, 0].tolist())
 
 
 def kinds_of(topology: Topology, rows: NDArray[np.int64], ring: bool = False) -> tuple[NDArray[np.int64], list[Group]]:
-    """Return the number of the kind of each group of devices, and one :class:`Group` for each kind. Groups of one kind
-    have equal links. ``rows``: device indices, one group per row. ``ring``: whether to compute the latency and
-    bandwidth of ring neighbours, too, while all rows communicate."""
+    """Return the kind of each communication group, as an array of indices into the list of kinds, and this list, with
+    one :class:`Group` for each kind. Groups of one kind have equal links. ``rows``: device indices, one group per row.
+    ``ring``: whether to compute also the latency and bandwidth of messages around each group's ring, while all groups
+    communicate."""
     if rows.shape[1] == 1:
         return np.zeros(len(rows), dtype=np.int64), [Group(1)]
     columns = list(_compute_cost_traits(topology, rows))
@@ -119,8 +121,8 @@ def kinds_of(topology: Topology, rows: NDArray[np.int64], ring: bool = False) ->
 
 
 def _compute_cost_traits(topology: Topology, rows: NDArray[np.int64]) -> Iterator[NDArray[np.float64]]:
-    """Yield columns with one number for each group of devices. Groups that agree in all columns have equal cost.
-    ``rows``: device indices, one group per row."""
+    """Yield arrays with one number for each communication group. Groups that agree in all arrays take equally long for
+    every collective. ``rows``: device indices, one group per row."""
     yield np.zeros(len(rows))
     for groups in topology.groups:
         yield from (column.astype(np.float64) for column in spread_of(groups[rows]))
@@ -138,8 +140,8 @@ def _compute_cost_traits(topology: Topology, rows: NDArray[np.int64]) -> Iterato
 
 
 def _own_kinds(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a number for each group of devices, equal for groups with equal direct links of single pairs; 0 if no such
-    link joins two devices of the group. ``rows``: device indices, one group per row."""
+    """Return a number for each communication group, equal for groups with equal direct links of single pairs of
+    devices; 0 if no such link connects two devices of the group. ``rows``: device indices, one group per row."""
     paired = np.array(sorted({i for pair in topology.own_links for i in pair}))
     pairs = np.array(list(topology.own_links))
     numbers: dict[Group, int] = {}
@@ -151,7 +153,8 @@ def _own_kinds(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.float6
 
 
 def stage_ranks(mesh: Mapping[str, int]) -> list[range]:
-    """Return the ranks of each pipeline stage. They are consecutive, since ``pp`` is the outermost axis."""
+    """Return the ranks of each pipeline stage. They are consecutive, since ``pp`` is the outermost mesh axis. ``mesh``:
+    number of ranks by name of the axis."""
     stages = mesh.get("pp", 1)
     size = num_ranks(mesh) // stages
     return [range(s * size, (s + 1) * size) for s in range(stages)]
@@ -159,8 +162,8 @@ def stage_ranks(mesh: Mapping[str, int]) -> list[range]:
 
 def stage_links(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[Link, ...]:
     """Return for each pair of consecutive pipeline stages the slowest of the links between their ranks, while all ranks
-    of a stage send. Empty for a single stage. ``mesh``: number of ranks by axis. ``devices``: the device of each rank;
-    ``None`` for device ``i`` of rank ``i``."""
+    of a stage send. The result is empty for a single stage. ``mesh``: number of ranks by name of the axis. ``devices``:
+    the device index of each rank; ``None`` for device ``i`` of rank ``i``."""
     stages = mesh.get("pp", 1)
     grid = map_ranks_to_devices(topology, mesh, devices).reshape(stages, -1)
     return _slowest_links(topology, grid[:-1], grid[1:]) if stages > 1 else ()
@@ -170,16 +173,16 @@ def find_stage_link(
     topology: Topology, mesh: Mapping[str, int], stage: int, other: int, devices: Devices = None
 ) -> Link:
     """Return the slowest of the links between the ranks of two pipeline stages, while all ranks of a stage send.
-    ``mesh``: number of ranks by axis. ``stage``, ``other``: indices of the sending and the receiving stage.
-    ``devices``: the device of each rank; ``None`` for device ``i`` of rank ``i``."""
+    ``mesh``: number of ranks by name of the axis. ``stage``, ``other``: indices of the sending and the receiving stage,
+    from 0. ``devices``: the device index of each rank; ``None`` for device ``i`` of rank ``i``."""
     grid = map_ranks_to_devices(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
     return _slowest_links(topology, grid[stage : stage + 1], grid[other : other + 1])[0]
 
 
 def _slowest_links(topology: Topology, here: NDArray[np.int64], there: NDArray[np.int64]) -> tuple[Link, ...]:
-    """Return for each row one link with the least bandwidth and the longest latency of the pairs of devices in that
-    row, while all pairs communicate. ``here``, ``there``: indices of the sending and the receiving devices, of equal
-    shape."""
+    """Return one link for each row: that of the pair of devices with the least bandwidth, with the longest latency of
+    all pairs in the row, while all pairs communicate. ``here``, ``there``: indices of the sending and the receiving
+    devices, both of shape ``[rows, pairs]``."""
     bandwidth, latency = links_at_once(topology, here, there)
     narrowest = np.lexsort((-latency, bandwidth), axis=1)[:, 0]
     return tuple(
@@ -192,8 +195,8 @@ def _slowest_links(topology: Topology, here: NDArray[np.int64], there: NDArray[n
 
 def stage_capacity(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[int, ...]:
     """Return for each pipeline stage the bytes that a rank may use: the usable memory of its smallest device, less what
-    the communication library needs for the rank's groups. ``devices``: the device of each rank; ``None`` for device
-    ``i`` of rank ``i``."""
+    the communication library needs for the rank's groups. ``mesh``: number of ranks by name of the axis. ``devices``:
+    the device index of each rank; ``None`` for device ``i`` of rank ``i``."""
     paces, of_device = topology.paces
     grid = map_ranks_to_devices(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
     each = np.array([topology.types[kind].communicator for kind, _ in paces], dtype=np.int64)[of_device]
@@ -202,9 +205,8 @@ def stage_capacity(topology: Topology, mesh: Mapping[str, int], devices: Devices
 
 
 def num_communicators(mesh: Mapping[str, int]) -> int:
-    """Return the number of communication groups of a rank: over ``tp``, over ``dp`` x ``cp``, and over ``pp``, if these
-    have more than one rank.
-    """
+    """Return the number of communication groups of a rank: over the mesh axes ``tp``, ``dp`` and ``cp`` together, and
+    ``pp``. Groups of one rank do not count. ``mesh``: number of ranks by name of the axis."""
     sizes = mesh.get("tp", 1), mesh.get("dp", 1) * mesh.get("cp", 1), mesh.get("pp", 1)
     return sum(size > 1 for size in sizes)
 
@@ -213,7 +215,7 @@ def stage_paces(
     topology: Topology, mesh: Mapping[str, int], devices: Devices = None
 ) -> tuple[tuple[tuple[str, float], ...], ...]:
     """Return for each pipeline stage the distinct (device type, speed factor) pairs of its devices. ``mesh``: number of
-    ranks by axis. ``devices``: the device of each rank; ``None`` for device ``i`` of rank ``i``."""
+    ranks by name of the axis. ``devices``: the device index of each rank; ``None`` for device ``i`` of rank ``i``."""
     paces, of_device = topology.paces
     if len(paces) == 1:
         return (tuple(paces),) * mesh.get("pp", 1)
@@ -225,11 +227,11 @@ def replica_paces(
     topology: Topology, mesh: Mapping[str, int], devices: Devices = None
 ) -> tuple[NDArray[np.int64], list[tuple[tuple[str, float], ...]]]:
     """Return for each data-parallel rank in each pipeline stage the set of (device type, speed factor) pairs that its
-    devices have. ``mesh``: number of ranks by axis. ``devices``: the device of each rank; ``None`` for device ``i`` of
-    rank ``i``.
+    devices have. ``mesh``: number of ranks by name of the axis. ``devices``: the device index of each rank; ``None``
+    for device ``i`` of rank ``i``.
 
-    Equal sets have one number. The first result has the number of the set, shape ``[pp, dp]``; the second lists the
-    sets by number.
+    The first result has shape ``[pp, dp]``: for each stage and data-parallel rank, the index of its set in the second
+    result. The second lists the distinct sets, each as a tuple.
     """
     paces, of_device = topology.paces
     grid = of_device[map_ranks_to_devices(topology, mesh, devices)].reshape(mesh.get("pp", 1), mesh.get("dp", 1), -1)
@@ -240,12 +242,13 @@ def replica_paces(
 def replica_groups(
     topology: Topology, mesh: Mapping[str, int], dp: int, *axes: str, devices: Devices = None, ring: bool = False
 ) -> tuple[NDArray[np.int64], list[Group]]:
-    """Return the slowest group over ``axes`` (without ``pp``) inside each of ``dp`` replicas of the model in each
-    pipeline stage.
+    """Return the slowest communication group over the mesh axes named ``axes`` (without ``pp``) inside each of ``dp``
+    replicas of the model in each pipeline stage.
 
-    Equal groups have one number. The first result has the number of the group, shape ``[pp, dp]``; the second lists the
-    groups by number. ``ring``: whether to compute the latency and bandwidth of ring neighbours, too. The ranks of a
-    replica are consecutive in ``mesh``.
+    The first result has shape ``[pp, dp]``: for each stage and replica, the index of its group in the second result.
+    The second lists the distinct groups. ``mesh``: number of ranks by name of the axis; the ranks of a replica are
+    consecutive. ``devices``: the device index of each rank; ``None`` for device ``i`` of rank ``i``. ``ring``: whether
+    to compute also the latency and bandwidth of messages around the group's ring.
     """
     assert "pp" not in axes, axes
     kinds, groups = kinds_of(topology, map_ranks_to_devices(topology, mesh, devices)[rank_grid(mesh, *axes)], ring)
@@ -255,8 +258,9 @@ def replica_groups(
 
 
 def _find_kind_sets(kinds: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], list[list[int]]]:
-    """Return which kinds occur in each row of ``kinds`` (along its last dim): an array with the number of the set of
-    kinds, and the list of these sets. ``kinds``: numbers below ``count``."""
+    """Return which numbers occur in each row of ``kinds`` (along its last dim): an array with the index of the row's
+    set of numbers, and the list of the distinct sets, each in ascending order. ``kinds``: numbers from 0 to ``count -
+    1``."""
     shape, rows = kinds.shape[:-1], kinds.reshape(-1, kinds.shape[-1])
     if count == 1:
         return np.zeros(shape, dtype=np.int64), [[0]]
@@ -267,9 +271,8 @@ def _find_kind_sets(kinds: NDArray[np.int64], count: int) -> tuple[NDArray[np.in
 
 
 def reference_type(topology: Topology) -> str:
-    """Return the device type for which the sharding is chosen: the most frequent one, and among equals the first by
-    name.
-    """
+    """Return the name of the device type for which the sharding is chosen: the one with the most devices, and among
+    equals the first by name."""
     paces, of_device = topology.paces
     counts: Counter[str] = Counter()
     for (kind, _), count in zip(paces, np.bincount(of_device, minlength=len(paces)).tolist(), strict=True):
@@ -278,11 +281,12 @@ def reference_type(topology: Topology) -> str:
 
 
 def is_nested(sizes: Iterable[int], steps: Sequence[int]) -> bool:
-    """Whether all groups of each axis of a mesh have equal links, on a placement that divides each axis into factors,
-    one for each level of links (inside a node, between nodes, ...).
+    """Return whether all communication groups of each mesh axis have equal links. The placement of ranks divides each
+    axis into factors, one for each level of links (inside a node, between nodes, ...).
 
     ``sizes``: the axis sizes of the mesh, the innermost first. ``steps``: the ascending numbers of consecutive ranks
-    after which a factor ends. True if no axis of the mesh combines a part of a factor with something else.
+    after which a factor ends. The result is true if no axis of the mesh combines a part of a factor with something
+    else.
     """
     for product in accumulate(sizes, mul):
         above = bisect_left(steps, product)
@@ -294,9 +298,9 @@ def is_nested(sizes: Iterable[int], steps: Sequence[int]) -> bool:
 def first_group(
     topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None, ring: bool = False
 ) -> Group:
-    """Return the group over ``axes`` that contains rank 0. ``mesh``: number of ranks by axis. ``devices``: the device
-    of each rank; ``None`` for device ``i`` of rank ``i``. ``ring``: whether to compute the latency and bandwidth of
-    ring neighbours, too."""
+    """Return the communication group over the mesh axes named ``axes`` that contains rank 0. ``mesh``: number of ranks
+    by name of the axis. ``devices``: the device index of each rank; ``None`` for device ``i`` of rank ``i``. ``ring``:
+    whether to compute also the latency and bandwidth of messages around the group's ring."""
     on = map_ranks_to_devices(topology, mesh, devices).reshape(-1)
     if ring:
         rows = select_card_neighbours(topology, on[rank_grid(mesh, *axes)])

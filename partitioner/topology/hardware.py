@@ -40,21 +40,29 @@ class DeviceType(TopologyPart):
     """The capabilities of a type of device. Peaks are in FLOP/s by precision (``bf16``), bandwidth in bytes/s, times in
     seconds, memory in bytes.
 
-    ``reserved``: memory that programs cannot use. ``communicator``: memory that the communication library keeps for
-    each group of ranks that a device is in. ``launch``: seconds to launch a kernel on the device. ``dispatch``: seconds
-    in which the host issues one operator. ``overlap_slowdown``: factor on computation and communication while both run.
-    ``matmul_efficiency``: (smallest of M, N, K; fraction of peak), interpolated over the logarithm. ``unaligned``:
-    factor on it if rows of 16-bit matrices are not multiples of 16 bytes. ``attention_efficiency``: fraction of peak of
-    a fused attention over long sequences. ``attention_lengths``: (number of keys; fraction of that efficiency),
-    interpolated over the logarithm, also below the first; empty: equal at all lengths. ``attention_widths``: (width of
-    a head; fraction of that efficiency), interpolated likewise. ``memory_efficiency``: fraction of the memory bandwidth
-    by kind of kernel; ``default`` for the others. ``memory_sizes``: (bytes that a kernel moves; greatest multiple of
-    the memory bandwidth that it reaches), interpolated over the logarithm, since data in caches are faster. Empty: no
-    such limits. ``fused_attention``: whether no attention kernel materialises scores; kernels for CPUs do if heads of
-    queries and of values differ in width. ``whole_scatter``: in a reduce-scatter a rank receives every rank's part
-    before it sums them, as over Gloo. ``single_ring``: an all-reduce is one ring through all ranks, as over Gloo, so
-    that only one device of a node at a time sends to the next node; NCCL's rings use all cards. ``matches``: the names
-    by which the driver reports the device. ``torch``: PyTorch's device type. ``price``: US dollars per device and hour.
+    ``reserved``: memory that programs cannot use. ``communicator``: memory that the communication library needs for
+    each communication group of which a device is a member. ``launch``: seconds to launch a kernel on the device.
+    ``dispatch``: seconds in which the host issues one operator. ``overlap_slowdown``: factor on the time of computation
+    and communication while both run. ``price``: US dollars per device and hour. ``matches``: the names by which the
+    driver reports the device. ``torch``: PyTorch's device type.
+
+    Five tables and factors describe how near kernels come to the peak. ``matmul_efficiency``: (smallest of M, N, K;
+    fraction of peak) of matrix products, interpolated over the logarithm. ``unaligned``: factor on it if rows of 16-bit
+    matrices are not multiples of 16 bytes. ``attention_efficiency``: fraction of peak of a fused attention over long
+    sequences. ``attention_lengths``: (number of keys; fraction of that efficiency), interpolated over the logarithm,
+    also below the first; empty: equal at all lengths. ``attention_widths``: (width of a head; fraction of that
+    efficiency), interpolated in the same way.
+
+    ``memory_efficiency``: fraction of the memory bandwidth by kind of kernel; ``default`` for the others.
+    ``memory_sizes``: (bytes that a kernel moves; greatest multiple of the memory bandwidth that it reaches),
+    interpolated over the logarithm, since data in caches are faster; empty: no such limits.
+
+    ``fused_attention``: whether no attention kernel stores the matrix of attention scores; kernels for CPUs do if heads
+    of queries and of values differ in width. ``whole_scatter``: whether in a reduce-scatter a rank receives every
+    rank's whole buffer before it sums them, as over Gloo. ``single_ring``: whether an all-reduce is one ring through
+    all ranks, as over Gloo, so that only one device of a node at a time sends to the next node; NCCL's rings use all
+    network cards.
+
     ``power_busy``, ``power_idle``: watts of one device; ``None``: not known. ``power_limit``: power cap in watts; below
     ``power_busy`` it lowers the clock, see :attr:`clock`.
     """
@@ -87,6 +95,7 @@ class DeviceType(TopologyPart):
     @field_validator("peak")
     @classmethod
     def _some_peak(cls, peak: dict[str, float]) -> dict[str, float]:
+        """Return ``peak``, the FLOP/s by precision. Raise ``ValueError`` if it is empty or has an unknown precision."""
         if not peak:
             raise ValueError("give the peak of at least one precision, like {bf16: 989 TFLOP/s}")
         for name in peak:
@@ -98,6 +107,7 @@ class DeviceType(TopologyPart):
 
     @model_validator(mode="after")
     def _some_memory(self) -> Self:
+        """Return this device type. Raise ``ValueError`` if all of its memory is reserved."""
         if self.reserved >= self.memory:
             raise ValueError(
                 f"memory of {self.memory} bytes, of which {self.reserved} are reserved: nothing is left; expected "
@@ -107,6 +117,8 @@ class DeviceType(TopologyPart):
 
     @model_validator(mode="after")
     def _some_power(self) -> Self:
+        """Return this device type. Raise ``ValueError`` if it takes more power when idle than when busy, or if its
+        power limit is not above the idle power or is given without the busy power."""
         if self.power_busy is not None and (self.power_idle or 0.0) > self.power_busy:
             raise ValueError(
                 f"power_idle of {self.power_idle:g} W above power_busy of {self.power_busy:g} W: expected a device to "
@@ -123,9 +135,9 @@ class DeviceType(TopologyPart):
 
     @property
     def clock(self) -> float:
-        """The fraction of the full clock at which a device runs under ``power_limit``; 1 without an effective limit.
-        Power above idle is assumed proportional to the cube of the clock, since voltage is proportional to frequency.
-        """
+        """Return the fraction of the full clock at which a device runs under ``power_limit``; 1 without an effective
+        limit. Power above idle is assumed proportional to the cube of the clock, since voltage is proportional to
+        frequency."""
         if self.power_limit is None or self.power_busy is None or self.power_limit >= self.power_busy:
             return 1.0
         idle = self.power_idle or 0.0
@@ -133,16 +145,14 @@ class DeviceType(TopologyPart):
 
     @property
     def has_fp8(self) -> bool:
-        """Whether the device can multiply in fp8. GPUs can if they list an fp8 peak. CPUs always can, slowly, for
-        experiments.
-        """
+        """Return whether the device can multiply in fp8. GPUs can if they list an fp8 peak. CPUs always can, slowly,
+        for experiments."""
         return "fp8" in self.peak or self.torch == "cpu"
 
     @property
     def in_tf32(self) -> DeviceType:
-        """A copy of this device type in which float32 matrix products run at the TF32 rate, if it has one. The rate of
-        float32 attention stays the same, because fused attention does not use TF32 (torch 2.11 on H200).
-        """
+        """Return a copy of this device type in which float32 matrix products run at the TF32 rate, if it has one. The
+        rate of float32 attention stays the same, because fused attention does not use TF32 (torch 2.11 on H200)."""
         faster = self.peak_of("tf32") / self.peak_of("fp32")
         return self.model_copy(
             update={
@@ -152,9 +162,8 @@ class DeviceType(TopologyPart):
         )
 
     def peak_of(self, precision: str) -> float:
-        """Return the peak FLOP/s in ``precision``. If the device does not list it, return the peak of the most similar
-        precision that it lists.
-        """
+        """Return the peak FLOP/s in ``precision``, such as ``bf16``. If the device does not list it, return the peak of
+        the most similar precision that it lists."""
         for name in (precision, *_STAND_INS.get(precision, ())):
             if name in self.peak:
                 return self.peak[name]
@@ -171,6 +180,7 @@ _STAND_INS = {
 
 
 def _is_whole(value: Any) -> bool:
+    """Return whether ``value`` is an integer and not a boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -180,14 +190,18 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # co
 
 
 class Level(TopologyPart):
-    """Links of one level. ``bandwidth``: bytes/s per direction, of a device inside a node and of a network card beyond
-    it (:attr:`NodeGroup.nics`). ``latency``: seconds for one message.
+    """Links of one kind between the devices of each group of devices or nodes. ``bandwidth``: bytes/s per direction, of
+    a device inside a node and of a network card between nodes. ``latency``: seconds for one message.
 
-    ``step``: seconds per step of a collective (``None``: the latency). ``base``: seconds to start one. ``efficiency``:
-    the fraction of the bandwidth that large collectives reach. ``all_reduce``: (ranks, start-up seconds, bus
-    bandwidth) measured inside one group; likewise ``all_gather``, ``reduce_scatter`` and ``all_to_all``, which are
-    derived from ``all_reduce`` and the bandwidth if they are not given. ``oversubscription``: divisor of the bandwidth
-    when all devices communicate (``4:1`` is 4). ``only``: the islands of nodes that have these links; empty: all.
+    ``devices``: the links connect each so many consecutive devices of a node. ``nodes``: they connect each so many
+    consecutive whole nodes. If neither is given, they connect all devices. ``only``: the islands (named sets of nodes)
+    that have these links; empty: all.
+
+    ``step``: seconds per step of a collective (``None``: the latency). ``base``: seconds to start a collective.
+    ``efficiency``: the fraction of the bandwidth that large collectives reach. ``all_reduce``: rows of (ranks, start-up
+    seconds, bytes/s through each rank), measured inside one group; likewise ``all_gather``, ``reduce_scatter`` and
+    ``all_to_all``, which are derived from ``all_reduce`` and the bandwidth if they are not given. ``oversubscription``:
+    divisor of the bandwidth when all devices communicate (``4:1`` is 4).
     """
 
     name: str
@@ -207,18 +221,21 @@ class Level(TopologyPart):
 
     @model_validator(mode="after")
     def _one_extent(self) -> Self:
+        """Return this level. Raise ``ValueError`` if it gives both ``devices`` and ``nodes``, only one of which can be
+        its reach."""
         if self.devices is not None and self.nodes is not None:
             raise ValueError(f"level {self.name!r} gives both devices and nodes; give one, or none for all devices")
         return self
 
     @property
     def step_s(self) -> float:
+        """Return the seconds of one step of a collective over these links."""
         return self.latency if self.step is None else self.step
 
     def shared(self, share: float = 1.0) -> Level:
-        """Return this level as each device sees it while all devices communicate. ``share``: the fraction of the
-        bandwidth of the links that remains.
-        """
+        """Return a copy of these links with the bandwidth that each device gets while all devices communicate.
+        ``share``: the fraction of the bandwidth that is left for the device, apart from oversubscription, which is
+        applied here."""
         share /= self.oversubscription
         if share == 1.0:
             return self
@@ -230,9 +247,8 @@ class Level(TopologyPart):
 
 
 class PatternLink(TopologyPart):
-    """Direct links of ``bandwidth`` bytes/s per direction between ``pairs`` of positions in a node, or between ``all``
-    pairs.
-    """
+    """Direct links of ``bandwidth`` bytes/s per direction inside a node. ``pairs``: pairs of device indices in the
+    node, from 0, or ``"all"`` for every pair."""
 
     pairs: Literal["all"] | tuple[tuple[int, int], ...]
     bandwidth: Rate
@@ -240,6 +256,7 @@ class PatternLink(TopologyPart):
     @field_validator("pairs", mode="before")
     @classmethod
     def _all_or_pairs(cls, pairs: Any) -> Any:
+        """Return ``pairs``. Raise ``ValueError`` unless it is ``"all"`` or a list of pairs of integers."""
         listed = isinstance(pairs, list | tuple) and all(isinstance(p, list | tuple) and len(p) == 2 for p in pairs)
         if pairs != "all" and not (listed and all(_is_whole(place) for pair in pairs for place in pair)):
             raise ValueError(f"expected all, or pairs of places like [[0, 1], [2, 3]]; got {pairs!r}")
@@ -247,11 +264,13 @@ class PatternLink(TopologyPart):
 
 
 class Pattern(TopologyPart):
-    """The direct links inside one node, for nodes in which pairs of devices have different links. Several node groups
-    can use one pattern.
+    """The direct links inside one node, for nodes in which pairs of devices have different links. Several groups of
+    nodes can use one pattern. A pair that is not listed communicates over the levels of links.
 
-    A pair that is not listed communicates over the levels. ``latency``, ``step``, ``base``, ``efficiency``: as in
-    :class:`Level`. ``starts``: (ranks, seconds) of a measured all-reduce of zero bytes.
+    ``links``: the links with their pairs of devices; later ones replace earlier ones. ``latency``: seconds for one
+    message. ``step``: seconds per step of a collective (``None``: the latency). ``base``: seconds to start a
+    collective. ``efficiency``: the fraction of the bandwidth that large collectives reach. ``starts``: rows of (ranks,
+    seconds) of a measured all-reduce of zero bytes.
     """
 
     links: tuple[PatternLink, ...] = Field(min_length=1)
@@ -263,16 +282,17 @@ class Pattern(TopologyPart):
 
     @property
     def step_s(self) -> float:
+        """Return the seconds of one step of a collective over these links."""
         return self.latency if self.step is None else self.step
 
 
 class Host(TopologyPart):
     """The host of a node: memory and disk, in bytes per node.
 
-    ``bandwidth``: bytes/s between each device and the host's memory, per direction (PCIe, C2C). ``memory_bandwidth``:
-    bytes/s of host memory under the host's own processors (``None``: not known). ``shared``: host memory is the
-    devices' own memory, so offloading gains nothing. ``disk_bandwidth``: bytes/s of the node's local disks together,
-    for reads and for writes.
+    ``bandwidth``: bytes/s between each device and the host's memory, per direction (PCIe, C2C). ``latency``: seconds of
+    a copy of zero bytes. ``memory_bandwidth``: bytes/s of host memory under the host's own processors (``None``: not
+    known). ``shared``: whether host memory is the devices' own memory, so that offloading gains nothing.
+    ``disk_bandwidth``: bytes/s of the node's local disks together, for reads and for writes.
     """
 
     memory: Bytes
@@ -285,6 +305,7 @@ class Host(TopologyPart):
 
     @model_validator(mode="after")
     def _disk_has_a_rate(self) -> Self:
+        """Return this host. Raise ``ValueError`` if it has a disk without a bandwidth."""
         if self.disk and self.disk_bandwidth is None:
             raise ValueError("a disk without disk_bandwidth; give both, like {disk: 30 TB, disk_bandwidth: 20 GB/s}")
         return self
@@ -292,13 +313,14 @@ class Host(TopologyPart):
 
 class NodeGroup(TopologyPart):
     """``count`` equal nodes of ``devices`` devices each, all of the device type ``type``. ``names``: a name for each
-    device; default: ``node<n>/<k>``.
+    device; default: ``node<n>/<k>`` for device ``k`` of node ``n``.
 
-    ``island``: the name by which levels refer to these nodes; default: the type. ``pattern``: the pattern of direct
-    links inside a node. ``nics``: number of network cards of a node, each with the bandwidth of the levels that connect
-    nodes; its devices share them evenly; ``None``: one for each device. ``concurrent``: number of devices of a node
-    that can compute at full speed at the same time; more devices share that capacity evenly, as ranks do that compete
-    for CPU cores; ``None``: all.
+    ``island``: the name by which levels of links refer to these nodes; default: the type. ``pattern``: name of the
+    pattern of direct links inside a node; ``None``: there are none. ``nics``: number of network cards of a node, each
+    with the bandwidth of the levels that connect nodes; its devices share them evenly; ``None``: one for each device.
+    ``concurrent``: number of devices of a node that can compute at full speed at the same time; more devices share that
+    capacity evenly, as ranks do that compete for CPU cores; ``None``: all. ``host``: memory and disk of a node;
+    ``None``: not known.
     """
 
     type: str
@@ -313,15 +335,18 @@ class NodeGroup(TopologyPart):
 
     @property
     def island_name(self) -> str:
+        """Return the name by which levels of links refer to these nodes: the island, or the device type if none is
+        given."""
         return self.island or self.type
 
     @property
     def num_cards(self) -> int:
-        """The number of network cards of a node."""
+        """Return the number of network cards of a node."""
         return self.nics or self.devices
 
     @model_validator(mode="after")
     def _names_fit(self) -> Self:
+        """Return these nodes. Raise ``ValueError`` if names are given, but not one for each device."""
         if self.names and len(self.names) != self.devices * self.count:
             expected = f"{self.count} x {self.devices} devices"
             raise ValueError(f"{len(self.names)} names for {expected}; name every device or none")
@@ -329,9 +354,8 @@ class NodeGroup(TopologyPart):
 
 
 class DeviceOverride(TopologyPart):
-    """What differs between one device and its node group. ``speed``: factor on compute rate and memory bandwidth.
-    ``memory``: bytes.
-    """
+    """The fields in which one device differs from the other devices of its nodes. ``type``: name of its device type.
+    ``memory``: bytes. ``speed``: factor on compute rate and memory bandwidth. ``None``: no difference."""
 
     type: str | None = None
     memory: Bytes | None = None
@@ -339,10 +363,12 @@ class DeviceOverride(TopologyPart):
 
 
 class NodeOverride(TopologyPart):
-    """What differs between one node and its group. ``network``: the remaining fraction of its bandwidth to other nodes.
+    """The fields in which one node differs from equal nodes. ``network``: the remaining fraction of its bandwidth to
+    other nodes.
 
     ``dead_nics``: the number of failed network cards (counted from the last), or their indices from 0; their devices
-    share the nearest working card. ``memory`` and ``speed``: for each of its devices, as in :class:`DeviceOverride`.
+    share the nearest working card. ``memory``: bytes of each of its devices; ``None``: no difference. ``speed``: factor
+    on the compute rate and memory bandwidth of each of its devices.
     """
 
     network: Factor = Field(default=1.0, le=1)
@@ -353,21 +379,23 @@ class NodeOverride(TopologyPart):
     @field_validator("dead_nics", mode="before")
     @classmethod
     def _how_many_or_which(cls, dead: Any) -> Any:
+        """Return ``dead``, a number of failed network cards or a list of their indices. Raise ``ValueError`` for other
+        values."""
         cards = dead if isinstance(dead, list | tuple) else [dead]
         if not all(_is_whole(card) and card >= 0 for card in cards):
             raise ValueError(f"expected how many cards are gone, like 1, or which, like [0, 3]; got {dead!r}")
         return dead
 
     def dead(self, nics: int) -> frozenset[int]:
-        """Return the indices of the failed cards of a node with ``nics`` cards."""
+        """Return the indices of the failed network cards of a node that has ``nics`` cards."""
         if isinstance(self.dead_nics, int):
             return frozenset(range(nics - self.dead_nics, nics))
         return frozenset(self.dead_nics)
 
 
 class LinkOverride(TopologyPart):
-    """A direct link between two devices, named in ``between``, which replaces the link of the levels in both
-    directions.
+    """A direct link between two devices, which replaces their other link in both directions. ``between``: the names of
+    the devices.
 
     ``bandwidth``: bytes/s. ``latency``: seconds for one message. ``efficiency``: the fraction of the bandwidth that
     large collectives reach. ``None``: the value of the replaced link, if there is one; otherwise no latency and the
@@ -381,9 +409,9 @@ class LinkOverride(TopologyPart):
 
 
 class Link(TopologyPart):
-    """The link between two devices. ``bandwidth``: bytes/s. ``latency``: seconds. ``level``: index of its level, from
-    the innermost; -1 for a direct link.
-    """
+    """The link between two devices. ``name``: name of its level or pattern. ``bandwidth``: bytes/s. ``latency``:
+    seconds. ``level``: index of its level of links, from the innermost; -1 for direct links, routes and a device's own
+    memory."""
 
     name: str
     bandwidth: float
@@ -391,28 +419,28 @@ class Link(TopologyPart):
     level: int
 
     def time(self, num_bytes: float) -> float:
-        """Return the seconds of one message of ``num_bytes``."""
+        """Return the seconds that one message of ``num_bytes`` bytes takes over this link."""
         return self.latency + num_bytes / self.bandwidth
 
 
 class Hop(NamedTuple):
-    """A step of a ring in which all ranks send at the same time. ``latency`` (s) and ``bandwidth`` (bytes/s) are those
-    of the slowest message.
-    """
+    """A step of a ring, in which every rank sends a message to the rank a fixed number of positions further, all at the
+    same time. ``latency`` (s) and ``bandwidth`` (bytes/s) are those of the slowest message."""
 
     latency: float
     bandwidth: float
 
     def time(self, num_bytes: float) -> float:
-        """Return the seconds until all messages of ``num_bytes`` have arrived; 0 for 0 bytes."""
+        """Return the seconds until all messages of this step, each of ``num_bytes`` bytes, have arrived; 0 for 0
+        bytes."""
         return self.latency + num_bytes / self.bandwidth if num_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device of a topology. ``memory``, ``reserved``: bytes. ``speed``: factor relative to its type. ``kind``: name
-    of its type. ``node``: number of its node.
-    """
+    """One device of a topology. ``index``: its number, from 0. ``node``: number of its node, from 0. ``kind``: name of
+    its device type. ``memory``: bytes in total. ``reserved``: bytes that programs cannot use. ``speed``: factor on the
+    compute rate and memory bandwidth of its type."""
 
     index: int
     name: str
@@ -424,11 +452,11 @@ class Device:
 
     @property
     def usable(self) -> int:
-        """The bytes of the device that programs can use."""
+        """Return the bytes of the device's memory that programs can use."""
         return self.memory - self.reserved
 
 
 def margin_bytes(usable: int, margin: float) -> int:
-    """Return the bytes that plans leave free of ``usable`` bytes of a device. ``margin``: the fraction that is left
-    free."""
+    """Return how many of the ``usable`` bytes of a device's memory a plan must not use. ``margin``: the fraction to
+    leave free. The result is rounded up."""
     return math.ceil(margin * max(0, usable))

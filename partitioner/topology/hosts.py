@@ -18,7 +18,7 @@ _UNKNOWN_MEMORY_BANDWIDTH = 100e9  # default: one socket with four channels of D
 
 @dataclass(frozen=True)
 class HostShare:
-    """One rank's share of the memory and disk of its node's host, and of the bandwidth to them.
+    """The share that one rank has of the memory and disk of its node's host, and of the bandwidth to them.
 
     ``bandwidth``: bytes/s per direction between the device and host memory. ``latency``: seconds of one copy of zero
     bytes. ``memory``: bytes of host memory. ``update_bandwidth``: bytes/s at which an optimizer step on the host reads
@@ -33,7 +33,7 @@ class HostShare:
     disk_bandwidth: float = math.inf
 
     def time(self, num_bytes: float) -> float:
-        """Return the seconds of a copy of ``num_bytes`` between device and host; 0 for 0 bytes."""
+        """Return the seconds of a copy of ``num_bytes`` bytes between device and host; 0 for 0 bytes."""
         return self.latency + num_bytes / self.bandwidth if num_bytes else 0.0
 
 
@@ -41,9 +41,8 @@ BOUNDLESS = HostShare()  # a host without limits
 
 
 def host_shares(topology: Topology) -> tuple[HostShare | None, ...]:
-    """Return the host share of every device, in the order of devices; ``None`` for devices whose host is not described.
-    Equal shares are one object.
-    """
+    """Return for each device its share of its node's host (memory, disk and the bandwidth to them), in the order of
+    devices; ``None`` for devices whose host is not described. Equal shares are one object."""
     on_node = Counter(device.node for device in topology.devices)
     by_node: dict[int, HostShare | None] = {}
     different: dict[HostShare, HostShare] = {}
@@ -61,7 +60,8 @@ def host_shares(topology: Topology) -> tuple[HostShare | None, ...]:
 
 
 def can_offload(topology: Topology) -> bool:
-    """Return whether every device has a host whose memory is separate from the device's own."""
+    """Return whether every device has a host whose memory is separate from the device's own, so that tensors can be
+    moved there."""
     hosts = [topology.host(node) for node in {device.node for device in topology.devices}]
     return all(host is not None and not host.shared for host in hosts)
 
@@ -73,7 +73,8 @@ def has_disks(topology: Topology) -> bool:
 
 
 def least_share(shares: Sequence[HostShare | None]) -> HostShare | None:
-    """Return a host share with the worst value of ``shares`` in each field; ``None`` if one of them is ``None``."""
+    """Return the worst case of ``shares``, which are shares of hosts: the least memory and bandwidths, and the longest
+    latency, each over all of them. Return ``None`` if one of them is ``None``."""
     known = [share for share in shares if share is not None]
     if len(known) < len(shares):
         return None

@@ -24,11 +24,11 @@ Ints = NDArray[np.int64]
 @dataclass(frozen=True, eq=False)
 class NetworkCards:
     """The network card that each device uses, and the bandwidth that it gets there. All arrays have the shape
-    ``[num_devices]``. Bandwidths are in units of one card.
+    ``[num_devices]``. Bandwidths are multiples of the bandwidth of one card.
 
     ``port``: the number of the card that a device uses; a device with several cards has one number for all of them.
     ``alone``: its bandwidth while no other device uses its port. ``share``: its bandwidth while all devices with that
-    port communicate. ``left``: ``share`` as a fraction of what it would be without failed cards.
+    port communicate. ``left``: ``share`` as a fraction of what it would be without failed cards and lost bandwidth.
     """
 
     port: Ints
@@ -38,25 +38,27 @@ class NetworkCards:
 
     @cached_property
     def users(self) -> Ints:
-        """The number of devices that use the port of each device, shape ``[num_devices]``."""
+        """Return for each device how many devices use the same port (network card), shape ``[num_devices]``."""
         return np.asarray(np.bincount(self.port)[self.port], dtype=np.int64)
 
     @cached_property
     def are_shared(self) -> bool:
-        """Return whether any port is used by several devices."""
+        """Return whether any port (network card) is used by several devices."""
         return bool((self.users > 1).any())
 
     def among(self, devices: Ints, talking: Ints) -> Floats:
-        """Return the bandwidth, in units of one card, that each of ``devices`` (indices) gets while ``talking`` devices
-        use its port. The shapes of the two are broadcast."""
+        """Return the bandwidth that each of ``devices`` (indices) gets while some devices use its port, as a multiple
+        of that of one network card. ``talking``: the number of devices that use the port, for each of ``devices``. The
+        shapes of the two are broadcast."""
         alone = self.alone[devices]
         whole = np.maximum(alone, self.share[devices] * self.users[devices])
         return np.minimum(alone, whole / talking)
 
 
 def network_cards(nodes: tuple[NodeGroup, ...], overrides: Mapping[int, NodeOverride]) -> NetworkCards:
-    """Return the network cards of all nodes. ``overrides``: failed cards and lost bandwidth of single nodes (number of
-    the node -> override)."""
+    """Return which network card each device uses, and the bandwidth that it gets there. ``nodes``: the groups of equal
+    nodes, in the order of devices. ``overrides``: by node number (from 0), the failed cards and lost bandwidth of that
+    node."""
     ports, alone, shares, left = [], [], [], []
     node = first = 0
     for group in nodes:
@@ -82,9 +84,9 @@ def network_cards(nodes: tuple[NodeGroup, ...], overrides: Mapping[int, NodeOver
 
 
 def card_shares(devices: int, cards: int, dead: frozenset[int]) -> Floats:
-    """Return the fraction of its bandwidth that each device of a node retains if some cards fail. ``devices``,
-    ``cards``: numbers of devices and cards of the node. ``dead``: indices of the failed cards. A device whose cards all
-    failed uses the nearest working port.
+    """Return the fraction of its network bandwidth that each device of a node retains if some cards fail, shape
+    ``[devices]``. ``devices``, ``cards``: numbers of devices and cards of the node. ``dead``: indices of the failed
+    cards, from 0. A device whose cards all failed uses those of the nearest device that has working ones.
 
     Devices share cards, or have several each, in order of their index in the node.
     """
@@ -95,8 +97,9 @@ def card_shares(devices: int, cards: int, dead: frozenset[int]) -> Floats:
 
 
 def _assign_live_ports(devices: int, cards: int, dead: frozenset[int]) -> tuple[Ints, Floats]:
-    """Return the port that each device of a node uses, and for each port the fraction of its cards that work.
-    ``devices``, ``cards``: numbers of devices and cards of the node. ``dead``: indices of the failed cards."""
+    """Return the port that each device of a node uses, and for each port the fraction of its cards that work. A port is
+    one network card, or all cards of one device if there are more cards than devices. ``devices``, ``cards``: their
+    numbers in the node. ``dead``: indices of the failed cards, from 0."""
     ports = min(devices, cards)
     alive = np.array([card not in dead for card in range(cards)], dtype=float)
     strength = np.array([cards_of.mean() for cards_of in np.split(alive, np.arange(1, ports) * cards // ports)])

@@ -37,8 +37,8 @@ _MOST_KEPT = 1 << 16  # groups with links of their own
 
 
 def group_of(topology: Topology, devices: Ints) -> Group:
-    """Return the communication group of ``devices``. Its links are the levels or, if that is faster, direct links of
-    single pairs.
+    """Return the communication group of the devices with the indices ``devices``, shape ``[size]``. It uses the levels
+    of links or, if that is faster, direct links of single pairs. Results with direct links are cached in ``topology``.
     """
     if not topology.own_links:
         return _level_group(topology, devices)
@@ -52,6 +52,9 @@ def group_of(topology: Topology, devices: Ints) -> Group:
 
 
 def _linked_group(topology: Topology, devices: Ints) -> Group:
+    """Return the communication group of the devices with the indices ``devices``, with the direct links of single pairs
+    among them taken into account. If these links alone connect all devices, and a ring over them is faster than over
+    the levels of links, the group uses only them."""
     size, plain = len(devices), _level_group(topology, devices)
     singles = singles_among(topology, devices.tolist())
     if not singles:
@@ -67,8 +70,8 @@ def _linked_group(topology: Topology, devices: Ints) -> Group:
 
 
 def _past_singles(group: Group, singles: Mapping[Pair, PairLink]) -> Group:
-    """Return a copy of ``group``, which was built from levels, for a ring that avoids slow direct links as far as
-    possible. ``singles``: the direct links of single pairs, by pair of positions in the group."""
+    """Return a copy of ``group``, which was built from levels of links, for a ring that avoids slow direct links as far
+    as possible. ``singles``: the direct links of single pairs of devices, by pair of positions in the group."""
     size, every = group.size, singles.values()
     group = replace(group, pair_cap=min(own.reached for own in every), pair_lag=max(own.more for own in every))
     if size > _RINGS_FOUND:
@@ -83,9 +86,9 @@ def _past_singles(group: Group, singles: Mapping[Pair, PairLink]) -> Group:
 
 
 def _over_singles(plain: Group, singles: Mapping[Pair, PairLink]) -> Group:
-    """Return the group that communicates over direct links of single pairs alone, which connect all of its devices.
-    ``plain``: the group over levels. ``singles``: the direct links, by pair of positions in the group. Links without an
-    efficiency of their own take that of the levels which they replace."""
+    """Return a communication group that uses only direct links of single pairs, which must connect all of its devices.
+    ``plain``: the group of the same devices over levels of links. ``singles``: the direct links, by pair of positions
+    in the group. Links without an efficiency of their own take that of the links which they replace."""
     size, every = plain.size, list(singles.values())
     step, latency = min(own.step for own in every), max(own.link.latency for own in every)
     if len(plain.tiers) == 1 and all(own.as_level for own in every):
@@ -107,8 +110,9 @@ def _over_singles(plain: Group, singles: Mapping[Pair, PairLink]) -> Group:
 
 
 def spread_of(ids: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return three numbers for each row of ``ids`` (numbers of the groups to which devices belong): how many distinct
-    groups occur, and how often the rarest and the most frequent one occur."""
+    """Return three arrays with one number for each row of ``ids``: how many distinct ids occur in the row, how often
+    the rarest one occurs, and how often the most frequent one occurs. ``ids``: for each device of a row, the number of
+    the group to which it belongs, shape ``[rows, size]``."""
     ordered = np.sort(ids, axis=1)
     place = np.arange(ids.shape[1])
     starts = np.ones(ids.shape, dtype=bool)
@@ -121,7 +125,8 @@ def spread_of(ids: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _level_group(topology: Topology, devices: Ints) -> Group:
-    """Return the group of ``devices`` over the levels of links, without direct links of single pairs."""
+    """Return the communication group of the devices with the indices ``devices`` over the levels of links, without
+    direct links of single pairs. If no level connects them all, its last tier is routes over other devices."""
     size = len(devices)
     tiers: list[Tier] = []
     ring = math.inf
@@ -151,8 +156,8 @@ def _level_group(topology: Topology, devices: Ints) -> Group:
 
 
 def _storey_level(topology: Topology, storey: Storey, ranks: Ints) -> Level:
-    """Return the slowest of the levels in ``storey`` (the links at one depth) that connect some of the devices
-    ``ranks`` (indices)."""
+    """Return the slowest of the levels in ``storey`` (all links at one depth) that connect at least two of the devices
+    with the indices ``ranks``."""
     if not storey.levels:
         (inside,) = inside_levels(topology, ranks[None])
         assert inside is not None
@@ -164,8 +169,9 @@ def _storey_level(topology: Topology, storey: Storey, ranks: Ints) -> Level:
 
 
 def ring_hops(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the latency (s) and the bandwidth (bytes/s) of messages around rings. Both have the shape ``[groups, size
-    // 2]``; column ``k`` is for messages to the rank ``k + 1`` positions further.
+    """Return the latency (s) and the bandwidth (bytes/s) of messages around rings, when all ranks send at the same
+    time. Both have the shape ``[groups, size // 2]``; column ``k`` is the slowest message to the rank ``k + 1``
+    positions further.
 
     ``rows``: the device indices of groups that communicate at the same time, in ring order, shape ``[groups, size]``.
     Messages to the rank as many positions back take equally long, so larger distances are not needed.
@@ -179,16 +185,15 @@ def ring_hops(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.f
 
 
 def hops_of(latencies: NDArray[np.float64], bandwidths: NDArray[np.float64]) -> tuple[Hop, ...]:
-    """Return the hops of one group as pairs of latency (s) and bandwidth (bytes/s). Entry ``k`` of each argument is for
-    messages to the rank ``k + 1`` positions further around the ring.
-    """
+    """Return one ``Hop`` (latency, bandwidth) for each distance in a ring. ``latencies``: seconds. ``bandwidths``:
+    bytes/s. Entry ``k`` of each is for messages to the rank ``k + 1`` positions further around the ring."""
     return tuple(map(Hop, latencies.tolist(), bandwidths.tolist()))
 
 
 def select_card_neighbours(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the first of ``rows`` and those rows that may share a network card with it, which are those with a device
-    on one of its nodes.
-    """
+    """Return those of ``rows`` that may share a network card with the first row, and the first row itself. ``rows``:
+    device indices, one communication group per row. Cards may be shared if a row has a device on a node of the first
+    row."""
     if not topology.cards.are_shared:
         return rows[:1]
     mine = np.unique(topology.node_of[rows[0]])

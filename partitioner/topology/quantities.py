@@ -42,8 +42,8 @@ def parse_quantity(value: Any, kind: str | None = None) -> Any:
     """Return a text like ``80 GB`` as a number in the base unit (bytes, bytes/s, s, FLOP/s, W, USD/h). Other values are
     returned unchanged, except booleans.
 
-    ``kind``: what the text must measure, such as ``"bytes"``; ``None`` allows any. Raise ``ValueError`` for booleans,
-    text that is not a number, unknown units and units that measure something else.
+    ``kind``: what the text must measure, such as ``"bytes"`` or ``"time"``; ``None`` allows any unit. Raise
+    ``ValueError`` for booleans, text that is not a number, unknown units and units that measure something else.
     """
     like = "'80 GB', '50 GB/s', '5 us'" if kind is None else _DIMENSIONS[kind][1]
     if isinstance(value, bool):  # which Python takes for 0 or 1
@@ -86,6 +86,8 @@ def reject_boolean(value: Any) -> Any:
 
 
 def _whole_bytes(value: Any) -> Any:
+    """Return a text like ``80 GB``, or a number, as a whole number of bytes. Other values are returned unchanged. Raise
+    ``ValueError`` for text that is not a number of bytes, and for more than 2**60 bytes."""
     value = parse_quantity(value, "bytes")
     if isinstance(value, int | float) and not abs(value) <= _MOST_BYTES:  # which inf and nan are not
         raise ValueError(f"{value:g} is no size of a memory; expected at most 2**60 bytes, written like 80 GB")
@@ -93,13 +95,14 @@ def _whole_bytes(value: Any) -> Any:
 
 
 def _make_quantity_validator(kind: str) -> BeforeValidator:
+    """Return a pydantic validator that turns text with a unit into a number in the base unit. ``kind``: what the text
+    must measure, such as ``bytes per second``."""
     return BeforeValidator(partial(parse_quantity, kind=kind))
 
 
 def _require_rising_rows(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
-    """Return ``table``, or raise ``ValueError`` if its first column does not increase strictly, as interpolation
-    needs.
-    """
+    """Return ``table``, the rows of a table of measurements. Raise ``ValueError`` if their first numbers do not
+    increase strictly, as interpolation needs."""
     for (before, *_), (after, *_) in pairwise(table):
         if after <= before:
             raise ValueError(f"{after:g} after {before:g}; expected rows in order of their first number, each once")
@@ -108,10 +111,11 @@ def _require_rising_rows(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[fl
 
 def _make_range_validator(least: float, most: float, unit: str, like: str) -> AfterValidator:
     """Return a pydantic validator that refuses numbers outside ``least`` to ``most``, the range of real hardware,
-    because they are typing errors or wrong units. ``unit``: name of the unit, and ``like``: an example of a correct
-    value, both for the error message."""
+    because they are typing errors or wrong units. For the error message, ``unit`` is the name of the unit and ``like``
+    an example of a correct value."""
 
     def check(value: float) -> float:
+        """Return ``value``; raise ``ValueError`` if it is outside the range."""
         if not least <= value <= most:
             limits = f"{least:g} to {most:g}{unit}"
             raise ValueError(
@@ -124,6 +128,8 @@ def _make_range_validator(least: float, most: float, unit: str, like: str) -> Af
 
 
 def _describe_deviation(value: float, least: float) -> str:
+    """Return ``"small"`` if ``value`` is below ``least``, the lower limit of the allowed range, and ``"large"``
+    otherwise."""
     return "small" if value < least else "large"
 
 

@@ -24,11 +24,12 @@ Marks = NDArray[np.bool_]
 
 
 def remove_devices(topology: Topology, names: Collection[str]) -> Topology:
-    """Return ``topology`` without the devices ``names``; ``node3`` stands for all devices of node 3. The remaining
-    devices keep their names and links.
+    """Return a copy of ``topology`` without the devices ``names``; a name like ``node3`` stands for all devices of node
+    3. The remaining devices keep their names and links.
 
-    Raise :class:`TopologyError` for unknown names, if no device is left, or if the rest cannot be described. A level
-    connects runs of consecutive devices, which a gap would shift, and network cards belong to positions in a node.
+    Raise :class:`TopologyError` for unknown names, if no device is left, or if the rest cannot be described. A level of
+    links connects consecutive devices, whose grouping a gap would shift, and network cards belong to positions in a
+    node.
     """
     kept = np.ones(topology.num_devices, dtype=bool)
     for name in names:
@@ -65,7 +66,8 @@ def remove_devices(topology: Topology, names: Collection[str]) -> Topology:
 
 
 def _find_named_devices(topology: Topology, name: str) -> Ints:
-    """Return the indices of the device ``name``, or of all devices of a node named like ``node3``."""
+    """Return the indices of the devices that ``name`` stands for: one device, or all devices of a node for a name like
+    ``node3``. Raise :class:`TopologyError` if there is no such device or node."""
     if name in topology.index:
         return np.array([topology.index[name]])
     node = re.fullmatch(r"node ?(\d+)", name)
@@ -78,8 +80,10 @@ def _find_named_devices(topology: Topology, name: str) -> Ints:
 
 
 def _find_node_runs(topology: Topology, kept: Marks) -> Iterator[tuple[NodeGroup, Places, tuple[str, ...]]]:
-    """Yield runs of consecutive equal nodes of which the same devices remain: the node group, the indices of these
-    devices in a node, and the names of all remaining devices. ``kept``: for each device, whether it remains."""
+    """Yield a tuple for each series of consecutive equal nodes of which the same devices remain: the group of equal
+    nodes to which they belong, the indices of the remaining devices in a node, and the names of all remaining devices
+    of the series. Nodes without remaining devices are left out. ``kept``: for each device of ``topology``, whether it
+    remains."""
     start = 0
     for group in topology.nodes:
         nodes = kept[start : start + group.count * group.devices].reshape(group.count, group.devices)
@@ -94,9 +98,8 @@ def _find_node_runs(topology: Topology, kept: Marks) -> Iterator[tuple[NodeGroup
 
 
 def _count_remaining_cards(group: NodeGroup, places: Places) -> int | None:
-    """Return the number of network cards that the devices at the indices ``places`` of a node use; ``None`` for one
-    card per device.
-    """
+    """Return the number of network cards that remain in a node of ``group`` if only some devices remain. ``places``:
+    indices of the remaining devices in the node. ``None`` means one card for each device."""
     if group.nics is None:
         return None
     if group.nics < group.devices:
@@ -105,8 +108,9 @@ def _count_remaining_cards(group: NodeGroup, places: Places) -> int | None:
 
 
 def _restrict_pattern(pattern: Pattern, places: Places) -> Pattern:
-    """Return the part of ``pattern`` (direct links inside a node) that connects remaining devices. ``places``: their
-    indices in the node; they are renumbered from 0."""
+    """Return a copy of ``pattern`` (direct links inside a node) with only the links between remaining devices.
+    ``places``: the indices of these devices in the node; they are renumbered from 0 in this order. Raise
+    :class:`TopologyError` if no link is left."""
     at = {place: number for number, place in enumerate(places)}
     links = []
     for link in pattern.links:
@@ -120,9 +124,9 @@ def _restrict_pattern(pattern: Pattern, places: Places) -> Pattern:
 
 
 def _require_same_links(topology: Topology, smaller: Topology, numbers: Sequence[int], kept: Ints) -> None:
-    """Raise :class:`TopologyError` if the remaining devices would be connected differently than before. ``smaller``:
-    the topology of these devices. ``numbers``: indices in ``topology`` of the levels that remain. ``kept``: indices of
-    the remaining devices."""
+    """Raise :class:`TopologyError` if the remaining devices would be connected differently than before. ``topology``:
+    the topology before the removal. ``smaller``: the topology of the remaining devices. ``numbers``: indices in
+    ``topology`` of the levels of links that remain. ``kept``: indices in ``topology`` of the remaining devices."""
     before = [topology.groups[number] for number in numbers]
     for level, old, new in zip(smaller.levels, before, smaller.groups, strict=True):
         pairs = len({*zip(old[kept].tolist(), new.tolist(), strict=True)})
@@ -139,8 +143,8 @@ def _require_same_links(topology: Topology, smaller: Topology, numbers: Sequence
 
 
 def _format_devices(topology: Topology, gone: Marks) -> str:
-    """Return a text that names the removed devices: whole nodes by number, and others by name. ``gone``: for each
-    device of ``topology``, whether it is removed."""
+    """Return a text that names the removed devices: nodes that were removed as a whole by number, other devices by
+    name. ``gone``: for each device of ``topology``, whether it is removed."""
     whole, single = [], []
     for node in np.unique(topology.node_of[gone]).tolist():
         of_node = np.flatnonzero(topology.node_of == node)
@@ -153,5 +157,6 @@ def _format_devices(topology: Topology, gone: Marks) -> str:
 
 
 def _format_items(items: Sequence[object]) -> str:
+    """Return the first four of ``items`` as a text with commas, and how many more there are."""
     shown = ", ".join(map(str, items[:4]))
     return f"{shown} and {len(items) - 4} more" if len(items) > 4 else shown

@@ -57,7 +57,8 @@ if TYPE_CHECKING:
 
 
 class Topology(TopologyPart):
-    """Devices and the links between them. Device ``i`` is the ``i``-th in the order of nodes.
+    """Describe a cluster: its devices and the links between them. Devices are numbered from 0, in the order of their
+    nodes.
 
     ``Topology.local(4)``, ``Topology.preset("dgx-h100", nodes=2)`` and ``Topology.load("cluster.yaml")`` make one.
     Raises :class:`TopologyError` for inconsistent descriptions.
@@ -83,6 +84,8 @@ class Topology(TopologyPart):
     )
 
     def __init__(self, **data: Any) -> None:
+        """Build a topology from its fields, given by name. Raise :class:`TopologyError` with the first error in one
+        sentence if a field is unknown, missing or wrong, or if the fields contradict each other."""
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -91,7 +94,8 @@ class Topology(TopologyPart):
             ) from error
 
     def __eq__(self, other: object) -> bool:
-        """Return whether all described fields are equal. Values that are derived from them are not compared."""
+        """Return whether all described fields of two topologies are equal. Values that are derived from them are not
+        compared."""
         if not isinstance(other, Topology):
             return NotImplemented
         return all(getattr(self, name) == getattr(other, name) for name in type(self).model_fields)
@@ -100,7 +104,8 @@ class Topology(TopologyPart):
         return hash((self.name, self.nodes, self.levels, self.links))
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Yield what ``repr`` shows: the numbers of nodes and devices, and not every device."""
+        """Yield the (name, value) pairs that ``repr`` shows of a topology: the numbers of nodes and devices, the device
+        types and the levels of links, but not every device."""
         yield "name", self.name
         yield "nodes", self.num_nodes
         yield "devices", self.num_devices
@@ -108,7 +113,8 @@ class Topology(TopologyPart):
         yield "levels", [level.name for level in self.levels]
 
     def _repr_html_(self) -> str:
-        """Return the HTML that a notebook displays: devices by type, and the links."""
+        """Return the HTML that a notebook displays for a topology: the number and memory of the devices of each type,
+        and the bandwidth and latency of each level of links."""
         kinds = Counter(device.kind for device in self.devices)
         rows = [("nodes", f"{self.num_nodes:,}")]
         rows += [(kind, f"{n:,} devices of {bytes_text(self.types[kind].memory)}") for kind, n in kinds.items()]
@@ -131,7 +137,7 @@ class Topology(TopologyPart):
         return self
 
     def _find_disconnected_devices(self) -> tuple[str, str] | None:
-        """Return the names of two devices that no path of links joins; ``None`` if all devices are connected."""
+        """Return the names of two devices that no path of links connects; ``None`` if all devices are connected."""
         if self.num_devices == 1 or any(len(set(groups.tolist())) == 1 for groups in self.groups):
             return None
         import networkx as nx  # most topologies do not need it
@@ -146,25 +152,29 @@ class Topology(TopologyPart):
 
     @cached_property
     def in_tf32(self) -> Topology:
-        """Return this topology with the peak rate of float32 matrix products replaced by the TF32 rate."""
+        """Return this topology with the peak rate of float32 matrix products replaced by the TF32 rate, for each device
+        type that has one."""
         return self.changed(types={name: kind.in_tf32 for name, kind in self.types.items()})
 
     @property
     def num_devices(self) -> int:
+        """Return the number of devices of all nodes."""
         return sum(g.count * g.devices for g in self.nodes)
 
     @property
     def num_nodes(self) -> int:
+        """Return the number of nodes."""
         return sum(g.count for g in self.nodes)
 
     @property
     def devices_per_node(self) -> int:
-        """Number of devices of the smallest node."""
+        """Return the number of devices of the smallest node."""
         return min(g.devices for g in self.nodes)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The name of each device, in the order of devices."""
+        """Return the name of each device, in the order of devices. The default for device ``k`` of node ``n`` is
+        ``node<n>/<k>``."""
         names: list[str] = []
         node = 0
         for group in self.nodes:
@@ -174,92 +184,96 @@ class Topology(TopologyPart):
 
     @cached_property
     def index(self) -> dict[str, int]:
+        """Return a mapping from the name of each device to its index."""
         return {name: i for i, name in enumerate(self.names)}
 
     @cached_property
     def node_of(self) -> NDArray[np.int64]:
-        """The node number of each device, shape ``[num_devices]``."""
+        """Return the node number (from 0) of each device, shape ``[num_devices]``."""
         sizes = [group.devices for group in self.nodes for _ in range(group.count)]
         return np.repeat(np.arange(len(sizes)), sizes)
 
     @cached_property
     def place_of(self) -> NDArray[np.int64]:
-        """The index of each device within its node, from 0, shape ``[num_devices]``."""
+        """Return the index of each device within its node, from 0, shape ``[num_devices]``."""
         return np.arange(self.num_devices) - np.searchsorted(self.node_of, self.node_of)
 
     @cached_property
     def concurrent(self) -> dict[int, float]:
-        """The number of devices that can compute at full speed at the same time, by number of the node. Nodes without
-        such a limit have no entry.
-        """
+        """Return the number of devices of a node that can compute at full speed at the same time, by node number (from
+        0). Nodes without such a limit have no entry."""
         found = [g.concurrent for g in self.nodes for _ in range(g.count)]
         return {n: limit for n, limit in enumerate(found) if limit is not None}
 
     @cached_property
     def groups(self) -> tuple[NDArray[np.int64], ...]:
-        """For each level, the group number of each device, shape ``[num_devices]``. The level connects devices with
-        equal numbers."""
+        """Return one array for each level of links: the group number of each device, shape ``[num_devices]``. The level
+        connects devices with equal numbers."""
         return tuple(level_groups(self, level) for level in self.levels)
 
     @cached_property
     def cards(self) -> NetworkCards:
-        """The network cards of all nodes: which card each device uses, and the bandwidth that it gets."""
+        """Return the network cards of all nodes: which card each device uses, and the bandwidth that it gets."""
         return network_cards(self.nodes, self.node_overrides)
 
     @property
     def network_share(self) -> Floats:
-        """The bandwidth that each device gets while all devices communicate, as a fraction of one network card, shape
-        ``[num_devices]``."""
+        """Return the bandwidth between nodes that each device gets while all devices communicate, as a multiple of the
+        bandwidth of one network card, shape ``[num_devices]``."""
         return self.cards.share
 
     @cached_property
     def storeys(self) -> tuple[Storey, ...]:
-        """The links by depth, from the innermost to the outermost. A storey is all levels of links at one depth, with
-        the devices that they connect.
-        """
+        """Return the links by depth, from the innermost to the outermost. A storey is all levels of links at one depth,
+        with the devices that they connect."""
         return build_storeys(self)
 
     @cached_property
     def pattern_kinds(self) -> tuple[tuple[str, Floats], ...]:
-        """The patterns of direct links in use, as (name, matrix). The matrix has the bandwidth in bytes/s between the
-        devices of one node, shape ``[devices, devices]``, and 0 for pairs without a direct link.
-        """
+        """Return the patterns of direct links inside nodes that are in use, as (name, matrix). The matrix has the
+        bandwidth in bytes/s between the devices of one node, shape ``[devices, devices]``, and 0 for pairs without a
+        direct link."""
         kinds = dict.fromkeys((g.pattern, g.devices) for g in self.nodes if g.pattern is not None)
         return tuple((name, pattern_matrix(self.patterns[name], devices)) for name, devices in kinds)
 
     @cached_property
     def pattern_of(self) -> NDArray[np.int64]:
-        """The index into :attr:`pattern_kinds` of each device's node, shape ``[num_devices]``; -1 for nodes without a
-        pattern."""
+        """Return for each device the index of its node's pattern of direct links in :attr:`pattern_kinds`, shape
+        ``[num_devices]``; -1 for nodes without a pattern."""
         kinds = {(name, len(matrix)): number for number, (name, matrix) in enumerate(self.pattern_kinds)}
         numbers = [kinds.get((g.pattern or "", g.devices), -1) for g in self.nodes]
         return np.repeat(numbers, [g.count * g.devices for g in self.nodes])
 
     @cached_property
     def _inner_level_cache(self) -> dict[tuple[int, int], Level]:
+        """Return the cache of :meth:`inside_level`. The keys are its arguments (``kind``, ``members``), the values its
+        results."""
         return {}
 
     def inside_level(self, kind: int, members: int) -> Level:
-        """Return the direct links among some devices of a node as one level of links, from a cache. ``kind``: index
-        into :attr:`pattern_kinds`. ``members``: bit mask of the devices' indices within the node.
-        """
+        """Return the direct links among some devices of a node, summarized as one level of links. Results are cached.
+        ``kind``: index into :attr:`pattern_kinds`. ``members``: bit mask of the devices; bit ``k`` is the device with
+        index ``k`` in the node."""
         if (kind, members) not in self._inner_level_cache:
             self._inner_level_cache[kind, members] = inside_level(self, kind, members)
         return self._inner_level_cache[kind, members]
 
     @cached_property
     def host_shares(self) -> tuple[HostShare | None, ...]:
-        """The share of the host's memory and bandwidth that each device has, in the order of devices; ``None`` for
-        devices whose host is not described."""
+        """Return the share of its node's host (memory, disk and the bandwidth to them) that each device has, in the
+        order of devices; ``None`` for devices whose host is not described."""
         return host_shares(self)
 
     @cached_property
     def different_host_shares(self) -> tuple[HostShare | None, ...]:
-        """The distinct values of :attr:`host_shares`, including ``None``."""
+        """Return the distinct shares of a host's memory, disk and bandwidth that devices have, in the order of their
+        first device. ``None`` is among them if the host of a device is not described."""
         return tuple({id(share): share for share in self.host_shares}.values())
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
+        """Return the description of each device (type, memory, speed), in the order of devices. Overrides of single
+        devices and of whole nodes are applied; their speed factors are multiplied."""
         kinds = [g.type for g in self.nodes for _ in range(g.count * g.devices)]
         as_described, node_as_described = DeviceOverride(), NodeOverride()
         made = []
@@ -273,20 +287,21 @@ class Topology(TopologyPart):
 
     @cached_property
     def usable(self) -> NDArray[np.int64]:
-        """Bytes that a program may use on every device, shape ``[num_devices]``."""
+        """Return the bytes that a program may use on each device, shape ``[num_devices]``."""
         return np.array([device.usable for device in self.devices], dtype=np.int64)
 
     @cached_property
     def paces(self) -> tuple[tuple[tuple[str, float], ...], NDArray[np.int64]]:
-        """The distinct (device type, speed factor) pairs, sorted, and the index of each device's pair, shape
-        ``[num_devices]``."""
+        """Return the distinct (device type, speed factor) pairs of the devices, sorted, and for each device the index
+        of its pair, shape ``[num_devices]``."""
         own = [(device.kind, device.speed) for device in self.devices]
         known = tuple(sorted(set(own)))
         numbers = {pace: k for k, pace in enumerate(known)}
         return known, np.array([numbers[pace] for pace in own], dtype=np.int64)
 
     def paced_type(self, kind: str, speed: float) -> DeviceType:
-        """Return the device type ``kind`` with its compute rates and memory bandwidth multiplied by ``speed``."""
+        """Return the description of the device type named ``kind``, with its compute rates and memory bandwidth
+        multiplied by the factor ``speed``."""
         plain = self.types[kind]
         if speed == 1.0:
             return plain
@@ -295,17 +310,18 @@ class Topology(TopologyPart):
 
     @cached_property
     def memory_bandwidths(self) -> Floats:
-        """The bandwidth in bytes/s of each device's own memory, shape ``[num_devices]``."""
+        """Return the bandwidth in bytes/s of each device's own memory, shape ``[num_devices]``."""
         return np.array([self.types[device.kind].memory_bandwidth for device in self.devices])
 
     @cached_property
     def fused_attention(self) -> bool:
-        """Return whether all devices compute attention without storing the matrix of scores."""
+        """Return whether all devices compute attention without storing the matrix of attention scores."""
         return all(self.types[kind].fused_attention for kind, _ in self.paces[0])
 
     @cached_property
     def whole_scatter(self) -> bool:
-        """Return whether some device type receives whole buffers in a reduce-scatter before it sums them."""
+        """Return whether on some device type a rank of a reduce-scatter receives the whole buffers of the other ranks
+        before it sums them."""
         return any(self.types[kind].whole_scatter for kind, _ in self.paces[0])
 
     @cached_property
@@ -314,42 +330,49 @@ class Topology(TopologyPart):
         return any(self.types[kind].single_ring for kind, _ in self.paces[0])
 
     def device_type(self, index: int) -> DeviceType:
+        """Return the type of the device number ``index``, without the overrides of single devices and nodes. ``index``:
+        from 0."""
         return self.types[self.devices[index].kind]
 
     def host(self, node: int) -> Host | None:
-        """Return the host of node number ``node``; ``None`` if the topology does not describe it."""
+        """Return the host (memory, disk and the bandwidth to them) of node number ``node``, counted from 0; ``None`` if
+        the topology does not describe it."""
         return self._host_by_node[node]
 
     @cached_property
     def _host_by_node(self) -> list[Host | None]:
+        """Return the host of each node, in the order of nodes; ``None`` for nodes whose host is not described."""
         return [group.host for group in self.nodes for _ in range(group.count)]
 
     @property
     def price_per_hour(self) -> float | None:
-        """Price of all devices in US dollars per hour; ``None`` if the price of a device is not known."""
+        """Return the price of all devices in US dollars per hour; ``None`` if the price of a device type is unknown."""
         counts = Counter(device.kind for device in self.devices)
         prices = [(self.types[kind].price, count) for kind, count in counts.items()]
         return None if any(price is None for price, _ in prices) else sum((p or 0.0) * count for p, count in prices)
 
     @cached_property
     def singles(self) -> dict[tuple[int, int], PairLink]:
-        """Map a pair of device indices (smaller, larger) to its direct link with the parameters for collectives. Only
-        pairs in ``links`` have an entry."""
+        """Return a mapping from pairs of device indices (smaller, larger) to their direct link with its parameters for
+        collectives. Only pairs that the field ``links`` lists have an entry."""
         return single_links(self)
 
     @cached_property
     def own_links(self) -> dict[tuple[int, int], Link]:
-        """Map a pair of device indices (smaller, larger) to its direct link. Only pairs in ``links`` have an entry."""
+        """Return a mapping from pairs of device indices (smaller, larger) to the bandwidth and latency of their direct
+        link. Only pairs that the field ``links`` lists have an entry."""
         return {pair: single.link for pair, single in self.singles.items()}
 
     @cached_property
     def linked_groups(self) -> dict[bytes, Group]:
-        """Cache of communication groups that use direct links. The key is the bytes of the sorted device indices."""
+        """Return a cache, empty at first, of communication groups whose devices may have direct links of single pairs.
+        The key is the bytes of the array of sorted device indices."""
         return {}
 
     def link(self, i: int, j: int) -> Link:
-        """Return the link between devices ``i`` and ``j``. If no link connects them, return a route over other devices
-        as one link. For ``i == j``, return the device's own memory as a link without latency.
+        """Return the link between the devices number ``i`` and ``j``, counted from 0. If no link connects them, return
+        a route over other devices as one link. For ``i == j``, return the device's own memory as a link without
+        latency.
 
         Raise :class:`TopologyError` for an index outside the topology.
         """
@@ -370,8 +393,8 @@ class Topology(TopologyPart):
         return self._find_routed_link(i, j)
 
     def _inside_node(self, i: int, j: int) -> Link | None:
-        """Return the direct link between the devices ``i`` and ``j`` (indices) that the pattern of their node gives
-        them; ``None`` if there is none."""
+        """Return the direct link between the devices ``i`` and ``j`` (indices) from the pattern of direct links of
+        their node; ``None`` if they are in different nodes, or if there is no such link."""
         kind = int(self.pattern_of[i])
         if kind < 0 or self.node_of[i] != self.node_of[j]:
             return None
@@ -388,8 +411,8 @@ class Topology(TopologyPart):
         return Link(name="routed", bandwidth=bandwidth, latency=latency, level=-1)
 
     def links_between(self, indices: Sequence[int] | NDArray[np.int64]) -> tuple[Floats, Floats]:
-        """Return the bandwidth in bytes/s and the latency in seconds of the links among the devices ``indices``, each
-        of shape ``[n, n]``.
+        """Return the bandwidth in bytes/s and the latency in seconds of the links among ``n`` devices, each of shape
+        ``[n, n]``. ``indices``: the indices of the devices.
 
         The diagonal describes each device's own memory. Time and memory are quadratic in ``n``, so use this for at most
         some thousand devices. Raise :class:`TopologyError` for an index outside the topology.
@@ -401,25 +424,30 @@ class Topology(TopologyPart):
         return pair_links(self, chosen[:, None], chosen[None, :])
 
     def _refuse_unknown_device(self, k: int) -> None:
+        """Raise :class:`TopologyError` with the message that there is no device with the index ``k``."""
         raise TopologyError(f"device {k} is outside the topology {self.name!r} of {self.num_devices} devices")
 
     @cached_property
     def roads(self) -> nx.Graph[str]:
-        """The graph of devices and links that :meth:`graph` returns, computed once."""
+        """Return the graph of devices and links, built once. Its nodes are the devices, by name, and a hub for each
+        group of devices that a level of links connects. Edges have ``bandwidth`` in bytes/s and ``latency`` in seconds.
+        """
         return self.graph()
 
     def graph(self) -> nx.Graph[str]:
-        """Return a graph whose nodes are the devices, by name, and one hub for each group of a level with several
-        devices.
+        """Return a networkx graph of devices and links. Its nodes are the devices, by name, and one hub for each group
+        of several devices that a level of links connects.
 
-        Nodes have the attributes ``kind`` (``device`` or ``hub``) and ``level``. Edges have ``bandwidth`` in bytes/s
-        and ``latency`` in seconds. A message over a hub takes two edges, so each has half of the level's latency.
+        Nodes have the attributes ``kind`` (``device`` or ``hub``) and ``level`` (index of the level of links; -1 for
+        devices). Edges have ``bandwidth`` in bytes/s and ``latency`` in seconds. A message over a hub takes two edges,
+        so each has half of the level's latency.
         """
         return road_graph(self)
 
     def without(self, *names: str) -> Topology:
-        """Return a copy without the devices ``names``. A name like ``node3`` removes all devices of a node. Raise
-        :class:`TopologyError` for unknown names, or if the rest cannot be described."""
+        """Return a copy of this topology without the devices ``names``. A name like ``node3`` removes all devices of a
+        node. Raise :class:`TopologyError` for unknown names, or if no valid topology describes the remaining devices.
+        """
         return remove_devices(self, names)
 
     def to_yaml(self) -> str:
@@ -430,8 +458,8 @@ class Topology(TopologyPart):
 
     @classmethod
     def preset(cls, name: str, nodes: int = 1) -> Topology:
-        """Return the topology of ``nodes`` machines of a kind in the catalogue, like ``dgx-h100``. Raise
-        :class:`TopologyError` for an unknown name."""
+        """Return the topology of ``nodes`` machines of the kind ``name`` in the catalogue, like ``dgx-h100``. Raise
+        :class:`TopologyError` for an unknown name or fewer than one machine."""
         from partitioner.topology.files import build_preset_topology
 
         require_type("name", name, str)
@@ -439,7 +467,8 @@ class Topology(TopologyPart):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Topology:
-        """Read a topology from a YAML file. Raise :class:`TopologyError` with the line of the mistake."""
+        """Return the topology that the YAML file ``path`` describes. Raise :class:`TopologyError` with the line of the
+        mistake if it is not valid."""
         from partitioner.topology.files import load_topology
 
         require_type("path", path, str | os.PathLike)

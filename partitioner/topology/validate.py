@@ -50,10 +50,12 @@ def format_validation_error(
     what: str,
     line_of: Callable[[Sequence[int | str]], int | None] | None = None,
 ) -> str:
-    """Return the most specific error of a pydantic validation as one sentence.
+    """Return the most specific error of a pydantic validation as one sentence with the place, the mistake and the
+    value.
 
     ``model``: the class that was validated. ``what``: the name of the validated object in the sentence, such as a file
-    name. ``line_of``: function that returns the line of the file for a path of keys, if the object is from a file.
+    name. ``line_of``: function that returns the line of the file for a path of keys and list indices, or ``None`` if it
+    is unknown; ``None`` if the object is not from a file.
     """
     every = error.errors()
     # what is inside tells more than that nothing is left of the whole, what was given more than what was not
@@ -73,20 +75,22 @@ def format_validation_error(
 
 
 def _has_inside(place: Sequence[int | str], every: Iterable[ErrorDetails]) -> bool:
-    """Return whether one of the pydantic errors ``every`` is about a value inside the value at ``place``, a path of
-    keys.
-    """
+    """Return whether one of the pydantic errors ``every`` is about a value inside the value at ``place``. ``place``:
+    the keys and list indices that lead to the value; the result is false if it is empty."""
     return any(len(each["loc"]) > len(place) > 0 and each["loc"][: len(place)] == place for each in every)
 
 
 def format_suggestion(name: str, known: Sequence[str]) -> str:
-    """Return ``"did you mean ...? "`` with the names in ``known`` that resemble ``name``; ``""`` if there are none."""
+    """Return ``"did you mean ...? "`` (with a space at the end) with the names in ``known`` that resemble ``name``;
+    ``""`` if there are none."""
     name = name.lower()
     near = [each for each in known if name and name in each] or get_close_matches(name, known, n=3)
     return f"did you mean {' or '.join(near)}? " if near else ""
 
 
 def _unknown_key(key: str, known: Sequence[str]) -> str:
+    """Return the text of an error about a key that is not allowed. ``key``: the key. ``known``: the keys that are
+    allowed there; similar ones are suggested."""
     return (
         f"unknown key; {format_suggestion(key, known)}expected {', '.join(known)}"
         if known
@@ -95,9 +99,8 @@ def _unknown_key(key: str, known: Sequence[str]) -> str:
 
 
 def _list_allowed_keys(model: Any, place: Sequence[int | str]) -> list[str]:
-    """Return the keys that are allowed at the path of keys ``place`` inside ``model``, a class; empty if there is no
-    mapping with known keys.
-    """
+    """Return the keys that are allowed in a mapping inside the pydantic class ``model``. ``place``: the keys and list
+    indices that lead to the mapping. The result is empty if there is no mapping with known keys."""
     for key in place:
         known = model.model_fields if _is_model(model) else {}
         if known and key not in known:
@@ -110,6 +113,7 @@ def _list_allowed_keys(model: Any, place: Sequence[int | str]) -> list[str]:
 
 
 def _is_model(kind: Any) -> bool:
+    """Return whether ``kind`` is a pydantic model class."""
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
@@ -117,25 +121,27 @@ MOST_DEVICES = 1 << 20  # what each has of its own fills some gigabytes
 
 
 class MisplacedError(ValueError):
-    """Error in a part of a topology, which knows where the part is in the file: ``path`` has the keys and list indices
+    """Error in a part of a topology, which knows where the part is in the file. ``path``: the keys and list indices
     that lead to it."""
 
     def __init__(self, message: str, *path: int | str) -> None:
+        """Create the error with the text ``message`` and the ``path`` of keys and list indices that lead to the wrong
+        part."""
         super().__init__(message)
         self.path = path
 
 
 def require_type(name: str, value: object, kind: Any) -> None:
-    """Raise :class:`TopologyError` unless ``value``, the argument called ``name``, is an instance of ``kind``."""
+    """Raise :class:`TopologyError` unless ``value`` is an instance of ``kind``, a class or a union of classes; booleans
+    are refused, too. ``name``: what the error calls the argument."""
     if not isinstance(value, kind) or isinstance(value, bool):
         wanted = " or ".join(k.__name__ for k in getattr(kind, "__args__", (kind,)))
         raise TopologyError(f"{name} must be {wanted}; got {value!r}")
 
 
 def check_parts(topology: Topology) -> None:
-    """Raise :class:`MisplacedError` for names that are not described or given twice, and for values that are impossible
-    together.
-    """
+    """Raise :class:`MisplacedError` if names in a topology are not described or given twice, if values are impossible
+    together, or if it has too many devices."""
     if topology.num_devices > MOST_DEVICES:  # before each is named
         raise MisplacedError(
             f"{topology.num_devices:,} devices; expected at most {MOST_DEVICES:,}: lower count or devices", "nodes"
@@ -153,7 +159,7 @@ def check_parts(topology: Topology) -> None:
 
 
 def _check_types(topology: Topology) -> None:
-    """Raise ``MisplacedError`` if a node or an override names a device type that the topology does not describe."""
+    """Raise :class:`MisplacedError` if a node or an override names a device type that the topology does not have."""
     named: list[tuple[str, tuple[int | str, ...]]] = [
         (g.type, ("nodes", i, "type")) for i, g in enumerate(topology.nodes)
     ]
@@ -165,9 +171,8 @@ def _check_types(topology: Topology) -> None:
 
 
 def _check_names(topology: Topology) -> None:
-    """Raise ``MisplacedError`` if two devices have the same name, or if an override or a link names an unknown
-    device.
-    """
+    """Raise :class:`MisplacedError` if two devices have the same name, if an override or a link names an unknown
+    device, if a link connects a device to itself, or if two links connect the same pair."""
     duplicates = _find_duplicates(topology.names)
     if duplicates:
         twice = ", ".join(duplicates)
@@ -193,6 +198,8 @@ def _check_names(topology: Topology) -> None:
 
 
 def _check_levels(topology: Topology) -> None:
+    """Raise :class:`MisplacedError` if a level of links names unknown islands (sets of nodes), connects more devices
+    than a node has, or connects nothing that the levels listed before it do not connect."""
     islands = list(dict.fromkeys(g.island_name for g in topology.nodes))
     for i, level in enumerate(topology.levels):
         for name in level.only:
@@ -220,6 +227,9 @@ def _check_levels(topology: Topology) -> None:
 
 
 def _check_pattern(topology: Topology, group: NodeGroup, number: int) -> None:
+    """Raise :class:`MisplacedError` if the nodes of ``group`` cannot have their pattern of direct links: it is not
+    described, the nodes have too many devices, or it lists impossible or repeated pairs. ``number``: index of the group
+    in the topology, for the error."""
     path = ("nodes", number, "pattern")
     if group.pattern not in topology.patterns:
         known = ", ".join(topology.patterns) or "none"
@@ -241,8 +251,9 @@ def _check_pattern(topology: Topology, group: NodeGroup, number: int) -> None:
 
 
 def _check_pairs(name: str, pattern: Pattern) -> None:
-    """Raise :class:`MisplacedError` if a pattern lists a pair of devices twice. ``name``: name of the pattern, for the
-    error. ``all`` must come before the pairs that differ from it."""
+    """Raise :class:`MisplacedError` if a pattern of direct links lists a pair of devices twice, or lists ``all`` pairs
+    after single ones; ``all`` must come before the pairs that differ from it. ``name``: name of the pattern, for the
+    error."""
     listed: set[frozenset[int]] = set()
     for k, link in enumerate(pattern.links):
         if link.pairs == "all":
@@ -263,6 +274,8 @@ def _check_pairs(name: str, pattern: Pattern) -> None:
 
 
 def _check_node(topology: Topology, node: int, override: NodeOverride) -> None:
+    """Raise :class:`MisplacedError` if ``override`` changes a node that does not exist, names network cards that the
+    node does not have, or leaves it without a working card. ``node``: number of the node, from 0."""
     if not 0 <= node < topology.num_nodes:
         raise MisplacedError(
             f"there is no node {node}; nodes are numbered 0 to {topology.num_nodes - 1}", "node_overrides", node
@@ -287,7 +300,8 @@ def _check_node(topology: Topology, node: int, override: NodeOverride) -> None:
 
 
 def _check_memory(topology: Topology) -> None:
-    """Raise :class:`MisplacedError` if an override leaves a device no memory beyond the reserved bytes."""
+    """Raise :class:`MisplacedError` if an override gives a device no more memory than the bytes that are reserved on
+    it."""
     kinds = [g.type for g in topology.nodes for _ in range(g.count)]
     given: list[tuple[str, int | None, tuple[int | str, ...]]] = [
         (kinds[n], o.memory, ("node_overrides", n, "memory")) for n, o in topology.node_overrides.items()
@@ -305,6 +319,7 @@ def _check_memory(topology: Topology) -> None:
 
 
 def _find_duplicates(names: Sequence[str]) -> list[str]:
+    """Return the names that occur more than once in ``names``, sorted."""
     if len(set(names)) == len(names):
         return []
     seen: set[str] = set()

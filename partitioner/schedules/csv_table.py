@@ -58,11 +58,11 @@ class _ScheduleCell(NamedTuple):
 
 
 class ScheduleTable(Data):
-    """A user-defined pipeline schedule for one fixed number of ranks and microbatches.
+    """A user-defined pipeline schedule for one fixed number of ranks and microbatches, written as a table: one row per
+    pipeline rank with its actions in order, such as ``3F0`` for the forward of microbatch 0 through virtual stage 3.
 
-    ``name``: its name in reports. ``rows``: for each pipeline rank the texts of its actions in order, such as ``3F0``
-    for the forward of microbatch 0 through virtual stage 3. The table is validated when it is first used, not when it
-    is constructed. :class:`ScheduleError` is then raised if it is no valid schedule.
+    The table is validated when it is first used, not when it is constructed. :class:`ScheduleError` is then raised if
+    it is no valid schedule.
     """
 
     name: str = Field(description="What reports call it.")

@@ -93,7 +93,7 @@ def allocate_shared_array(size: int, dtype: type) -> NDArray[np.generic]:
 
 
 def can_help() -> bool:
-    """Return whether this process can fork and has a second processor."""
+    """Return whether this process can fork another process and may run on two or more processors."""
     return hasattr(os, "fork") and hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) > 1
 
 
@@ -164,6 +164,7 @@ class BackgroundWorker(Generic[K, R]):
     """
 
     def __init__(self, keys: Sequence[K], work: Callable[[K], R], patience_s: float = _PATIENCE_S) -> None:
+        """Start the forked process, which computes the results; without one, :meth:`take` always returns ``None``."""
         self._patience_s = patience_s
         self._places = {key: place for place, key in enumerate(keys)}
         self._keys = keys
@@ -281,6 +282,6 @@ class Future(Generic[R]):
         self.end()
 
     def end(self) -> None:
-        """Cancel the work, since its result is not needed any more."""
+        """Stop the forked process and discard the result, if it is not needed any more."""
         if self._aside is not None:
             self._aside.end()

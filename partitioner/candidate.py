@@ -75,7 +75,7 @@ class MeshCandidate:
 
     @property
     def expert_replicas(self) -> int:
-        """The number of ranks that hold equal parts of the same experts."""
+        """The number of ranks that hold equal parts of the same experts: their data-parallel replicas."""
         return self.dp * self.cp * self.tp // (self.ep * self.expert_tp)
 
     @property
@@ -135,7 +135,8 @@ class MeshCandidate:
 
     @property
     def states_kind(self) -> tuple[Hashable, ...]:
-        """A key that is equal for candidates which shard parameters, gradients and optimizer states in the same way."""
+        """A key that is equal for candidates which shard parameters, gradients and optimizer states over ranks in the
+        same way."""
         return self.tp, self.ep, self.expert_tp, self.zero, self.zero and (self.sharers, self.expert_sharers)
 
     @property

@@ -443,6 +443,8 @@ class Fit:
         return self.plan.global_batch * self.length / self.plan.estimate.step_time
 
     def __str__(self) -> str:
+        """Return the result as text, one line for each answer: whether the job fits, its mesh and step time, the
+        largest sizes, and the training run."""
         lines = [f"fits: no; {self.reason}"]
         if self.plan is not None:
             left = f", {bytes_text(self.margin_bytes)} left" if self.margin_bytes is not None else ""

@@ -236,6 +236,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         return given
 
     def __init__(self, **data: Any) -> None:
+        """Build the constraints from field values. Raise :class:`ConstraintError` for an unknown field or a wrong
+        value."""
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -285,10 +287,11 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         return {axis: value for axis in AXES if axis != "ep" and (value := getattr(self, axis)) is not None}
 
     def fixes_mesh(self, world_size: int) -> bool:
-        """Return whether the fixed axes leave the search no choice of parallel degrees on ``world_size`` devices,
+        """Return whether the fixed mesh axes leave the search no choice of the sizes of axes on ``world_size`` devices,
         except how the remaining ranks are divided between ``dp`` and ``cp``.
 
-        Host offload is then used only if it is requested. Return ``False`` for one device, which has no degrees to fix.
+        Data are then offloaded to host memory only if this is requested. Return ``False`` for one device, on which no
+        axis is larger than 1.
         """
         pinned = self.pinned
         if math.prod(pinned.values()) == world_size or {"pp", "tp"} <= pinned.keys() or len(pinned) >= _DECISIVE:
@@ -375,9 +378,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check_coupling(self) -> None:
-        """Raise :class:`ConstraintError` if samples are to interact within microbatches (``couple="microbatch"``), but
-        no microbatch size is given.
-        """
+        """Raise :class:`ConstraintError` if samples are to interact (as in batch norm) only within a microbatch
+        (``couple="microbatch"``), but no microbatch size is given."""
         if self.couple == "microbatch" and self.microbatch_size is None:
             raise ConstraintError(
                 "couple='microbatch' without microbatch_size: the step is the mean over groups of as many samples, the "
@@ -406,9 +408,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check_reduction(self, num_nodes: int, train: bool) -> None:
-        """Raise :class:`ConstraintError` if the requested way of reducing gradients has no effect on this job or is
-        impossible with the ZeRO stage. ``num_nodes``: nodes of the cluster. ``train``: whether the job trains.
-        """
+        """Raise :class:`ConstraintError` if ``hierarchical`` or ``grad_compression``, which say how gradients are
+        reduced, has no effect on this job or is impossible with the ZeRO stage. ``num_nodes``: nodes of the cluster.
+        ``train``: whether the job trains."""
         given = {"hierarchical": self.hierarchical or None, "grad_compression": self.grad_compression}
         asked = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         if asked and not train:
@@ -437,9 +439,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         return zero == 2 and self.grad_compression == "bf16"
 
     def check_idle(self) -> None:
-        """Raise :class:`ConstraintError` for constraints that have no effect because an axis is fixed to one rank, and
-        for a number of virtual stages that contradicts the schedule.
-        """
+        """Raise :class:`ConstraintError` for a constraint without effect because a mesh axis is fixed to one rank, such
+        as a pipeline schedule with ``pp=1``, and for a number of virtual stages that contradicts the schedule."""
         name = self.schedule
         if self.pp == 1 and isinstance(name, str) and name in SCHEDULES and name not in OF_ONE_STAGE:
             raise ConstraintError(

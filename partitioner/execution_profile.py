@@ -13,7 +13,8 @@ from partitioner.topology.validate import format_suggestion
 
 
 class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
-    """How a framework executes a layout, as far as this changes time or memory.
+    """How a framework executes a parallel layout, as far as this changes time or memory: for example whether gradients
+    are reduced behind computation.
 
     The cost model reads these facts. The defaults describe the runtime of this project, and a plan with them can be
     run. A plan with any other profile predicts another framework; it has estimates and no program.
@@ -113,6 +114,7 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
     )
 
     def __init__(self, **data: Any) -> None:
+        """Build the profile from field values. Raise :class:`ConstraintError` for an unknown field or a wrong value."""
         try:
             super().__init__(**data)
         except ValidationError as error:

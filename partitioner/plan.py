@@ -70,7 +70,8 @@ class StageEstimate(Data):
 
 
 class Estimate(Data):
-    """The estimate of the cost model for one step: time, memory, bubble and MFU."""
+    """The estimate of the cost model for one step: seconds, peak bytes of each rank, the share of time spent waiting
+    for other pipeline stages (bubble), and model FLOPs utilisation (MFU)."""
 
     step_time: float = Field(
         description="Seconds from the start of a step to the end of the update by the optimizer; where "
@@ -94,7 +95,8 @@ class Estimate(Data):
 
 
 class Candidate(Data):
-    """One candidate of the search and its outcome: chosen, solved, bounded (not solved) or infeasible."""
+    """One candidate of the search for a plan (mesh, microbatch size, schedule, ZeRO stage) and its outcome: chosen,
+    solved, bounded (not solved, because of its lower bound) or infeasible."""
 
     mesh: dict[str, int] = Field(description="Ranks per axis.")
     microbatch_size: int = Field(description="Samples of a microbatch.")
@@ -306,12 +308,12 @@ class Plan(Data):
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks, one per device."""
         return len(self.devices)
 
     @property
     def num_microbatches(self) -> int:
-        """The number of microbatches per step of the rank that has the most."""
+        """The number of microbatches per step of the data-parallel rank that has the most."""
         if self.written is not None:
             return self.written.num_microbatches
         each = -(-self.global_batch // (self.chosen.mesh["dp"] * self.chosen.microbatch_size))
@@ -332,7 +334,7 @@ class Plan(Data):
 
     @property
     def schedule(self) -> str:
-        """The name of the pipeline schedule."""
+        """The name of the pipeline schedule, such as ``1f1b``."""
         return self.chosen.schedule if self.written is None else self.written.schedule
 
     @property

@@ -129,7 +129,8 @@ def check_work(model: FoldedModel, train: bool) -> None:
 
 
 def _output_text(model: FoldedModel) -> str:
-    """Return the paths and shapes of the first tensors of the model's output as text, such as ``0: (), 1: (8, 5)``."""
+    """Return the paths and shapes of the first three tensors of the model's output as text, such as ``0: (), 1: (8,
+    5)``, and the number of further ones; ``"no tensor"`` if there are none."""
     leaves = [f"{o.path or 'a tensor'}: {tuple(model.values[o.value].shape)}" for o in model.outputs if o.value]
     more = f" and {len(leaves) - _SHOWN} more" if len(leaves) > _SHOWN else ""
     return ", ".join(leaves[:_SHOWN]) + more if leaves else "no tensor"

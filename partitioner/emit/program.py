@@ -500,9 +500,8 @@ def _stage_flow(model: FoldedModel, here: StageCalls, flow: GradientFlow) -> Sta
 
 
 def _build_value_data(model: FoldedModel, flow: GradientFlow, layouts: Layouts) -> dict[str, Value]:
-    """Return, by name, the shape, dtype and layouts of each input of ``model`` and each output of its calls, and
-    whether a gradient flows to it.
-    """
+    """Return the shape, dtype and layouts of each input of ``model`` and each output of its block calls, and whether a
+    gradient flows to it (name of the value -> description). ``layouts``: layouts of the values over the mesh."""
     names = [i.value for i in model.inputs] + [v for c in model.calls for v in c.outputs]
     return {
         name: Value(

@@ -1,10 +1,10 @@
-"""Fine-tuning with several texts in one row: attention stays within each text, and no mask is computed.
+"""Fine-tune with sequence packing: a row has several texts, attention stays within each text, and no mask is computed.
 
     python examples/finetune_packed.py
 
 Four processes of this machine train a small Llama. Texts have 5 to 120 tokens and are packed into rows of 128
-positions. Positions restart at each text, which is all that the model is told about texts. Every step packs other
-texts, in one plan. The loss is that of the model on the texts one by one, each in a row of its own.
+positions. Positions restart at each text; the model gets no other input that tells texts apart. Every step packs
+different texts, and all steps use one plan. Every loss is compared with that of the model on the texts one by one.
 """
 
 from __future__ import annotations

@@ -120,6 +120,10 @@ class Candidate(Data):
         default=None, description="Seconds of the step by kind, if it was solved."
     )
     missing: int | None = Field(default=None, description="Bytes that a rank lacks.")
+    beside: bool = Field(
+        default=False,
+        description="Whether it was tried after the search, so that the bound of all others leaves it out.",
+    )
 
 
 class Baseline(Data):

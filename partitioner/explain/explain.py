@@ -311,8 +311,9 @@ def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
         if again > _NOTED:
             used += f", and {format_percent(again)} of the step is recomputation, which saves memory"
         if share >= _TIGHT and again <= _NOTED:
+            little = "Little" if again else "Nothing"
             yield format_text_line(
-                f"Memory is nearly full: {used}. Little is recomputed, so more memory helps other layouts only."
+                f"Memory is nearly full: {used}. {little} is recomputed, so more memory helps other layouts only."
             )
         elif again > _NOTED:
             yield format_text_line(
@@ -504,10 +505,10 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
         )
     yield candidate_table(plan)
     yield format_text_line(
-        "zero: ZeRO's stage, 0 if absent; dp_shard: ranks that share states, all of dp if absent; v: virtual stages of "
-        "a rank; at least: a lower bound on the step time of any plan of the row; memory: of the fullest rank; "
-        "uncovered: not covered by the proof. why_not(...), such as why_not(tp=2), says in which parts of the step "
-        "time one differs."
+        "zero: ZeRO's stage, 0 if absent; dp_shard: ranks that share states, all of dp × cp if absent; v: virtual "
+        "stages of a rank; at least: a lower bound on the step time of any plan of the row; memory: of the fullest "
+        "rank; uncovered: not covered by the proof. why_not(...), such as why_not(tp=2), says in which parts of the "
+        "step time one differs."
     )
 
 

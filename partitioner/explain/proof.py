@@ -18,11 +18,27 @@ _SEVERAL = "several stages on a rank"
 
 def is_covered(candidate: Candidate, certificate: Certificate) -> bool:
     """Return whether the proof of optimality in ``certificate``, a lower bound on the step time, holds for plans of the
-    layout ``candidate``. It does not hold for schedules that the search tried on the best meshes only. It holds for
-    GPipe, which takes as long as the schedule 1F1B.
+    layout ``candidate``. It does not hold for layouts that were tried after the search, nor for schedules that the
+    search tried on the best meshes only. It holds for GPipe, which takes as long as the schedule 1F1B.
     """
+    return not candidate.beside and _is_schedule_covered(candidate, certificate)
+
+
+def _is_schedule_covered(candidate: Candidate, certificate: Certificate) -> bool:
+    """Return whether the proof of optimality in ``certificate`` covers the schedule of the layout ``candidate``."""
     one_stage = candidate.virtual_stages == 1 and candidate.schedule in (*SEARCHED, "gpipe")
     return one_stage or "schedule" not in certificate.beyond
+
+
+def _describe_uncovered(plan: Plan) -> str:
+    """Return what of the chosen layout the proof of optimality does not cover, such as ``its schedule (zb-v, 2 virtual
+    stages on each rank) and its context parallelism (cp 2)``.
+    """
+    certificate, chosen = plan.certificate, plan.chosen
+    covered = any(row.mesh == chosen.mesh for row in certificate.candidates if not row.beside)
+    reasons = [f"its schedule ({schedule_text(plan)})"] * (not _is_schedule_covered(chosen, certificate))
+    reasons += [f"its context parallelism (cp {chosen.mesh.get('cp', 1)})"] * (not covered)
+    return " and ".join(reasons) or "its layout"
 
 
 def certificate_text(plan: Plan) -> str:
@@ -36,9 +52,9 @@ def certificate_text(plan: Plan) -> str:
         own = plan.chosen.bound
         gap = format_percent(max(0.0, 1 - own / c.objective)) if c.objective else "0%"
         return (
-            f"not proven optimal: its schedule ({schedule_text(plan)}) is not covered. Under the cost model {takes}; "
+            f"not proven optimal: the proof does not cover {_describe_uncovered(plan)}. Under the cost model {takes}; "
             f"lower bounds are {seconds_text(own)} for its own layout (gap {gap}) and {seconds_text(c.covered_bound)} "
-            "for all plans that the proof covers"
+            f"for all plans that the proof covers{_compare_with_covered(c)}"
         )
     rival = _find_uncovered_rival(c)
     told = f". Not proven of {_SEVERAL}: the best found takes {_format_rival_times(rival)}" if rival else ""
@@ -46,6 +62,12 @@ def certificate_text(plan: Plan) -> str:
         return f"{_describe_proven(plan)}: none takes less than {seconds_text(c.bound)} under the cost model{told}"
     least = f"a plan {covered}takes {seconds_text(c.bound)} or more"
     return f"gap {format_percent(c.gap)} under the cost model: {takes}, {least}{told}"
+
+
+def _compare_with_covered(certificate: Certificate) -> str:
+    """Return a clause that says that the plan is faster than every covered plan; empty if that is not known."""
+    faster = certificate.covered_bound is not None and certificate.objective < certificate.covered_bound
+    return ", so it is faster than each of them" if faster else ""
 
 
 def _describe_proven(plan: Plan) -> str:
@@ -65,7 +87,7 @@ def explain_proof(plan: Plan) -> Iterator[str]:
     """
     c, covered = plan.certificate, "that the proof covers " if list_uncovered_choices(plan) else ""
     if c.covered_bound is not None:
-        yield f"It is not proven optimal: the proof does not cover its schedule ({schedule_text(plan)})."
+        yield f"It is not proven optimal: the proof does not cover {_describe_uncovered(plan)}."
         yield (
             f"Bound for all plans that the proof covers: {_compare_bound(c.covered_bound, c.objective, 'covered plan')}"
         )

@@ -824,7 +824,7 @@ def explain_expert_axis(plan: Plan) -> Iterator[RenderableType]:
             "parameters."
         )
     yield format_text_line(
-        "Time and memory assume that every expert gets as many tokens. A rank that gets more needs more of both."
+        "Time and memory assume that all experts get equally many tokens. A rank that gets more needs more of both."
     )
     if plan.constraints.ep is not None:
         return

@@ -174,8 +174,8 @@ def _find_layout_families(
     Megatron-LM's. ``candidates``: the candidates of ``space``. ``bounds``: computes lower bounds on them.
     """
     sharded = [p for p in candidates if p.pp == 1 and p.zero == 3 and not p.dp_shard]
-    plainest = min(((p.tp, p.cp) for p in sharded), default=(1, 1))
-    sharded = [p for p in sharded if (p.tp, p.cp) == plainest]
+    widest = max((p.dp for p in sharded), default=1)
+    sharded = [p for p in sharded if p.dp == widest]
     sharded += [other for p in sharded for other in list_hybrid_candidates(space, p) if other.zero == 3]
     inside = space.topology.devices_per_node
     megatron = [p for p in candidates if p.tp <= inside and p.zero <= 1 and p.schedule == "1f1b"]

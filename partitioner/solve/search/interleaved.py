@@ -310,6 +310,7 @@ def _add_rows_to_certificate(
     plan, the objective, the chosen row, the bound and the gap become those of ``best``, and the old bound is stored as
     the one of the schedules that the search covers.
     """
+    rows = [row.model_copy(update={"beside": True}) for row in rows]
     if best is found:
         return certificate.model_copy(update={"candidates": (*certificate.candidates, *rows)})
     step, chosen = best.estimate.step_time, build_candidate_report(best.candidate)

@@ -430,8 +430,8 @@ def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
         covered = " and ".join(map(str.upper, SEARCHED))
         schedules = (
             f"The proof covers the pipeline schedules {covered} with one stage on each rank. "
-            f"Schedules with several stages on a rank ({', '.join(['interleaved', *_BESIDE])}) were tried on the best "
-            "meshes only."
+            f"Schedules with several stages on a rank ({', '.join(['interleaved', *_BESIDE])} with 2 or more) were "
+            "tried on the best meshes only."
         )
         found |= {"schedule": schedules, "virtual_stages": schedules}
     if space.length and pinned.cp is None:
@@ -464,11 +464,11 @@ def _describe_tried_context(space: SearchSpace) -> str:
         uneven = " or not two equal pieces" if usual else ""
         return (
             f"Context parallelism was tried {' and '.join(filter(None, sizes))}. {others} it was tried beside the best "
-            f"plans only: {least}{uneven}."
+            f"plans only, because {least}{uneven}."
         )
     if space.length < 2 * _FEWEST_TOKENS or space.length % 4:
         return "Context parallelism was not tried: ranks would have too few tokens of a sample, or not equally many."
-    return f"Context parallelism was tried beside the best plans only: {least}."
+    return f"Context parallelism was tried beside the best plans only, because {least}."
 
 
 def _describe_tried_parts(space: SearchSpace) -> str:

@@ -420,7 +420,7 @@ def test_nothing_is_compared_where_experts_are_spread_as_asked_or_not_at_all():
     assert "Each rank holds 2 of 4 experts of a layer" in text
     assert "Without expert parallelism" not in text
     assert "How are the experts spread?" not in explained(ep=1)
-    assert ("every expert gets as many tokens" in text, "every expert gets" in explained(ep=1)) == (True, False)
+    assert ("all experts get equally many tokens" in text, "all experts get" in explained(ep=1)) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -561,9 +561,9 @@ def test_what_is_proven_of_a_schedule_that_the_proof_does_not_cover(plan: Plan):
 
     summary, why = texts(1.3)
     assert (
-        "certificate not proven optimal: its schedule (zb-v, 2 virtual stages on each rank) is not covered. Under the "
-        "cost model this plan takes 1.23 s; lower bounds are 1.2 s for its own layout (gap 2.8%) and 1.3 s for all "
-        "plans that the proof covers"
+        "certificate not proven optimal: the proof does not cover its schedule (zb-v, 2 virtual stages on each rank). "
+        "Under the cost model this plan takes 1.23 s; lower bounds are 1.2 s for its own layout (gap 2.8%) and 1.3 s "
+        "for all plans that the proof covers"
     ) in summary
     covered = "Bound for all plans that the proof covers:"
     assert "the proof does not cover its schedule (zb-v, 2 virtual stages on each rank)." in why
@@ -656,3 +656,17 @@ def test_equal_blocks_of_several_virtual_stages_are_counted_together():
     plan = partition(model, Topology.local(2), (torch.zeros(8, 8),), constraints=pins, loss=lambda y: y.square().mean())
     words = " ".join(format_summary(plan).split())
     assert words.count("4 ×") == 2, words
+
+
+def test_a_layout_that_was_tried_after_the_search_is_uncovered(plan: Plan):
+    """The chosen layout has cp=2, and no layout that the proof covers has its mesh. Its schedule is covered."""
+    mesh = {**plan.chosen.mesh, "dp": 1, "cp": 2}
+    chosen = plan.chosen.model_copy(update={"mesh": mesh, "beside": True})
+    other = plan.chosen.model_copy(update={"status": "solved"})
+    certificate = plan.certificate.model_copy(
+        update={"candidates": (other, chosen), "covered_bound": plan.certificate.objective * 1.1}
+    )
+    words = " ".join(format_summary(plan.model_copy(update={"certificate": certificate})).split())
+    assert "the proof does not cover its context parallelism (cp 2)." in words
+    assert "so it is faster than each of them" in words
+    assert "its schedule (" not in words

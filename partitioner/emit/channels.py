@@ -21,11 +21,11 @@ Channel = tuple[int, int, Direction]  # source, target
 
 @dataclass(frozen=True)
 class Fetch:
-    """One transfer between two consecutive virtual stages, ``hop - 1`` and ``hop``, as its receiver sees it.
+    """One transfer between two consecutive virtual stages (parts of the model on different pipeline ranks), as its
+    receiver sees it.
 
-    ``direction``: ``F`` for values, sent from ``hop - 1`` to ``hop``; ``B`` for their gradients, sent from ``hop`` to
-    ``hop
-    - 1``. ``microbatch``: index of the microbatch. ``peer``: the pipeline rank that sends it.
+    ``direction``: ``F`` for values, sent from virtual stage ``hop - 1`` to ``hop``; ``B`` for their gradients, sent
+    back from ``hop``. ``microbatch``: index of the microbatch. ``peer``: the pipeline rank that sends it.
     """
 
     direction: Direction

@@ -150,8 +150,7 @@ class _ContentionSimulation:
         return self.work[self.table.held[rank][action.chunk]][action.kind]
 
     def _start_idle_ranks(self, ranks: Sequence[int]) -> None:
-        """Start the next action of each pipeline rank in ``ranks`` that is idle and whose next action has its
-        inputs."""
+        """Start the next action of each idle pipeline rank in ``ranks`` if the inputs of this action are available."""
         for rank in ranks:
             idle = rank not in self.waiting and rank not in self.computing
             if idle and self.at[rank] < len(self.table.orders[rank]) and self._is_rank_ready(rank):

@@ -24,8 +24,9 @@ Counts = tuple[int, int]  # microbatches: (backward not begun, backward for inpu
 
 
 def _zero_bubble(s: int, p: int, m: int, ahead: int) -> tuple[Counts, ...]:
-    """Return the extreme numbers of microbatches that a stage has in flight under a zero-bubble schedule, as pairs
-    (number whose backward has not begun, number whose backward has run for inputs and not for weights).
+    """Return the largest numbers of microbatches that a stage has in flight at once under a zero-bubble schedule, as
+    one or two pairs (number whose backward has not begun, number whose backward has run for inputs and not for
+    weights): at the moment when the first number is largest, and when the second is.
 
     ``s``: index of the stage, from 0. ``p``, ``m``: numbers of stages and of microbatches. ``ahead``: number of
     forwards that a stage runs before its first backward, for each stage after it.
@@ -108,18 +109,18 @@ def is_split(schedule: str | ScheduleTable) -> bool:
 
 
 def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -> tuple[Counts, ...]:
-    """Return the extreme numbers of microbatches that a pipeline stage has in flight, as pairs (number whose backward
-    has not begun, number whose backward has run for inputs and not for weights). ``schedule``: GPipe, 1F1B, ZB-1P or
-    ZB-2P, with one stage per rank. ``stage``: index of the stage, from 0. ``p``, ``m``: numbers of stages and of
-    microbatches."""
+    """Return the largest numbers of microbatches that a pipeline stage has in flight at once, as one or two pairs
+    (number whose backward has not begun, number whose backward has run for inputs and not for weights), one for each
+    number being largest. ``schedule``: ``gpipe``, ``1f1b``, ``zb-1p`` or ``zb-2p``, with one stage per rank. ``stage``:
+    index of the stage, from 0. ``p``, ``m``: numbers of stages and of microbatches."""
     assert schedule in _IN_FLIGHT, schedule
     return _IN_FLIGHT[schedule](stage, p, m)
 
 
 def most_in_flight(schedule: str | ScheduleTable, p: int, m: int) -> int:
     """Return the largest number of microbatches that any of ``p`` pipeline stages has in flight (forward run, backward
-    not complete) in a step of ``m`` microbatches. ``schedule``: GPipe, 1F1B, ZB-1P or ZB-2P, with one stage per rank.
-    """
+    not complete) in a step of ``m`` microbatches. ``schedule``: ``gpipe``, ``1f1b``, ``zb-1p`` or ``zb-2p``, with one
+    stage per rank."""
     return max(map(sum, stage_in_flight(schedule, 0, p, m)))
 
 

@@ -45,10 +45,11 @@ _is_fork = False
 
 @dataclass(frozen=True)
 class Finding:
-    """A solution of an assignment problem in which one option is chosen for each node.
+    """A solution of an assignment problem in which one option is chosen for each node, under a limit on a resource such
+    as memory.
 
     ``choice``: index of the chosen option of each node. ``cost``: cost of the solution. ``overflow``: the amount by
-    which it exceeds the resource limit. ``bound``: a lower bound on the cost of all solutions.
+    which it exceeds the limit; 0 if it does not. ``bound``: a lower bound on the cost of all solutions.
     """
 
     choice: Choices
@@ -88,7 +89,7 @@ class FindingSlot:
 
 def allocate_shared_array(size: int, dtype: type) -> NDArray[np.generic]:
     """Return a one-dimensional array of ``size`` zeros in memory that this process shares with the processes that it
-    forks later."""
+    forks later. ``dtype``: the number type of its elements."""
     return np.frombuffer(mmap.mmap(-1, max(1, size) * np.dtype(dtype).itemsize), dtype)[:size]
 
 
@@ -164,7 +165,8 @@ class BackgroundWorker(Generic[K, R]):
     """
 
     def __init__(self, keys: Sequence[K], work: Callable[[K], R], patience_s: float = _PATIENCE_S) -> None:
-        """Start the forked process, which computes the results; without one, :meth:`take` always returns ``None``."""
+        """Start the forked process, which computes ``work(key)`` for each of ``keys``; if it cannot be started,
+        :meth:`take` always returns ``None``. ``patience_s``: seconds that :meth:`take` waits for a task in progress."""
         self._patience_s = patience_s
         self._places = {key: place for place, key in enumerate(keys)}
         self._keys = keys

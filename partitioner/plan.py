@@ -303,9 +303,8 @@ class Plan(Data):
 
     @property
     def offload(self) -> tuple[str, ...]:
-        """The kinds of data in host memory between uses; empty if there are none. ``disk``: optimizer states are on
-        disk instead.
-        """
+        """The kinds of data in host memory between uses: ``optimizer`` (its states), ``activations`` or ``parameters``;
+        empty if there are none. ``disk``: optimizer states are on disk instead."""
         if self.written is None:
             return self.in_host or self.constraints.offload or ()
         return self.written.offload

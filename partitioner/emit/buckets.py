@@ -98,8 +98,8 @@ def plan_buckets(
     limit: Callable[[tuple[str, ...]], int],
     zero: int = 0,
 ) -> list[PlannedBucket]:
-    """Group the gradients of one pipeline rank into buckets, and return the buckets in the order in which they are
-    reduced.
+    """Group ``gradients``, those of one pipeline rank, into buckets, and return the buckets in the order in which they
+    are reduced.
 
     ``stage``: the block calls (such as layers) of the rank. ``order``: its forwards and backwards in order. ``adds``:
     for each parameter, the positions in the stage of the calls whose backward adds to its gradient. ``limit``: returns

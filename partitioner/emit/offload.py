@@ -175,8 +175,8 @@ def with_gradients(
 
 
 def _is_call_covered(instruction: Instruction, position: int, call: CallData) -> bool:
-    """Return whether ``instruction`` runs a block call. ``position``: index of the call in the stage. An instruction
-    without a range of calls runs the prologue, the calls before the pipeline starts."""
+    """Return whether ``instruction`` runs the block call ``call``. ``position``: index of the call in the stage. An
+    instruction without a range of calls runs the prologue, the calls before the pipeline starts."""
     if instruction.calls is None:
         return call.prologue
     return instruction.calls[0] <= position < instruction.calls[1]

@@ -380,13 +380,13 @@ def _build_state_data(
     sizes: Mapping[str, int],
     shared: Callable[[str, tuple[str, ...]], tuple[str, ...]],
 ) -> dict[str, StateData]:
-    """Return the description of each parameter and buffer by name, with the pipeline stages that read it. A parameter
-    or buffer that no block reads is on stage 0; constants that no block reads are left out. Raise :class:`EmitError` if
-    a layout does not divide a shape.
+    """Return the description of each parameter and buffer of ``model`` by name, with the pipeline stages that read it.
+    A parameter or buffer that no block reads is on stage 0; constants that no block reads are left out. Raise
+    :class:`EmitError` if a layout does not divide a shape.
 
-    ``layouts``: layouts of the tensors over the mesh. ``sizes``: number of ranks by mesh axis. ``shared``: function
-    that returns the mesh axes over which ZeRO shards a parameter, given its name and the axes over which its gradient
-    is summed.
+    ``routes``: the block calls of each stage. ``layouts``: layouts of the tensors over the mesh. ``sizes``: number of
+    ranks by mesh axis. ``shared``: function that returns the mesh axes over which ZeRO shards a parameter, given its
+    name and the axes over which its gradient is summed.
     """
     read: dict[str, set[int]] = {name: set() for name in model.states}
     for s, here in enumerate(routes.stages):
@@ -455,9 +455,9 @@ def _buckets_to_follow(base: Program, stage: int, train: bool) -> list[tuple[str
 def _build_gradient(
     name: str, state: StateData, trained: bool, sizes: Mapping[str, int], readers: tuple[int, ...]
 ) -> Gradient:
-    """Return the description of the gradient of the parameter ``name`` on one rank. ``trained``: whether it has a
-    gradient. ``sizes``: number of ranks by mesh axis. ``readers``: positions of the stage's block calls that read it,
-    kept only if ZeRO shards it."""
+    """Return the description of the gradient of the parameter ``name`` on one rank. ``state``: shape, dtype and layout
+    of the parameter. ``trained``: whether it has a gradient. ``sizes``: number of ranks by mesh axis. ``readers``:
+    positions of the stage's block calls that read it, kept only if ZeRO shards it."""
     shape = local_shape(Layout.parse(state.expert_layout), state.shape, sizes["ep"])
     shape = local_shape(Layout.parse(state.layout), shape, sizes["tp"])
     tied = state.stages if len(state.stages) > 1 else ()

@@ -142,7 +142,8 @@ def _emit_prologue(job: StageJob) -> Iterator[Instruction]:
 
 def _emit_fetches(job: StageJob, index: int) -> Iterator[Instruction]:
     """Yield the receive instructions (RECV_F, RECV_B) of a pipeline rank before one of its actions, in the order in
-    which the transfers are sent. ``index``: index of the action in the rank's order."""
+    which the transfers are sent. ``job``: the transfers of the rank. ``index``: index of the action in the rank's
+    order."""
     for fetch in job.fetches[index]:
         hops = job.routes.arriving if fetch.direction == "F" else job.routes.returning
         yield Instruction(
@@ -214,7 +215,7 @@ def _split_call_range(start: int, end: int, cuts: Iterable[int], runs: Sequence[
 
 def _emit_step_end(job: StageJob) -> Iterator[Instruction]:
     """Yield the instructions after the last forward and backward of a step: remaining reductions, buffer updates and,
-    in training, STEP, which waits for all reductions."""
+    in training, STEP, which waits for all reductions. ``job``: the buckets and buffers of the pipeline rank."""
     if job.train:
         for states in job.syncs:
             yield Instruction(op="SYNC", stage=job.stage, states=states)
@@ -228,9 +229,9 @@ def _emit_step_end(job: StageJob) -> Iterator[Instruction]:
 
 
 def _start_bucket_reduction(job: StageJob, number: int) -> Instruction:
-    """Return the first instruction of the reduction of a gradient bucket. ``number``: index of the bucket in the stage.
-    The instruction is SCATTER (reduce-scatter to shards) if ZeRO shards the parameters, otherwise the first planned
-    collective of the bucket."""
+    """Return the first instruction of the reduction of a gradient bucket. ``job``: the buckets of the pipeline rank.
+    ``number``: index of the bucket among them. The instruction is SCATTER (reduce-scatter to shards) if ZeRO shards the
+    parameters, otherwise the first planned collective of the bucket."""
     bucket = job.buckets[number]
     if bucket.sharded:
         return Instruction(op="SCATTER", stage=job.stage, bucket=number)

@@ -116,8 +116,9 @@ class _ContentionSimulation:
         ]
 
     def _sum_phase_parts(self, phases: Phases, kind: str) -> float:
-        """Return the seconds of an action of the given ``kind``, ``F``, ``B``, ``I`` or ``W``, from the seconds of the
-        forward and of both halves of the backward. Backwards take 0 seconds without training."""
+        """Return the seconds of one action. ``phases``: seconds of the forward and of both halves of the backward.
+        ``kind``: ``F`` forward, ``B`` backward, ``I`` or ``W`` its half for input or weight gradients. Backwards take 0
+        seconds without training."""
         of_parts = phases.forward, phases.inputs, phases.weights
         return sum(of_parts[part] for part in PARTS[kind]) if self.train or kind == "F" else 0.0
 

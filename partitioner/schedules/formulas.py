@@ -78,9 +78,10 @@ def least_fill(
 
     However the model is cut, a step on ``p`` equal devices takes at least ``m total / p + (1 - 1 / p) (fraction *
     forward + fraction * backward)`` seconds. Here ``forward`` and ``backward`` are the seconds of one microbatch
-    through the whole model, and ``total`` is their sum. For 1F1B both fractions are 1. ``p``, ``m``, ``v``: numbers of
-    ranks, microbatches, and virtual stages of each rank. ``overlap_steps``: whether a rank begins the next step as soon
-    as its own part of this step has ended. For schedules with split backwards both fractions are then 0.
+    through the whole model, and ``total`` is their sum. For 1F1B both fractions are 1. ``schedule``: name or table.
+    ``p``, ``m``, ``v``: numbers of ranks, microbatches, and virtual stages of each rank. ``overlap_steps``: whether a
+    rank begins the next step as soon as its own part of this step has ended. For schedules with split backwards both
+    fractions are then 0.
     """
     if overlap_steps and is_split(schedule):
         return 0.0, 0.0

@@ -142,9 +142,10 @@ class Waits(NamedTuple):
     topological order. The first entries, one per rank, stand for the start of the step on that rank.
 
     ``before``: index of the previous action of the same rank. ``needed``: index of the action whose result is the
-    input. ``what``: four times the virtual stage plus the index of the kind in ``KINDS``. ``message``: index of the
-    message that brings the input: twice the virtual stage, plus 1 for gradients; twice the number of stages if there is
-    none. ``rank``: the rank of each action. ``last``, with one entry per rank: index of its last action.
+    input. ``what``: four times the virtual stage, plus 0 for a forward, 1 or 2 for the backward for inputs or weights,
+    3 for a whole backward. ``message``: index of the message that brings the input: twice the virtual stage, plus 1 for
+    gradients; twice the number of stages if there is none. ``rank``: the rank of each action. ``last``, with one entry
+    per rank: index of its last action.
     """
 
     before: list[int]

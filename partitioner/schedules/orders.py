@@ -83,9 +83,10 @@ def split_into_rounds(p: int, m: int) -> list[int]:
 
 
 def _by_round(sizes: Iterable[int], chunks: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the passes of a rank as pairs (microbatch, virtual stage) in the order of execution: round by round, and
-    within a round one virtual stage after the other. ``sizes``: number of microbatches of each round. ``chunks``: the
-    rank's virtual stages (their indices on the rank) in the order in which a round passes through them."""
+    """Return the order in which the microbatches pass through the virtual stages of a rank, as pairs (microbatch,
+    virtual stage): round by round, and within a round one virtual stage after the other. ``sizes``: number of
+    microbatches of each round. ``chunks``: the rank's virtual stages (their indices on the rank) in the order in which
+    a round passes them."""
     pairs, first = [], 0
     order = list(chunks)
     for size in sizes:

@@ -86,7 +86,8 @@ def build_timetable(
 ) -> Timetable:
     """Return the timetable of ``schedule``: each pipeline rank's order of actions, and the rank of each virtual stage.
     It is checked for completeness and deadlocks. ``schedule``: the name of a built-in schedule, a path ending in
-    ``.csv``, or a table. ``chunks``: number of virtual stages per rank; ``None``: the default of the schedule.
+    ``.csv``, or a table. ``num_ranks``, ``num_microbatches``: numbers of pipeline ranks and of microbatches.
+    ``chunks``: number of virtual stages per rank; ``None``: the default of the schedule.
 
     Raises :class:`ScheduleError` if the schedule does not exist or does not support these numbers.
     """
@@ -171,7 +172,8 @@ def schedule_name(schedule: str | ScheduleTable) -> str:
 def schedule_orders(
     schedule: str | ScheduleTable, num_ranks: int, num_microbatches: int, chunks: int | None = None
 ) -> tuple[Order, ...]:
-    """Return the order of actions of each pipeline rank under ``schedule`` (a name, a path ending in ``.csv``, or a
-    table), checked for completeness and deadlocks. ``chunks``: number of virtual stages per rank; ``None``: the default
-    of the schedule. Raise :class:`ScheduleError` if the schedule does not exist or does not support these numbers."""
+    """Return the order of actions of each of ``num_ranks`` pipeline ranks for ``num_microbatches`` microbatches,
+    checked for completeness and deadlocks. ``schedule``: the name of a built-in schedule, a path ending in ``.csv``, or
+    a table. ``chunks``: number of virtual stages per rank; ``None``: the default of the schedule. Raise
+    :class:`ScheduleError` if the schedule does not exist or does not support these numbers."""
     return build_timetable(schedule, num_ranks, num_microbatches, chunks).orders

@@ -279,7 +279,7 @@ class PlanDurations:
 
     def coding(self, stage: int, compression: Compression, nbytes: int) -> float:
         """Return the seconds to compress and decompress ``nbytes`` bytes of gradients. ``stage``: index of the pipeline
-        stage; its slowest device counts."""
+        stage; its slowest device counts. ``compression``: the number format in which gradients are sent."""
         return max(coding_time(compression, nbytes, device) for device in self.machine.devices_of(stage))
 
     def posting(self, stage: int, op: str) -> float:

@@ -227,12 +227,12 @@ class PlanDurations:
         return self._copied[stage, states]
 
     def _find_stage_devices(self, stage: int) -> list[DeviceType]:
-        """Return the types of the devices of a pipeline stage that are simulated. ``stage``: index of the stage."""
+        """Return the types of the devices on which a pipeline stage runs. ``stage``: index of the stage."""
         return self.machine.devices_of(stage)
 
     def slowdown(self, stage: int) -> float:
-        """Return the factor by which computation on a pipeline stage slows down while communication runs beside it.
-        ``stage``: index of the stage."""
+        """Return the factor by which a computation and a collective of a pipeline stage each take longer while both
+        run. ``stage``: index of the stage."""
         return max(device.overlap_slowdown for device in self._find_stage_devices(stage))
 
     def update(self, stage: int) -> float:

@@ -262,6 +262,8 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
+    """Import and return the public object ``name`` when it is first used. Raise :class:`AttributeError` for an unknown
+    name."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_HOME[name])

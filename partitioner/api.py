@@ -55,6 +55,7 @@ def partition(
 
     Args:
         model: a module that ``torch.export`` accepts (also on meta), an exported program, or a ``PreparedModel``.
+        topology: the cluster, with its nodes, devices and links.
         inputs: one global batch, as a tuple or dict of arguments; ``None``: an exported program's own, or dummy inputs.
         global_batch: samples per step, if the inputs are only a sample of the batch.
         loss: computes the scalar loss from the output; ``None``: the output is, or contains, the loss.

@@ -45,8 +45,11 @@ _is_fork = False
 
 @dataclass(frozen=True)
 class Finding:
-    """A solution of an assignment problem: the choice of each node, its cost, the amount by which it exceeds the
-    resource limit, and a lower bound on the cost of all solutions.
+    """A solution of an assignment problem in which one option is chosen for each node, under a limit on a resource such
+    as memory.
+
+    ``choice``: index of the chosen option of each node. ``cost``: cost of the solution. ``overflow``: the amount by
+    which it exceeds the limit; 0 if it does not. ``bound``: a lower bound on the cost of all solutions.
     """
 
     choice: Choices
@@ -56,7 +59,8 @@ class Finding:
 
 
 class FindingSlot:
-    """Shared memory for the latest finding (solution) of one process."""
+    """Shared memory for the latest solution of an assignment problem that one process found. ``num_nodes``: number of
+    nodes of the problem. A process and the forks that it starts later can write and read it without locks."""
 
     def __init__(self, num_nodes: int) -> None:
         self._numbers = allocate_shared_array(4, np.float64)  # counter, cost, overflow, bound
@@ -64,13 +68,15 @@ class FindingSlot:
         self._read = 0.0
 
     def write(self, finding: Finding) -> None:
+        """Replace the stored solution by ``finding``. Only one process may write to a slot."""
         self._numbers[0] += 1.0
         self._choice[:] = finding.choice
         self._numbers[1:] = finding.cost, finding.overflow, finding.bound
         self._numbers[0] += 1.0
 
     def read(self) -> Finding | None:
-        """Return the latest finding; ``None`` if it was read before or is being written."""
+        """Return the latest solution in the slot; ``None`` if there is none, if this process has read it before, or if
+        it is being written."""
         count = float(self._numbers[0])
         if count == self._read or count % 2:
             return None
@@ -82,19 +88,19 @@ class FindingSlot:
 
 
 def allocate_shared_array(size: int, dtype: type) -> NDArray[np.generic]:
-    """Return an array of zeros in memory that this process shares with processes it forks later."""
+    """Return a one-dimensional array of ``size`` zeros in memory that this process shares with the processes that it
+    forks later. ``dtype``: the number type of its elements."""
     return np.frombuffer(mmap.mmap(-1, max(1, size) * np.dtype(dtype).itemsize), dtype)[:size]
 
 
 def can_help() -> bool:
-    """Return whether this process can fork and has a second processor."""
+    """Return whether this process can fork another process and may run on two or more processors."""
     return hasattr(os, "fork") and hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) > 1
 
 
 class ForkedWorker:
-    """A fork of this process that runs ``work`` and exits. Its exceptions are lost, since the parent does not depend on
-    it.
-    """
+    """A fork of this process that runs ``work`` and exits. Exceptions of ``work`` are lost, since the parent process
+    does not depend on it. ``pid``: process id of the fork."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         global _is_fork
@@ -114,7 +120,7 @@ class ForkedWorker:
 
     @property
     def runs(self) -> bool:
-        """Return whether the process has not ended."""
+        """Whether the forked process has not ended."""
         if not self._ended:
             try:
                 self._ended = os.waitpid(self.pid, os.WNOHANG)[0] != 0
@@ -123,7 +129,8 @@ class ForkedWorker:
         return not self._ended
 
     def end(self, until: float) -> None:
-        """Wait until the process has ended. At the time ``until`` of ``time.perf_counter()`` it is killed."""
+        """Wait until the forked process has ended. ``until``: time on the clock of ``time.perf_counter()``, in seconds,
+        at which the process is killed."""
         while self.runs:
             if time.perf_counter() > until:
                 os.kill(self.pid, signal.SIGKILL)
@@ -132,9 +139,8 @@ class ForkedWorker:
 
 
 def check_threads() -> None:
-    """Raise :class:`RuntimeError` in a helper process, because a fork lacks the threads that an exact solver may
-    need.
-    """
+    """Raise :class:`RuntimeError` if this is a forked helper process, because a fork lacks the threads that an exact
+    solver may need."""
     if _is_fork:
         raise RuntimeError("the exact solver is for the first process")
 
@@ -151,13 +157,16 @@ _PAUSE_S = 0.002
 
 
 class BackgroundWorker(Generic[K, R]):
-    """Compute ``work(key)`` for each of ``keys`` in a forked process, ahead of :meth:`take`. Results are pickled.
+    """Compute ``work(key)`` for each of ``keys`` in a forked process, before :meth:`take` requests the results. Results
+    are pickled.
 
     Keys that were passed to :meth:`wish` come first, then the others in order. ``patience_s``: seconds that
     :meth:`take` waits for a task in progress. ``end()`` kills the process and deletes the results.
     """
 
     def __init__(self, keys: Sequence[K], work: Callable[[K], R], patience_s: float = _PATIENCE_S) -> None:
+        """Start the forked process, which computes ``work(key)`` for each of ``keys``; if it cannot be started,
+        :meth:`take` always returns ``None``. ``patience_s``: seconds that :meth:`take` waits for a task in progress."""
         self._patience_s = patience_s
         self._places = {key: place for place, key in enumerate(keys)}
         self._keys = keys
@@ -170,6 +179,8 @@ class BackgroundWorker(Generic[K, R]):
         parent = os.getpid()
 
         def go_through() -> None:
+            """Compute the results of all free keys in the forked process, append them to the file, and mark them as
+            done or failed. Stop when the parent process has ended."""
             end = 0
             while os.getppid() == parent and (place := self._find_next_free()) is not None:
                 self._marks[place] = _BEGUN
@@ -190,9 +201,8 @@ class BackgroundWorker(Generic[K, R]):
         self.end = weakref.finalize(self, _end_helper, self._helper, self._file)
 
     def take(self, key: K) -> R | None:
-        """Return the result for ``key``. ``None`` means that the helper does not have it, so that the caller must
-        compute it.
-        """
+        """Return the result for ``key``; wait for a limited time if the forked process is computing it. ``None`` means
+        that the forked process does not have it, so that the caller must compute it."""
         place = self._places.get(key)
         if place is None:
             return None
@@ -210,22 +220,20 @@ class BackgroundWorker(Generic[K, R]):
         return found
 
     def works_on(self, key: K) -> bool:
-        """Return whether the helper process is computing the result for ``key`` now."""
+        """Return whether the forked process is computing the result for ``key`` now."""
         place = self._places.get(key)
         return place is not None and self._marks[place] == _BEGUN and self._helper is not None and self._helper.runs
 
     def wish(self, key: K) -> None:
-        """Announce that ``key`` will be requested. The helper computes it before keys that were not announced, and
-        after those announced earlier.
-        """
+        """Announce that ``key`` will be requested. The forked process computes it before keys that were not announced,
+        and after those announced earlier."""
         place = self._places.get(key)
         if place is not None and not self._wishes[place]:
             self._wishes[place] = next(self._turns)
 
     def claim(self, among: Container[C]) -> C | None:
-        """Return the next key in ``among`` that neither process has begun, and mark it as the caller's task. ``None``
-        if there is none.
-        """
+        """Return the next key in ``among`` that neither this process nor the forked one has begun, and mark it as the
+        caller's task. Return ``None`` if there is none."""
         place = self._find_next_free(among)
         if place is None:
             return None
@@ -234,29 +242,29 @@ class BackgroundWorker(Generic[K, R]):
         return cast(C, key)
 
     def _find_next_free(self, among: Container[Any] | None = None) -> int | None:
-        """Return the index of the next key that neither process has begun, of those in ``among`` if given; ``None`` if
-        there is none.
-        """
+        """Return the index of the next key that neither process has begun, of those in ``among`` (``None``: of all);
+        ``None`` if there is none. Announced keys come first."""
         free = np.flatnonzero(self._marks == _FREE)
         ordered = free[np.argsort(self._wishes[free], kind="stable")].tolist()
         return next((place for place in ordered if among is None or self._keys[place] in among), None)
 
     def _stop_helper(self) -> None:
+        """Kill the forked process if it runs."""
         if self._helper is not None:
             self._helper.end(time.perf_counter())
             self._helper = None
 
 
 def _end_helper(helper: ForkedWorker | None, file: IO[bytes]) -> None:
+    """Kill the forked process ``helper``, if there is one, and close ``file``, in which it keeps its results."""
     if helper is not None:
         helper.end(time.perf_counter())
     file.close()
 
 
 class Future(Generic[R]):
-    """The result of ``work()``, computed in a forked process if one can be used and ``worth_it`` is true. ``most_s``:
-    seconds that the work may take before the caller does it itself.
-    """
+    """The result of ``work()``, computed in a forked process if one can be used and ``worth_it`` is true, otherwise on
+    request. ``most_s``: seconds that the work may take before the caller computes it itself."""
 
     def __init__(self, work: Callable[[], R], *, worth_it: bool = True, most_s: float = 0.0) -> None:
         self._work = work
@@ -264,7 +272,8 @@ class Future(Generic[R]):
         self._aside = BackgroundWorker([None], lambda _: work(), help_s) if worth_it and can_help() else None
 
     def result(self) -> R:
-        """Return the result of ``work``; wait for the helper, or compute it here. Raise the exceptions of ``work``."""
+        """Return the result of ``work``: wait for the forked process, or compute it here if there is none or if it
+        fails. Raise the exceptions of ``work``."""
         found = None if self._aside is None else self._aside.take(None)
         return self._work() if found is None else found
 
@@ -275,6 +284,6 @@ class Future(Generic[R]):
         self.end()
 
     def end(self) -> None:
-        """Cancel the work, since its result is not needed any more."""
+        """Stop the forked process and discard the result, if it is not needed any more."""
         if self._aside is not None:
             self._aside.end()

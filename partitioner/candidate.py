@@ -16,11 +16,11 @@ Split = Literal["", "rows", "within"]  # how tp shards the experts' work: as is 
 
 
 def split_of(tp: int, ep: int, etp: int) -> Split:
-    """Return how the experts' work is sharded over ``tp``: ``"rows"`` (each rank has other rows and experts) or
-    ``"within"`` (each expert is sharded).
+    """Return how the work of experts is sharded over the ranks of the mesh axis ``tp``: ``"rows"`` (each rank has other
+    rows and experts) or ``"within"`` (each expert is sharded).
 
-    ``etp``: ranks that share one expert; 0 means ``tp``. Return ``""`` if there is nothing to decide, or if the
-    combination is not executed.
+    ``tp``, ``ep``: numbers of ranks of tensor and expert parallelism. ``etp``: ranks that share one expert; 0 means
+    ``tp``. Return ``""`` if there is nothing to decide, or if the combination is not executed.
     """
     if ep == 1 or tp == 1:
         return ""
@@ -30,11 +30,13 @@ def split_of(tp: int, ep: int, etp: int) -> Split:
 @hashed_once
 @dataclass(frozen=True, order=True)
 class MeshCandidate:
-    """One combination of mesh axes, microbatch size, schedule and ZeRO stage that the search considers.
+    """One combination of mesh axes, microbatch size, schedule and ZeRO stage that the search for a plan considers.
 
-    ``ep`` of the dp x cp x tp ranks share the experts, and ``etp`` ranks share each expert (0: ``tp``). ``zero``: the
-    ZeRO stage. States are sharded over ``dp_shard`` of the ``dp`` ranks (0: all) and over ``cp``. ``virtual_stages``:
-    stages per pipeline rank. Recomputation is chosen later, for each pipeline stage.
+    ``pp``, ``dp``, ``cp``, ``tp``: numbers of ranks of pipeline, data, context and tensor parallelism. ``ep`` of the dp
+    x cp x tp ranks share the experts, and ``etp`` ranks share each expert (0: ``tp``). ``microbatch_size``: in samples.
+    ``zero``: the ZeRO stage, 0 to 3. Parameters, gradients or optimizer states are sharded over ``dp_shard`` of the
+    ``dp`` ranks (0: all) and over ``cp``. ``virtual_stages``: stages per pipeline rank. Recomputation is chosen later,
+    for each pipeline stage.
     """
 
     pp: int
@@ -50,21 +52,20 @@ class MeshCandidate:
     dp_shard: int = 0
 
     def sharing(self, zero: int, dp_shard: int = 0) -> MeshCandidate:
-        """Return this candidate with ZeRO stage ``zero`` and optimizer states, gradients or parameters sharded over
-        ``dp_shard`` ranks of ``dp`` (0: all).
-        """
+        """Return this candidate with another ZeRO stage. ``zero``: the stage, 0 to 3. ``dp_shard``: number of ranks of
+        ``dp`` over which optimizer states, gradients or parameters are sharded; 0: all."""
         axes = self.pp, self.dp, self.tp, self.microbatch_size, self.schedule, self.cp, self.ep, self.etp
         return MeshCandidate(*axes, zero, self.virtual_stages, dp_shard)
 
     @property
     def mesh(self) -> dict[str, int]:
+        """The number of ranks by mesh axis: ``pp``, ``dp``, ``cp``, ``tp`` and ``ep``."""
         return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp, "ep": self.ep}
 
     @property
     def grid(self) -> dict[str, int]:
-        """The axes whose sizes multiply to the number of ranks. ``ep`` is 1, since expert groups reuse the ranks of
-        other axes.
-        """
+        """The number of ranks by mesh axis, with ``ep`` set to 1, so that the product is the number of ranks of the
+        job: expert groups reuse the ranks of the other axes."""
         return {**self.mesh, "ep": 1}
 
     @property
@@ -74,7 +75,7 @@ class MeshCandidate:
 
     @property
     def expert_replicas(self) -> int:
-        """The number of ranks that hold equal parts of the same experts."""
+        """The number of ranks that hold equal parts of the same experts: their data-parallel replicas."""
         return self.dp * self.cp * self.tp // (self.ep * self.expert_tp)
 
     @property
@@ -97,47 +98,50 @@ class MeshCandidate:
         return hybrid_mesh(self.mesh, self.etp, self.dp_shard)["edp_shard"]
 
     def parts(self, global_batch: int) -> int:
-        """Return the number of microbatches of the whole batch, over all ranks of ``dp``."""
+        """Return the number of microbatches of the whole batch, over all ranks of ``dp``. ``global_batch``: samples of
+        the batch."""
         return global_batch // self.microbatch_size
 
     @property
     def shares_out(self) -> bool:
-        """Return whether ranks of ``dp`` may have different numbers of microbatches. This requires that no experts are
-        exchanged over ``dp``, and that the schedule is not a table for a fixed number of microbatches.
-        """
+        """Whether ranks of ``dp`` may have different numbers of microbatches. This requires that no experts are
+        exchanged over ``dp``, and that the schedule is not a table for a fixed number of microbatches."""
         inside = self.cp * self.tp % (self.ep * self.expert_tp) == 0
         return inside and isinstance(self.schedule, str)
 
     def num_microbatches(self, global_batch: int) -> int:
-        """Return the number of microbatches of the rank with the most, if they are divided as evenly as possible."""
+        """Return the number of microbatches of the rank of ``dp`` with the most, if they are divided as evenly as
+        possible. ``global_batch``: samples of the whole batch."""
         return -(-self.parts(global_batch) // self.dp)
 
     def data_shares(self, global_batch: int) -> tuple[int, ...]:
         """Return the number of microbatches of each rank of ``dp`` if they are divided as evenly as possible; empty if
-        all are equal.
-        """
+        all are equal. ``global_batch``: samples of the whole batch."""
         each, more = divmod(self.parts(global_batch), self.dp)
         return (each + 1,) * more + (each,) * (self.dp - more) if more else ()
 
     def __str__(self) -> str:
+        """Return a short text, such as ``pp=2 dp=4 tp=1 zero=1 microbatch=2 1f1b``. Axes and options at their default
+        are left out, except ``pp``, ``dp`` and ``tp``."""
         more = [f"{n}={v}" for n, v, one in self._optional_axes if v != one]
         mesh = f"pp={self.pp} dp={self.dp} tp={self.tp}"
         return " ".join([mesh, *more, f"microbatch={self.microbatch_size}", schedule_name(self.schedule)])
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        """A key that is equal for candidates which run the same local graphs and differ only in microbatches and
-        stages.
-        """
+        """A key that is equal for candidates whose ranks compute the same graphs, which differ only in microbatches and
+        pipeline stages."""
         return self.tp, self.cp, self.ep, self.etp, (self.dp, self.dp_shard) if self.zero == 3 else 1
 
     @property
     def states_kind(self) -> tuple[Hashable, ...]:
-        """A key that is equal for candidates which shard parameters, gradients and optimizer states in the same way."""
+        """A key that is equal for candidates which shard parameters, gradients and optimizer states over ranks in the
+        same way."""
         return self.tp, self.ep, self.expert_tp, self.zero, self.zero and (self.sharers, self.expert_sharers)
 
     @property
     def _optional_axes(self) -> list[tuple[str, int, int]]:
+        """The options that a text shows only if they are not at their default, as (name, value, default)."""
         shard = ("dp_shard", self.dp_shard, 0)
         return [("cp", self.cp, 1), ("ep", self.ep, 1), ("zero", self.zero, 0), shard, ("v", self.virtual_stages, 1)]
 

@@ -43,7 +43,7 @@ _NODES = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Size:
-    """The result for one cluster that was tried.
+    """The result of planning a job on a cluster of one size.
 
     Attributes:
         nodes: number of nodes.
@@ -63,9 +63,12 @@ class Size:
 
     @property
     def step_time(self) -> float:
+        """Seconds of a step; infinite if there is no plan."""
         return math.inf if self.plan is None else self.plan.estimate.step_time
 
     def __str__(self) -> str:
+        """Return one line: the number of nodes, and either the step time, money, energy and mesh of the plan, or why
+        there is none."""
         nodes = format_plural(self.nodes, "node")
         if self.plan is None:
             return f"{nodes}: {'no time' if self.out_of_time else 'no plan'} ({self.reason})"
@@ -81,8 +84,8 @@ class Sizing:
     """Result of :func:`size_cluster`. ``str()`` of it has a line for each size.
 
     Attributes:
-        chosen: the cluster that was chosen.
-        tried: all clusters that were tried.
+        chosen: the result for the best cluster.
+        tried: the results for all clusters that were tried, from the smallest to the largest.
     """
 
     chosen: Size
@@ -93,21 +96,20 @@ class Sizing:
 
     @property
     def plan(self) -> Plan:
+        """The plan for the chosen cluster."""
         assert self.chosen.plan is not None, self.chosen
         return self.chosen.plan
 
     @typed_errors("Sizing.to_svg()")
     def to_svg(self, path: str | Path) -> Path:
-        """Draw throughput and MFU over the number of ranks, for all sizes with a plan, to the SVG file ``path``. Return
-        the path.
-        """
+        """Draw throughput and MFU over the number of ranks, one point for each tried cluster with a plan, to the SVG
+        file ``path``. Return the path."""
         return write_text(Path(path), scaling_picture(self.tried, self.chosen))
 
 
 class SizeError(PlanError):
-    """No cluster size satisfies the request. ``tried``: the results of all sizes, which the message lists one per
-    line.
-    """
+    """Error: no cluster size satisfies the request. ``message``: the reason. ``tried``: the results of all sizes, which
+    the text of the error lists one per line."""
 
     def __init__(self, message: str, tried: tuple[Size, ...]) -> None:
         super().__init__("\n".join([message, *map(str, tried)]))
@@ -115,15 +117,13 @@ class SizeError(PlanError):
 
 
 class SizeTimeError(SizeError, TimeLimitError):
-    """No cluster size satisfies the request, and for some sizes the time limit ended the search before a plan was
-    found.
-    """
+    """Error: no cluster size satisfies the request, and for some sizes the time limit ended the search before a plan
+    was found."""
 
 
 def scaling_picture(tried: Sequence[Size], chosen: Size | None = None) -> str:
-    """Return a picture of throughput and MFU over the number of ranks as SVG text. Raise :class:`DrawError` if no size
-    has a plan.
-    """
+    """Return a picture of throughput and MFU over the number of ranks as SVG text. ``tried``: the results for clusters
+    of several sizes. ``chosen``: the one to highlight. Raise :class:`DrawError` if no size has a plan."""
     points = []
     for size in tried:
         if (plan := size.plan) is not None and plan.estimate.step_time > 0:
@@ -152,6 +152,7 @@ def size_cluster(
     """Find the best number of nodes for a job. Return it with its plan, and the results of all numbers that were tried.
 
     Args:
+        model, inputs: as for :func:`partitioner.partition`.
         machine: name of a preset, or a function from the number of nodes to a topology.
         step_time: greatest number of seconds of a step; ``None``: no limit.
         minimise: ``nodes``, ``money`` or ``energy`` per step, or ``time``.
@@ -192,9 +193,9 @@ def size_cluster(
 
 
 def _plan_cluster_size(model: PreparedModel, topology: Topology, nodes: int, more: dict[str, Any]) -> Size:
-    """Return the plan of ``model`` on ``topology``, of ``nodes`` nodes, with its money and energy; if there is no
-    plan, return the reason instead. ``more`` has further keyword arguments of ``partition``.
-    """
+    """Return the plan of ``model`` on ``topology`` with its money and energy per step; if there is no plan, return the
+    reason instead. ``nodes``: number of nodes of ``topology``. ``more``: further keyword arguments of ``partition``.
+    Errors in the inputs are raised."""
     try:
         plan = partition(model, topology, **more)
     except InputsError:  # which no size makes right
@@ -205,18 +206,23 @@ def _plan_cluster_size(model: PreparedModel, topology: Topology, nodes: int, mor
 
 
 def _is_fast_enough(size: Size, step_time: float | None) -> bool:
+    """Return whether a step of the plan takes at most ``step_time`` seconds; ``None``: no limit."""
     return step_time is None or size.step_time <= step_time
 
 
 def _read_step_money(size: Size) -> float:
+    """Return the US dollars per step. Raise :class:`ConstraintError` if the hardware file gives no price."""
     return _require_known_value(size.money, "price", "dollars per device and hour")
 
 
 def _read_step_energy(size: Size) -> float:
+    """Return the joules per step. Raise :class:`ConstraintError` if the hardware file gives no power."""
     return _require_known_value(size.energy, "power_busy", "watts")
 
 
 def _require_known_value(value: float | None, name: str, unit: str) -> float:
+    """Return ``value``; raise :class:`ConstraintError` if it is ``None``. ``name``, ``unit``: the field of the hardware
+    file from which it follows, and its unit, for the message."""
     if value is None:
         raise ConstraintError(
             f"a device type of the topology has no {name}; give it in {unit} under types: in its file"
@@ -225,9 +231,8 @@ def _require_known_value(value: float | None, name: str, unit: str) -> float:
 
 
 def _explain_no_size(tried: Sequence[Size], step_time: float | None) -> SizeError:
-    """Return the error for the case that none of the sizes in ``tried`` satisfies the request. ``step_time`` is the
-    requested upper bound of a step, in seconds.
-    """
+    """Return the error for the case that no cluster size satisfies the request. ``tried``: the results of all sizes.
+    ``step_time``: the requested upper bound on the seconds of a step; ``None``: no bound."""
     best = min(tried, key=lambda size: size.step_time)
     fastest = f"{format_plural(best.nodes, 'node')} with {best.step_time:.3g} s"
     late = [str(size.nodes) for size in tried if size.out_of_time]
@@ -270,6 +275,8 @@ class Largest:
     reason: str = ""
 
     def __str__(self) -> str:
+        """Return one line: the largest size that fits with its memory, mesh and step time, and the size that does not
+        fit."""
         fits = (
             f"{_WHAT[self.of].format(self.size)} fits: {memory_text(self.plan)}, {mesh_text(self.plan.mesh)}, "
             f"{seconds_text(self.plan.estimate.step_time)} a step"
@@ -298,8 +305,9 @@ def largest_that_fits(
     plan; bisection then finds the largest size in between. The plans are estimates without programs.
 
     Args:
-        inputs: a sample, as for :func:`partitioner.partition`. Dim 0 is the batch. A second dim is the sequence; its
-            content is repeated to make it longer.
+        model, topology: as for :func:`partitioner.partition`.
+        inputs: a sample of the batch, as for :func:`partitioner.partition`. Dim 0 is the batch. A second dim is the
+            sequence; its content is repeated to make it longer.
         of: ``sequence``, or ``microbatch``: samples of one rank at a time, with one microbatch for each device's share
             of the batch.
         most: largest size to try.
@@ -339,11 +347,15 @@ def largest_that_fits(
 def _of_microbatch(
     model: Any, topology: Topology, inputs: Any, asked: Constraints, more: dict[str, Any]
 ) -> Callable[[int], Plan]:
+    """Return a function that plans the model, without a program, for a microbatch size in samples. The global batch is
+    then one microbatch per device. ``asked``: choices that the user fixed. ``more``: further keyword arguments of
+    ``partition``."""
     own = ("loss", "objective", "precision", "documents")
     prepared = prepare(model, inputs, **{name: more[name] for name in own if name in more})
     others = {name: value for name, value in more.items() if name not in (*own, "global_batch")}
 
     def plan(size: int) -> Plan:
+        """Return the estimates for microbatches of ``size`` samples."""
         pins = asked.model_copy(update={"microbatch_size": size})
         batch = size * topology.num_devices
         return partition(prepared, topology, global_batch=batch, constraints=pins, estimate_only=True, **others)
@@ -354,9 +366,9 @@ def _of_microbatch(
 def _of_sequence(
     model: Any, topology: Topology, inputs: Any, asked: Constraints, more: dict[str, Any]
 ) -> Callable[[int], Plan]:
-    """Return a function that plans the model, without a program, for a sequence length in tokens. ``asked``: fixed
-    choices. ``more``: further arguments of ``partition``.
-    """
+    """Return a function that plans the model, without a program, for a sequence length in tokens. ``inputs``: one
+    batch, whose sequences are lengthened. ``asked``: choices that the user fixed. ``more``: further keyword arguments
+    of ``partition``."""
 
     def plan(size: int) -> Plan:
         return partition(
@@ -367,9 +379,8 @@ def _of_sequence(
 
 
 def length_of(inputs: Any) -> int:
-    """Return the number of tokens of a sample: the size of dim 1 of the first input that has one. Raise
-    :class:`InputsError` if there is none.
-    """
+    """Return the number of tokens of a sample: the size of dim 1 of the first tensor in ``inputs`` that has two or more
+    dims. Raise :class:`InputsError` if there is none."""
     lengths = [leaf.shape[_DIM] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > _DIM]
     if not lengths:
         raise InputsError("no input has a second dim, which would be the sequence; ask of='microbatch' instead")
@@ -377,7 +388,8 @@ def length_of(inputs: Any) -> int:
 
 
 def lengthen_sequences(inputs: Any, size: int) -> Any:
-    """Return ``inputs`` with sequences of ``size`` tokens, made by repetition of the given tokens."""
+    """Return ``inputs`` with sequences of ``size`` tokens, made by repetition of the given tokens along dim 1. Tensors
+    whose dim 1 is not as long as the sequence stay."""
     length = length_of(inputs)
 
     def stretched(leaf: Any) -> Any:
@@ -404,7 +416,7 @@ class Fit:
         length: tokens of a sample; 0 if the inputs are not sequences of tokens.
         microbatch: the largest microbatch that fits; ``None``: not even one sample for each device does.
         sequence: the longest sequence that fits; ``None``: none does, or there are no sequences.
-        run: what the training run takes; ``None``: no run was asked for, or the job does not fit.
+        run: time, money and energy of the training run; ``None``: no ``tokens`` were given, or the job does not fit.
     """
 
     plan: Plan | None = field(repr=False)
@@ -416,7 +428,8 @@ class Fit:
 
     @property
     def margin_bytes(self) -> int | None:
-        """Bytes that are left on the fullest rank; ``None`` if the job does not fit."""
+        """Bytes of memory that the plan leaves free on the rank with the fullest memory; ``None`` if the job does not
+        fit."""
         if self.plan is None or not self.plan.estimate.memory:
             return None
         rank = fullest_rank(self.plan)
@@ -424,12 +437,14 @@ class Fit:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens per second; ``None`` if the job does not fit or has no sequences."""
+        """Tokens per second of the whole cluster; ``None`` if the job does not fit or has no sequences."""
         if self.plan is None or not self.length or not self.plan.estimate.step_time:
             return None
         return self.plan.global_batch * self.length / self.plan.estimate.step_time
 
     def __str__(self) -> str:
+        """Return the result as text, one line for each answer: whether the job fits, its mesh and step time, the
+        largest sizes, and the training run."""
         lines = [f"fits: no; {self.reason}"]
         if self.plan is not None:
             left = f", {bytes_text(self.margin_bytes)} left" if self.margin_bytes is not None else ""
@@ -464,6 +479,7 @@ def check_fit(
     do, and what a training run takes.
 
     Args:
+        model, topology: as for :func:`partitioner.partition`.
         inputs: one global batch, as for :func:`partitioner.partition`.
         tokens: tokens of the training run; ``None``: no run.
         price: US dollars for one device and hour; ``None``: that of the hardware file.
@@ -499,7 +515,8 @@ def check_fit(
 
 
 def _try_largest(model: Any, topology: Topology, inputs: Any, **more: Any) -> Largest | None:
-    """Return the largest size that fits; ``None`` if the first one does not."""
+    """Return the largest size that :func:`largest_that_fits` finds; ``None`` if the first size does not fit in memory.
+    ``more``: its further keyword arguments."""
     try:
         return largest_that_fits(model, topology, inputs, tolerance=_TOLERANCE, **more)
     except CapacityError:
@@ -507,9 +524,8 @@ def _try_largest(model: Any, topology: Topology, inputs: Any, **more: Any) -> La
 
 
 def _token_length(inputs: Any) -> int:
-    """Return the number of tokens of a sample if the inputs are sequences of tokens: whole numbers of two dims, all of
-    one length. Else 0.
-    """
+    """Return the number of tokens of a sample if ``inputs`` are sequences of tokens: tensors of integers with two dims,
+    all with the same size of dim 1. Otherwise return 0."""
     leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > _DIM]
     lengths = {leaf.shape[_DIM] if leaf.dim() == 2 and not leaf.is_floating_point() else 0 for leaf in leaves}
     return int(lengths.pop()) if len(lengths) == 1 else 0

@@ -200,6 +200,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
     @field_validator(*_NUMBERS, mode="before")
     @classmethod
     def _no_truth_value(cls, given: Any) -> Any:
+        """Return ``given`` if it is not a boolean, which Python would accept as 0 or 1; otherwise raise a pydantic
+        error."""
         if isinstance(given, bool):  # which Python takes for 0 or 1
             raise PydanticCustomError("number", "input should be a whole number")
         return given
@@ -207,6 +209,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
     @field_validator("offload", mode="before")
     @classmethod
     def _in_order(cls, given: Any) -> Any:
+        """Return the kinds of data to offload as a tuple in a fixed order. ``given``: a text such as
+        ``"optimizer+activations"``, ``"none"``, or a collection of kinds. Parameters and disk imply the optimizer.
+        Raise a pydantic error for an unknown kind."""
         if isinstance(given, str):
             given = () if given == "none" else given.split("+")
         if given is None or not isinstance(given, Collection) or not all(isinstance(kind, str) for kind in given):
@@ -222,6 +227,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
     @field_validator("schedule")
     @classmethod
     def _is_schedule(cls, given: str | ScheduleTable | None) -> str | ScheduleTable | None:
+        """Return ``given`` if it is a table, the name of a built-in schedule or a name ending in ``.csv``; otherwise
+        raise a pydantic error."""
         if isinstance(given, str) and given not in SCHEDULES and not given.endswith(SUFFIX):
             names = ", ".join(repr(name) for name in SCHEDULES)
             what = f"input should be {names}, or a file that ends in {SUFFIX}"
@@ -229,6 +236,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         return given
 
     def __init__(self, **data: Any) -> None:
+        """Build the constraints from field values. Raise :class:`ConstraintError` for an unknown field or a wrong
+        value."""
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -238,17 +247,16 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
     def parse(cls, text: str) -> Constraints:
         """Return the constraints in a text like ``"tp=2,pp=2,schedule=gpipe"``; an empty text fixes nothing.
 
-        Several values are joined by ``+`` (``"data_shares=3+2"``). In ``stage_of`` each stage follows its module
-        (``"stage_of=embed:0+head:-1"``). Raise :class:`ConstraintError` for a malformed text, an unknown name or a
-        wrong value.
+        Several values are joined by ``+`` (``"data_shares=3+2"``). In ``stage_of`` a module path is followed by its
+        pipeline stage (``"stage_of=embed:0+head:-1"``). Raise :class:`ConstraintError` for a malformed text, an unknown
+        name or a wrong value.
         """
         return cls(**read_options(text))
 
     @property
     def leaves_schedule(self) -> bool:
-        """Return whether the schedule is free and only some schedules are searched for every mesh. Others are then
-        tried for the best meshes alone.
-        """
+        """Whether the pipeline schedule is free and only some schedules are searched for every mesh. The others are
+        then tried for the best meshes alone."""
         return self.schedule is None and self.virtual_stages is None and not self.ahead
 
     @property
@@ -260,30 +268,30 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The constraints that the user fixed, by name. Fields that were set to ``None`` are left out."""
+        """The constraints that the user fixed (name of the field -> value). Fields that were set to ``None`` are left
+        out."""
         return {name: value for name, value in self.model_dump(exclude_unset=True).items() if value is not None}
 
     @property
     def meaning(self) -> Constraints:
-        """The part of the constraints that changes what is computed, not how: ``couple`` and the microbatch size it
-        depends on.
-        """
+        """The part of the constraints that changes what is computed, not how: ``couple``, within which group samples
+        interact, and the microbatch size if that is the group. All other fields have their defaults."""
         if self.couple == "batch":
             return Constraints()
         return Constraints(couple=self.couple, microbatch_size=self.microbatch_size)
 
     @property
     def pinned(self) -> dict[str, int]:
-        """The fixed mesh axes whose sizes multiply to the number of ranks, by name: all but ``ep``, which reuses their
-        ranks.
-        """
+        """The fixed mesh axes whose sizes multiply to the number of ranks (name of the axis -> size): all but ``ep``,
+        which reuses their ranks."""
         return {axis: value for axis in AXES if axis != "ep" and (value := getattr(self, axis)) is not None}
 
     def fixes_mesh(self, world_size: int) -> bool:
-        """Return whether the fixed axes leave the search no choice of parallel degrees on ``world_size`` devices,
+        """Return whether the fixed mesh axes leave the search no choice of the sizes of axes on ``world_size`` devices,
         except how the remaining ranks are divided between ``dp`` and ``cp``.
 
-        Host offload is then used only if it is requested. Return ``False`` for one device, which has no degrees to fix.
+        Data are then offloaded to host memory only if this is requested. Return ``False`` for one device, on which no
+        axis is larger than 1.
         """
         pinned = self.pinned
         if math.prod(pinned.values()) == world_size or {"pp", "tp"} <= pinned.keys() or len(pinned) >= _DECISIVE:
@@ -291,9 +299,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         return False
 
     def check_world(self, world_size: int) -> None:
-        """Raise :class:`ConstraintError` unless the fixed axes fit ``world_size`` ranks. If ``pp``, ``dp`` and ``tp``
-        are fixed, a free ``cp`` may take the remaining ranks.
-        """
+        """Raise :class:`ConstraintError` unless the fixed mesh axes fit ``world_size`` ranks. If ``pp``, ``dp`` and
+        ``tp`` are fixed, a free ``cp`` may take the remaining ranks."""
         pinned = self.pinned
         product = math.prod(pinned.values())
         shown = " x ".join(f"{axis}={value}" for axis, value in pinned.items())
@@ -307,17 +314,15 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def too_few(self, world_size: int) -> str:
-        """Return the message for fixed axes that make a number of ranks other than ``world_size`` while no axis is
-        free.
-        """
+        """Return the error message for mesh axes that are all fixed and make a number of ranks other than
+        ``world_size``, the number of devices."""
         shown = " x ".join(f"{axis}={value}" for axis, value in self.pinned.items())
         made = math.prod(self.pinned.values())
         return f"{shown} makes {made} ranks; expected {world_size}, one per device: change an axis or free one"
 
     def check_batch(self, global_batch: int) -> None:
-        """Raise :class:`ConstraintError` unless ``global_batch`` samples can be divided as fixed: into whole
-        microbatches, at least one for each rank of ``dp``.
-        """
+        """Raise :class:`ConstraintError` unless a batch of ``global_batch`` samples can be divided as the constraints
+        require: into whole microbatches, at least one for each rank of ``dp``."""
         self._check_shares(global_batch)
         dp, size = self.dp or 1, self.microbatch_size or 1
         if global_batch % (dp * size) == 0:
@@ -335,9 +340,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def _check_shares(self, global_batch: int) -> None:
-        """Raise ``ConstraintError`` if ``data_shares`` (microbatches of each ``dp`` rank) does not match
-        ``global_batch``, in samples, or the given ``dp`` or ``microbatch_size``.
-        """
+        """Raise ``ConstraintError`` if ``data_shares`` (microbatches of each ``dp`` rank) does not match the given
+        ``dp`` or ``microbatch_size``, or a batch of ``global_batch`` samples."""
         shares = self.data_shares
         if shares is None:
             return
@@ -349,7 +353,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check_tensor_axis(self, dims: Iterable[int]) -> None:
-        """Raise :class:`ConstraintError` if ``tp`` divides none of ``dims``, the sizes of the weights' dims."""
+        """Raise :class:`ConstraintError` if ``tp`` is fixed and divides none of ``dims``, the sizes of the dims of all
+        weights."""
         sizes = sorted(set(dims))
         if self.tp is not None and self.tp > 1 and not any(size % self.tp == 0 for size in sizes):
             shown = ", ".join(map(str, sizes[:8])) + (", ..." if len(sizes) > 8 else "")
@@ -358,9 +363,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check_experts(self, experts: int) -> None:
-        """Raise :class:`ConstraintError` unless ``ep`` ranks can share ``experts`` experts evenly. ``experts`` of 0:
-        the model has none, so that ``ep`` and ``etp`` must not exceed 1.
-        """
+        """Raise :class:`ConstraintError` unless ``ep`` ranks can share the experts of the model evenly. ``experts``:
+        number of experts; 0: the model has none, so that ``ep`` and ``etp`` must not exceed 1."""
         asked = next((name for name in ("ep", "etp") if (getattr(self, name) or 1) > 1), None)
         if asked is not None and not experts:
             raise ConstraintError(
@@ -374,9 +378,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check_coupling(self) -> None:
-        """Raise :class:`ConstraintError` if samples are to interact within microbatches (``couple="microbatch"``), but
-        no microbatch size is given.
-        """
+        """Raise :class:`ConstraintError` if samples are to interact (as in batch norm) only within a microbatch
+        (``couple="microbatch"``), but no microbatch size is given."""
         if self.couple == "microbatch" and self.microbatch_size is None:
             raise ConstraintError(
                 "couple='microbatch' without microbatch_size: the step is the mean over groups of as many samples, the "
@@ -385,9 +388,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check_groups(self, global_batch: int) -> None:
-        """Raise :class:`ConstraintError` unless ``global_batch`` is a multiple of :attr:`group_size`, the number of
-        samples that interact.
-        """
+        """Raise :class:`ConstraintError` unless the samples can be divided into whole groups within which they interact
+        (microbatches, if ``couple="microbatch"``). ``global_batch``: samples of the whole batch."""
         size = self.group_size
         if size is not None and global_batch % size:
             nearest = min(list_divisors(global_batch), key=lambda d: abs(math.log2(d / size)))
@@ -406,9 +408,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check_reduction(self, num_nodes: int, train: bool) -> None:
-        """Raise :class:`ConstraintError` if the requested way of reducing gradients has no effect on this job or is
-        impossible with the ZeRO stage. ``num_nodes``: nodes of the cluster. ``train``: whether the job trains.
-        """
+        """Raise :class:`ConstraintError` if ``hierarchical`` or ``grad_compression``, which say how gradients are
+        reduced, has no effect on this job or is impossible with the ZeRO stage. ``num_nodes``: nodes of the cluster.
+        ``train``: whether the job trains."""
         given = {"hierarchical": self.hierarchical or None, "grad_compression": self.grad_compression}
         asked = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         if asked and not train:
@@ -429,17 +431,16 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def sends_compressed(self, zero: int, dp_shard: int) -> bool:
-        """Return whether gradients can be compressed as ``grad_compression`` requires, under ZeRO stage ``zero``
-        over ``dp_shard`` ranks of ``dp`` (0: all). True if no compression is requested.
+        """Return whether gradients can be compressed as ``grad_compression`` requires. ``zero``: the ZeRO stage, 0 to
+        3. ``dp_shard``: number of ranks of ``dp`` over which ZeRO shards; 0: all. True if no compression is requested.
         """
         if self.grad_compression is None or zero < 2 or dp_shard:
             return True
         return zero == 2 and self.grad_compression == "bf16"
 
     def check_idle(self) -> None:
-        """Raise :class:`ConstraintError` for constraints that have no effect because an axis is fixed to one rank, and
-        for a number of virtual stages that contradicts the schedule.
-        """
+        """Raise :class:`ConstraintError` for a constraint without effect because a mesh axis is fixed to one rank, such
+        as a pipeline schedule with ``pp=1``, and for a number of virtual stages that contradicts the schedule."""
         name = self.schedule
         if self.pp == 1 and isinstance(name, str) and name in SCHEDULES and name not in OF_ONE_STAGE:
             raise ConstraintError(
@@ -458,9 +459,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check_expert_tensor(self) -> None:
-        """Raise :class:`ConstraintError` for an ``etp`` that the runtime of this project does not execute, which is one
-        other than 1 and ``tp``.
-        """
+        """Raise :class:`ConstraintError` if ``etp``, the number of ranks that share one expert, is neither 1 nor
+        ``tp``. The runtime of this project does not execute other numbers."""
         if self.etp not in (None, 1, self.tp) and self.tp is not None:
             raise ConstraintError(
                 f"etp={self.etp} with tp={self.tp}: our runtime divides an expert over 1 rank or all ranks of tp; "
@@ -469,9 +469,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check_sharding(self) -> None:
-        """Raise :class:`ConstraintError` if ``dp_shard`` is given, but nothing is sharded (``zero=0``) or it does not
-        divide ``dp``.
-        """
+        """Raise :class:`ConstraintError` if ``dp_shard``, the number of ``dp`` ranks that shard, is given, but nothing
+        is sharded (``zero=0``) or it does not divide ``dp``."""
         if self.dp_shard is None:
             return
         if self.zero == 0:
@@ -484,9 +483,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check(self, world_size: int, global_batch: int | None = None, dims: Iterable[int] | None = None) -> None:
-        """Run the checks that depend on the number of ranks, on ``global_batch`` and on the weights' ``dims``, if these
-        are given. Raise :class:`ConstraintError` if one fails.
-        """
+        """Raise :class:`ConstraintError` if the constraints do not fit a job. ``world_size``: number of ranks.
+        ``global_batch``: samples of the batch; ``None``: not checked. ``dims``: sizes of the dims of all weights, of
+        which ``tp`` must divide one; ``None``: not checked."""
         self.check_idle()
         self.check_world(world_size)
         if global_batch is not None:
@@ -496,11 +495,12 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
 
 def pinned_calls(stage_of: Mapping[str, int], paths: Sequence[str], num_stages: int) -> dict[int, int]:
-    """Return the pipeline stage of each call that ``stage_of`` fixes, by index of the call.
+    """Return the pipeline stage of each block call that ``stage_of`` fixes (index of the call -> index of the stage).
 
     ``stage_of``: stage by module path prefix; negative stages count from the end. ``paths``: the module path of each
-    call, in order. The longest matching prefix decides. Raise :class:`ConstraintError` for a prefix that names no
-    module, a stage that does not exist, or stages that decrease in the order of the calls.
+    call, in order of execution. ``num_stages``: number of stages. The longest matching prefix decides. Raise
+    :class:`ConstraintError` for a prefix that names no module, a stage that does not exist, or stages that decrease in
+    the order of the calls.
     """
     pinned: dict[int, int] = {}
     for prefix, stage in sorted(stage_of.items(), key=lambda item: len(item[0])):
@@ -525,4 +525,5 @@ def pinned_calls(stage_of: Mapping[str, int], paths: Sequence[str], num_stages: 
 
 
 def _is_under_prefix(path: str, prefix: str) -> bool:
+    """Return whether the module ``path`` is ``prefix`` or a submodule of it."""
     return path == prefix or path.startswith(prefix + ".")

@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
 
 class TopologyError(PartitionError):
-    """The description of the hardware is malformed, inconsistent, or uses unknown names."""
+    """Error: the description of the hardware is malformed, inconsistent, or uses unknown names."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A changed job that has a plan, near a job that has none. Pass its fields to ``partition``.
+    """A changed job that has a plan, near a job that has none. Its ``constraints``, ``topology`` and ``global_batch``
+    are arguments of ``partition``.
 
-    ``text``: what was changed. ``global_batch``: ``None`` if it is that of the inputs. ``planned_only``: the parts that
-    this version can plan but not execute.
+    ``text``: what was changed. ``global_batch``: samples; ``None`` if it is that of the inputs. ``planned_only``: the
+    parts of its plan that this version can plan but not execute.
     """
 
     text: str
@@ -36,7 +37,8 @@ class Change:
 class Advice:
     """Why a job has no plan, and which changes would make one possible.
 
-    ``conflict``: a minimal set of constraints that exclude each other. ``changes``: the nearest changes, nearest first.
+    ``conflict``: a minimal set of the user's constraints that exclude each other, as texts; empty if there is none.
+    ``changes``: the nearest changes with which the job has a plan, nearest first.
     """
 
     conflict: tuple[str, ...] = ()
@@ -44,7 +46,8 @@ class Advice:
 
 
 class InfeasibleError(PartitionError):
-    """The job has no plan.
+    """Error: the job has no plan. ``message``: the reason. ``advise``: function that searches for a way out; ``None``:
+    none.
 
     :meth:`suggest` searches for changes that make a plan possible, which takes some seconds. ``str(error)`` never
     starts this search; it lists the changes once they are known.
@@ -62,8 +65,8 @@ class InfeasibleError(PartitionError):
     def suggest(self) -> Advice:
         """Return the constraints that conflict, and the nearest changes that make a plan possible, nearest first.
 
-        Each change was verified by planning. Both are empty if nothing was found, or if the error is a malformed
-        constraint without a job. The search runs once, for at least some seconds; later calls return its result.
+        Each change was verified by planning. Both are empty if nothing was found, or if no job was planned because a
+        constraint is malformed. The search runs once, for at least some seconds; later calls return its result.
         """
         if self._advice is None:
             self._advice = Advice()
@@ -75,19 +78,18 @@ class InfeasibleError(PartitionError):
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """The nearest changes that make a plan possible, nearest first. The first access searches for them, as
-        :meth:`suggest` does.
-        """
+        """The nearest changes that make a plan possible, nearest first. The first access searches for them, which takes
+        some seconds."""
         return self.suggest().changes
 
     @property
     def conflict(self) -> tuple[str, ...]:
-        """A minimal set of the user's constraints that exclude each other. The first access searches for it, as
-        :meth:`suggest` does.
-        """
+        """A minimal set of the user's constraints that exclude each other, as texts; empty if there is none. The first
+        access searches for it, which takes some seconds."""
         return self.suggest().conflict
 
     def __str__(self) -> str:
+        """Return the message, followed by the conflict and the nearest changes if :meth:`suggest` has found them."""
         text, advice = self.message, self._advice
         if advice is None:
             return text if self.advise is None else f"{text}; error.suggest() looks for the nearest change that fits"
@@ -101,22 +103,23 @@ class InfeasibleError(PartitionError):
 
 
 class ConstraintError(InfeasibleError):
-    """The model, the batch or the topology cannot satisfy a constraint."""
+    """Error: a constraint is malformed, or the model, the batch or the topology cannot satisfy it."""
 
 
 class PlanError(InfeasibleError):
-    """No plan satisfies the request, or this version cannot execute the plan."""
+    """Error: no plan satisfies the request, or this version cannot execute the plan."""
 
 
 class TimeLimitError(PlanError):
-    """The time limit ended the search before any plan was found. A plan may exist."""
+    """Error: the time limit ended the search before any plan was found. A plan may exist."""
 
 
 class CapacityError(PlanError):
-    """No plan fits in memory.
+    """Error: no plan fits in memory.
 
-    ``stage``: the pipeline stage that exceeds its memory most. ``missing_bytes``: bytes that each of its ranks lacks.
-    ``at_least``: ``missing_bytes`` is only a lower bound, and the stage is not known.
+    ``shortage``: what is missing, as text. ``stage``: index of the pipeline stage that exceeds its memory most.
+    ``missing_bytes``: bytes that each of its ranks lacks. ``at_least``: ``missing_bytes`` is only a lower bound, and
+    the stage is not known.
     """
 
     _least_conflict = 1

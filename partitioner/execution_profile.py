@@ -13,7 +13,8 @@ from partitioner.topology.validate import format_suggestion
 
 
 class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
-    """How a framework executes a layout, as far as this changes time or memory.
+    """How a framework executes a parallel layout, as far as this changes time or memory: for example whether gradients
+    are reduced behind computation.
 
     The cost model reads these facts. The defaults describe the runtime of this project, and a plan with them can be
     run. A plan with any other profile predicts another framework; it has estimates and no program.
@@ -113,6 +114,7 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
     )
 
     def __init__(self, **data: Any) -> None:
+        """Build the profile from field values. Raise :class:`ConstraintError` for an unknown field or a wrong value."""
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -121,8 +123,8 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
 
     @classmethod
     def parse(cls, text: str) -> ExecutionProfile:
-        """Return the profile in a text of the form ``NAME``, ``NAME,FIELD=VALUE,...`` or ``FIELD=VALUE,...``: a named
-        profile, by default that of this project's runtime, with some fields changed.
+        """Return the execution profile in a text of the form ``NAME``, ``NAME,FIELD=VALUE,...`` or ``FIELD=VALUE,...``:
+        a named profile, by default that of this project's runtime, with some fields changed.
 
         Raise :class:`ConstraintError` for an unknown name or field, or a wrong value.
         """
@@ -138,10 +140,10 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
 
     @classmethod
     def resolve(cls, profile: ExecutionProfile | str | None) -> ExecutionProfile:
-        """Return the profile for an argument: ``None`` stands for the runtime of this project, and text is read by
-        :meth:`parse`.
+        """Return the execution profile that an argument of ``partition`` stands for: a profile itself, the text of a
+        name with changed fields such as ``"megatron-core,overlap=true"``, or ``None`` for the runtime of this project.
 
-        Raise :class:`ConstraintError` for other types.
+        Raise :class:`ConstraintError` for other types and unknown names.
         """
         if profile is None:
             return OURS
@@ -154,15 +156,14 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """Return the fields in which the profile differs from the runtime of this project, as ``field=value`` texts."""
+        """The fields in which the profile differs from the runtime of this project, as texts ``field=value``."""
         facts = ((name, getattr(self, name)) for name in type(self).model_fields if name != "name")
         return tuple(f"{name}={value}" for name, value in facts if value != getattr(OURS, name))
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Map each field of a named profile to the reason for its value. Fields that were changed from the named
-        profile are left out.
-        """
+        """The reason for the value of each field that a named profile sets (name of the field -> text). Fields that
+        were changed from the named profile are left out."""
         facts = _FACTS.get(self.name.partition(",")[0], {})
         return {field: reason for field, (value, reason) in facts.items() if getattr(self, field) == value}
 

@@ -10,9 +10,8 @@ from partitioner.topology.validate import format_suggestion
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The memory of one kind of optimizer. ``moment_bytes``: bytes of its states per parameter of at most 4 bytes
-    (twice as many for float64). ``master``: whether it keeps a float32 copy of parameters in shorter types.
-    """
+    """The memory of one kind of optimizer. ``moment_bytes``: bytes of its states per parameter element of at most 4
+    bytes (twice as many for float64). ``master``: whether it keeps a float32 copy of parameters in shorter types."""
 
     moment_bytes: int
     master: bool
@@ -28,9 +27,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 def optimizer_bytes(numel: int, itemsize: int, optimizer: str) -> int:
-    """Return the bytes of an optimizer's states for ``numel`` parameters of ``itemsize`` bytes each, float32 copies
-    included. Raise :class:`ConstraintError` for an unknown optimizer.
-    """
+    """Return the bytes of an optimizer's states for ``numel`` parameter elements of ``itemsize`` bytes each, float32
+    copies of the parameters included. ``optimizer``: name, such as ``"adamw"``. Raise :class:`ConstraintError` for an
+    unknown one."""
     if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         name = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
         raise ConstraintError(
@@ -43,7 +42,6 @@ def optimizer_bytes(numel: int, itemsize: int, optimizer: str) -> int:
 
 
 def moment_bytes(numel: int, itemsize: int, optimizer: str) -> int:
-    """Return the bytes of an optimizer's states for ``numel`` parameters of ``itemsize`` bytes each, without float32
-    copies of the parameters.
-    """
+    """Return the bytes of an optimizer's states for ``numel`` parameter elements of ``itemsize`` bytes each, without
+    float32 copies of the parameters. ``optimizer``: name, such as ``"adamw"``; it must be known."""
     return numel * (OPTIMIZERS[optimizer].moment_bytes * max(4, itemsize) // 4)

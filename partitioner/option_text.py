@@ -53,9 +53,8 @@ _SENT = 'grad_compression="bf16" or "int8"; gradients are added up in float32'
 
 
 def _profile(fact: str) -> str:
-    """Return the advice to predict a framework with a profile that has ``fact``, an argument of
-    ``ExecutionProfile``.
-    """
+    """Return an advice for error messages: how to call ``partition`` with an execution profile, which predicts another
+    framework. ``fact``: a keyword argument of ``ExecutionProfile`` as text, such as ``overlap=False``."""
     return f"partition(..., profile=ExecutionProfile({fact})), which predicts another framework"
 
 
@@ -149,6 +148,8 @@ _OPTIONS: dict[str, str] = {
 
 
 def _by_name() -> dict[str, str]:
+    """Return how an option of other libraries is written in this project (lower-case name of the option -> text with
+    ``{value}`` for its value)."""
     found = {word: f"{axis}={{value}}" for axis, words in _AXES.items() for word in words.split()}
     for written, words in (*_OPTIONS.items(), *_ELSEWHERE.items()):
         found |= dict.fromkeys(words.split(), written)
@@ -162,9 +163,8 @@ _BEHIND = tuple("size degree deg dim way ways world_size ranks num enabled group
 
 
 def written_here(name: str, value: str, known: Sequence[str] = ()) -> str:
-    """Return how an option ``name=value`` of another library is written in this project; ``""`` if there is no
-    equivalent. ``known``: the names of the constraints.
-    """
+    """Return how an option ``name=value`` of another library is written in this project, such as ``tp=8``; ``""`` if
+    there is no equivalent. ``value``: the value as text. ``known``: the names of this project's options."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_").replace(".", "_").strip("_")
     for stem in _list_name_stems(words):
         if stem in _BY_NAME:
@@ -175,7 +175,8 @@ def written_here(name: str, value: str, known: Sequence[str] = ()) -> str:
 
 
 def _list_name_stems(name: str) -> list[str]:
-    """Return ``name`` and its shorter forms without generic words such as ``num`` or ``size``, the longest first."""
+    """Return the option name ``name`` and its shorter forms without generic words such as ``num_`` or ``_size``, the
+    longest first."""
     stems = [name]
     for stem in stems:  # grows meanwhile
         shorter = [stem.removeprefix(f"{word}_") for word in _BEFORE] + [stem.removesuffix(f"_{w}") for w in _BEHIND]
@@ -184,9 +185,8 @@ def _list_name_stems(name: str) -> list[str]:
 
 
 def explain_validation_error(error: ValidationError, known: Sequence[str], noun: str = "constraint") -> str:
-    """Return the first error of a pydantic validation as one sentence. ``known``: the valid option names. ``noun``:
-    what an option is called.
-    """
+    """Return the first error of a pydantic validation as one sentence: the option, what is expected, and what was
+    given. ``known``: the valid option names. ``noun``: what the sentence calls an option."""
     first = error.errors()[0]
     name, got = str(first["loc"][0]), first["input"]
     if first["type"] == "extra_forbidden":
@@ -205,7 +205,7 @@ def explain_validation_error(error: ValidationError, known: Sequence[str], noun:
 
 def _suggest_meant_value(got: Any, context: dict[str, Any]) -> str:
     """Return the suggestion of an allowed value that resembles ``got``, with a leading semicolon; ``""`` if there is
-    none.
+    none. ``context``: the ``ctx`` of a pydantic error, which has the allowed values under ``values`` or ``expected``.
     """
     values = context.get("values") or str(context.get("expected", "")).replace(" or ", ", ").split(", ")
     meant = format_suggestion(got, [str(value).strip("'") for value in values if value]) if isinstance(got, str) else ""
@@ -213,10 +213,10 @@ def _suggest_meant_value(got: Any, context: dict[str, Any]) -> str:
 
 
 def read_options(text: str) -> dict[str, Any]:
-    """Return the names and values in a text like ``tp=8,schedule=gpipe``.
+    """Return the options in a text like ``tp=8,schedule=gpipe`` (name -> value; numbers and booleans are converted).
 
-    Several values are joined by ``+`` (``data_shares=3+2``). In ``stage_of`` each stage follows its module
-    (``stage_of=embed:0+head:-1``). Raise :class:`ConstraintError` for malformed text.
+    Several values are joined by ``+`` (``data_shares=3+2``). In ``stage_of`` a module path is followed by its pipeline
+    stage (``stage_of=embed:0+head:-1``). Raise :class:`ConstraintError` for malformed text.
     """
     found: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -229,12 +229,14 @@ def read_options(text: str) -> dict[str, Any]:
 
 
 def _parse_value(text: str) -> Any:
+    """Return ``text`` as an integer or a boolean if it is one, otherwise unchanged."""
     words = {"true": True, "false": False}
     return int(text) if text.lstrip("-").isdigit() else words.get(text.lower(), text)
 
 
 def _parse_stage_places(text: str) -> dict[str, Any]:
-    """Return the stage of each module path prefix in a text like ``prefix:stage+prefix:stage``."""
+    """Return the pipeline stages in a text like ``embed:0+head:-1`` (module path prefix -> stage). Raise
+    :class:`ConstraintError` for malformed text."""
     parts = [part.rpartition(":") for part in text.split("+")]
     for prefix, colon, stage in parts:
         if not (prefix and colon and stage):

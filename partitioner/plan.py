@@ -37,7 +37,8 @@ _ROUNDING = 1e-9  # of a step: no difference
 
 
 class StageEstimate(Data):
-    """The estimate of the cost model for one pipeline stage. Seconds are per step, without time spent waiting."""
+    """The estimate of the cost model for one pipeline stage: seconds per step, without time spent waiting, and bytes of
+    memory per rank."""
 
     first: str = Field(description="Module path of the first call of the stage.")
     last: str = Field(description="Module path of its last call.")
@@ -61,16 +62,16 @@ class StageEstimate(Data):
 
     @property
     def again(self) -> str:
-        """Return a text on the recomputation of the stage, such as ``3 recomputed``; ``""`` if nothing is
-        recomputed.
-        """
+        """A text on the recomputation of the stage, such as ``3 recomputed``, the number of calls that run again for
+        their backward; ``""`` if nothing is recomputed."""
         if not self.recomputed:
             return f"{self.in_part or ''} recomputed in part".strip() if self.selective else ""
         return f"{self.recomputed} recomputed" + (f", {self.in_part or 'others'} in part" if self.selective else "")
 
 
 class Estimate(Data):
-    """The estimate of the cost model for one step: time, memory, bubble and MFU."""
+    """The estimate of the cost model for one step: seconds, peak bytes of each rank, the share of time spent waiting
+    for other pipeline stages (bubble), and model FLOPs utilisation (MFU)."""
 
     step_time: float = Field(
         description="Seconds from the start of a step to the end of the update by the optimizer; where "
@@ -94,7 +95,8 @@ class Estimate(Data):
 
 
 class Candidate(Data):
-    """One candidate of the search and its outcome: chosen, solved, bounded (not solved) or infeasible."""
+    """One candidate of the search for a plan (mesh, microbatch size, schedule, ZeRO stage) and its outcome: chosen,
+    solved, bounded (not solved, because of its lower bound) or infeasible."""
 
     mesh: dict[str, int] = Field(description="Ranks per axis.")
     microbatch_size: int = Field(description="Samples of a microbatch.")
@@ -137,7 +139,8 @@ class Baseline(Data):
 
 
 class Limits(Data):
-    """Properties of the model that limit the candidates of the search."""
+    """Properties of the model that limit the candidates of the search, such as the number of calls that pipeline stages
+    can hold."""
 
     calls: int = Field(description="Calls that stages can hold.")
     dims: tuple[int, ...] = Field(description="Sizes of the dims of weights.")
@@ -180,9 +183,8 @@ class Certificate(Data):
     )
 
     def is_open(self, candidate: Candidate) -> bool:
-        """Whether a candidate was not solved and may be faster than the plan, because its lower bound is below the
-        plan's step time.
-        """
+        """Return whether ``candidate`` was not solved and may be faster than the plan, because its lower bound on the
+        step time is below the plan's step time."""
         return candidate.status == "bounded" and candidate.bound < self.objective * (1 - _ROUNDING)
 
     @property
@@ -192,7 +194,8 @@ class Certificate(Data):
 
 
 class ContextWay(Data):
-    """One algorithm of attention over ``cp``, and the step time if every attention uses it."""
+    """One algorithm of attention over the context-parallel axis ``cp``, and the step time if every attention uses
+    it."""
 
     algorithm: str = Field(description="Its name: all_gather, ring or ulysses.")
     calls: int = Field(default=0, description="Calls of attention that run by it in the plan.")
@@ -203,7 +206,8 @@ class ContextWay(Data):
 
 
 class OperatorShare(Data):
-    """How much of the model's work is sharded over ranks."""
+    """How much of the model's work is sharded over ranks by tensor or context parallelism, and which operators cannot
+    be."""
 
     matmul_sharded: float = Field(description="Share of the work of matrix products that is sharded, 0 to 1.")
     without_rule: dict[str, float] = Field(description="Operators that have no rule: name to share of the work.")
@@ -279,7 +283,7 @@ class Plan(Data):
 
     @property
     def expected_step_time(self) -> float:
-        """Seconds of a step on average over the shapes of batches, by how often batches have each."""
+        """The mean seconds of a step over the shapes of batches, weighted by how often batches have each shape."""
         steps = [(f.padding, f.seconds) for f in self.further.values() if f.purpose == "step"]
         every = [(self.padding, self.estimate.step_time), *steps]
         weights = [1.0 if padding is None else padding.weight for padding, _ in every]
@@ -287,7 +291,7 @@ class Plan(Data):
 
     @property
     def chosen(self) -> Candidate:
-        """The row of the certificate that describes this plan."""
+        """The candidate of the search that this plan realises, with its mesh, schedule and status ``chosen``."""
         return next(c for c in self.certificate.candidates if c.status == "chosen")
 
     @property
@@ -299,21 +303,20 @@ class Plan(Data):
 
     @property
     def offload(self) -> tuple[str, ...]:
-        """The kinds of data in host memory between uses; empty if there are none. ``disk``: optimizer states are on
-        disk instead.
-        """
+        """The kinds of data in host memory between uses: ``optimizer`` (its states), ``activations`` or ``parameters``;
+        empty if there are none. ``disk``: optimizer states are on disk instead."""
         if self.written is None:
             return self.in_host or self.constraints.offload or ()
         return self.written.offload
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks, one per device."""
         return len(self.devices)
 
     @property
     def num_microbatches(self) -> int:
-        """The number of microbatches per step of the rank that has the most."""
+        """The number of microbatches per step of the data-parallel rank that has the most."""
         if self.written is not None:
             return self.written.num_microbatches
         each = -(-self.global_batch // (self.chosen.mesh["dp"] * self.chosen.microbatch_size))
@@ -329,12 +332,12 @@ class Plan(Data):
 
     @property
     def data_shares(self) -> tuple[int, ...]:
-        """The number of microbatches of each rank of ``dp``; empty if all have :attr:`num_microbatches`."""
+        """The number of microbatches of each data-parallel rank; empty if all have :attr:`num_microbatches`."""
         return self.of_replicas if self.written is None else self.written.data_shares
 
     @property
     def schedule(self) -> str:
-        """The name of the pipeline schedule."""
+        """The name of the pipeline schedule, such as ``1f1b``."""
         return self.chosen.schedule if self.written is None else self.written.schedule
 
     @property
@@ -343,7 +346,8 @@ class Plan(Data):
         return self.mesh.get("pp", 1)
 
     def rank(self, rank: int) -> RankProgram:
-        """Return the program of rank number ``rank``. Raise :class:`PlanError` if there is no such rank."""
+        """Return the program of one rank. ``rank``: its index, from 0. Raise :class:`PlanError` if there is no such
+        rank."""
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise PlanError(f"the plan has ranks 0 to {self.world_size - 1}; got {rank!r}")
         return self.program.rank(rank)
@@ -371,8 +375,8 @@ class Plan(Data):
         """Return the answer to why the plan does not have other ``constraints``, as in ``why_not(tp=8)``: what they
         would cost, or why they are impossible.
 
-        ``model``, ``inputs`` and ``loss``: as for ``partition``. With them the job is planned again if the certificate
-        has no answer.
+        ``model``, ``inputs`` and ``loss``: the arguments of ``partition`` with which the job was planned. With them the
+        job is planned again if the certificate has no answer.
         """
         from partitioner.advise.why_not import why_not
 
@@ -380,9 +384,8 @@ class Plan(Data):
 
     @typed_errors("Plan.diff()")
     def diff(self, other: Plan) -> str:
-        """Return the differences between this plan and ``other``, and how they change time and memory, as text for a
-        terminal.
-        """
+        """Return a text for a terminal: the differences between this plan and the plan ``other``, and how they change
+        time and memory."""
         from partitioner.explain.diff import format_plan_diff
 
         if not isinstance(other, Plan):
@@ -398,20 +401,20 @@ class Plan(Data):
         steps: int | None = None,
         price: float | None = None,
     ) -> TrainingRun:
-        """Return the steps, days, device hours, money and energy of a training run over a number of ``tokens``,
-        ``samples`` or ``steps``. ``price``: US dollars per device and hour; ``None``: that of the hardware file.
-        """
+        """Return what a training run takes: steps, days, device hours, money and energy. Its length is given as one of
+        a number of ``tokens``, of ``samples`` or of ``steps``. ``price``: US dollars per device and hour; ``None``:
+        that of the hardware file."""
         from partitioner.plans.training_run import training_run
 
         return training_run(self, tokens=tokens, samples=samples, steps=steps, price=price)
 
     @typed_errors("Plan.prove()")
     def prove(self) -> Proof:
-        """Prove that the programs of all ranks are consistent and cannot deadlock, and that further programs have the
-        state layout of the first one. Return the proof of the first one.
+        """Prove that the programs of all ranks are consistent and cannot deadlock, and that further programs on the
+        same weights store parameters and optimizer states as the first one does. Return the proof of the first one.
 
         Raise :class:`partitioner.runtime.prove.errors.ProofError` with rank, instruction and graph node, or
-        :class:`partitioner.runtime.prove.layouts.LayoutError`, if they are not.
+        :class:`partitioner.runtime.prove.layouts.LayoutError`, if this is not so.
         """
         from partitioner.runtime.prove.layouts import prove_same_layout
         from partitioner.runtime.prove.prove import prove
@@ -424,8 +427,8 @@ class Plan(Data):
     @typed_errors("Plan.verify()")
     def verify(self, model: nn.Module, inputs: Any, loss: Any = None) -> Verification:
         """Run all ranks on this machine in float64. Return the differences of outputs, loss and gradients from those of
-        the unmodified ``model``.
-        """
+        the unmodified ``model``. ``inputs``: one global batch. ``loss``: the function that computes the loss from the
+        output, if one was given to ``partition``."""
         from partitioner.plans.verify import verify
 
         return verify(self, model, inputs, loss)
@@ -463,7 +466,7 @@ class Plan(Data):
         return format_plan_html(self)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Yield what ``repr`` shows: the main figures, and not the programs."""
+        """Yield (name, value) of what ``repr`` shows: the main figures, and not the programs."""
         yield "model", self.model
         yield "mesh", {axis: size for axis, size in self.mesh.items() if size > 1}
         yield "ranks", self.world_size
@@ -474,9 +477,8 @@ class Plan(Data):
 
     @typed_errors("Plan.save()")
     def save(self, path: str | Path) -> Path:
-        """Write the plan to the JSON file ``path`` and return the path. The file is replaced atomically, so that it is
-        never partial.
-        """
+        """Write the plan to the JSON file ``path`` and return the path. The file is replaced atomically: it is never
+        incomplete."""
         from partitioner.plans.files import save_plan
 
         return save_plan(self, Path(path))
@@ -491,15 +493,16 @@ class Plan(Data):
 
     @typed_errors("Plan.export_ranks()")
     def export_ranks(self, folder: str | Path) -> list[Path]:
-        """Write one self-contained JSON file per rank to ``folder``, and return their paths."""
+        """Write one JSON file per rank to ``folder``, with all that the rank needs to run, and return their paths in
+        the order of the ranks."""
         from partitioner.plans.files import export_ranks
 
         return export_ranks(self, Path(folder))
 
     @typed_errors("Plan.export()")
     def export(self, format: str, path: str | Path) -> tuple[UnusedOption, ...]:
-        """Write the plan's layout to the file ``path`` as a configuration of another framework, atomically. Return what
-        the format cannot express.
+        """Write the plan's layout to the file ``path`` as a configuration of another framework, atomically. Return the
+        options of the plan that the format cannot express.
 
         ``format``: ``megatron``, ``torchtitan``, ``deepspeed``, ``accelerate`` or ``transformers``. Raise
         :class:`LayoutError` for another format, or a plan of inference.
@@ -512,8 +515,8 @@ class Plan(Data):
 def operator_share(
     batch: ShardingSolution, tensor: ShardingSolution, context: ShardingSolution | None = None
 ) -> OperatorShare:
-    """Return the share of matrix products that ``tp`` or ``cp`` divides, and the operators without a factor rule.
-    ``batch``, ``tensor`` and ``context``: the shardings over the batch, ``tp`` and ``cp``.
-    """
+    """Return the share of the work of matrix products that ``tp`` or ``cp`` divides, and the operators that have no
+    rule for sharding. ``batch``, ``tensor`` and ``context``: the solved shardings over the batch, ``tp`` and ``cp``;
+    ``context`` is ``None`` without context parallelism."""
     divided = max(tensor.matmul_sharded, 0.0 if context is None else context.matmul_sharded)
     return OperatorShare(matmul_sharded=divided, without_rule=batch.without_rule)

@@ -33,7 +33,7 @@ def format_digits(value: float, places: int = 3) -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Return a number of bytes as text in powers of 1024, such as ``16 MiB``."""
+    """Return a number of bytes as text with three significant digits in powers of 1024, such as ``16 MiB``."""
     size, unit = float(num_bytes), 0
     while abs(size) >= 999.5 and unit < len(_BINARY) - 1:
         size, unit = size / 1024, unit + 1
@@ -41,7 +41,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return seconds as text in s, ms, µs or ns, such as ``12.3 ms``."""
+    """Return a number of seconds as text with three significant digits in s, ms, µs or ns, such as ``12.3 ms``."""
     if seconds == 0:
         return "0 s"
     scale, unit = next((s for s in _SECONDS if abs(seconds) >= s[0] * 0.9995), _SECONDS[-1])
@@ -49,7 +49,8 @@ def seconds_text(seconds: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """Return a count as text, such as ``8.03 B`` for 8,030,261,248. Counts below 10,000 are written in full."""
+    """Return a count as text with a suffix k, M, B or T, such as ``8.03 B`` for 8,030,261,248. Counts below 10,000 are
+    written in full."""
     for scale, unit in _COUNTS:
         if abs(count) >= scale * 0.9995 and count >= 10_000:
             return f"{format_digits(count / scale)} {unit}"
@@ -57,7 +58,7 @@ def count_text(count: float) -> str:
 
 
 def format_percent(share: float) -> str:
-    """Return a fraction of 1 as a percentage, with one decimal below 10 %."""
+    """Return ``share``, a fraction of 1, as a percentage, such as ``45%``. Values below 10 % have one decimal."""
     value = 100 * share
     if 0 < value < 0.05:
         return "<0.1%"
@@ -65,7 +66,8 @@ def format_percent(share: float) -> str:
 
 
 def format_ranges(numbers: Sequence[int]) -> str:
-    """Return sorted integers as text with ranges, such as ``0–3, 8, 10–11``."""
+    """Return integers as text, with ranges for consecutive ones, such as ``0–3, 8, 10–11``. ``numbers``: in ascending
+    order, without duplicates."""
     parts: list[str] = []
     start = 0
     for i in range(1, len(numbers) + 1):
@@ -90,6 +92,7 @@ def list_divisors(number: int) -> list[int]:
 
 @cache
 def _list_divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of ``number`` in ascending order. The result is cached."""
     import sympy  # where it is used: it takes half a second
 
     return tuple(map(int, sympy.divisors(number)))
@@ -99,14 +102,14 @@ WIDTH = 110  # columns of the plain text
 
 
 def text_console(file: IO[str], **options: Any) -> Console:
-    """Return a console that writes to ``file``, also in notebooks. ``options``: arguments of
-    :class:`rich.console.Console`.
-    """
+    """Return a console of the library rich that writes to ``file``, also in notebooks. ``options``: further arguments
+    of :class:`rich.console.Console`."""
     return Console(file=file, highlight=False, force_jupyter=False, **options)
 
 
 def format_plain_text(parts: Iterable[RenderableType]) -> str:
-    """Return ``parts`` as text without colours, ``WIDTH`` columns wide, without spaces at the ends of lines."""
+    """Return renderable objects of the library rich, such as tables, as text without colours. ``parts``: the objects,
+    from top to bottom. Lines have at most ``WIDTH`` columns and no spaces at their ends."""
     written = io.StringIO()
     console = text_console(written, width=WIDTH, color_system=None, legacy_windows=False)
     for part in parts:
@@ -115,7 +118,8 @@ def format_plain_text(parts: Iterable[RenderableType]) -> str:
 
 
 def format_html_figures(title: str, rows: Iterable[tuple[str, str]], more: str = "") -> str:
-    """Return a title and (name, value) pairs as a table in HTML, for notebooks. ``more``: HTML that follows."""
+    """Return a title and a table in HTML, for notebooks. ``rows``: (name, value) of each row of the table. ``more``:
+    HTML that follows the table."""
     body = "".join(
         f'<tr><th scope="row" style="text-align:left;font-weight:normal;opacity:.75">{escape(name)}</th>'
         f'<td style="text-align:left">{escape(value)}</td></tr>'

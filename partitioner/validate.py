@@ -33,7 +33,9 @@ def check_request(
     profile: ExecutionProfile = OURS,
     precision: str | None = None,
 ) -> None:
-    """Raise a :class:`partitioner.passes.errors.PartitionError` for arguments that are invalid with every model."""
+    """Raise a :class:`partitioner.passes.errors.PartitionError` if an argument of ``partition`` is invalid whatever the
+    model is. ``topology``: the cluster. ``optimizer``: name, such as ``"adamw"``. ``train``: whether the job trains.
+    ``profile``: how the plan is executed. ``precision``: such as ``"bf16"``; ``None``: that of the parameters."""
     if not isinstance(topology, Topology):
         raise InputsError(
             f"topology must be a Topology, got {type(topology).__name__}: write Topology.local(4), "
@@ -80,17 +82,15 @@ def check_precision(topology: Topology, precision: str | None) -> None:
 
 
 def check_options(time_limit_s: Any, progress: Any) -> None:
-    """Raise :class:`InputsError` if the time limit is not a positive number or ``progress`` cannot be called. ``None``
-    is allowed for both.
-    """
+    """Raise :class:`InputsError` if ``time_limit_s`` (seconds) is not a positive number or ``progress`` cannot be
+    called. ``None`` is allowed for both."""
     check_seconds("time_limit_s", time_limit_s)
     check_callback("progress", progress)
 
 
 def check_seconds(name: str, seconds: Any) -> None:
-    """Raise :class:`InputsError` unless ``seconds`` is a positive number or ``None``. ``name``: the argument, for the
-    message.
-    """
+    """Raise :class:`InputsError` unless ``seconds`` is a positive number or ``None``. ``name``: name of the argument,
+    for the message."""
     if seconds is None:
         return
     if isinstance(seconds, bool) or not isinstance(seconds, Real) or not float(seconds) > 0:  # nan is not
@@ -98,17 +98,15 @@ def check_seconds(name: str, seconds: Any) -> None:
 
 
 def check_callback(name: str, function: Any) -> None:
-    """Raise :class:`InputsError` unless ``function`` is callable or ``None``. ``name``: the argument, for the
-    message.
-    """
+    """Raise :class:`InputsError` unless ``function`` is callable or ``None``. ``name``: name of the argument, for the
+    message."""
     if function is not None and not callable(function):
         raise InputsError(f"{name} must be a function, or None; got {type(function).__name__}")
 
 
 def check_work(model: FoldedModel, train: bool) -> None:
-    """Raise :class:`InputsError` if the model lacks what the objective needs: a loss and trained parameters for
-    training, a result or a changed buffer for inference.
-    """
+    """Raise :class:`InputsError` if the model lacks what a step needs. ``train``: whether the step trains, which needs
+    a loss and parameters that require gradients; otherwise it needs an output tensor or a changed buffer."""
     if not train:
         if not model.updates and all(output.value is None for output in model.outputs):
             raise InputsError(
@@ -131,30 +129,28 @@ def check_work(model: FoldedModel, train: bool) -> None:
 
 
 def _output_text(model: FoldedModel) -> str:
-    """Return the paths and shapes of the first tensors of the model's output as text, such as ``0: (), 1: (8, 5)``."""
+    """Return the paths and shapes of the first three tensors of the model's output as text, such as ``0: (), 1: (8,
+    5)``, and the number of further ones; ``"no tensor"`` if there are none."""
     leaves = [f"{o.path or 'a tensor'}: {tuple(model.values[o.value].shape)}" for o in model.outputs if o.value]
     more = f" and {len(leaves) - _SHOWN} more" if len(leaves) > _SHOWN else ""
     return ", ".join(leaves[:_SHOWN]) + more if leaves else "no tensor"
 
 
 def type_of(precision: str | None) -> str | None:
-    """Return the precision of parameters and activations: bf16 under ``fp8``, fp32 under ``tf32``, otherwise
-    ``precision`` itself.
-    """
+    """Return the precision of parameters and activations for a requested ``precision``: ``bf16`` for ``fp8``, ``fp32``
+    for ``tf32`` (both concern only matrix products), otherwise ``precision`` itself, also if it is ``None``."""
     return _AROUND.get(precision, precision) if precision else precision
 
 
 def rate_cluster(topology: Topology, precision: str, margin: float = 0.0) -> Topology:
-    """Return ``topology`` with the rates of matrix products in ``precision``, and with the fraction ``margin`` of each
-    device's usable memory taken away.
-    """
+    """Return ``topology`` with the rates of matrix products in ``precision``, such as ``"tf32"``, and with less usable
+    memory on each device. ``margin``: the fraction of it that is taken away, 0 to 1."""
     return with_margin(topology.in_tf32 if precision == "tf32" else topology, margin)
 
 
 def precision_of(model: FoldedModel, asked: str | None = None) -> str:
-    """Return the precision of most of the parameters, such as ``bf16``; ``fp8`` or ``tf32`` if that is ``asked``.
-    ``fp32`` without floating-point parameters.
-    """
+    """Return the precision in which ``model`` is planned: ``asked`` if that is ``fp8`` or ``tf32``, otherwise that of
+    most elements of its parameters and buffers, such as ``bf16``. Return ``fp32`` if none of them is floating-point."""
     if asked in _AROUND:
         return asked
     sizes: Counter[str] = Counter()
@@ -165,5 +161,5 @@ def precision_of(model: FoldedModel, asked: str | None = None) -> str:
 
 
 def torch_device(topology: Topology) -> str:
-    """Return PyTorch's device type for the topology: ``cpu`` if all devices are CPUs, else ``cuda``."""
+    """Return PyTorch's device type for the cluster ``topology``: ``cpu`` if all devices are CPUs, else ``cuda``."""
     return "cpu" if all(topology.types[kind].torch == "cpu" for kind, _ in topology.paces[0]) else "cuda"

@@ -29,19 +29,20 @@ _PER_RANK = 2_000_000
 
 
 def bucket_limit(ranks: int) -> int:
-    """Return the bytes that fill a bucket which ``ranks`` ranks reduce. This is PyTorch's 25 MiB or, for many ranks,
-    Megatron-LM's one million two-byte gradients per rank, so that latency does not dominate the ring."""
+    """Return the bytes of gradients that fill a bucket which ``ranks`` ranks reduce together. This is PyTorch's 25 MiB
+    or, for many ranks, Megatron-LM's one million two-byte gradients per rank, so that latency does not dominate the
+    ring."""
     return max(_LEAST_BUCKET, _PER_RANK * ranks)
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of a parameter on one rank of a stage.
+    """The gradient of a parameter on one rank of a pipeline stage.
 
     ``state``: name of the parameter. ``dtype``: its number format. ``nbytes``: bytes of the gradient. ``axes``: the
     mesh axes with more than one rank over which it is summed. ``tied``: indices of the stages that share the parameter;
-    empty if only one has it. ``sharded``: the axes over which ZeRO shards the parameter. ``readers``: under ZeRO-3,
-    positions of the stage's calls that read the parameter.
+    empty if only one has it. ``sharded``: the mesh axes over which ZeRO shards the parameter. ``readers``: under
+    ZeRO-3, positions of the stage's block calls (such as layers) that read the parameter.
     """
 
     state: str
@@ -57,16 +58,18 @@ class Gradient:
 class PlannedBucket:
     """A bucket of gradients (or of sharded parameters), and the point of the schedule at which its reduction starts.
 
-    - ``states``: names of the parameters. ``axes``: the axes over which their gradients are summed. ``sharded``: ZeRO
-      shards the parameters or their gradients.
+    - ``states``: names of the parameters. ``axes``: the mesh axes over which their gradients are summed. ``sharded``:
+      whether ZeRO shards the parameters or their gradients.
     - ``ready``: (index of the action in the rank's order, position of the block call in the stage) after which the
       gradients are complete on this rank. ``None`` if they do not exist, or are first summed over the stages that share
       the parameters.
-    - ``each``: under ZeRO-2 and ZeRO-3, for each virtual stage of the rank, the position of the block call after which
-      a microbatch has added its whole part.
-    - ``levels``: for each level of a hierarchical or compressed reduction, the axes over which the bucket is
-      reduce-scattered and later gathered again. ``compression``: the number format of compressed gradients.
-    - ``turns``: the collectives that reduce the bucket, or the shards that a reduce-scatter leaves, in order.
+    - ``each``: under ZeRO-2 and ZeRO-3, for each virtual stage of the rank (its index on the rank), the position of the
+      block call after whose backward a microbatch has added its whole part.
+    - ``levels``: for each level of a hierarchical or compressed reduction, the mesh axes over which the bucket is
+      reduce-scattered and later gathered again. ``compression``: the number format of compressed gradients; ``None``:
+      they are not compressed.
+    - ``turns``: the collectives that reduce the bucket, or the shards that a reduce-scatter leaves, in order, as pairs
+      (operation, mesh axes).
     """
 
     states: tuple[str, ...]
@@ -79,9 +82,9 @@ class PlannedBucket:
     turns: tuple[Turn, ...] = ()
 
     def done_by(self, index: int, chunk: int) -> int | None:
-        """Return the position of the block call after whose backward the reduction of this bucket starts, or ``None``
-        if it does not start in this action. ``index``: index of the action in the rank's order. ``chunk``: the virtual
-        stage of the rank that the action runs."""
+        """Return the position of the block call (such as a layer) after whose backward the reduction of this bucket
+        starts, or ``None`` if it does not start in this action. ``index``: index of the action in the rank's order.
+        ``chunk``: index on the rank of the virtual stage that the action runs."""
         if self.each:
             return self.each.get(chunk)
         return self.ready[1] if self.ready is not None and self.ready[0] == index else None
@@ -95,18 +98,19 @@ def plan_buckets(
     limit: Callable[[tuple[str, ...]], int],
     zero: int = 0,
 ) -> list[PlannedBucket]:
-    """Group ``gradients`` into buckets and return them in the order in which they are reduced.
+    """Group ``gradients``, those of one pipeline rank, into buckets, and return the buckets in the order in which they
+    are reduced.
 
-    ``stage``, ``order``: the block calls of the rank and the order of its actions. ``adds``: for each parameter, the
-    positions of the calls whose backward adds to its gradient. ``limit``: returns the bytes that fill a bucket, given
-    all axes over which it is reduced. ``zero``: the ZeRO stage. Under ZeRO-3 a bucket holds the parameters that the
-    same calls read, without a limit.
+    ``stage``: the block calls (such as layers) of the rank. ``order``: its forwards and backwards in order. ``adds``:
+    for each parameter, the positions in the stage of the calls whose backward adds to its gradient. ``limit``: returns
+    the bytes that fill a bucket, given all mesh axes over which it is reduced. ``zero``: the ZeRO stage, 0 to 3. Under
+    ZeRO-3 a bucket holds the sharded parameters that the same calls read, without a limit.
     """
     last = {a.chunk: i for i, a in enumerate(order) if a.kind in ("B", "W")}
 
     def done(gradient: Gradient) -> tuple[int, int]:
-        """Return a sort key for the time at which a gradient is complete: (index of the action, minus the position of
-        the block call that completes it)."""
+        """Return a sort key for the time at which a gradient is complete: (index of the action in the rank's order,
+        minus the position of the block call that completes it)."""
         times = [(last[stage.chunk_of(i)], -i) for i in adds.get(gradient.state, ())]
         return max(times, default=(0, 0))
 
@@ -114,6 +118,8 @@ def plan_buckets(
     filling: dict[object, list[Gradient]] = {}
 
     def close(key: object) -> None:
+        """Append the gradients collected under ``key`` to ``buckets`` as one bucket, and remove them from the open
+        ones."""
         content = filling.pop(key)
         action, position = done(content[-1])
         sharded = bool(content[0].sharded)
@@ -126,8 +132,8 @@ def plan_buckets(
         buckets.append(PlannedBucket(tuple(g.state for g in content), content[0].axes, ready, sharded, each))
 
     def together(gradient: Gradient) -> object:
-        """Return a key that is equal for gradients that may share a bucket. They have equal axes, number format, stages
-        and readers; under ZeRO-2 and ZeRO-3 the same virtual stages must add to them, too."""
+        """Return a key that is equal for gradients that may share a bucket. They have equal mesh axes, number format,
+        stages and reading block calls; under ZeRO-2 and ZeRO-3 the same virtual stages must add to them, too."""
         chunks = {stage.chunk_of(i) for i in adds.get(gradient.state, ())} if zero >= 2 and gradient.sharded else ()
         return gradient.axes, gradient.dtype, gradient.tied, gradient.sharded, gradient.readers, tuple(sorted(chunks))
 
@@ -152,12 +158,13 @@ def follow_buckets(
     buckets: Sequence[Sequence[str]],
     zero: int = 0,
 ) -> list[PlannedBucket]:
-    """Return buckets with the same parameters as those of another program, such as the training program for an
-    evaluation program. Each has the place in this program where its reduction starts.
+    """Return buckets of one pipeline rank with the same parameters as those of another program, such as the training
+    program for an evaluation program. Each has the place in this program where its reduction starts.
 
-    ``buckets``: for each bucket of the other program, the names of its parameters. ``stage``, ``order``, ``gradients``,
-    ``adds``, ``zero``: of this program, as in :func:`plan_buckets`. A bucket whose parameters have no gradient here
-    only gathers parameters.
+    ``buckets``: for each bucket of the other program, the names of its parameters. ``stage``: the block calls of the
+    rank. ``order``: its forwards and backwards in order. ``gradients``: its gradients. ``adds``: for each parameter,
+    the positions in the stage of the calls whose backward adds to its gradient. ``zero``: the ZeRO stage, 0 to 3. A
+    bucket whose parameters have no gradient here only gathers parameters.
     """
     here = {g.state: g for g in gradients}
     planned = []
@@ -176,8 +183,8 @@ def follow_buckets(
 
 
 def _last(ready: tuple[int, int]) -> tuple[int, int]:
-    """Return a key that sorts places in the schedule by time. ``ready``: (index of an action in the rank's order,
-    position of a block call in the stage). Backwards run the calls of an action in decreasing position."""
+    """Return a key that sorts places in a rank's schedule by time. ``ready``: (index of an action in the rank's order,
+    position of a block call in the stage). A backward runs the calls of a stage from the last position to the first."""
     return ready[0], -ready[1]
 
 
@@ -192,8 +199,9 @@ _DATA = frozenset({"cp", *_INNER, *_OUTER.values()})  # axes whose ranks have gr
 class ReductionScheme:
     """How gradients are reduced over the data-parallel ranks.
 
-    ``inside``: number of neighbouring ranks of ``dp`` among which gradients are scattered before the reduction over the
-    other ranks; 0 means one reduction over all. ``compression``: compression of the data on the outermost links.
+    ``inside``: number of neighbouring ranks of the mesh axis ``dp`` among which gradients are reduce-scattered before
+    the reduction over the other ranks; 0: one reduction over all. ``compression``: compression of the data on the
+    outermost links; ``None``: none.
     """
 
     inside: int = 0
@@ -206,11 +214,11 @@ AT_ONCE = ReductionScheme()
 def with_levels(
     bucket: PlannedBucket, shared: Sequence[str], sizes: Mapping[str, int], how: ReductionScheme
 ) -> PlannedBucket:
-    """Return ``bucket`` with the levels and the collectives (turns) of its reduction. At each level the bucket is
-    reduce-scattered over some axes and later gathered again over them.
+    """Return ``bucket`` with the levels and the collectives of its reduction filled in. At each level the bucket is
+    reduce-scattered over some mesh axes and later gathered again over them.
 
-    ``shared``: the axes over which ZeRO shards the parameters of the bucket. ``sizes``: number of ranks by axis.
-    ``how``: whether the reduction is hierarchical or compressed.
+    ``shared``: the mesh axes over which ZeRO shards the parameters of the bucket. ``sizes``: number of ranks by mesh
+    axis. ``how``: whether the reduction is hierarchical or compressed.
     """
     axes = tuple(a for a in ALL_AXES if a in bucket.axes and sizes[a] > 1)
     if not axes:
@@ -227,29 +235,31 @@ def with_levels(
 
 
 def inner_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Return ``axes`` with ``dp`` replaced by ``dp_shard``, the part of it inside each group of neighbouring ranks, and
-    likewise ``edp`` by ``edp_shard``. Other axes stay."""
+    """Return the mesh axes ``axes`` with ``dp`` replaced by ``dp_shard``, the part of it inside each group of
+    neighbouring ranks, and likewise ``edp`` (data-parallel ranks of experts) by ``edp_shard``. Other axes stay."""
     return tuple(_INNER.get(axis, axis) for axis in axes)
 
 
 def outer_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Return the parts of ``axes`` that connect different groups of neighbouring ranks: ``dp_replicate`` for ``dp`` and
-    ``edp_replicate`` for ``edp``. Other axes are left out."""
+    """Return the parts of the mesh axes ``axes`` that connect different groups of neighbouring ranks: ``dp_replicate``
+    for ``dp`` and ``edp_replicate`` for ``edp`` (data-parallel ranks of experts). Other axes are left out."""
     return tuple(_OUTER[axis] for axis in axes if axis in _OUTER)
 
 
 def build_turn_instruction(stage: int, number: int, turn: Turn) -> Instruction:
-    """Return the instruction for one collective in the reduction of a bucket. ``stage``: index of the stage.
-    ``number``: index of the bucket in the stage. ``turn``: (operation, axes)."""
+    """Return the instruction that starts one collective in the reduction of a gradient bucket. ``stage``: index of the
+    pipeline stage. ``number``: index of the bucket in the stage. ``turn``: (``SCATTER``, ``REDUCE`` or ``GATHER``, mesh
+    axes)."""
     op, axes = turn
     over: dict[str, Any] = {} if op == "REDUCE" else {"axes": axes}
     return Instruction(op=op, stage=stage, bucket=number, gradients=op == "GATHER", **over)
 
 
 def with_turns(instructions: Sequence[Instruction], buckets: Sequence[PlannedBucket]) -> Iterator[Instruction]:
-    """Yield ``instructions`` with the further collectives of each bucket's reduction inserted.
+    """Yield ``instructions``, the list of one pipeline rank, with the further collectives of each gradient bucket
+    inserted.
 
-    A bucket may take several collectives (turns), of which ``instructions`` has the first. Each later backward
+    The reduction of a bucket may take several collectives, of which ``instructions`` has the first. Each later backward
     instruction is followed by one more collective of every bucket that has some left. Those still left come before the
     first SYNC or STEP, the end of the step. ``buckets``: the buckets of the stage, in the order of their numbers.
     """

@@ -21,9 +21,12 @@ Channel = tuple[int, int, Direction]  # source, target
 
 @dataclass(frozen=True)
 class Fetch:
-    """One transfer between two consecutive virtual stages, ``hop - 1`` and ``hop``, as its receiver sees it. ``peer``:
-    the rank that sends it. ``microbatch``: index of the microbatch. ``direction``: ``F`` for values, from ``hop - 1``
-    to ``hop``; ``B`` for their gradients, from ``hop`` to ``hop - 1``."""
+    """One transfer between two consecutive virtual stages (parts of the model on different pipeline ranks), as its
+    receiver sees it.
+
+    ``direction``: ``F`` for values, sent from virtual stage ``hop - 1`` to ``hop``; ``B`` for their gradients, sent
+    back from ``hop``. ``microbatch``: index of the microbatch. ``peer``: the pipeline rank that sends it.
+    """
 
     direction: Direction
     microbatch: int
@@ -32,9 +35,9 @@ class Fetch:
 
 
 def plan_fetches(orders: Sequence[Order], routes: Routes, train: bool) -> list[list[list[Fetch]]]:
-    """Return the transfers that each rank receives before each of its actions, indexed by rank and by the index of the
-    action in the rank's order. ``orders``: the actions of each rank. ``routes``: the values that are sent between
-    virtual stages. ``train``: whether gradients are sent, too."""
+    """Return the transfers that each pipeline rank receives before each of its actions, indexed by rank and by the
+    index of the action in the rank's order. ``orders``: the forwards and backwards of each rank in order. ``routes``:
+    the values that are sent between virtual stages. ``train``: whether gradients are sent, too."""
     own = group_stages_by_rank(routes.ranks, len(orders))
     sent: dict[Channel, list[Fetch]] = {}
     for rank, order in enumerate(orders):
@@ -61,8 +64,9 @@ def plan_fetches(orders: Sequence[Order], routes: Routes, train: bool) -> list[l
 
 
 def _find_sent_fetch(routes: Routes, rank: int, virtual: int, action: Action, train: bool) -> tuple[int, Fetch] | None:
-    """Return the target rank and the transfer that an action of ``rank`` sends; ``None`` if it sends nothing.
-    ``virtual``: the virtual stage of the action, counted over all ranks. ``train``: whether gradients are sent."""
+    """Return (target rank, transfer) of what an action of the pipeline rank ``rank`` sends; ``None`` if it sends
+    nothing. ``routes``: the values that are sent between virtual stages. ``virtual``: the virtual stage of the action,
+    counted over all ranks. ``train``: whether gradients are sent."""
     if action.kind == "F":
         hop = virtual + 1
         if hop < len(routes.arriving) and routes.arriving[hop]:
@@ -73,8 +77,9 @@ def _find_sent_fetch(routes: Routes, rank: int, virtual: int, action: Action, tr
 
 
 def _find_wanted_fetch(routes: Routes, rank: int, virtual: int, action: Action, train: bool) -> Fetch | None:
-    """Return the transfer from another rank that an action of ``rank`` reads; ``None`` if it reads none. ``virtual``:
-    the virtual stage of the action, counted over all ranks. ``train``: whether gradients are sent."""
+    """Return the transfer from another rank that an action of the pipeline rank ``rank`` reads; ``None`` if it reads
+    none. ``routes``: the values that are sent between virtual stages. ``virtual``: the virtual stage of the action,
+    counted over all ranks. ``train``: whether gradients are sent."""
     if action.kind == "F":
         if routes.arriving[virtual]:
             return Fetch("F", action.microbatch, virtual, routes.ranks[virtual - 1])

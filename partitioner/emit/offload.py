@@ -25,18 +25,17 @@ _APART = 2  # activations are offloaded only if forward and backward are further
 
 
 def select_offloads(offload: Sequence[Offload], train: bool) -> tuple[Offload, ...]:
-    """Return the kinds of data in ``offload`` that a program uses, in the order of ``OFFLOADS``. Without training only
-    parameters can be offloaded."""
+    """Return the kinds of data in ``offload`` that a program keeps in host memory, such as ``"optimizer"``, in a fixed
+    order. Without training (``train``) only parameters can be offloaded."""
     kinds = OFFLOADS if train else ("parameters",)
     return tuple(kind for kind in kinds if kind in offload)
 
 
 def with_parking(instructions: Sequence[Instruction], runs: Sequence[bool]) -> list[Instruction]:
-    """Return ``instructions`` with instructions that offload activations: OFFLOAD (copy to host memory) after a
-    forward, and FETCH (copy back) before its backward. Each forward instruction must run a single block call.
-
-    ``runs``: for each block call, whether it has a backward.
-    """
+    """Return ``instructions``, the list of one pipeline rank, with instructions that offload activations: OFFLOAD (copy
+    to host memory) after a forward, and FETCH (copy back) one computation before its backward. Each forward instruction
+    must run a single block call (such as a layer). ``runs``: for each block call of the stage, whether it has a
+    backward."""
     places = [index for index, i in enumerate(instructions) if i.op in COMPUTING]
     number = {index: k for k, index in enumerate(places)}
     ahead: dict[tuple[int, int | None], int] = {}
@@ -63,9 +62,9 @@ def with_parking(instructions: Sequence[Instruction], runs: Sequence[bool]) -> l
 def with_fetches(
     instructions: Sequence[Instruction], calls: Sequence[CallData], hosted: Collection[str]
 ) -> list[Instruction]:
-    """Return ``instructions`` with one FETCH (copy from host memory) of each parameter in ``hosted`` at the start of
-    the step, in the order in which they are read. ``hosted``: names of the parameters whose values are in host memory.
-    ``calls``: the block calls of the stage.
+    """Return ``instructions``, the list of one pipeline rank, with one FETCH (copy from host memory) of each parameter
+    in ``hosted`` at the start of the step, in the order in which they are read. ``hosted``: names of the parameters
+    whose values are in host memory. ``calls``: the block calls (such as layers) of the stage.
 
     Forwards are split before a block call that reads a parameter that no earlier call reads, so that they do not wait
     for all transfers.
@@ -97,11 +96,13 @@ def with_passing(
     hosted: Collection[str],
     buckets: Mapping[int, Sequence[str]],
 ) -> list[Instruction]:
-    """Return ``instructions`` with FETCH (copy from host memory) and FREE around every computation that reads
-    parameters in host memory.
+    """Return ``instructions``, the list of one pipeline rank, with a FETCH (copy from host memory) before and a FREE
+    after every computation that reads parameters in host memory. A parameter that the next computation reads, too,
+    stays.
 
-    ``hosted``: names of these parameters. ``calls``: the block calls of the stage. ``runs``: for each of them, whether
-    it has a backward. ``buckets``: parameters that ZeRO shards, by bucket; they are fetched before they are gathered.
+    ``hosted``: names of these parameters. ``calls``: the block calls (such as layers) of the stage. ``runs``: for each
+    of them, whether it has a backward. ``buckets``: names of the parameters that ZeRO shards, by number of their
+    bucket; they are fetched right before they are gathered.
     """
     shared = {s for states in buckets.values() for s in states}
     places = [index for index, i in enumerate(instructions) if i.op in COMPUTING]
@@ -140,11 +141,12 @@ def with_gradients(
     wanted: Sequence[str],
     tied: Collection[str],
 ) -> list[Instruction]:
-    """Return ``instructions`` with an OFFLOAD (copy to host memory) of the gradients of the parameters ``wanted``.
+    """Return ``instructions``, the list of one pipeline rank, with an OFFLOAD (copy to host memory) of the gradients of
+    the parameters ``wanted``.
 
     The gradients of a bucket are offloaded after the backward instruction that follows the last collective of the
-    bucket. Gradients that no bucket reduces, or of weights ``tied`` to other stages, are offloaded before STEP, the end
-    of the step. ``buckets``: the parameters of each bucket.
+    bucket. Gradients that no bucket reduces, or of parameters that several stages share (``tied``), are offloaded
+    before STEP, the end of the step. ``buckets``: for each bucket, the names of its parameters.
     """
     reducing = (
         k for k, i in enumerate(instructions) if i.op in ("SCATTER", "REDUCE") or (i.op == "GATHER" and i.gradients)
@@ -173,6 +175,8 @@ def with_gradients(
 
 
 def _is_call_covered(instruction: Instruction, position: int, call: CallData) -> bool:
+    """Return whether ``instruction`` runs the block call ``call``. ``position``: index of the call in the stage. An
+    instruction without a range of calls runs the prologue, the calls before the pipeline starts."""
     if instruction.calls is None:
         return call.prologue
     return instruction.calls[0] <= position < instruction.calls[1]
@@ -183,9 +187,8 @@ def _insert_instructions(
     before: Mapping[int, Sequence[Instruction]],
     after: Mapping[int, Sequence[Instruction]],
 ) -> Iterator[Instruction]:
-    """Yield ``instructions`` in order, with further ones before and after them. The keys of ``before`` and ``after``
-    are indices into ``instructions``, from 0.
-    """
+    """Yield ``instructions`` in order, with further ones inserted. ``before``, ``after``: the instructions to insert
+    before and after an instruction, by its index in ``instructions``, from 0."""
     for index, instruction in enumerate(instructions):
         yield from before.get(index, ())
         yield instruction

@@ -67,12 +67,14 @@ from partitioner.schedules.steady_state import SteadyState, find_steady_state, p
 
 @dataclass(frozen=True)
 class Layouts:
-    """Layouts of the model's tensors over the mesh, by name.
+    """Layouts of the model's tensors over the device mesh, by name. A layout says whether and on which dimension a
+    tensor is sharded over one mesh axis.
 
-    - ``states``, ``values``: layout of parameters and buffers, and of values, over ``tp``; a missing name is
-      replicated. ``context``: layout of values over ``cp``. ``experts``: layout of states over ``ep``.
-    - ``grad_axes``: the axes over which a state's gradient is a partial sum after the last backward; a missing name has
-      none.
+    - ``states``, ``values``: layout of parameters and buffers, and of values, over the mesh axis ``tp``; a missing name
+      is replicated. ``context``: layout of values over ``cp``. ``experts``: layout of parameters and buffers over
+      ``ep``.
+    - ``grad_axes``: the mesh axes over which a parameter's gradient is a partial sum after the last backward; a missing
+      name has none.
     - ``batch_dims``: the dimension of each model input that is split over microbatches and ``dp``; a missing name or
       ``None`` is read whole.
     - ``batch``: how the microbatches' results of a model output are combined: concatenated on a dimension (``S<dim>``),
@@ -90,14 +92,15 @@ class Layouts:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramSpec:
-    """The choices for which a program is emitted: the mesh, the schedule, the layouts and the techniques.
+    """The choices for which a program is built: the mesh, the schedule, the layouts and the techniques.
 
-    - ``virtual_stages``: number of virtual stages on each rank, if the schedule leaves it open.
+    - ``mesh``: number of ranks by mesh axis (1 if missing). ``schedule``: name or table of the pipeline schedule.
+      ``virtual_stages``: number of virtual stages on each rank, if the schedule leaves it open.
     - ``recompute``: indices of the model's block calls (such as layers) whose activations are recomputed in backward.
       ``selective``: indices of the calls of which only the nodes in ``again`` (names of nodes by block) are recomputed.
     - ``zero``: the ZeRO stage. ``dp_shard``: number of ``dp`` ranks that shard a parameter (0: all). ``left_whole``:
       names of the parameters that ZeRO-3 does not shard.
-    - ``layout_of``: a program whose layout of the states (ZeRO axes and buckets) this program must have.
+    - ``layout_of``: another program whose ZeRO axes and buckets this program must have; ``None``: they are chosen.
     - ``bucket_bytes``: bytes of gradients that are reduced together. ``reducing``: the scheme of gradient reductions.
     - ``data_shares``: number of microbatches of each data-parallel rank; empty if all have ``num_microbatches``.
     - ``etp``: number of ranks that share one expert (0: ``tp``). ``fused_attention``, ``whole_scatter``, ``offload``:
@@ -130,9 +133,9 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
     """Return the program that all ranks run: instructions, blocks, values and states (parameters and buffers).
 
     ``model``: blocks and ``values`` have one rank's shapes for one microbatch; ``states`` and ``inputs`` have their
-    global shapes. ``stage_of_call``: the (virtual) stage of each of ``model.calls``, the uses of blocks such as layers.
-    Stages must not decrease. Entries of calls that all stages share, or that run before the pipeline starts, are
-    ignored: these run on every rank that reads their results.
+    global shapes. ``stage_of_call``: the virtual stage of each of ``model.calls``, the uses of blocks such as layers,
+    from 0; it must not decrease. Entries of calls that all stages share, or that run before the pipeline starts, are
+    ignored: these run on every rank that reads their results. ``spec``: the mesh, the schedule and the techniques.
 
     Raises :class:`EmitError` if the stages do not form a pipeline, and ``ScheduleError`` if the schedule cannot run.
     """
@@ -152,8 +155,8 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
     with_gradient = {s for added in flow.states for s in added}
 
     def shared(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the axes over which ZeRO shards a parameter; empty if it is not sharded. ``name``: name of the
-        parameter. ``axes``: the axes over which its gradient is summed. Scalars are never sharded."""
+        """Return the mesh axes over which ZeRO shards a parameter; empty if it is not sharded. ``name``: name of the
+        parameter. ``axes``: the mesh axes over which its gradient is summed. Scalars are never sharded."""
         state, base = model.states[name], spec.layout_of
         if base is not None:
             return base.states[name].zero_axes if name in base.states and state.kind == "parameter" else ()
@@ -176,14 +179,14 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
             tied.setdefault(state.stages, []).append(name)
 
     def limit(axes: tuple[str, ...]) -> int:
-        """Return the bytes that fill a bucket of gradients which are reduced over ``axes``."""
+        """Return the bytes that fill a bucket of gradients which are reduced over the mesh axes ``axes``."""
         return spec.bucket_bytes or bucket_limit(math.prod(sizes_of_axes[axis] for axis in axes))
 
     calls = [tuple(_build_call_data(model, i) for i in here.calls) for here in routes.stages]
     kept = select_offloads(spec.offload, train)
 
     def lists(num_microbatches: int) -> list[tuple[tuple[Bucket, ...], tuple[Instruction, ...]]]:
-        """Return the gradient buckets and the instructions of each stage for a step of ``num_microbatches``
+        """Return, for each pipeline stage, its gradient buckets and its instructions for a step of ``num_microbatches``
         microbatches."""
         orders = build_timetable(schedule, num_stages, num_microbatches, spec.virtual_stages).orders
         fetched = plan_fetches(orders, routes, train)
@@ -230,8 +233,8 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
         return result
 
     def chosen(s: int, calls: set[int]) -> tuple[int, ...]:
-        """Return the positions on one stage of block calls that have a backward and are in ``calls``. ``s``: index of
-        the stage. ``calls``: indices of block calls in the model."""
+        """Return the positions on one pipeline stage of block calls (such as layers) that have a backward and are in
+        ``calls``. ``s``: index of the stage. ``calls``: indices of block calls in the model."""
         return tuple(p for p, i in enumerate(routes.stages[s].calls) if i in calls and flow.has_backward(i))
 
     whole, slim = set(spec.recompute), set(spec.selective) - set(spec.recompute)
@@ -300,9 +303,8 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
 
 
 def _build_signature_data(signature: CallSignature) -> SignatureData:
-    """Return ``signature`` in the form that a program file stores: argument names and defaults, fixed values by
-    path, and guards with their expressions as JSON.
-    """
+    """Return ``signature``, the description of the model's forward, in the form that a program file stores: argument
+    names and defaults, fixed values by path, and guards (conditions on the inputs) with their expressions as JSON."""
     arguments = None
     if signature.arguments is not None:
         arguments = tuple(
@@ -326,7 +328,7 @@ Lists = Sequence[tuple[tuple[Bucket, ...], Instructions]]  # by stage
 
 
 def _derive_instruction_lists(lists: Callable[[int], Lists], found: SteadyState | None, num_microbatches: int) -> Lists:
-    """Return the gradient buckets and the instructions of each stage for ``num_microbatches`` microbatches.
+    """Return, for each pipeline stage, its gradient buckets and its instructions for a step of ``num_microbatches``.
 
     ``lists``: function that returns them for any number of microbatches. ``found``: the steady state of the schedule,
     with which the lists for many microbatches are stored as repetitions of lists for few; ``None``: the lists are
@@ -344,10 +346,9 @@ def _derive_instruction_lists(lists: Callable[[int], Lists], found: SteadyState 
 
 
 def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel, dp_shard: int) -> None:
-    """Raise ``EmitError`` if ``mesh`` (axis name to number of ranks) has an unknown axis or a size below 1, if
-    ``dp_shard`` is not 0 and does not divide the size of ``dp``, or if ``objective`` is ``train`` and the model
-    has no loss.
-    """
+    """Raise ``EmitError`` if ``mesh`` (axis name -> number of ranks) has an unknown axis or a size below 1, or if
+    ``dp_shard`` (number of ``dp`` ranks that shard a parameter; 0: all) does not divide the size of ``dp``, or if
+    ``objective`` is ``train`` and the model has no loss."""
     unknown = set(mesh) - set(MESH_AXES)
     if unknown or any(size < 1 for size in mesh.values()):
         raise EmitError(f"mesh {dict(mesh)}: its axes are {', '.join(MESH_AXES)}, each of at least one rank")
@@ -358,11 +359,14 @@ def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel, dp_
 
 
 def _select_split_axes(axes: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return those of ``axes`` that have more than one rank, in the order of the mesh."""
+    """Return those of the mesh axes ``axes`` that have more than one rank, in the order of the mesh. ``sizes``: number
+    of ranks by axis."""
     return tuple(a for a in ALL_AXES if a in axes and sizes[a] > 1)
 
 
 def _build_call_data(model: FoldedModel, index: int) -> CallData:
+    """Return one block call (such as a layer) of ``model`` in the form that a program stores. ``index``: its index in
+    ``model.calls``."""
     c = model.calls[index]
     return CallData(
         block=c.block, path=c.path, states=c.states, inputs=c.inputs, outputs=c.outputs, prologue=c.prologue
@@ -376,11 +380,13 @@ def _build_state_data(
     sizes: Mapping[str, int],
     shared: Callable[[str, tuple[str, ...]], tuple[str, ...]],
 ) -> dict[str, StateData]:
-    """Return the description of each parameter and buffer by name, with the stages that read it. A parameter or buffer
-    that no block reads is on stage 0; constants that no block reads are left out.
+    """Return the description of each parameter and buffer of ``model`` by name, with the pipeline stages that read it.
+    A parameter or buffer that no block reads is on stage 0; constants that no block reads are left out. Raise
+    :class:`EmitError` if a layout does not divide a shape.
 
-    ``sizes``: number of ranks by axis. ``shared``: function that returns the axes over which ZeRO shards a parameter,
-    given its name and the axes over which its gradient is summed.
+    ``routes``: the block calls of each stage. ``layouts``: layouts of the tensors over the mesh. ``sizes``: number of
+    ranks by mesh axis. ``shared``: function that returns the mesh axes over which ZeRO shards a parameter, given its
+    name and the axes over which its gradient is summed.
     """
     read: dict[str, set[int]] = {name: set() for name in model.states}
     for s, here in enumerate(routes.stages):
@@ -421,11 +427,11 @@ def _build_state_data(
 
 
 def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base: Program) -> dict[str, StateData]:
-    """Return ``states`` with stages as in the program ``base``, and with the parameters and buffers that only ``base``
-    has.
+    """Return ``states``, the parameters and buffers of a program by name, with pipeline stages as in the program
+    ``base``, and with the parameters and buffers that only ``base`` has.
 
-    ``read``: names of the states that this program's calls or updates use; these keep their stages. A state whose
-    layout differs from that in ``base`` is not changed; the prover then refuses the program.
+    ``read``: names of those that this program's calls or updates use; these keep their stages. One whose layout differs
+    from that in ``base`` is not changed; the check of the program then refuses it.
     """
     found = dict(states)
     for name, held in base.states.items():
@@ -439,8 +445,9 @@ def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base
 
 
 def _buckets_to_follow(base: Program, stage: int, train: bool) -> list[tuple[str, ...]]:
-    """Return, for each bucket of the program ``base`` on one stage, the names of its parameters. ``stage``: index of
-    the stage. Without ``train``, only buckets whose parameters ZeRO shards are returned, because they are gathered."""
+    """Return, for each gradient bucket of the program ``base`` on one pipeline stage, the names of its parameters.
+    ``stage``: index of the stage. Without ``train``, return only the buckets whose parameters ZeRO shards, because they
+    are gathered."""
     buckets = [b.states for b in base.stages[stage].buckets]
     return [states for states in buckets if train or base.states[states[0]].zero_axes]
 
@@ -448,10 +455,9 @@ def _buckets_to_follow(base: Program, stage: int, train: bool) -> list[tuple[str
 def _build_gradient(
     name: str, state: StateData, trained: bool, sizes: Mapping[str, int], readers: tuple[int, ...]
 ) -> Gradient:
-    """Return the description of the gradient of the parameter ``name`` on one rank. ``trained``: whether it has a
-    gradient. ``sizes``: number of ranks by axis. ``readers``: positions of the stage's calls that read it, kept only if
-    ZeRO shards it.
-    """
+    """Return the description of the gradient of the parameter ``name`` on one rank. ``state``: shape, dtype and layout
+    of the parameter. ``trained``: whether it has a gradient. ``sizes``: number of ranks by mesh axis. ``readers``:
+    positions of the stage's block calls that read it, kept only if ZeRO shards it."""
     shape = local_shape(Layout.parse(state.expert_layout), state.shape, sizes["ep"])
     shape = local_shape(Layout.parse(state.layout), shape, sizes["tp"])
     tied = state.stages if len(state.stages) > 1 else ()
@@ -467,10 +473,14 @@ def _build_gradient(
 
 
 def _find_reader_positions(calls: Sequence[CallData], state: str) -> tuple[int, ...]:
+    """Return the positions in ``calls``, the block calls of a stage, of those that read the parameter ``state``."""
     return tuple(position for position, call in enumerate(calls) if state in call.states)
 
 
 def _find_gradient_additions(here: StageCalls, flow: GradientFlow) -> dict[str, list[int]]:
+    """Return, for each parameter of a pipeline rank with a gradient, the positions of the block calls whose backward
+    adds to it (name -> positions in increasing order). ``here``: the calls of the rank. ``flow``: which gradients calls
+    compute."""
     adds: dict[str, list[int]] = {}
     for position, i in enumerate(here.calls):
         for name in flow.states[i]:
@@ -479,6 +489,9 @@ def _find_gradient_additions(here: StageCalls, flow: GradientFlow) -> dict[str, 
 
 
 def _stage_flow(model: FoldedModel, here: StageCalls, flow: GradientFlow) -> StageFlow:
+    """Return, for each block call of a pipeline rank, the values whose gradients its backward reads, those whose
+    gradients it computes, and whether it has a backward. ``here``: the calls of the rank. ``flow``: gradients of the
+    whole model."""
     return StageFlow(
         takes=tuple(tuple(v for v in model.calls[i].outputs if v in flow.values) for i in here.calls),
         gives=tuple(flow.inputs[i] for i in here.calls),
@@ -487,9 +500,8 @@ def _stage_flow(model: FoldedModel, here: StageCalls, flow: GradientFlow) -> Sta
 
 
 def _build_value_data(model: FoldedModel, flow: GradientFlow, layouts: Layouts) -> dict[str, Value]:
-    """Return, by name, the shape, dtype and layouts of each input of ``model`` and each output of its calls, and
-    whether a gradient flows to it.
-    """
+    """Return the shape, dtype and layouts of each input of ``model`` and each output of its block calls, and whether a
+    gradient flows to it (name of the value -> description). ``layouts``: layouts of the values over the mesh."""
     names = [i.value for i in model.inputs] + [v for c in model.calls for v in c.outputs]
     return {
         name: Value(
@@ -505,8 +517,7 @@ def _build_value_data(model: FoldedModel, flow: GradientFlow, layouts: Layouts) 
 
 def _build_output_data(model: FoldedModel, routes: Routes, layouts: Layouts) -> list[OutputData]:
     """Return a description of each output of ``model``, in order: a constant, or a value with its layouts and the
-    stage that holds it.
-    """
+    pipeline stage that holds it."""
     result = []
     for o in model.outputs:
         if o.value is None:

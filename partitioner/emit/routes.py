@@ -17,18 +17,19 @@ from partitioner.schedules.actions import group_stages_by_rank
 
 
 class EmitError(PartitionError):
-    """Error: no program can be emitted, because the given stages, layouts or numbers do not describe a pipeline."""
+    """Error: no program can be built, because the given stages, layouts or numbers do not describe a pipeline."""
 
 
 @dataclass(frozen=True)
 class StageCalls:
-    """The block calls (such as layers) that one rank runs, and what they read from outside the pipeline.
+    """The block calls (such as layers) that one pipeline rank runs, and what they read from outside the pipeline.
 
     ``calls``: indices of the calls in the model. The first ``num_prologue`` run before the pipeline starts (prologue),
     then come calls that all stages share, then the calls of each virtual stage of the rank. ``chunks``: for each
     virtual stage, the range ``[start, end)`` of its positions in ``calls``. ``loads``: for each virtual stage, the
-    names of the model inputs that it is the first on this rank to read. ``prologue_loads``: the model inputs that the
-    prologue reads. ``totals``: the values that the prologue computes.
+    names of the model inputs that it is the first on this rank to read. ``prologue_loads``: names of the model inputs
+    that the prologue reads. ``totals``: names of the values that the prologue computes, which are summed over the
+    global batch.
     """
 
     calls: tuple[int, ...]
@@ -39,11 +40,13 @@ class StageCalls:
     totals: tuple[str, ...]
 
     def chunk_of(self, position: int) -> int:
+        """Return the index on the rank of the virtual stage that has the call at ``position`` in ``calls``. Calls
+        before the first virtual stage are not allowed."""
         return next(c for c, (start, end) in enumerate(self.chunks) if start <= position < end)
 
     def forward_range(self, chunk: int) -> tuple[int, int]:
         """Return the range ``[start, end)`` of positions in ``calls`` that a forward of one virtual stage runs.
-        ``chunk``: index of the virtual stage among those of the rank. The first one also runs the calls that all stages
+        ``chunk``: index of the virtual stage on the rank, from 0. The first one also runs the calls that all stages
         share."""
         start, end = self.chunks[chunk]
         return (self.num_prologue, end) if chunk == 0 else (start, end)
@@ -51,11 +54,12 @@ class StageCalls:
 
 @dataclass(frozen=True)
 class Routes:
-    """The rank of each virtual stage, and the values that are sent between virtual stages.
+    """The pipeline rank of each virtual stage, and the values that are sent between virtual stages.
 
     ``ranks[k]``: the rank of virtual stage ``k``. ``stages``: the block calls of each rank. ``arriving[k]``: names of
     the values that virtual stage ``k`` receives from ``k - 1``. ``returning[k]``: those of them whose gradients are
-    sent back. ``home``: for each value that is a model output or the new value of a buffer, the rank that provides it.
+    sent back. ``home``: for each value that is a model output, the loss or the new value of a buffer (by name), the
+    rank that provides it.
     """
 
     ranks: tuple[int, ...]
@@ -68,10 +72,11 @@ class Routes:
 def make_routes(
     model: FoldedModel, stage_of_call: Sequence[int], num_stages: int, ranks: Sequence[int], flow: GradientFlow
 ) -> Routes:
-    """Return the block calls (such as layers) that each rank runs, and the values that are sent between virtual stages.
+    """Return the block calls (such as layers) that each pipeline rank runs, and the values that are sent between
+    virtual stages.
 
-    ``stage_of_call``: virtual stage of each call. ``num_stages``: number of pipeline ranks. ``ranks``: rank of each
-    virtual stage. ``flow``: which values have gradients.
+    ``stage_of_call``: virtual stage of each call of ``model``, from 0. ``num_stages``: number of pipeline ranks.
+    ``ranks``: rank of each virtual stage. ``flow``: which values have gradients.
 
     Raises :class:`EmitError` if ``stage_of_call`` does not describe a pipeline.
     """
@@ -116,9 +121,9 @@ def make_routes(
 def _find_value_hops(start: int, readers: set[int], ranks: Sequence[int]) -> list[int]:
     """Return the virtual stages that receive a value from the virtual stage before them, in increasing order.
 
-    ``start``: virtual stage that computes the value. ``readers``: virtual stages that read it. ``ranks``: rank of each
-    virtual stage. Each rank that reads or forwards the value receives it once, at its first virtual stage after
-    ``start``.
+    ``start``: index of the virtual stage that computes the value. ``readers``: indices of those that read it.
+    ``ranks``: pipeline rank of each virtual stage. Each rank that reads or forwards the value receives it once, at its
+    first virtual stage after ``start``.
     """
     hops: set[int] = set()
     for reader in sorted(readers):
@@ -133,9 +138,9 @@ def _find_value_hops(start: int, readers: set[int], ranks: Sequence[int]) -> lis
 
 
 def _find_reached_ranks(hop: int, hops: Sequence[int], ranks: Sequence[int]) -> set[int]:
-    """Return the ranks that get a value through one transfer, directly or forwarded by other ranks. ``hop``: the
-    virtual stage that receives this transfer. ``hops``: all virtual stages that receive the value. ``ranks``: rank of
-    each virtual stage."""
+    """Return the pipeline ranks that get a value through one transfer, directly or forwarded by other ranks. ``hop``:
+    index of the virtual stage that receives this transfer. ``hops``: indices of all virtual stages that receive the
+    value, in increasing order. ``ranks``: rank of each virtual stage."""
     found = {ranks[hop]}
     for later in hops:
         if later > hop and ranks[later - 1] in found:
@@ -144,9 +149,9 @@ def _find_reached_ranks(hop: int, hops: Sequence[int], ranks: Sequence[int]) -> 
 
 
 def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: int) -> None:
-    """Raise :class:`EmitError` unless ``stage_of_call`` has one valid (virtual) stage for each block call of ``model``
-    and the stages never decrease. ``num_stages``: number of virtual stages. Calls that every stage may run are not
-    checked."""
+    """Raise :class:`EmitError` unless ``stage_of_call`` has one entry for each block call (such as a layer) of
+    ``model``, each is a valid index of a virtual stage, and the entries never decrease. ``num_stages``: number of
+    virtual stages. The entries of calls that every stage may run are not checked."""
     if len(stage_of_call) != len(model.calls):
         raise EmitError(
             f"stage_of_call has {len(stage_of_call)} entries for {len(model.calls)} calls; give one for each"
@@ -166,9 +171,10 @@ def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: i
 
 
 def _stage_calls(model: FoldedModel, chunks: Sequence[Sequence[int]], leaving: Sequence[str]) -> StageCalls:
-    """Return the block calls that one rank runs: those of its virtual stages, and the calls shared by all stages that
-    they need. ``chunks``: for each virtual stage of the rank, the indices of its calls in the model. ``leaving``: names
-    of values that this rank provides as outputs of the model."""
+    """Return the block calls (such as layers) that one pipeline rank runs: those of its virtual stages, and the calls
+    shared by all stages that they need. ``chunks``: for each virtual stage of the rank, the indices of its calls in the
+    model. ``leaving``: names of values that this rank provides as outputs of the model and that no virtual stage
+    computes. Raise :class:`EmitError` if a call before the pipeline reads more than inputs of the model."""
     producer = {v: i for i, c in enumerate(model.calls) for v in c.outputs}
     inputs = {i.value for i in model.inputs}
     common: set[int] = set()

@@ -20,7 +20,8 @@ from partitioner.schedules.actions import Action, Order, group_stages_by_rank
 
 @dataclass(frozen=True)
 class StageFlow:
-    """Gradients that the backward of each block call of a stage reads and computes. All fields have one entry per call.
+    """Gradients that the backward of each block call (such as a layer) of a pipeline stage reads and computes. All
+    fields have one entry per call.
 
     ``takes``: the names of the values whose gradients its backward reads. ``gives``: the names of the values whose
     gradients it computes. ``runs``: whether the call has a backward.
@@ -36,11 +37,13 @@ class StageJob:
     """All inputs from which the instructions of one pipeline rank are built. "Stage" means everything that the rank
     holds, in one or several virtual stages.
 
-    ``stage``: index of the rank along ``pp``, of ``num_stages``. ``train``: whether there are backwards. ``calls``: the
-    block calls of the stage. ``flow``: the gradients that their backwards read and compute. ``order``: the actions of
-    the rank. ``fetches``: for each action, the transfers received before it. ``syncs``: names of the tied parameters,
-    in one tuple for each set of stages that share them. ``total_axes``: the axes over which results of the prologue are
-    summed. ``zero``: the ZeRO stage. ``offload``: the kinds of data in host memory.
+    ``stage``: index of the rank along the mesh axis ``pp``, of ``num_stages``. ``train``: whether there are backwards.
+    ``routes``: the values sent between virtual stages. ``calls``: the block calls (such as layers) of the stage.
+    ``flow``: the gradients that their backwards read and compute. ``order``: the forwards and backwards of the rank.
+    ``fetches``: for each of them, the transfers received before it. ``buckets``: the gradients that are reduced
+    together. ``syncs``: names of the parameters shared with other stages, in one tuple for each set of stages that
+    share them. ``total_axes``: the mesh axes over which results of the calls before the pipeline are summed. ``zero``:
+    the ZeRO stage. ``offload``: the kinds of data in host memory.
 
     ``hosted``: names of the parameters in host memory. ``trained``: names of the stage's parameters with a gradient.
     ``updates``: names of the buffers that forward changes, in one tuple for each set of stages that hold them.
@@ -69,28 +72,28 @@ class StageJob:
 
     @property
     def by_call(self) -> bool:
-        """Return whether each block call gets its own forward and backward instruction. This is so if its parameters
-        are gathered or fetched for it, or if its activations are offloaded after it.
-        """
+        """Whether each block call (such as a layer) gets its own forward and backward instruction. This is so if its
+        parameters are gathered or fetched for it, or if its activations are offloaded after it."""
         if "parameters" in self.offload or (self.train and "activations" in self.offload):
             return True
         return self.zero == 3 and any(bucket.sharded for bucket in self.buckets)
 
     @cached_property
     def held(self) -> tuple[int, ...]:
-        """The numbers of this rank's virtual stages in increasing order. The index is the ``chunk`` of an action."""
+        """The indices of this rank's virtual stages in increasing order. An action's ``chunk`` is an index into this
+        tuple."""
         return group_stages_by_rank(self.routes.ranks, self.num_stages)[self.stage]
 
     def is_sent(self, hops: Sequence[Sequence[str]], virtual: int) -> bool:
-        """Return whether virtual stage ``virtual`` (counted over all ranks) exists and receives something from the one
-        before it. ``hops``: for each virtual stage, the names of the values that it receives.
-        """
+        """Return whether a virtual stage exists and receives something from the one before it. ``hops``: for each
+        virtual stage, the names of the values that it receives. ``virtual``: index of the virtual stage, counted over
+        all ranks."""
         return virtual < len(hops) and bool(hops[virtual])
 
 
 def updates_of(states: Mapping[str, StateData], stage: int) -> list[tuple[str, ...]]:
-    """Return the names of the buffers of ``stage`` that forward changes, in one tuple for each set of stages that hold
-    the same buffers."""
+    """Return the names of the buffers of a pipeline stage that forward changes, in one tuple for each set of stages
+    that hold the same buffers. ``states``: all parameters and buffers by name. ``stage``: index of the stage."""
     found: dict[tuple[int, ...], list[str]] = {}
     for name, state in states.items():
         if state.update is not None and stage in state.stages:
@@ -99,7 +102,8 @@ def updates_of(states: Mapping[str, StateData], stage: int) -> list[tuple[str, .
 
 
 def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
-    """Return the instruction list that all ranks of the stage run in one step."""
+    """Return the instruction list that all ranks of one pipeline stage run in a step: computations, transfers,
+    reductions and frees. ``job``: the calls, schedule, buckets and offloads of the stage."""
     instructions = list(_emit_prologue(job))
     for index, action in enumerate(job.order):
         if action.kind == "F":
@@ -124,8 +128,8 @@ def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
 
 
 def _emit_prologue(job: StageJob) -> Iterator[Instruction]:
-    """Yield the instructions that compute the totals (sums over the global batch), at the start of the step. Empty if
-    the stage reads no totals."""
+    """Yield the instructions that compute totals (sums over the global batch) at the start of the step. Yield none if
+    the stage reads no totals. ``job``: the calls and transfers of the stage."""
     here = job.routes.stages[job.stage]
     if not here.totals:
         return
@@ -137,8 +141,9 @@ def _emit_prologue(job: StageJob) -> Iterator[Instruction]:
 
 
 def _emit_fetches(job: StageJob, index: int) -> Iterator[Instruction]:
-    """Yield the receive instructions before one action, in the order in which the transfers are sent. ``index``: index
-    of the action in the rank's order."""
+    """Yield the receive instructions (RECV_F, RECV_B) of a pipeline rank before one of its actions, in the order in
+    which the transfers are sent. ``job``: the transfers of the rank. ``index``: index of the action in the rank's
+    order."""
     for fetch in job.fetches[index]:
         hops = job.routes.arriving if fetch.direction == "F" else job.routes.returning
         yield Instruction(
@@ -151,9 +156,8 @@ def _emit_fetches(job: StageJob, index: int) -> Iterator[Instruction]:
 
 
 def _emit_forward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
-    """Yield the instructions of one forward action: loads, receives, block calls and the send. ``index``: index of the
-    action in the rank's order.
-    """
+    """Yield the instructions of one forward action: loads, receives, block calls and the send. ``job``: the calls and
+    transfers of the rank. ``index``: index of ``action`` in the rank's order."""
     here, routes = job.routes.stages[job.stage], job.routes
     virtual = job.held[action.chunk]
     at: dict[str, Any] = {"stage": job.stage, "microbatch": action.microbatch}
@@ -171,9 +175,9 @@ def _emit_forward(job: StageJob, action: Action, index: int) -> Iterator[Instruc
 
 
 def _emit_backward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
-    """Yield the instructions of one backward action, with the bucket reductions that start in it. ``index``: index of
-    the action in the rank's order.
-    """
+    """Yield the instructions of one backward action: receives, block calls, the send, and the bucket reductions that
+    start in it. ``job``: the calls, transfers and buckets of the rank. ``index``: index of ``action`` in the rank's
+    order."""
     here, routes = job.routes.stages[job.stage], job.routes
     virtual = job.held[action.chunk]
     at: dict[str, Any] = {"stage": job.stage, "microbatch": action.microbatch}
@@ -198,10 +202,10 @@ def _emit_backward(job: StageJob, action: Action, index: int) -> Iterator[Instru
 
 
 def _split_call_range(start: int, end: int, cuts: Iterable[int], runs: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Yield the pieces ``(start, end)`` into which a range of block calls is split, the last piece first. ``start``,
-    ``end``: the range ``[start, end)`` of positions in the stage. ``cuts``: positions at which a new piece begins.
-    ``runs``: for each call of the stage, whether it has a backward. A leading piece in which no call has a backward is
-    not split off."""
+    """Yield the pieces ``(start, end)`` into which a range of block calls (such as layers) is split, the last piece
+    first. ``start``, ``end``: the range ``[start, end)`` of positions in the stage. ``cuts``: positions at which a new
+    piece begins. ``runs``: for each call of the stage, whether it has a backward. A leading piece in which no call has
+    a backward is not split off."""
     here = end
     for cut in sorted((c for c in cuts if any(runs[start:c])), reverse=True):
         yield cut, here
@@ -210,8 +214,8 @@ def _split_call_range(start: int, end: int, cuts: Iterable[int], runs: Sequence[
 
 
 def _emit_step_end(job: StageJob) -> Iterator[Instruction]:
-    """Yield the instructions after the last forward and backward: remaining reductions, buffer updates and STEP, which
-    waits for all reductions."""
+    """Yield the instructions after the last forward and backward of a step: remaining reductions, buffer updates and,
+    in training, STEP, which waits for all reductions. ``job``: the buckets and buffers of the pipeline rank."""
     if job.train:
         for states in job.syncs:
             yield Instruction(op="SYNC", stage=job.stage, states=states)
@@ -225,9 +229,9 @@ def _emit_step_end(job: StageJob) -> Iterator[Instruction]:
 
 
 def _start_bucket_reduction(job: StageJob, number: int) -> Instruction:
-    """Return the first instruction of the reduction of a bucket. ``number``: index of the bucket in the stage. The
-    instruction is SCATTER (reduce-scatter to shards) if ZeRO shards the parameters, otherwise the first collective
-    (turn) of the bucket."""
+    """Return the first instruction of the reduction of a gradient bucket. ``job``: the buckets of the pipeline rank.
+    ``number``: index of the bucket among them. The instruction is SCATTER (reduce-scatter to shards) if ZeRO shards the
+    parameters, otherwise the first planned collective of the bucket."""
     bucket = job.buckets[number]
     if bucket.sharded:
         return Instruction(op="SCATTER", stage=job.stage, bucket=number)
@@ -240,11 +244,12 @@ Key = tuple[str, int | None, bool]  # value, microbatch, whether its gradient
 def insert_frees(
     instructions: Sequence[Instruction], calls: Sequence[CallData], flow: StageFlow, new_values: Mapping[str, str]
 ) -> tuple[Instruction, ...]:
-    """Return ``instructions`` with an instruction FREE after the last use of each value and gradient. A model input
-    that is loaded several times is freed before it is loaded again.
+    """Return ``instructions``, the list of one pipeline rank, with an instruction FREE after the last use of each value
+    and gradient. A model input that is loaded several times is freed before it is loaded again.
 
-    ``calls``: the block calls of the stage. ``flow``: the gradients that the backward of each of them reads and
-    computes. ``new_values``: for each buffer that forward changes, the name of the value that becomes its content.
+    ``calls``: the block calls (such as layers) of the stage. ``flow``: the gradients that the backward of each of them
+    reads and computes. ``new_values``: for each buffer that forward changes, the name of the value that becomes its
+    content.
     """
     totals = {v for i in instructions if i.op == "TOTAL" for v in i.values}
     last: dict[Key, int] = {}
@@ -282,10 +287,9 @@ def _list_accessed_values(
     """Return two lists: the values and gradients that ``instruction`` computes or adds to, and those that it reads. An
     entry is (name of the value, microbatch, whether its gradient is meant).
 
-    ``calls``: the block calls of the stage. ``flow``: the gradients that their backwards read and compute.
-    ``new_values``: for each buffer that forward changes, the name of the value that becomes its content.
-    ``totals``: names of the values that are computed
-    once for the global batch; their microbatch is ``None``.
+    ``calls``: the block calls of the stage. ``flow``: the gradients that their backwards read and compute. ``totals``:
+    names of the values that are computed once for the global batch; their microbatch is ``None``. ``new_values``: for
+    each buffer that forward changes, the name of the value that becomes its content.
     """
     microbatch = instruction.microbatch
     named = [(v, microbatch, instruction.op.endswith("_B")) for v in instruction.values]

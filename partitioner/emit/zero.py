@@ -27,7 +27,7 @@ Needs = Sequence[frozenset[int]]  # for each call of the stage, the numbers of t
 def zero_axes(grad_axes: Sequence[str], trained: bool, *, zero: int, expert: bool, hybrid: bool) -> tuple[str, ...]:
     """Return the mesh axes over which ZeRO shards a parameter; empty if it is not sharded.
 
-    ``grad_axes``: the axes over which its gradient is summed. A trained parameter is sharded only over these.
+    ``grad_axes``: the mesh axes over which its gradient is summed. A trained parameter is sharded only over these.
     ``trained``: whether it has a gradient. ``zero``: the ZeRO stage, 0 to 3. ``expert``: whether the parameter belongs
     to an expert. ``hybrid``: whether only a part of the data-parallel ranks shards it.
     """
@@ -39,8 +39,8 @@ def zero_axes(grad_axes: Sequence[str], trained: bool, *, zero: int, expert: boo
 
 
 def small_states(sizes: Mapping[str, int]) -> frozenset[str]:
-    """Return the names of the parameters that ZeRO-3 does not shard because they are small, such as the weights of a
-    norm. ``sizes``: bytes of the parameters and buffers of one block, by name.
+    """Return the names of the parameters and buffers that ZeRO-3 does not shard because they are small, such as the
+    weights of a norm. ``sizes``: bytes of the parameters and buffers of one block, by name.
 
     Gathering them in a separate collective would cost its latency and save next to no memory (compare DeepSpeed's
     persistent parameters).
@@ -50,8 +50,8 @@ def small_states(sizes: Mapping[str, int]) -> frozenset[str]:
 
 
 def states_left_whole(model: FoldedModel) -> frozenset[str]:
-    """Return the names of the parameters and buffers of ``model`` that ZeRO-3 does not shard, because they are small in
-    every block that reads them. ``model`` has the shapes of one rank before ZeRO."""
+    """Return the names of the parameters and buffers of ``model`` that ZeRO-3 does not shard, because they have few
+    bytes in every block (such as a layer) that reads them. ``model`` has the shapes of one rank before ZeRO."""
     small: set[str] = set()
     large: set[str] = set()
     of_block: dict[str, frozenset[str]] = {}
@@ -65,8 +65,8 @@ def states_left_whole(model: FoldedModel) -> frozenset[str]:
 
 
 def bucket_needs(calls: Sequence[CallData], buckets: Mapping[int, Sequence[str]]) -> Needs:
-    """Return, for each of the block calls ``calls``, the numbers of the sharded buckets whose parameters it reads.
-    ``buckets``: names of parameters by bucket number."""
+    """Return, for each of the block calls ``calls`` (uses of blocks such as layers), the numbers of the buckets whose
+    sharded parameters it reads. ``buckets``: names of the parameters of each bucket, by number of the bucket."""
     home = {state: number for number, states in buckets.items() for state in states}
     return [frozenset(home[s] for s in call.states if s in home) for call in calls]
 
@@ -78,11 +78,11 @@ def with_sharding(
     buckets: Mapping[int, Sequence[str]],
     zero: int,
 ) -> list[Instruction]:
-    """Return ``instructions`` with the instructions that gather sharded parameters before they are read and free them
-    afterwards (GATHER and FREE).
+    """Return ``instructions``, the list of one pipeline rank, with the instructions that all-gather sharded parameters
+    before they are read (GATHER) and, under ZeRO-3, free them afterwards (FREE).
 
-    ``calls``: the block calls of the stage. ``runs``: for each of them, whether it has a backward. ``buckets``: names
-    of the sharded parameters by bucket number. ``zero``: the ZeRO stage.
+    ``calls``: the block calls (such as layers) of the stage. ``runs``: for each of them, whether it has a backward.
+    ``buckets``: names of the sharded parameters by number of their bucket. ``zero``: the ZeRO stage, 1 to 3.
     """
     if not buckets:
         return [*instructions]
@@ -96,6 +96,9 @@ def with_sharding(
 def _find_read_buckets(
     instruction: Instruction, needs: Needs, runs: Sequence[bool], calls: Sequence[int]
 ) -> frozenset[int]:
+    """Return the numbers of the buckets whose sharded parameters ``instruction`` reads. ``needs``: for each block call
+    of the stage, the numbers of the buckets that it reads. ``runs``: for each call, whether it has a backward.
+    ``calls``: positions in the stage of the calls that the instruction runs."""
     backward = instruction.op in _BACKWARD
     return frozenset().union(*(needs[p] for p in calls if runs[p] or not backward))
 
@@ -103,6 +106,12 @@ def _find_read_buckets(
 def _gathered_by_call(
     instructions: Sequence[Instruction], needs: Needs, runs: Sequence[bool], prologue: Sequence[int]
 ) -> list[Instruction]:
+    """Return ``instructions`` with a GATHER of the buckets that a computation reads, one computation ahead of it, and a
+    FREE after it of those that the next computation does not read (ZeRO-3).
+
+    ``needs``: for each block call of the stage, the numbers of the buckets whose sharded parameters it reads. ``runs``:
+    for each call, whether it has a backward. ``prologue``: positions of the calls that run before the pipeline starts.
+    """
     places, reads = [], []
     for index, i in enumerate(instructions):
         if i.op in _COMPUTING:
@@ -133,8 +142,8 @@ def _gathered_once(instructions: Sequence[Instruction], needs: Needs, prologue: 
     ZeRO-2). Forwards are split before a block call that reads a bucket that no earlier call reads, so that they do not
     wait for all gathers.
 
-    ``needs``: for each block call of the stage, the numbers of the buckets whose parameters it reads. ``prologue``:
-    positions of the calls that run before the pipeline starts.
+    ``needs``: for each block call of the stage, the numbers of the buckets whose sharded parameters it reads.
+    ``prologue``: positions in the stage of the calls that run before the pipeline starts.
     """
     known: dict[int, None] = {}
     result: list[Instruction] = []

@@ -19,15 +19,18 @@ ActionKind = Literal["F", "B", "I", "W"]
 
 
 class ScheduleError(PartitionError):
-    """Raised for a schedule that does not exist, that does not support the given numbers, or whose order deadlocks."""
+    """Error: a pipeline schedule does not exist, does not support the given numbers of ranks, microbatches or virtual
+    stages, or deadlocks."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """One step of a rank: it runs one microbatch through one of its virtual stages.
+    """One step of a pipeline rank: it runs one microbatch forward or backward through one of its virtual stages (parts
+    of the model).
 
-    ``kind``: ``F`` forward, ``B`` the whole backward, ``I`` the backward for input gradients, ``W`` the backward for
-    weight gradients. ``chunk``: the index of the virtual stage among those of the rank.
+    ``kind``: ``F`` forward, ``B`` the whole backward, ``I`` the half of the backward for input gradients, ``W`` the
+    half for weight gradients. ``microbatch``: index of the microbatch, from 0. ``chunk``: index of the virtual stage
+    among those of the rank, from 0.
     """
 
     kind: ActionKind
@@ -35,6 +38,7 @@ class Action:
     chunk: int = 0
 
     def __str__(self) -> str:
+        """Return the kind and the microbatch, such as ``F3``, and the chunk if it is not 0, such as ``F3/1``."""
         return f"{self.kind}{self.microbatch}" + (f"/{self.chunk}" if self.chunk else "")
 
 
@@ -43,10 +47,11 @@ Order = tuple[Action, ...]
 
 @dataclass(frozen=True)
 class Timetable:
-    """A complete schedule: the order of actions of each rank, and the rank of each virtual stage.
+    """A complete pipeline schedule: the order of actions of each rank, and the rank of each virtual stage.
 
-    ``orders[s]``: the actions of rank ``s`` in the order of execution. ``ranks[k]``: the rank that holds virtual stage
-    ``k``.
+    ``orders[s]``: the actions of pipeline rank ``s`` in the order of execution; each is a forward or backward of one
+    microbatch through one virtual stage (part of the model). ``ranks[k]``: the pipeline rank that holds virtual stage
+    ``k``. Ranks and virtual stages are counted from 0.
     """
 
     orders: tuple[Order, ...]
@@ -54,35 +59,37 @@ class Timetable:
 
     @cached_property
     def held(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank, the numbers of its virtual stages in increasing order. The index in this tuple is the
-        ``chunk`` of an action."""
+        """For each pipeline rank, the indices of its virtual stages in increasing order. ``held[rank][action.chunk]``
+        is the virtual stage that an action of ``rank`` runs."""
         return group_stages_by_rank(self.ranks, len(self.orders))
 
 
 def group_stages_by_rank(ranks: Sequence[int], num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return for each rank the numbers of its virtual stages in increasing order. ``ranks[k]``: the rank of virtual
-    stage ``k``."""
+    """Return, for each pipeline rank, the indices of its virtual stages in increasing order. ``ranks[k]``: the rank of
+    virtual stage ``k``. ``num_ranks``: number of pipeline ranks; a rank without virtual stages gets an empty tuple."""
     return tuple(tuple(k for k, rank in enumerate(ranks) if rank == s) for s in range(num_ranks))
 
 
 def build_looped_placement(num_ranks: int, chunks: int) -> tuple[int, ...]:
-    """Return the rank of each virtual stage if the stages are assigned to ranks cyclically: of ``p`` ranks, rank ``s``
-    holds the virtual stages ``s``, ``s + p``, ``s + 2p`` and so on. ``num_ranks``: number of ranks, ``p``. ``chunks``:
-    number of virtual stages of each rank."""
+    """Return the pipeline rank of each virtual stage if the virtual stages are assigned to the ranks cyclically: of
+    ``p`` ranks, rank ``s`` holds the virtual stages ``s``, ``s + p``, ``s + 2p`` and so on. ``num_ranks``: number of
+    ranks, ``p``. ``chunks``: number of virtual stages of each rank."""
     return tuple(range(num_ranks)) * chunks
 
 
 def v_shaped(num_ranks: int, chunks: int) -> tuple[int, ...]:
-    """Return the rank of each virtual stage if the direction reverses after every ``p`` stages: rank ``s`` of ``p``
-    holds ``s`` and ``2p - 1 - s``. At each reversal two consecutive virtual stages are on the same rank. ``num_ranks``:
-    number of ranks, ``p``. ``chunks``: number of virtual stages of each rank."""
+    """Return the pipeline rank of each virtual stage if the virtual stages run through the ``p`` ranks forth and back:
+    with two per rank, rank ``s`` holds the virtual stages ``s`` and ``2p - 1 - s``. At each reversal two consecutive
+    virtual stages are on the same rank. ``num_ranks``: number of ranks, ``p``. ``chunks``: number of virtual stages of
+    each rank."""
     there = tuple(range(num_ranks))
     return tuple(rank for c in range(chunks) for rank in (there[::-1] if c % 2 else there))
 
 
 def check_timetable(timetable: Timetable, num_microbatches: int) -> None:
-    """Raise :class:`ScheduleError` unless every rank runs each microbatch once forward and once backward through each
-    of its virtual stages, and no rank deadlocks.
+    """Raise :class:`ScheduleError` unless every pipeline rank runs each of ``num_microbatches`` microbatches once
+    forward and once backward through each of its virtual stages, and no rank deadlocks. A split backward needs both
+    halves.
 
     Deadlocks are found by simulation. A forward waits for the forward of the preceding virtual stage. A backward waits
     for its own forward and for the backward of the following virtual stage.
@@ -103,8 +110,8 @@ def check_timetable(timetable: Timetable, num_microbatches: int) -> None:
 
 
 def stuck_at(timetable: Timetable) -> list[tuple[int, int]]:
-    """Simulate the orders and return the deadlocked ranks as pairs (rank, index of the action that never starts). An
-    empty list means that all ranks finish."""
+    """Simulate the order of actions of each rank and return the ranks that deadlock, as pairs (pipeline rank, index in
+    its order of the action that never starts). An empty list means that all ranks finish."""
     orders, last = timetable.orders, len(timetable.ranks) - 1
     done: set[tuple[str, int, int]] = set()  # kind, microbatch, virtual stage
     position = [0] * len(orders)
@@ -130,9 +137,9 @@ _ONCE: tuple[tuple[str, frozenset[ActionKind]], ...] = (
 
 
 def _is_action_ready(action: Action, virtual: int, last: int, done: set[tuple[str, int, int]]) -> bool:
-    """Return whether ``action`` of the virtual stage ``virtual`` can run. ``last`` is the index of the last virtual
-    stage, from 0; ``done`` has the finished work as (``F`` or ``B``, microbatch, virtual stage).
-    """
+    """Return whether the inputs of ``action`` are available. ``virtual``: index of the virtual stage that it runs,
+    counted over all ranks. ``last``: index of the model's last virtual stage. ``done``: completed passes as (``F`` or
+    ``B``, microbatch, virtual stage), where ``B`` means that the input gradients exist."""
     if action.kind == "F":
         return virtual == 0 or ("F", action.microbatch, virtual - 1) in done
     if action.kind == "W":
@@ -142,8 +149,9 @@ def _is_action_ready(action: Action, virtual: int, last: int, done: set[tuple[st
 
 
 def peak_in_flight(order: Order) -> int:
-    """Return the largest number of microbatches that a rank has in flight at once: the forward has run and the backward
-    is not complete. A microbatch counts once for each virtual stage of the rank in which it is in flight."""
+    """Return the largest number of microbatches that one rank has in flight at once: their forward has run and their
+    backward is not complete. A microbatch counts once for each virtual stage of the rank in which it is in flight.
+    ``order``: the actions of the rank in the order of execution."""
     return max((sum(counts.values()) for counts in in_flight(order)), default=0)
 
 
@@ -152,8 +160,8 @@ def halves_in_flight(order: Order, chunks: int) -> list[tuple[tuple[int, int], .
     virtual stage of the rank.
 
     The first number of a pair counts microbatches whose forward has run and whose backward has not begun. The second
-    counts those whose backward has run for inputs but not yet for weights. ``order``: the actions of the rank.
-    ``chunks``: number of virtual stages of the rank.
+    counts those whose backward has run for inputs but not yet for weights. ``order``: the actions of the rank in the
+    order of execution. ``chunks``: number of virtual stages of the rank.
     """
     split = {(a.microbatch, a.chunk) for a in order if a.kind == "W"}
     current = [(0, 0)] * chunks
@@ -173,7 +181,8 @@ def halves_in_flight(order: Order, chunks: int) -> list[tuple[tuple[int, int], .
 
 
 def in_flight(order: Order) -> list[Counter[int]]:
-    """Return, for each action of a rank, the number of microbatches in flight after it, by virtual stage of the rank
-    (chunk -> count). A microbatch is in flight if its forward has run and its backward is not complete."""
+    """Return, for each action of a rank, the number of microbatches in flight after it: their forward has run and their
+    backward is not complete. An entry maps the index of a virtual stage on the rank to its number. ``order``: the
+    actions of the rank in the order of execution."""
     chunks = 1 + max((action.chunk for action in order), default=0)
     return [Counter(dict(enumerate(map(sum, counts)))) for counts in halves_in_flight(order, chunks)]

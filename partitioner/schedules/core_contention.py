@@ -21,10 +21,11 @@ _EPSILON = 1e-12  # seconds; work below it has ended
 
 @dataclass(frozen=True)
 class VirtualStageTime:
-    """Seconds that one microbatch takes in a virtual stage, divided into computation and waiting. Each part has a time
-    for the forward and for both halves of the backward.
+    """Seconds that one microbatch takes in a virtual stage (the part of the model that one action of a pipeline rank
+    runs), divided into computation and waiting.
 
-    ``computing``: computation with a processor core of its own. ``waiting``: communication, which uses no core.
+    ``computing``: seconds of computation on a processor core of its own. ``waiting``: seconds of communication, which
+    uses no core. Each has one number for the forward and one for each half of the backward.
     """
 
     computing: Phases
@@ -33,19 +34,20 @@ class VirtualStageTime:
 
 @dataclass(frozen=True)
 class NodeCores:
-    """The pipeline ranks and processor cores of each node.
+    """The pipeline ranks and the processor cores of each node.
 
-    ``ranks[s]``: number of ranks of stage ``s`` on each node (number of the node -> count). ``room``: number of ranks
-    that can compute at full speed at the same time (number of the node -> count). A node that is not in ``room`` is
-    never overloaded.
+    ``ranks[s]``: number of ranks of pipeline stage ``s`` on each node (index of the node -> count). ``room``: number of
+    ranks that can compute at full speed at the same time (index of the node -> count, possibly fractional). A node that
+    is not in ``room`` has cores for all its ranks.
     """
 
     ranks: tuple[Mapping[int, int], ...]
     room: Mapping[int, float]
 
     def speeds(self, stages: Sequence[int]) -> list[float]:
-        """Return the relative speed of several stages while all of them compute at the same time. ``stages``: indices
-        of the stages. 1.0 is the speed of a rank with a core of its own."""
+        """Return the relative speed of each of several pipeline stages while all of them compute at the same time; 1.0
+        is the speed of a rank with a core of its own. A stage on several nodes has the speed of its slowest node.
+        ``stages``: indices of the stages; the result has their order."""
         crowd = dict.fromkeys(self.room, 0)
         for stage in stages:
             for node, count in self.ranks[stage].items():
@@ -63,11 +65,12 @@ def seconds_in_turns(
     cores: NodeCores,
     train: bool = True,
 ) -> float:
-    """Return the seconds that the pipeline of one step takes if ranks share the processor cores of their node.
+    """Return the seconds that the pipeline takes for one step if the ranks of a node share its processor cores.
 
-    ``m``: number of microbatches. ``v``: virtual stages of each rank. ``works``: the times of each virtual stage.
-    ``cores``: the ranks and cores of each node. Without ``train`` there are only forwards. Long steps are extrapolated
-    from two shorter ones.
+    ``schedule``: name or table of the pipeline schedule. ``m``: number of microbatches. ``v``: number of virtual stages
+    (parts of the model) of each rank; ``None``: the default of the schedule. ``works``: the times of each virtual
+    stage. ``cores``: the ranks and cores of each node. ``train``: whether there are backwards. Long steps are
+    extrapolated from two shorter ones.
     """
     p = len(cores.ranks)
     if p == 1:
@@ -84,12 +87,18 @@ def seconds_in_turns(
 
 
 def _get_phase_seconds(phases: Phases, train: bool) -> float:
+    """Return the seconds of one microbatch in a virtual stage: forward and backward with ``train``, otherwise the
+    forward."""
     return phases.total if train else phases.forward
 
 
 class _ContentionSimulation:
-    """Event simulation of the actions of all ranks. It tracks when each rank waits, and how fast it computes given the
-    other ranks that compute on its node."""
+    """Event simulation of one step of a pipeline whose ranks share the processor cores of their node. It tracks for
+    each rank whether it waits or computes, and how fast it computes given the other ranks that compute on its node.
+
+    ``table``: the actions of each rank. ``works``: the seconds of one microbatch in each virtual stage. ``cores``: the
+    ranks and cores of each node. ``train``: whether backwards take time.
+    """
 
     def __init__(self, table: Timetable, works: Sequence[VirtualStageTime], cores: NodeCores, train: bool) -> None:
         self.table, self.cores, self.train = table, cores, train
@@ -107,11 +116,15 @@ class _ContentionSimulation:
         ]
 
     def _sum_phase_parts(self, phases: Phases, kind: str) -> float:
+        """Return the seconds of one action. ``phases``: seconds of the forward and of both halves of the backward.
+        ``kind``: ``F`` forward, ``B`` backward, ``I`` or ``W`` its half for input or weight gradients. Backwards take 0
+        seconds without training."""
         of_parts = phases.forward, phases.inputs, phases.weights
         return sum(of_parts[part] for part in PARTS[kind]) if self.train or kind == "F" else 0.0
 
     def run(self) -> float:
-        """Run all actions of all ranks. Return the seconds from the start to the end of the last action."""
+        """Simulate all actions of all ranks. Return the seconds from the start of the first to the end of the last
+        action."""
         clock = 0.0
         self._start_idle_ranks(range(len(self.at)))
         while self.waiting or self.computing:
@@ -132,18 +145,21 @@ class _ContentionSimulation:
         return clock
 
     def _get_next_seconds(self, rank: int) -> tuple[float, float]:
-        """Return the seconds of waiting and the seconds of computation of the rank's next action."""
+        """Return two numbers for the next action of the pipeline rank ``rank``: its seconds of waiting, and its seconds
+        of computation on a processor core of its own."""
         action = self.table.orders[rank][self.at[rank]]
         return self.work[self.table.held[rank][action.chunk]][action.kind]
 
     def _start_idle_ranks(self, ranks: Sequence[int]) -> None:
-        """Start the next action of each idle rank whose inputs are ready."""
+        """Start the next action of each idle pipeline rank in ``ranks`` if the inputs of this action are available."""
         for rank in ranks:
             idle = rank not in self.waiting and rank not in self.computing
             if idle and self.at[rank] < len(self.table.orders[rank]) and self._is_rank_ready(rank):
                 self.waiting[rank] = self._get_next_seconds(rank)[0]
 
     def _is_rank_ready(self, rank: int) -> bool:
+        """Return whether the inputs of the next action of the pipeline rank ``rank`` have been computed by other
+        virtual stages."""
         action = self.table.orders[rank][self.at[rank]]
         k, i = self.table.held[rank][action.chunk], action.microbatch
         if action.kind == "F":
@@ -151,9 +167,8 @@ class _ContentionSimulation:
         return not self.train or action.kind == "W" or k == self.last or ("B", i, k + 1) in self.done
 
     def _finish_actions(self, ranks: Sequence[int]) -> None:
-        """Record the current action of each rank in ``ranks`` as finished and move the rank to its next action; then
-        start the ranks that are idle.
-        """
+        """Record the current action of each pipeline rank in ``ranks`` as finished and move the rank to its next
+        action. Then start all idle ranks whose inputs are ready."""
         for rank in ranks:
             del self.computing[rank]
             action = self.table.orders[rank][self.at[rank]]

@@ -33,9 +33,12 @@ _HALVES = {"F": ("F",), "B": ("B", "I", "W"), "I": ("B", "I"), "W": ("B", "W")} 
 
 
 class _ScheduleCell(NamedTuple):
-    """One action of a schedule table and its position there. ``kind``: ``F``, ``B``, ``I`` or ``W``. ``stage``: index
-    of the virtual stage. ``microbatch``: index of the microbatch. ``row``, ``cell``: position of the cell in the file,
-    counted from 1."""
+    """One action of a schedule table and its position there.
+
+    ``kind``: ``F`` forward, ``B`` backward, ``I`` or ``W`` the half of the backward for input or weight gradients.
+    ``stage``: index of the virtual stage, from 0. ``microbatch``: index of the microbatch, from 0. ``row``, ``cell``:
+    row and column in the file, counted from 1.
+    """
 
     kind: Any  # "F", "B", "I" or "W"
     stage: int
@@ -45,15 +48,18 @@ class _ScheduleCell(NamedTuple):
 
     @property
     def text(self) -> str:
+        """The action as it is written in a table, such as ``3F0``: virtual stage, kind, microbatch."""
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     @property
     def place(self) -> str:
+        """The position in the table for error messages, such as ``row 1, cell 2``."""
         return f"row {self.row}, cell {self.cell}"
 
 
 class ScheduleTable(Data):
-    """A user-defined pipeline schedule for one fixed number of ranks and microbatches.
+    """A user-defined pipeline schedule for one fixed number of ranks and microbatches, written as a table: one row per
+    pipeline rank with its actions in order, such as ``3F0`` for the forward of microbatch 0 through virtual stage 3.
 
     The table is validated when it is first used, not when it is constructed. :class:`ScheduleError` is then raised if
     it is no valid schedule.
@@ -66,8 +72,8 @@ class ScheduleTable(Data):
 
     @staticmethod
     def load(path: str | Path) -> ScheduleTable:
-        """Read a schedule from a CSV file. Raise :class:`ScheduleError`, with row and cell, if the file cannot be read
-        or is no schedule."""
+        """Return the schedule that the CSV file ``path`` contains, one row per pipeline rank. Raise
+        :class:`ScheduleError` if the file cannot be read. The cells are validated when the schedule is first used."""
         try:
             content = Path(path).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
@@ -76,15 +82,16 @@ class ScheduleTable(Data):
 
     @staticmethod
     def of(schedule: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> ScheduleTable:
-        """Return the built-in ``schedule`` as a table for the given numbers of ranks and microbatches. ``chunks``:
-        number of virtual stages of each rank, if the schedule leaves a choice."""
+        """Return the built-in schedule with the name ``schedule`` as a table. ``num_ranks``, ``num_microbatches``:
+        numbers of pipeline ranks and of microbatches. ``chunks``: number of virtual stages of each rank, if the
+        schedule leaves a choice; ``None``: its default."""
         from partitioner.schedules.registry import build_timetable
 
         found = build_timetable(schedule, num_ranks, num_microbatches, chunks)
         return ScheduleTable(name=schedule, rows=format_timetable_rows(found))
 
     def save(self, path: str | Path) -> Path:
-        """Write the table as a CSV file and return its path."""
+        """Write the table to ``path`` as a CSV file, one row per pipeline rank, and return its path."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(self.rows)
         return write_text(Path(path), text.getvalue())
@@ -98,7 +105,7 @@ class ScheduleTable(Data):
     @cached_property
     def own(self) -> Timetable:
         """The timetable that the rows describe: each rank's order of actions, and the rank of each virtual stage.
-        Raises :class:`ScheduleError` if the table is no valid schedule."""
+        Access raises :class:`ScheduleError` if the table is no valid schedule."""
         return _ScheduleTableReader(self).parse_timetable()
 
     @cached_property
@@ -107,8 +114,9 @@ class ScheduleTable(Data):
         return 1 + max(action.microbatch for order in self.own.orders for action in order)
 
     def timetable(self, num_ranks: int, num_microbatches: int) -> Timetable:
-        """Return the timetable of this schedule. Raises :class:`ScheduleError` unless the table has exactly
-        ``num_ranks`` ranks and ``num_microbatches`` microbatches."""
+        """Return each rank's order of actions and the rank of each virtual stage under this schedule. Raise
+        :class:`ScheduleError` unless the table has exactly ``num_ranks`` pipeline ranks and ``num_microbatches``
+        microbatches."""
         own = self.own
         if (len(own.orders), self.num_microbatches) != (num_ranks, num_microbatches):
             raise ScheduleError(
@@ -119,16 +127,16 @@ class ScheduleTable(Data):
 
 
 def table_of(schedule: str | ScheduleTable) -> ScheduleTable | None:
-    """Return the table of ``schedule``: a table unchanged, or the table read from a file if the name ends in ``.csv``.
-    ``None`` for the name of a built-in schedule."""
+    """Return ``schedule`` as a table: a table unchanged, and a path that ends in ``.csv`` as the content of that file.
+    Return ``None`` if ``schedule`` is the name of a built-in schedule."""
     if isinstance(schedule, ScheduleTable):
         return schedule
     return ScheduleTable.load(schedule) if schedule.endswith(SUFFIX) else None
 
 
 def format_timetable_rows(timetable: Timetable) -> tuple[tuple[str, ...], ...]:
-    """Return the CSV cells of ``timetable``, one row per rank, such as ``3F0`` for the forward of microbatch 0 in
-    virtual stage 3."""
+    """Return the CSV cells of ``timetable``, one row per pipeline rank, with its actions in the order of execution.
+    ``3F0`` is the forward (``F``) of microbatch 0 through virtual stage 3."""
     return tuple(
         tuple(f"{timetable.held[s][a.chunk]}{a.kind}{a.microbatch}" for a in order)
         for s, order in enumerate(timetable.orders)
@@ -137,6 +145,8 @@ def format_timetable_rows(timetable: Timetable) -> tuple[tuple[str, ...], ...]:
 
 @lru_cache(maxsize=16)
 def _parse_schedule_table(name: str, content: str) -> ScheduleTable:
+    """Return the schedule table in the CSV text ``content``, without empty rows at its end. ``name``: name of the
+    table. The cells are not validated."""
     rows = [tuple(cell.strip() for cell in row) for row in csv.reader(io.StringIO(content))]
     while rows and not any(rows[-1]):
         rows.pop()
@@ -144,17 +154,20 @@ def _parse_schedule_table(name: str, content: str) -> ScheduleTable:
 
 
 class _ScheduleTableReader:
-    """Parser and validator of a schedule table, which turns the texts of its cells into a timetable. Its errors name
-    the row and the cell."""
+    """Parser of a schedule table: it validates the texts of the cells and builds a timetable from them. Its errors name
+    the row and the cell. ``table``: the table; its constructor raises :class:`ScheduleError` if a cell is no action."""
 
     def __init__(self, table: ScheduleTable) -> None:
         self.name = table.name
         self.rows = [list(self.parse_row(number, row)) for number, row in enumerate(table.rows, 1)]
 
     def create_schedule_error(self, message: str) -> ScheduleError:
+        """Return an error with ``message`` that names the schedule. The caller raises it."""
         return ScheduleError(f"the schedule {self.name!r}, {message}")
 
     def parse_row(self, number: int, row: Sequence[str]) -> Iterator[_ScheduleCell]:
+        """Yield the actions of one row in order; a cell with a pair of overlapped actions yields both, and an empty
+        cell none. ``number``: number of the row, from 1. ``row``: the texts of its cells."""
         for place, text in enumerate(row, 1):
             pair = _OVERLAP.fullmatch(text.strip())
             for part in pair[1].split(";") if pair else [text]:
@@ -162,9 +175,8 @@ class _ScheduleTableReader:
                     yield self.parse_cell(part.strip(), number, place)
 
     def parse_cell(self, text: str, row: int, place: int) -> _ScheduleCell:
-        """Return the action that the cell ``text`` describes, such as ``3F0``. ``row`` and ``place`` locate the cell
-        in errors. Raise ``ScheduleError`` if the text is no action.
-        """
+        """Return the action that the cell ``text`` describes, such as ``3F0``. ``row`` and ``place``: row and column of
+        the cell, counted from 1, for errors. Raise ``ScheduleError`` if the text is no action."""
         found = _ACTION.fullmatch(text)
         if found:
             return _ScheduleCell(found[2], int(found[1]), int(found[3]), row, place)
@@ -174,9 +186,9 @@ class _ScheduleTableReader:
         raise self.create_schedule_error(f"row {row}, cell {place}: {text!r} is no action; expected {hint}")
 
     def parse_timetable(self) -> Timetable:
-        """Return the timetable that the rows describe, one row per pipeline rank. Raise ``ScheduleError`` if an
-        action is missing, occurs twice, or waits for one that comes after it.
-        """
+        """Return the timetable that the rows describe, one row per pipeline rank: each rank's order of actions, and the
+        rank of each virtual stage. Raise ``ScheduleError`` if an action is missing or occurs twice, or if the ranks
+        deadlock."""
         cells = [cell for row in self.rows for cell in row]
         if not cells:
             raise ScheduleError(f"the schedule {self.name!r} has no actions; expected a row for each pipeline rank")
@@ -192,9 +204,9 @@ class _ScheduleTableReader:
         return Timetable(tuple(orders), ranks)
 
     def find_first_actions(self, cells: Sequence[_ScheduleCell]) -> dict[int, _ScheduleCell]:
-        """Return the first cell of each virtual stage (index of the stage -> cell). ``cells``: all cells of the table,
-        row by row. Raise :class:`ScheduleError` if the actions of a stage are in several rows, a row is empty, or a
-        stage index is missing."""
+        """Return the first cell of each virtual stage (index of the virtual stage -> cell). ``cells``: all cells of the
+        table, row by row. Raise :class:`ScheduleError` if the actions of a virtual stage are in several rows, a row is
+        empty, or an index between 0 and the largest one has no actions."""
         first: dict[int, _ScheduleCell] = {}
         for cell in cells:
             other = first.setdefault(cell.stage, cell)
@@ -218,9 +230,8 @@ class _ScheduleTableReader:
         return first
 
     def check_once(self, cells: Sequence[_ScheduleCell]) -> None:
-        """Raise ``ScheduleError`` if two of ``cells`` compute the same part of the same virtual stage and
-        microbatch.
-        """
+        """Raise ``ScheduleError`` if two of ``cells`` compute the same forward, or the same half of a backward, of one
+        virtual stage and microbatch. ``cells``: all cells of the table."""
         seen: dict[tuple[str, int, int], _ScheduleCell] = {}
         for cell in cells:
             for kind in _HALVES[cell.kind]:
@@ -232,9 +243,9 @@ class _ScheduleTableReader:
             seen[cell.kind, cell.stage, cell.microbatch] = cell
 
     def check_completeness(self, cells: Sequence[_ScheduleCell], first: dict[int, _ScheduleCell]) -> None:
-        """Raise :class:`ScheduleError` unless every virtual stage runs every microbatch forward and backward.
-        ``cells``: all cells of the table. ``first``: the first cell of each virtual stage (index of the stage ->
-        cell)."""
+        """Raise :class:`ScheduleError` unless every virtual stage runs every microbatch forward and backward. The
+        microbatches are 0 to the largest number in the table. ``cells``: all cells of the table. ``first``: the first
+        cell of each virtual stage (index of the virtual stage -> cell)."""
         there = {(c.kind, c.stage, c.microbatch) for c in cells}
         last = max(cells, key=lambda c: c.microbatch)
         for k, home in sorted(first.items()):
@@ -255,8 +266,8 @@ class _ScheduleTableReader:
                 )
 
     def check_order(self) -> None:
-        """Raise :class:`ScheduleError` unless each rank runs each forward before its backward, and the backward for
-        inputs before the one for weights."""
+        """Raise :class:`ScheduleError` unless each row has each forward before its backward, and each backward for
+        input gradients before the one for weight gradients."""
         for row in self.rows:
             seen: set[tuple[str, int, int]] = set()
             for cell in row:
@@ -269,7 +280,8 @@ class _ScheduleTableReader:
                 seen.add((cell.kind, cell.stage, cell.microbatch))
 
     def check_progress(self, timetable: Timetable) -> None:
-        """Raise ``ScheduleError`` with the cells that wait for ever, if the order of ``timetable`` has a deadlock."""
+        """Raise ``ScheduleError`` if the ranks of ``timetable`` deadlock: each of them waits for an action that comes
+        later in the order of another rank. The error names the cells that wait."""
         stuck = stuck_at(timetable)
         if stuck:
             cells = [self.rows[rank][place] for rank, place in stuck]

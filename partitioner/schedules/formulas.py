@@ -24,11 +24,12 @@ Counts = tuple[int, int]  # microbatches: (backward not begun, backward for inpu
 
 
 def _zero_bubble(s: int, p: int, m: int, ahead: int) -> tuple[Counts, ...]:
-    """Return the extreme numbers of microbatches that a stage has in flight under a zero-bubble schedule, as pairs
-    (backward not begun, backward for inputs done and for weights not).
+    """Return the largest numbers of microbatches that a stage has in flight at once under a zero-bubble schedule, as
+    one or two pairs (number whose backward has not begun, number whose backward has run for inputs and not for
+    weights): at the moment when the first number is largest, and when the second is.
 
-    ``s``: index of the stage. ``p``, ``m``: numbers of stages and of microbatches. ``ahead``: forwards that a stage
-    runs before its first backward, for each stage after it.
+    ``s``: index of the stage, from 0. ``p``, ``m``: numbers of stages and of microbatches. ``ahead``: number of
+    forwards that a stage runs before its first backward, for each stage after it.
     """
     most, whole = min(ahead * (p - 1) + 1, m), min(ahead * (p - 1 - s) + 1, m)
     half = min(ahead * s + 1, m) if s else 0
@@ -58,27 +59,27 @@ _MOST_ACTIONS = 30_000  # actions to simulate; longer steps are extrapolated fro
 
 
 def is_formula(schedule: str | ScheduleTable) -> bool:
-    """Return whether a closed formula gives the step time of ``schedule`` if each rank has one stage."""
+    """Return whether the step time of ``schedule`` (a name or a table) has a closed formula if each rank has one
+    stage."""
     return isinstance(schedule, str) and schedule in _FORMULAS
 
 
 def is_plain(schedule: str | ScheduleTable, v: int) -> bool:
-    """Return whether each rank has one stage, and a closed formula gives the number of microbatches in flight on it.
-    ``v``: number of virtual stages of each rank.
-    """
+    """Return whether each rank has one stage, and the number of microbatches in flight on it has a closed formula.
+    ``schedule``: name or table of the pipeline schedule. ``v``: number of virtual stages of each rank."""
     return schedule in _IN_FLIGHT and v == 1
 
 
 def least_fill(
     schedule: str | ScheduleTable, p: int, m: int, v: int, overlap_steps: bool = False
 ) -> tuple[float, float]:
-    """Return lower bounds on the time to fill and to drain the pipeline, as two fractions: of a microbatch's forward
-    and of its backward through all stages. ``p``, ``m``, ``v``: numbers of ranks, microbatches, and virtual stages of
-    each rank.
+    """Return lower bounds on the time to fill and drain the pipeline, as two fractions: of the seconds of a
+    microbatch's forward, and of its backward, through the whole model.
 
     However the model is cut, a step on ``p`` equal devices takes at least ``m total / p + (1 - 1 / p) (fraction *
     forward + fraction * backward)`` seconds. Here ``forward`` and ``backward`` are the seconds of one microbatch
-    through the whole model, and ``total`` is their sum. For 1F1B both fractions are 1. ``overlap_steps``: whether a
+    through the whole model, and ``total`` is their sum. For 1F1B both fractions are 1. ``schedule``: name or table.
+    ``p``, ``m``, ``v``: numbers of ranks, microbatches, and virtual stages of each rank. ``overlap_steps``: whether a
     rank begins the next step as soon as its own part of this step has ended. For schedules with split backwards both
     fractions are then 0.
     """
@@ -96,37 +97,42 @@ def least_fill(
 
 
 def least_alone(schedule: str | ScheduleTable) -> float:
-    """Return a lower bound on the fraction of a microbatch's backward that other stages must wait for. The backward for
-    weights may run later, unless the schedule never splits backwards."""
+    """Return a lower bound on the fraction of a microbatch's backward for which the preceding stage must wait: 1.0 if
+    ``schedule`` (a name or a table) never splits backwards, else 0.5, because the half for weight gradients may run
+    later."""
     return 1.0 if is_formula(schedule) or schedule == "interleaved" else 0.5
 
 
 def is_split(schedule: str | ScheduleTable) -> bool:
-    """Return whether the schedule may split a backward into one part for inputs and one for weights."""
+    """Return whether ``schedule`` (a name or a table) may split a backward into one half for input gradients and one
+    for weight gradients, which run at different times."""
     return schedule not in _UNSPLIT
 
 
 def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -> tuple[Counts, ...]:
-    """Return the extreme numbers of microbatches that a stage has in flight, as pairs (backward not begun, backward for
-    inputs done and for weights not). ``stage``: index of the stage. ``p``, ``m``: numbers of stages and of
-    microbatches. The schedule must be one of ``_IN_FLIGHT``, with one stage per rank."""
+    """Return the largest numbers of microbatches that a pipeline stage has in flight at once, as one or two pairs
+    (number whose backward has not begun, number whose backward has run for inputs and not for weights), one for each
+    number being largest. ``schedule``: ``gpipe``, ``1f1b``, ``zb-1p`` or ``zb-2p``, with one stage per rank. ``stage``:
+    index of the stage, from 0. ``p``, ``m``: numbers of stages and of microbatches."""
     assert schedule in _IN_FLIGHT, schedule
     return _IN_FLIGHT[schedule](stage, p, m)
 
 
 def most_in_flight(schedule: str | ScheduleTable, p: int, m: int) -> int:
-    """Return the largest number of microbatches that any of ``p`` stages has in flight in a step of ``m`` microbatches.
-    The schedule must satisfy :func:`is_plain` with one stage per rank."""
+    """Return the largest number of microbatches that any of ``p`` pipeline stages has in flight (forward run, backward
+    not complete) in a step of ``m`` microbatches. ``schedule``: ``gpipe``, ``1f1b``, ``zb-1p`` or ``zb-2p``, with one
+    stage per rank."""
     return max(map(sum, stage_in_flight(schedule, 0, p, m)))
 
 
 @dataclass(frozen=True)
 class InFlightMicrobatches:
-    """Numbers of microbatches in flight, which determine the memory of activations. Each is a pair (backward not begun,
-    backward for inputs done and for weights not).
+    """Numbers of microbatches in flight under a pipeline schedule, which determine the memory of activations. Each is a
+    pair: (microbatches whose backward has not begun, microbatches whose backward has run for inputs and not for
+    weights).
 
-    ``pairs[k]``: those pairs of virtual stage ``k`` that can need the most memory, whatever the bytes of the two kinds
-    of microbatches are. ``together[s]``: the combinations that rank ``s`` reaches at one moment, each with one pair per
+    ``pairs[k]``: the pairs of virtual stage ``k`` that can need the most memory, whatever the bytes of the two kinds of
+    microbatches are. ``together[s]``: the combinations that rank ``s`` reaches at one moment, each with one pair per
     virtual stage of the rank. Combinations that another one equals or exceeds in every number are left out.
     """
 
@@ -138,8 +144,9 @@ class InFlightMicrobatches:
 def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> InFlightMicrobatches:
     """Return the numbers of microbatches in flight on each rank and virtual stage, found from the order of actions.
 
-    ``p``, ``m``, ``v``: numbers of ranks, microbatches, and virtual stages of each rank. A long step is replaced by a
-    shorter one with the same steady state.
+    ``schedule``: name or table of the pipeline schedule. ``p``, ``m``, ``v``: numbers of ranks, microbatches, and
+    virtual stages of each rank (``None``: the default of the schedule). A long step is replaced by a shorter one with
+    the same steady state.
     """
     table = shorten_timetable(schedule, p, m, v)[0]
     pairs: list[tuple[Counts, ...]] = [()] * len(table.ranks)
@@ -153,16 +160,16 @@ def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | No
 
 
 def _not_less(counts: Sequence[tuple[Counts, ...]]) -> tuple[tuple[Counts, ...], ...]:
-    """Return the elements of ``counts`` that no other element equals or exceeds in every component. ``counts`` has no
-    duplicates."""
+    """Return the elements of ``counts`` that no other element equals or exceeds in every number. An element is a tuple
+    of pairs of numbers; all have the same length. ``counts`` has no duplicates."""
     each = np.array(counts).reshape(len(counts), -1)
     less = np.array([(each >= one).all(axis=1).sum() > 1 for one in each])
     return tuple(one for one, is_less in zip(counts, less.tolist(), strict=True) if not is_less)
 
 
 def _compute_upper_hull(counts: set[Counts]) -> tuple[Counts, ...]:
-    """Return the pairs of ``counts`` that maximise a weighted sum of their two numbers for some non-negative
-    weights."""
+    """Return the pairs of ``counts`` that maximise ``a * first + b * second`` for some non-negative ``a`` and ``b``,
+    from the largest to the smallest first number."""
     hull: list[Counts] = []
     for x, y in sorted(counts, key=lambda pair: (-pair[0], -pair[1])):
         if hull and y <= hull[-1][1]:
@@ -174,7 +181,8 @@ def _compute_upper_hull(counts: set[Counts]) -> tuple[Counts, ...]:
 
 
 def _is_below_line(a: Counts, b: Counts, c: Counts) -> bool:
-    """Return whether point ``b`` lies on or below the line from ``a`` to ``c``."""
+    """Return whether point ``b`` lies on or below the line from ``a`` to ``c``. A point is (x, y); ``a`` has the
+    largest x and ``c`` the smallest."""
     return (a[0] - b[0]) * (c[1] - b[1]) >= (b[0] - c[0]) * (b[1] - a[1])
 
 
@@ -188,12 +196,14 @@ def pipeline_seconds(
     *,
     overlap_steps: bool = False,
 ) -> float:
-    """Return the seconds that the pipeline of one step takes if each rank executes its actions in order, each as soon
+    """Return the seconds that the pipeline takes for one step if each rank executes its actions in order, each as soon
     as its inputs are available.
 
-    ``p``, ``m``, ``v``: numbers of ranks, microbatches, and virtual stages of each rank. ``phases``: seconds of forward
-    and backward of each virtual stage, and of the messages that it receives. ``overlap_steps``: a rank begins the next
-    step as soon as it has finished its own part of this step.
+    ``schedule``: name or table of the pipeline schedule. ``p``, ``m``, ``v``: numbers of ranks, microbatches, and
+    virtual stages of each rank (``None``: the default of the schedule). ``phases``: for each virtual stage, the seconds
+    of one microbatch's forward and backward and of the messages that it receives. ``train``: whether there are
+    backwards. ``overlap_steps``: whether a rank begins the next step as soon as it has finished its own part of this
+    step.
     """
     whole, more = shorten_timetable(schedule, p, m, v)
     taken = compute_makespan(whole, phases, train, overlap_steps=overlap_steps)
@@ -206,12 +216,13 @@ def pipeline_seconds(
 def shorten_timetable(
     schedule: str | ScheduleTable, p: int, m: int, v: int | None, most: int = _MOST_ACTIONS
 ) -> tuple[Timetable, tuple[Timetable, int, int] | None]:
-    """Return the timetable and ``None`` if it has no more than about ``most`` actions. Otherwise return two shorter
-    timetables, from which a caller extrapolates to ``m`` microbatches. ``p``, ``v``: numbers of ranks, and of virtual
-    stages of each rank.
+    """Return the timetable of ``schedule`` and ``None`` if it has no more than about ``most`` actions. Otherwise return
+    two shorter timetables, from which a caller extrapolates to ``m`` microbatches.
 
     The second result is then (longer timetable, microbatches that it has more than the shorter one, microbatches that
     the full step has more than the shorter one). The two timetables differ only in the length of their steady state.
+    ``p``, ``v``: numbers of ranks, and of virtual stages of each rank (``None``: the default of the schedule). A
+    schedule given as a table is never shortened.
     """
     per_microbatch = 3 * p * (v or 2)
     fewer = max(4 * p, most // per_microbatch // 2 // p * p) + m % p

@@ -32,7 +32,8 @@ _AT_ONCE = 1 << 18  # most end times that are computed at once
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of one microbatch in one virtual stage: of the forward, the backward and the messages.
+    """Seconds of one microbatch in one virtual stage (the part of the model that one action of a pipeline rank runs):
+    of the forward, the backward and the messages.
 
     ``inputs``: the half of the backward for input gradients. ``weights``: the half for weight gradients.
     ``values_sent``, ``gradients_sent``: seconds of the messages that bring the input of the forward and of the
@@ -47,13 +48,15 @@ class Phases:
 
     @property
     def total(self) -> float:
+        """Seconds of the forward and of both halves of the backward of one microbatch, without messages."""
         return self.forward + self.inputs + self.weights
 
 
 def compute_makespan(
     table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False
 ) -> float:
-    """Return the seconds until all ranks have finished their actions. ``phases``: the times of each virtual stage.
+    """Return the seconds until all ranks have finished their actions, each action as soon as its inputs are available.
+    ``table``: the actions of each rank. ``phases``: the times of each virtual stage.
 
     With ``overlap_steps``, return the step time in steady state, if a rank begins the next step as soon as it has
     finished its part of this one. Without ``train`` backwards take no time.
@@ -68,10 +71,13 @@ def compute_makespan(
 def follow_all(
     table: Timetable, phases: NDArray[np.float64], train: bool = True, *, overlap_steps: bool = False
 ) -> NDArray[np.float64]:
-    """Return the makespan in seconds for each of ``n`` sets of phases on one timetable, shape ``[n]``.
+    """Return the seconds of a step for each of ``n`` sets of durations on one timetable, shape ``[n]``: the time until
+    all ranks have finished their actions.
 
-    ``phases``: shape ``[n, virtual stages, 5]``, with the fields of :class:`Phases` in order. ``train`` and
-    ``overlap_steps``: as in :func:`compute_makespan`.
+    ``table``: the actions of each rank. ``phases``: seconds, shape ``[n, virtual stages, 5]``; the last dimension is
+    forward, backward for inputs, backward for weights, message of the forward's input, message of the backward's input.
+    ``train``: whether backwards take time. ``overlap_steps``: return the step time in steady state, if a rank begins
+    the next step as soon as it has finished its part of this one.
     """
     waits = waits_of(table, train)
     kinds = [phases[:, :, list(parts)].sum(axis=2) * (train or k == "F") for k, parts in PARTS.items()]
@@ -95,12 +101,14 @@ def follow_all(
 def longest_path(
     table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False
 ) -> tuple[float, NDArray[np.float64]]:
-    """Return the seconds of the longest path through the actions, and how often each phase is on it, shape ``[virtual
-    stages, 5]`` in the order of the fields of :class:`Phases`. ``phases``: the times of each virtual stage.
+    """Return the seconds of the longest path through the actions of a step, and how often each phase is on it, shape
+    ``[virtual stages, 5]``: forward, backward for inputs, backward for weights, message of the forward's input, message
+    of the backward's input. ``table``: the actions of each rank. ``phases``: the seconds of these phases for each
+    virtual stage.
 
-    With ``overlap_steps``, the seconds are the step time in steady state. The counts then describe the longest path
-    from the first to the last action of the slowest rank, which may be shorter. Without ``train`` backwards take no
-    time.
+    With ``overlap_steps``, the seconds are the step time in steady state, if a rank begins the next step as soon as its
+    part of this one has ended. The counts then describe the longest path from the first to the last action of the
+    slowest rank, which may be shorter. Without ``train`` backwards take no time.
     """
     waits, of_kinds, sent = waits_of(table, train), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:
@@ -130,13 +138,14 @@ def longest_path(
 
 
 class Waits(NamedTuple):
-    """Dependencies of the actions of all ranks, as parallel lists in topological order. The first entries, one per
-    rank, stand for the start of the step on that rank.
+    """Dependencies of the actions of all pipeline ranks in one step: parallel lists with one entry per action, in
+    topological order. The first entries, one per rank, stand for the start of the step on that rank.
 
     ``before``: index of the previous action of the same rank. ``needed``: index of the action whose result is the
-    input. ``what``: four times the virtual stage plus the index of the kind in ``KINDS``. ``message``: index of the
-    message that brings the input: twice the virtual stage, plus 1 for gradients; twice the number of stages if there is
-    none. ``last``: index of the last action of each rank. ``rank``: the rank of each action.
+    input. ``what``: four times the virtual stage, plus 0 for a forward, 1 or 2 for the backward for inputs or weights,
+    3 for a whole backward. ``message``: index of the message that brings the input: twice the virtual stage, plus 1 for
+    gradients; twice the number of stages if there is none. ``rank``: the rank of each action. ``last``, with one entry
+    per rank: index of its last action.
     """
 
     before: list[int]
@@ -148,13 +157,15 @@ class Waits(NamedTuple):
 
 
 def waits_of(table: Timetable, train: bool = True) -> Waits:
-    """Return the dependencies of all actions of ``table`` in topological order. The result is cached by the identity of
-    ``table``."""
+    """Return the dependencies of all actions of ``table`` in topological order. Without ``train`` backwards do not wait
+    for other virtual stages. The result is cached by the identity of ``table``."""
     return _compute_waits(SameObject(table), train)
 
 
 @lru_cache(maxsize=32)
 def _compute_waits(same: SameObject[Timetable], train: bool) -> Waits:
+    """Return the dependencies of all actions of a timetable in topological order. ``same``: holder of the timetable,
+    whose hash is the identity of the timetable. Without ``train`` backwards do not wait for other virtual stages."""
     table, last = same.value, len(same.value.ranks) - 1
     starts = range(len(table.orders))
     nothing = 2 * len(table.ranks)
@@ -187,8 +198,9 @@ def _compute_waits(same: SameObject[Timetable], train: bool) -> Waits:
 
 
 def seconds_of(phases: Sequence[Phases], train: bool) -> list[float]:
-    """Return the seconds of each action as a flat list: for each virtual stage, one number per kind in the order of
-    ``KINDS``. Backwards are 0 without ``train``."""
+    """Return the seconds of actions as a flat list: for each virtual stage four numbers, of the forward, both halves of
+    the backward (for inputs, for weights) and the whole backward. ``phases``: the times of each virtual stage. Without
+    ``train`` backwards take 0 seconds."""
     seconds: list[float] = []
     for phase in phases:
         of_parts = phase.forward, phase.inputs, phase.weights
@@ -197,17 +209,18 @@ def seconds_of(phases: Sequence[Phases], train: bool) -> list[float]:
 
 
 def sent_of(phases: Sequence[Phases]) -> list[float]:
-    """Return the seconds of each message as a flat list: for each virtual stage those of its forward and of its
-    backward input. A final zero stands for "no message"."""
+    """Return the seconds of messages as a flat list: for each virtual stage two numbers, of the messages that bring the
+    input of its forward and of its backward. A final zero stands for "no message". ``phases``: the times of each
+    virtual stage."""
     return [*(seconds for phase in phases for seconds in (phase.values_sent, phase.gradients_sent)), 0.0]
 
 
 def _compute_action_ends(
     waits: Waits, seconds: Sequence[float], sent: Sequence[float], begun: Sequence[float] | None = None
 ) -> list[float]:
-    """Return the end time of each action in seconds. ``seconds``: of each action, by virtual stage and kind, from
-    :func:`seconds_of`. ``sent``: of each message, from :func:`sent_of`. ``begun``: the start time of each rank;
-    ``None``: all start at 0."""
+    """Return the end time of each action of a step in seconds. ``waits``: dependencies of the actions; the result has
+    their order. ``seconds``: duration by virtual stage and kind of action, from :func:`seconds_of`. ``sent``: duration
+    of each message, from :func:`sent_of`. ``begun``: the start time of each rank; ``None``: all start at 0."""
     first = len(waits.last)
     done = [0.0] * first if begun is None else [*begun]
     every = zip(waits.before[first:], waits.needed[first:], waits.what[first:], waits.message[first:], strict=True)
@@ -220,9 +233,10 @@ def _compute_action_ends(
 def _ends_of_all(
     waits: Waits, seconds: NDArray[np.float64], sent: NDArray[np.float64], begun: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the end times of all actions for ``n`` sets of durations, shape ``[actions, n]``. ``seconds``: durations
-    of actions, one row per virtual stage and kind. ``sent``: durations of messages, one row each; empty if messages
-    take no time. ``begun``: start times, one row per rank. Each has one column per set."""
+    """Return the end times of all actions of a step in seconds for ``n`` sets of durations, shape ``[actions, n]``.
+    ``waits``: dependencies of the actions. ``seconds``: durations, one row per virtual stage and kind of action.
+    ``sent``: durations of messages, one row each; empty if messages take no time. ``begun``: start times, one row per
+    rank. Each of the last three has one column per set."""
     first = len(waits.last)
     done = np.empty((len(waits.before), seconds.shape[1]))
     done[:first] = begun
@@ -235,8 +249,9 @@ def _ends_of_all(
 
 
 def _compute_step_times(waits: Waits, seconds: Sequence[float], sent: Sequence[float]) -> list[float]:
-    """Return the duration of a step on each rank after several overlapping steps. The largest of them is an upper bound
-    on the step time in steady state. ``seconds``: of each action, from :func:`seconds_of`. ``sent``: of each message,
+    """Return the seconds of one step on each rank after several steps that overlap: a rank begins the next step as soon
+    as its part of the last one has ended. The largest of them is an upper bound on the step time in steady state.
+    ``waits``: dependencies of the actions. ``seconds``: of actions, from :func:`seconds_of`. ``sent``: of messages,
     from :func:`sent_of`."""
     begun = [0.0] * len(waits.last)
     for _ in range(_MOST_STEPS):

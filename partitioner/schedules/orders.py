@@ -14,45 +14,46 @@ from partitioner.schedules.actions import Action, ActionKind, Order
 
 
 def gpipe(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the order of actions of each of ``p`` ranks under GPipe (Huang et al. 2019): all forwards, then all
-    backwards of ``m`` microbatches. All microbatches are in flight at once. Each rank has one virtual stage, so ``v``
-    is not used."""
+    """Return the order of actions of each of ``p`` pipeline ranks under GPipe (Huang et al. 2019): all forwards, then
+    all backwards of ``m`` microbatches. All microbatches are in flight at once. Each rank has one virtual stage, so
+    ``v`` is not used."""
     order = tuple(Action(kind, i) for kind in ("F", "B") for i in range(m))
     return (order,) * p
 
 
 def one_forward_one_backward(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the order of actions of each of ``p`` ranks under 1F1B (Narayanan et al. 2019, 2021) for ``m``
-    microbatches. Rank ``s`` has at most ``min(p - s, m)`` microbatches in flight. Each rank has one virtual stage, so
-    ``v`` is not used."""
+    """Return the order of actions of each of ``p`` pipeline ranks under 1F1B (Narayanan et al. 2019, 2021) for ``m``
+    microbatches. Rank ``s`` (from 0) has at most ``min(p - s, m)`` microbatches in flight: their forward has run and
+    their backward has not. Each rank has one virtual stage, so ``v`` is not used."""
     return tuple(_alternate_forwards_backwards(p, m, 1, p - s - 1, None) for s in range(p))
 
 
 def interleaved_1f1b(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the order of actions of each of ``p`` ranks under interleaved 1F1B (Narayanan et al. 2021, section 2.2.2),
-    with ``m`` microbatches and ``v`` virtual stages on each rank. If ``v`` is 1, this is 1F1B."""
+    """Return the order of actions of each of ``p`` pipeline ranks under interleaved 1F1B (Narayanan et al. 2021,
+    section 2.2.2), with ``m`` microbatches and ``v`` virtual stages (parts of the model) on each rank. If ``v`` is 1,
+    this is 1F1B."""
     if v == 1:
         return one_forward_one_backward(p, m, v)
     return tuple(_alternate_forwards_backwards(p, m, v, 2 * (p - s - 1), None) for s in range(p))
 
 
 def zero_bubble_1p(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the order of actions of each of ``p`` ranks under ZB-1p (Qi et al. 2023, ZB-H1), with ``m`` microbatches.
-    Backwards for weights are delayed to fill idle time. Every rank needs the memory of the first stage under 1F1B. With
-    several virtual stages ``v`` per rank the orders are interleaved."""
+    """Return the order of actions of each of ``p`` pipeline ranks under ZB-1p (Qi et al. 2023, ZB-H1), with ``m``
+    microbatches and ``v`` virtual stages on each rank; with more than one the orders are interleaved. Backwards for
+    weight gradients are delayed to fill idle time. Every rank needs the memory of the first stage under 1F1B."""
     return _joined_first(_alternate_forwards_backwards(p, m, v, p - s - 1, s) for s in range(p))
 
 
 def zero_bubble_2p(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the order of actions of each of ``p`` ranks under ZB-2p (Qi et al. 2023, ZB-H2), with ``m`` microbatches
-    and ``v`` virtual stages on each rank. Each rank runs twice as many forwards before its first backward as in ZB-1p.
-    There is no bubble if the forward and both halves of the backward take equally long."""
+    """Return the order of actions of each of ``p`` pipeline ranks under ZB-2p (Qi et al. 2023, ZB-H2), with ``m``
+    microbatches and ``v`` virtual stages on each rank. Each rank runs twice as many forwards before its first backward
+    as in ZB-1p. There is no bubble if the forward and both halves of the backward take equally long."""
     return _joined_first(_alternate_forwards_backwards(p, m, v, 2 * (p - s - 1), 2 * s) for s in range(p))
 
 
 def _alternate_forwards_backwards(p: int, m: int, v: int, ahead: int, behind: int | None) -> Order:
-    """Return the order of actions of one of ``p`` ranks: first some warm-up forwards, then forwards and backwards in
-    alternation. ``m``, ``v``: numbers of microbatches and of the rank's virtual stages.
+    """Return the order of actions of one of ``p`` pipeline ranks: first some warm-up forwards, then forwards and
+    backwards in alternation. ``m``, ``v``: numbers of microbatches and of the rank's virtual stages.
 
     The warm-up covers all but one of the virtual stages for the first round of microbatches, plus ``ahead`` forwards.
     ``behind``: number of backwards for inputs by which each backward for weights is delayed; ``None``: backwards are
@@ -74,16 +75,18 @@ def _alternate_forwards_backwards(p: int, m: int, v: int, ahead: int, behind: in
 
 
 def split_into_rounds(p: int, m: int) -> list[int]:
-    """Return the sizes of the rounds into which ``m`` microbatches are divided, each of ``p`` microbatches or slightly
-    more. With several virtual stages per rank, a round passes through all of them before the next round begins."""
+    """Return the sizes of the rounds into which ``m`` microbatches are divided: ``p`` microbatches or slightly more, or
+    one round of ``m`` if there are fewer. With several virtual stages per rank, a round passes through all of them
+    before the next round begins."""
     count = max(1, m // p)
     return [m // count + (r < m % count) for r in range(count)]
 
 
 def _by_round(sizes: Iterable[int], chunks: Iterable[int]) -> list[tuple[int, int]]:
-    """Return (microbatch, virtual stage) pairs in the order of execution: round by round, and within a round one
-    virtual stage after the other. ``sizes``: number of microbatches of each round. ``chunks``: the rank's virtual
-    stages (their indices on the rank) in the order in which a round passes through them."""
+    """Return the order in which the microbatches pass through the virtual stages of a rank, as pairs (microbatch,
+    virtual stage): round by round, and within a round one virtual stage after the other. ``sizes``: number of
+    microbatches of each round. ``chunks``: the rank's virtual stages (their indices on the rank) in the order in which
+    a round passes them."""
     pairs, first = [], 0
     order = list(chunks)
     for size in sizes:
@@ -93,16 +96,15 @@ def _by_round(sizes: Iterable[int], chunks: Iterable[int]) -> list[tuple[int, in
 
 
 def zero_bubble_v(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the order of actions of each of ``p`` ranks under ZB-V (Qi et al. 2024, "Pipeline Parallelism with
-    Controllable Memory"), with ``m`` microbatches and two virtual stages per rank. Every rank needs as much memory as
-    the first stage under 1F1B."""
+    """Return the order of actions of each of ``p`` pipeline ranks under ZB-V (Qi et al. 2024, "Pipeline Parallelism
+    with Controllable Memory"), with ``m`` microbatches and two virtual stages per rank, so ``v`` is not used. Every
+    rank needs as much memory as the first stage under 1F1B."""
     return _joined_first(_drop_missing_microbatches(_zero_bubble_v(p, s, max(m, 2 * p - 1)), m) for s in range(p))
 
 
 def _zero_bubble_v(p: int, s: int, m: int) -> list[Action]:
-    """Return the order of actions of one rank under ZB-V. ``p``: number of ranks. ``s``: index of the rank. ``m``:
-    number of microbatches.
-    """
+    """Return the order of actions of one rank under the pipeline schedule ZB-V. ``p``: number of ranks. ``s``: index of
+    the rank, from 0. ``m``: number of microbatches, at least ``2p - 1``."""
     lane = _RankOrderBuilder()
     lane.add_actions("F0", 2 * (p - s) - 1)
     lane.add_actions("F1 F0", s)
@@ -119,17 +121,16 @@ def _zero_bubble_v(p: int, s: int, m: int) -> list[Action]:
 
 
 def dual_pipe_v(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the order of actions of each of ``p`` ranks under DualPipe-V (DeepSeek-AI 2024,
-    github.com/deepseek-ai/DualPipe), with ``m`` microbatches and two virtual stages per rank. Forwards in one virtual
-    stage come next to backwards in the other. DualPipe runs these two at the same time; here they are consecutive, and
-    computation hides their transfers."""
+    """Return the order of actions of each of ``p`` pipeline ranks under DualPipe-V (DeepSeek-AI 2024,
+    github.com/deepseek-ai/DualPipe), with ``m`` microbatches and two virtual stages per rank, so ``v`` is not used.
+    Forwards in one virtual stage come next to backwards in the other. DualPipe runs these two at the same time; here
+    they are consecutive, and computation hides their transfers."""
     return _joined_first(_drop_missing_microbatches(_dual_pipe_v(p, s, max(m, 2 * p)), m) for s in range(p))
 
 
 def _dual_pipe_v(p: int, s: int, m: int) -> list[Action]:
-    """Return the order of actions of one rank under DualPipeV. ``p``: number of ranks. ``s``: index of the rank. ``m``:
-    number of microbatches.
-    """
+    """Return the order of actions of one rank under the pipeline schedule DualPipe-V. ``p``: number of ranks. ``s``:
+    index of the rank, from 0. ``m``: number of microbatches, at least ``2p``."""
     lane = _RankOrderBuilder()
     last = p - s - 1
     lane.add_actions("F0", 2 * last)
@@ -147,8 +148,8 @@ def _dual_pipe_v(p: int, s: int, m: int) -> list[Action]:
 
 
 class _RankOrderBuilder:
-    """Builder of one rank's order of actions. Each added action takes the next microbatch that has not yet had this
-    kind of action in this chunk (virtual stage of the rank)."""
+    """Builder of one pipeline rank's order of actions. Each added action takes the next microbatch that has not yet had
+    this kind of action (forward, backward or a half of it) in this virtual stage of the rank."""
 
     def __init__(self) -> None:
         self.order: list[Action] = []
@@ -156,12 +157,15 @@ class _RankOrderBuilder:
         self.counts: dict[tuple[str, int], int] = {}
 
     def count_actions(self, kind: str, chunk: int) -> int:
+        """Return how many microbatches have had an action of this kind. ``kind``: ``F`` forward, ``I`` or ``W`` the
+        half of the backward for input or weight gradients. ``chunk``: index of the virtual stage on the rank."""
         return self.counts.get((kind, chunk), 0)
 
     def add_actions(self, pattern: str, times: int = 1) -> None:
-        """Append the actions of ``pattern``, repeated ``times`` times. ``F0`` is the next forward of the rank's virtual
-        stage 0. ``W`` without a number is the backward for weights that has been pending longest; it is skipped if none
-        is pending."""
+        """Append the actions of ``pattern``, repeated ``times`` times, to the rank's order. ``pattern``: words such as
+        ``F0``, a kind of action (``F`` forward, ``B`` backward, ``I`` or ``W`` its half for input or weight gradients)
+        and the index of a virtual stage on the rank. ``W`` without an index is the backward for weights that has been
+        pending longest; it is skipped if none is pending."""
         for word in pattern.split() * times:
             if word == "W":
                 if self.waiting:
@@ -180,25 +184,29 @@ class _RankOrderBuilder:
                 self._take_next_microbatch("W", chunk)
 
     def _append_weight_backward(self, chunk: int, i: int) -> None:
+        """Append the backward for weight gradients of microbatch ``i``, which must be pending, in the virtual stage
+        with index ``chunk`` on the rank."""
         self.waiting.remove((chunk, i))
         self.counts["W", chunk] = self.count_actions("W", chunk) + 1
         self.order.append(Action("W", i, chunk))
 
     def _take_next_microbatch(self, kind: ActionKind, chunk: int) -> int:
+        """Return the index of the next microbatch for an action of this kind, and count it as taken. ``kind``: ``F``,
+        ``I`` or ``W``. ``chunk``: index of the virtual stage on the rank."""
         i = self.count_actions(kind, chunk)
         self.counts[kind, chunk] = i + 1
         return i
 
 
 def _drop_missing_microbatches(order: Iterable[Action], m: int) -> Order:
-    """Return ``order`` without the microbatches numbered ``m`` or higher."""
+    """Return the actions of ``order`` whose microbatch has an index below ``m``, in the same order."""
     return tuple(action for action in order if action.microbatch < m)
 
 
 def _joined_first(orders: Iterable[Order]) -> tuple[Order, ...]:
-    """Return ``orders`` with adjacent halves of a backward of the first virtual stage merged into one, because no stage
-    waits for its input gradients. On other stages the halves stay separate, so that the preceding stage can continue
-    during the second half. ``orders``: the order of actions of each rank."""
+    """Return ``orders``, the order of actions of each pipeline rank, with whole backwards on virtual stage 0: the half
+    for inputs and an adjacent half for weights become one action, because no stage waits for the input gradients. On
+    other stages the halves stay separate, so that the preceding stage can continue during the second half."""
     first, *others = orders
     return merge_backward_halves(first, 0), *others
 

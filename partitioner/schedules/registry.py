@@ -55,7 +55,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Schedule:
-    """Definition of a built-in schedule.
+    """Definition of a built-in pipeline schedule.
 
     ``orders(num_ranks, num_microbatches, chunks)`` returns one order of actions per rank. ``placement(num_ranks,
     chunks)`` returns the rank of each virtual stage. ``chunks``: number of virtual stages per rank; ``None``: the user
@@ -84,9 +84,10 @@ SCHEDULES: dict[str, Schedule] = {
 def build_timetable(
     schedule: str | ScheduleTable, num_ranks: int, num_microbatches: int, chunks: int | None = None
 ) -> Timetable:
-    """Return the timetable of ``schedule``: the rank of each virtual stage and each rank's order of actions. It is
-    checked for completeness and deadlocks. ``chunks``: number of virtual stages per rank, if the schedule leaves a
-    choice.
+    """Return the timetable of ``schedule``: each pipeline rank's order of actions, and the rank of each virtual stage.
+    It is checked for completeness and deadlocks. ``schedule``: the name of a built-in schedule, a path ending in
+    ``.csv``, or a table. ``num_ranks``, ``num_microbatches``: numbers of pipeline ranks and of microbatches.
+    ``chunks``: number of virtual stages per rank; ``None``: the default of the schedule.
 
     Raises :class:`ScheduleError` if the schedule does not exist or does not support these numbers.
     """
@@ -100,10 +101,10 @@ def build_timetable(
 def _build_checked_timetable(
     schedule: Schedule, name: str, num_ranks: int, num_microbatches: int, chunks: int | None
 ) -> Timetable:
-    """Return the timetable of ``schedule`` for ``num_ranks`` pipeline ranks, after a check that it is complete.
-    ``chunks`` is the number of virtual stages on each rank; ``None``: the default of the schedule. ``name`` is
-    for errors. Raise ``ScheduleError`` if a number is not possible.
-    """
+    """Return the timetable of the built-in ``schedule``, checked for completeness and deadlocks. ``name``: its name,
+    for errors. ``num_ranks``, ``num_microbatches``: numbers of pipeline ranks and of microbatches. ``chunks``: number
+    of virtual stages on each rank; ``None``: the default of the schedule. Raise ``ScheduleError`` if a number is not
+    possible."""
     if num_ranks < 1 or num_microbatches < 1:
         raise ScheduleError(
             f"schedule {name!r} needs at least one stage and one microbatch, got {num_ranks} and {num_microbatches}"
@@ -115,6 +116,7 @@ def _build_checked_timetable(
 
 
 def _find_schedule(name: str) -> Schedule:
+    """Return the built-in schedule with this name, such as ``1f1b``. Raise :class:`ScheduleError` if there is none."""
     if name not in SCHEDULES:
         known = ", ".join(sorted(SCHEDULES))
         raise ScheduleError(f"there is no schedule {name!r}; choose one of {known}, or name a file that ends in .csv")
@@ -122,9 +124,9 @@ def _find_schedule(name: str) -> Schedule:
 
 
 def _resolve_chunk_count(schedule: Schedule, name: str, asked: int | None) -> int:
-    """Return the number of virtual stages on each rank: that of ``schedule`` if it is fixed, otherwise ``asked``, or
-    1 if ``asked`` is ``None``. Raise ``ScheduleError``, with ``name``, if ``asked`` is not possible.
-    """
+    """Return the number of virtual stages on each rank: that of ``schedule`` if it is fixed, otherwise ``asked``, or 1
+    if ``asked`` is ``None``. Raise ``ScheduleError`` if ``asked`` is not possible. ``name``: name of the schedule, for
+    errors."""
     if schedule.chunks is None:
         count = asked or 1
         if count < 1:
@@ -136,9 +138,9 @@ def _resolve_chunk_count(schedule: Schedule, name: str, asked: int | None) -> in
 
 
 def chunks_of(schedule: str | ScheduleTable, chunks: int | None = None) -> int | None:
-    """Return the number of virtual stages per rank, or ``None`` if a user-defined table gives the ranks different
-    numbers. ``chunks``: the number that the user requests. Raise :class:`ScheduleError` if the schedule does not exist
-    or does not support this number."""
+    """Return the number of virtual stages per pipeline rank under ``schedule`` (a name, a path ending in ``.csv``, or a
+    table), or ``None`` if a table gives the ranks different numbers. ``chunks``: the number that the user requests;
+    ``None``: none. Raise :class:`ScheduleError` if the schedule does not exist or does not support this number."""
     table = table_of(schedule)
     if table is None:
         return _resolve_chunk_count(_find_schedule(str(schedule)), str(schedule), chunks)
@@ -147,8 +149,10 @@ def chunks_of(schedule: str | ScheduleTable, chunks: int | None = None) -> int |
 
 
 def ranks_of(schedule: str | ScheduleTable, num_ranks: int, chunks: int | None = None) -> tuple[int, ...]:
-    """Return the rank of each virtual stage. ``chunks``: number of virtual stages per rank, if the schedule leaves a
-    choice. Raise :class:`ScheduleError` if the schedule does not exist or does not support ``chunks``."""
+    """Return the pipeline rank of each virtual stage under ``schedule`` (a name, a path ending in ``.csv``, or a
+    table). ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages per rank; ``None``: the
+    default of the schedule. Raise :class:`ScheduleError` if the schedule does not exist or does not support ``chunks``.
+    """
     table = table_of(schedule)
     if table is not None:
         return table.own.ranks
@@ -160,15 +164,16 @@ SEARCHED = {"1f1b": (1,), "zb-1p": (1,)}  # searched, and proven, if none is fix
 
 
 def schedule_name(schedule: str | ScheduleTable) -> str:
-    """Return the name under which plans and programs refer to ``schedule``."""
+    """Return the name under which plans and programs refer to ``schedule``: a name unchanged, or the name of a
+    table."""
     return schedule if isinstance(schedule, str) else schedule.name
 
 
 def schedule_orders(
     schedule: str | ScheduleTable, num_ranks: int, num_microbatches: int, chunks: int | None = None
 ) -> tuple[Order, ...]:
-    """Return the order of actions of each pipeline rank, checked for completeness and deadlocks. ``chunks``: number of
-    virtual stages per rank, if the schedule leaves a choice. Raise :class:`ScheduleError` if the schedule does not
-    exist or does not support these numbers.
-    """
+    """Return the order of actions of each of ``num_ranks`` pipeline ranks for ``num_microbatches`` microbatches,
+    checked for completeness and deadlocks. ``schedule``: the name of a built-in schedule, a path ending in ``.csv``, or
+    a table. ``chunks``: number of virtual stages per rank; ``None``: the default of the schedule. Raise
+    :class:`ScheduleError` if the schedule does not exist or does not support these numbers."""
     return build_timetable(schedule, num_ranks, num_microbatches, chunks).orders

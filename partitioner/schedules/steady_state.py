@@ -30,12 +30,13 @@ _OPENING = _FETCHING | {"F", "B", "I", "W", "TOTAL_F", "TOTAL", "REDUCE", "SYNC"
 
 @dataclass(frozen=True)
 class Growth:
-    """A section of a list of actions, and how often it is repeated in longer lists of the same schedule.
+    """A section of a list of actions, and how often it is repeated in the lists of the same pipeline schedule for more
+    microbatches.
 
-    The section has ``length`` items from index ``start`` of the shorter list. There they are executed ``times`` times,
-    with microbatch numbers raised by ``shift`` at each repetition. Longer lists have more microbatches, in whole units.
-    For each further unit there are ``more`` additional repetitions, and all microbatch numbers of the section rise by
-    ``moved``.
+    The section has ``length`` items from index ``start`` of the list for the fewest microbatches. There it is executed
+    ``times`` times, with microbatch indices raised by ``shift`` at each repetition. Longer lists have a fixed number of
+    microbatches more, once or several times. Each time there are ``more`` further repetitions, and all microbatch
+    indices of the section rise by ``moved``.
     """
 
     start: int
@@ -48,8 +49,9 @@ class Growth:
 
 @dataclass(frozen=True)
 class SteadyState:
-    """Numbers of microbatches from which the lists of a long schedule can be extrapolated. The lists for ``least`` and
-    for ``least + unit`` microbatches determine the full list, which has ``least + steps * unit`` microbatches."""
+    """Numbers of microbatches from which the lists of actions of a long schedule can be extrapolated. The lists for
+    ``least`` and for ``least + unit`` microbatches determine the full list, which has ``least + steps * unit``
+    microbatches."""
 
     least: int
     unit: int
@@ -57,9 +59,9 @@ class SteadyState:
 
 
 def find_growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> list[Growth] | None:
-    """Return the sections by whose repetition the list ``shorter`` becomes ``longer``, which has ``unit`` more
-    microbatches. An item is (what is done, microbatch or ``None``). The result is ``None`` if repetition alone does not
-    explain the difference."""
+    """Return the sections of a list of actions, in order, by whose repetition the list ``shorter`` becomes ``longer``,
+    which has ``unit`` more microbatches. An item of a list is (what is done, index of the microbatch or ``None``).
+    Return ``None`` if repetition alone does not explain the difference."""
     few, many = _find_repeated_parts(shorter, unit), _find_repeated_parts(longer, unit)
     if len(few) != len(many):
         return None
@@ -80,8 +82,9 @@ def find_growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> l
 
 
 def grow_items(items: Sequence[Item], parts: Sequence[Growth], steps: int) -> Iterator[Item]:
-    """Yield the items of a longer list, which has ``steps`` units of microbatches more than the list ``items``.
-    ``parts``: the sections of ``items``, from :func:`find_growth`."""
+    """Yield the items of a longer list of actions, which has ``steps`` units of microbatches more than the list
+    ``items``. An item is (what is done, index of the microbatch or ``None``). ``parts``: the repeated sections of
+    ``items``, from :func:`find_growth`, which also fixes the number of microbatches in a unit."""
     for part in parts:
         body = items[part.start : part.start + part.length]
         for again in range(part.times + part.more * steps):
@@ -91,13 +94,15 @@ def grow_items(items: Sequence[Item], parts: Sequence[Growth], steps: int) -> It
 def find_steady_state(
     schedule: str | ScheduleTable, num_stages: int, num_microbatches: int, chunks: int | None = None
 ) -> SteadyState | None:
-    """Return small numbers of microbatches from which the orders of ``schedule`` for ``num_microbatches`` can be
-    extrapolated exactly. ``None`` if none of the tried numbers is sufficient, the step is short, or the schedule is a
-    user-defined table. ``num_stages``: number of pipeline ranks. ``chunks``: number of virtual stages per rank."""
+    """Return small numbers of microbatches from which each rank's order of actions for ``num_microbatches`` can be
+    extrapolated exactly. Return ``None`` if none of the tried numbers is sufficient, the step is short, or the schedule
+    is a user-defined table. ``schedule``: name or table. ``num_stages``: number of pipeline ranks. ``chunks``: number
+    of virtual stages per rank; ``None``: the default of the schedule."""
     if table_of(schedule) is not None:
         return None  # a table is for one number of microbatches
 
     def orders(p: int, m: int) -> tuple[Order, ...]:
+        """Return each rank's order of actions for ``p`` pipeline ranks and ``m`` microbatches."""
         return schedule_orders(schedule, p, m, chunks)
 
     wanted = None
@@ -121,8 +126,8 @@ def find_steady_state(
 
 
 def parts_of(shorter: Sequence[Instruction], longer: Sequence[Instruction], unit: int) -> tuple[Part, ...] | None:
-    """Return the repeated sections by which the instruction list ``shorter`` grows to ``longer``, which has ``unit``
-    more microbatches. ``None`` if repetition alone does not explain the difference."""
+    """Return the repeated sections by which the instruction list ``shorter`` of a rank grows to ``longer``, which has
+    ``unit`` more microbatches. Return ``None`` if repetition alone does not explain the difference."""
     pieces = _split_instructions(shorter)
     found = find_growth(
         [_piece_to_item(p) for p in pieces], [_piece_to_item(p) for p in _split_instructions(longer)], unit
@@ -139,12 +144,14 @@ def parts_of(shorter: Sequence[Instruction], longer: Sequence[Instruction], unit
 
 
 def _actions_to_items(order: Sequence[Action]) -> list[Item]:
+    """Return the actions of a rank as items of the form ((kind, index of the virtual stage on the rank),
+    microbatch)."""
     return [((a.kind, a.chunk), a.microbatch) for a in order]
 
 
 def _split_instructions(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
-    """Return the list divided into pieces. Each piece starts with a computation, or with the loads and receives that
-    precede it. Comparing a few pieces is faster than comparing all instructions."""
+    """Return a rank's instruction list divided into pieces. Each piece starts with a computation, or with the loads and
+    receives that precede it. Comparing a few pieces is faster than comparing all instructions."""
     pieces: list[list[Instruction]] = []
     before = ""
     for instruction in instructions:
@@ -156,6 +163,9 @@ def _split_instructions(instructions: Sequence[Instruction]) -> list[list[Instru
 
 
 def _piece_to_item(piece: Sequence[Instruction]) -> Item:
+    """Return a list of consecutive instructions as (key, microbatch), where ``microbatch`` is that of the first
+    instruction that has one, or ``None``. Two lists have the same key if they differ only by a shift of all microbatch
+    indices."""
     first = next((i.microbatch for i in piece if i.microbatch is not None), None)
     key = tuple(
         (
@@ -176,13 +186,14 @@ def _piece_to_item(piece: Sequence[Instruction]) -> Item:
 
 
 def _compute_microbatch_offset(instruction: Instruction, first: int | None) -> int | None:
+    """Return the microbatch index of ``instruction`` minus ``first``; ``None`` if either does not exist."""
     return None if first is None or instruction.microbatch is None else instruction.microbatch - first
 
 
 def _find_repeated_parts(items: Sequence[Item], unit: int) -> list[Growth]:
-    """Divide ``items`` into repeated sections and single items, and return them in order. At each index the section
-    that reaches furthest is chosen. Its repetitions are equal except that microbatch numbers rise by 1 or by ``unit``
-    each time."""
+    """Divide a list of actions into repeated sections and single items, and return them in order. At each index the
+    section that reaches furthest is chosen. Its repetitions are equal except that microbatch indices rise by 1 or by
+    ``unit`` each time. An element of ``items`` is (what is done, index of the microbatch or ``None``)."""
     numbers: dict[Hashable, int] = {}
     kinds = np.array([numbers.setdefault(key, len(numbers)) for key, _ in items], np.int64)
     times = np.array([_NONE if m is None else m for _, m in items], np.int64)
@@ -212,18 +223,24 @@ def _find_repeated_parts(items: Sequence[Item], unit: int) -> list[Growth]:
 
 
 def _count_consecutive_true(alike: NDArray[np.bool_]) -> Ints:
-    """Return, for each index, the number of consecutive true values from there on."""
+    """Return, for each index of the boolean array ``alike``, the number of consecutive true values from there on, shape
+    ``[len(alike)]``."""
     ends = np.where(alike, np.iinfo(np.int64).max, np.arange(len(alike)))
     return np.asarray(np.minimum(np.minimum.accumulate(ends[::-1])[::-1], len(alike)) - np.arange(len(alike)), np.int64)
 
 
 def _get_growth_body(items: Sequence[Item], part: Growth) -> list[Item]:
+    """Return the items of the section ``part`` of the list ``items``, once."""
     return list(items[part.start : part.start + part.length])
 
 
 def _find_first_microbatch(items: Sequence[Item]) -> int:
+    """Return the microbatch index of the first item that has one, or 0. An item is (what is done, microbatch or
+    ``None``)."""
     return next((m for _, m in items if m is not None), 0)
 
 
 def _shift_microbatches(items: Sequence[Item], microbatches: int) -> list[Item]:
+    """Return ``items`` with ``microbatches`` added to the microbatch index of each; an item is (what is done,
+    microbatch or ``None``), and ``None`` stays."""
     return [(key, None if m is None else m + microbatches) for key, m in items]

@@ -27,9 +27,10 @@ Sizes = dict[str, int]  # bytes by kind
 
 
 def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
-    """Return the bytes that a rank of one stage holds during the whole step, by kind: parameters, gradients, optimizer
-    states, and residuals of gradient compression. Data in host memory are not counted. ``stage``: index of the stage.
-    ``optimizer``: name of the optimizer."""
+    """Return the bytes that a rank of one pipeline stage holds during the whole step, by kind: ``parameters``,
+    ``gradients``, ``optimizer`` (its states), and ``residuals`` of gradient compression if there are any. Data in host
+    memory are not counted. ``facts``: analysis of the program. ``stage``: index of the stage. ``optimizer``: name, such
+    as ``"adamw"``."""
     program, hosted = facts.program, host_states(facts.program, stage)
     sizes = {"parameters": 0, "optimizer": 0, "gradients": 0}
     for name, state in program.states.items():
@@ -46,16 +47,19 @@ def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
 
 
 def moving_sizes(moment: MemoryMoment, working: int) -> Sizes:
-    """Return the bytes of temporary data at one moment of a step, by kind of data. ``moment``: bytes that the program
-    holds then. ``working``: bytes of working memory of the block that runs at this moment."""
+    """Return the bytes of temporary data at one moment of a step, by kind: ``saved`` values and activations,
+    ``flowing`` gradients of values, ``recomputed`` activations, ``working`` memory, ``gathered`` parameters.
+    ``moment``: bytes that the program holds then. ``working``: bytes of working memory of the block that runs at this
+    moment."""
     moving = {"saved": moment.saved, "flowing": moment.gradients, "recomputed": moment.recomputed, "working": working}
     return {**moving, "gathered": moment.gathered}
 
 
 def compute_peak_sizes(facts: ProgramFacts, stage: int, optimizer: str, working: Mapping[str, int]) -> Sizes:
-    """Return the bytes that a rank of one stage holds at the moment of its peak memory, by kind of data. ``stage``:
-    index of the stage. ``optimizer``: name of the optimizer. ``working``: bytes of working memory of each block while
-    it runs (name -> bytes)."""
+    """Return the bytes that a rank of one pipeline stage holds at the moment of its peak memory, by kind of data, such
+    as ``parameters`` or ``saved``; kinds of 0 bytes are left out. ``facts``: analysis of the program. ``stage``: index
+    of the stage. ``optimizer``: name, such as ``"adamw"``. ``working``: bytes of working memory of each block (such as
+    a layer) while it runs, by name of the block."""
     here = facts.program.stages[stage]
     needs = [working.get(call.block, 0) for call in here.calls]
     most = _find_fullest_moment(facts, stage, here.instructions, needs)
@@ -65,8 +69,9 @@ def compute_peak_sizes(facts: ProgramFacts, stage: int, optimizer: str, working:
 def _find_fullest_moment(
     facts: ProgramFacts, stage: int, instructions: Instructions, needs: Sequence[int]
 ) -> tuple[MemoryMoment, int]:
-    """Return the moment of peak memory on a rank of one stage, and the working bytes of the block that runs then.
-    ``stage``: index of the stage. ``needs``: working bytes of each block call of the stage.
+    """Return the moment of peak memory on a rank of one pipeline stage, and the bytes of working memory of the block
+    that runs then. ``facts``: analysis of the program. ``stage``: index of the stage. ``instructions``: those of the
+    stage. ``needs``: bytes of working memory of each block call of the stage.
 
     If the instructions contain repeated sections, one and two repetitions are followed first. The whole list is
     followed only if the second repetition has a higher peak.
@@ -88,8 +93,9 @@ def _find_fullest_moment(
 def replace_estimated_memory(
     estimate: Estimate, facts: ProgramFacts, optimizer: str, working: Mapping[str, int]
 ) -> Estimate:
-    """Return ``estimate`` with the peak memory of every rank computed from its program. ``optimizer``: name of the
-    optimizer. ``working``: bytes of working memory of each block while it runs (name -> bytes)."""
+    """Return ``estimate`` with the peak memory of every rank computed from its program, in bytes. ``facts``: analysis
+    of the program. ``optimizer``: name, such as ``"adamw"``. ``working``: bytes of working memory of each block (such
+    as a layer) while it runs, by name of the block."""
     sizes = [compute_peak_sizes(facts, stage, optimizer, working) for stage in range(len(facts.program.stages))]
     memory, stages = list(estimate.memory), list(estimate.stages)
     for number, (ranks, found) in enumerate(zip(stage_ranks(facts.program.mesh), sizes, strict=True)):
@@ -99,5 +105,7 @@ def replace_estimated_memory(
 
 
 def _sum_moment_bytes(found: tuple[MemoryMoment, int]) -> int:
+    """Return the bytes of temporary data at one moment of a step. ``found``: the bytes that the program holds then, and
+    the bytes of working memory of the block that runs."""
     moment, working = found
     return moment.saved + moment.gradients + moment.recomputed + moment.gathered + working

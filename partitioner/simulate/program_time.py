@@ -45,7 +45,9 @@ _EXPERT_AXES = {"edp": "experts", "etp": "tp"}  # axis of the experts' mesh -> i
 
 
 class HasProgram(Protocol):
-    """Interface of objects with a program and the devices that it runs on, such as a :class:`Plan`."""
+    """Interface of objects with a program and the devices that it runs on, such as a :class:`Plan`. ``devices``: for
+    each rank the index of its device in ``topology``. ``precision``: that of the computation, such as ``"bf16"``;
+    ``None``: that of most weights. ``optimizer``: name, such as ``"adamw"``."""
 
     @property
     def program(self) -> Program: ...
@@ -63,8 +65,9 @@ class HasProgram(Protocol):
 
 @dataclass(frozen=True)
 class ProgramOnDevices:
-    """A program and the devices that it runs on, for simulation without a complete plan. ``devices``: the index of the
-    device of each rank. ``precision``: of the computation; ``None``: that of most weights."""
+    """A program and the devices that it runs on, for simulation without a complete plan. ``devices``: for each rank the
+    index of its device in ``topology``. ``precision``: that of the computation, such as ``"bf16"``; ``None``: that of
+    most weights. ``optimizer``: name, such as ``"adamw"``."""
 
     program: Program
     topology: Topology
@@ -76,11 +79,11 @@ class ProgramOnDevices:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Simulation of one step of the slowest pipeline, that is, of the data-parallel rank that takes longest.
+    """Simulation of one step of one pipeline, the ranks with the same index along the data-parallel axis ``dp``.
 
     ``timeline``: when each instruction runs. ``durations``: the seconds of the instructions. ``facts``: analysis of the
-    program for the number of microbatches of this pipeline. ``places``: indices along the data-parallel axis of all
-    pipelines that are equal to it.
+    program for the number of microbatches of this pipeline. ``places``: indices along ``dp`` of all pipelines that
+    behave in the same way, this one included.
     """
 
     timeline: Timeline
@@ -90,8 +93,9 @@ class SimulatedStep:
 
 
 def simulate_plan(plan: HasProgram, facts: ProgramFacts | None = None) -> SimulatedStep:
-    """Simulate one step of ``plan``, including the optimizer update. Return the simulation of the slowest pipeline.
-    ``facts``: the analysis of the plan's program, if it exists already."""
+    """Simulate one step of ``plan``, including the optimizer update, and return the simulation of the slowest pipeline
+    (the ranks of one index along the data-parallel axis). ``facts``: the analysis of the plan's program; ``None``: it
+    is computed."""
     overlap = steps_overlap(plan)
     found = [
         SimulatedStep(simulate(own.program, durations, facts=own, overlap_steps=overlap), durations, own, places)
@@ -101,8 +105,9 @@ def simulate_plan(plan: HasProgram, facts: ProgramFacts | None = None) -> Simula
 
 
 def simulate_plan_seconds(plan: HasProgram, facts: ProgramFacts | None = None) -> float:
-    """Return the seconds of one step of ``plan``. This is the step time that :func:`simulate_plan` finds, but it is
-    faster to compute. ``facts``: the analysis of the plan's program, if it exists already."""
+    """Return the simulated seconds of one step of ``plan``, including the optimizer update. It is faster than
+    :func:`simulate_plan`, because it builds no timeline. ``facts``: the analysis of the plan's program; ``None``: it is
+    computed."""
     overlap = steps_overlap(plan)
     pipelines = _list_pipelines(plan, facts or ProgramFacts(plan.program))
     return max(simulate_step_time(own, durations, overlap_steps=overlap) for durations, own, _ in pipelines)
@@ -111,8 +116,9 @@ def simulate_plan_seconds(plan: HasProgram, facts: ProgramFacts | None = None) -
 def _list_pipelines(
     plan: HasProgram, facts: ProgramFacts
 ) -> Iterator[tuple[PlanDurations, ProgramFacts, tuple[int, ...]]]:
-    """Yield each distinct pipeline of ``plan``: the durations of its instructions, the analysis of its program, and the
-    indices along the data-parallel axis of the pipelines that are equal to it."""
+    """Yield, for each distinct pipeline of ``plan`` (the ranks of one index along the data-parallel axis): the
+    durations of its instructions, the analysis of its program, and the indices along that axis of all pipelines that
+    are equal to it. ``facts``: the analysis of the plan's program."""
     if not plan.program.data_shares:
         yield PlanDurations(plan, facts=facts), facts, tuple(range(plan.program.size("dp")))
         return
@@ -127,27 +133,29 @@ def _list_pipelines(
 
 
 def steps_overlap(plan: HasProgram) -> bool:
-    """Return whether a rank of ``plan`` may begin a step before all other ranks have finished the previous one."""
+    """Return whether a rank of ``plan`` may begin a step before all other ranks have finished the previous one. The
+    constraint ``overlap_steps`` must allow it, and the pipeline schedule must split backwards."""
     return plan.constraints.overlap_steps and is_split(plan.program.schedule)
 
 
 def plan_timeline(plan: Plan) -> Timeline:
-    """Return the timeline of one simulated step of the slowest pipeline of ``plan``."""
+    """Return the timeline of one simulated step of ``plan``: when each instruction of each stage runs. It is that of
+    the slowest data-parallel rank."""
     return simulate_plan(plan).timeline
 
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds in which a stage runs its blocks in one step, with the collectives inside blocks. ``backward`` includes
-    recomputation."""
+    """Seconds in which a pipeline stage runs its blocks (such as layers) in one step, with the collectives inside
+    blocks. ``backward`` includes recomputation."""
 
     forward: float
     backward: float
 
 
 def stage_seconds(plan: Plan) -> tuple[StageSeconds, ...]:
-    """Return the seconds in which each stage runs its blocks in one step, without waiting and without communication
-    between stages."""
+    """Return, for each pipeline stage of ``plan`` in order, the seconds in which it runs its blocks (such as layers) in
+    one step, without waiting and without communication between stages."""
     durations = simulate_plan(plan).durations if plan.data_shares else PlanDurations(plan)
     train = plan.program.objective == "train"
     result = []
@@ -161,10 +169,11 @@ def stage_seconds(plan: Plan) -> tuple[StageSeconds, ...]:
 
 
 class PlanDurations:
-    """Durations of the instructions of a plan in seconds, as the simulator needs them.
+    """Durations of the instructions of a plan in seconds, as the simulator of programs needs them.
 
-    ``seats``: for each stage, the device types, speeds and groups of the ranks to simulate; ``None``: those of the
-    slowest ranks. ``facts``: the analysis of the plan's program, if it exists already.
+    ``plan``: the program and its devices. ``seats``: for each stage, the device types, speeds and communication groups
+    of the ranks to simulate; ``None``: those of the slowest ranks. ``facts``: the analysis of the plan's program;
+    ``None``: it is computed.
     """
 
     def __init__(
@@ -180,9 +189,9 @@ class PlanDurations:
         self.machine = PlacedMesh(self.topology, plan.program.mesh, precision, plan.devices, ep=ep, etp=etp)
 
     def call(self, stage: int, call: int, part: Part) -> float:
-        """Return the seconds of one call of a block. ``stage`` and ``call`` are indices from 0. ``part`` is ``F``
-        (forward), ``B`` (backward), or one half of it: ``I`` (input gradients) or ``W`` (weight gradients).
-        """
+        """Return the seconds of one call of a block, such as a layer. ``stage``: index of the pipeline stage. ``call``:
+        position of the call in the stage, from 0. ``part``: ``F`` (forward), ``B`` (backward), or one half of it: ``I``
+        (input gradients) or ``W`` (weight gradients). Full recomputation is not included."""
         here = self.plan.program.stages[stage]
         cost = self.costs[stage][here.calls[call].block]
         again = cost.selective_s if call in here.selective_calls else 0.0
@@ -196,9 +205,9 @@ class PlanDurations:
         return seconds[part]
 
     def _compute_copy_seconds(self, stage: int, call: int) -> tuple[float, float]:
-        """Return the seconds in which a block call copies its weights out of gathered buffers, and the seconds in which
-        it copies its gradients into buffers to be scattered. ``stage``: index of the stage. ``call``: position of the
-        call in the stage. Both results are 0 below ZeRO-3."""
+        """Return two numbers: the seconds in which a block call (such as a layer) copies its weights out of gathered
+        buffers, and the seconds in which it copies its gradients into buffers to be scattered. ``stage``: index of the
+        pipeline stage. ``call``: position of the call in the stage. Both results are 0 below ZeRO-3."""
         program = self.plan.program
         if program.zero < 3:
             return 0.0, 0.0
@@ -218,12 +227,17 @@ class PlanDurations:
         return self._copied[stage, states]
 
     def _find_stage_devices(self, stage: int) -> list[DeviceType]:
+        """Return the types of the devices on which a pipeline stage runs. ``stage``: index of the stage."""
         return self.machine.devices_of(stage)
 
     def slowdown(self, stage: int) -> float:
+        """Return the factor by which a computation and a collective of a pipeline stage each take longer while both
+        run. ``stage``: index of the stage."""
         return max(device.overlap_slowdown for device in self._find_stage_devices(stage))
 
     def update(self, stage: int) -> float:
+        """Return the seconds in which the optimizer updates the parameters of a pipeline stage, on the device and, for
+        offloaded states, on the host. ``stage``: index of the stage."""
         program, optimizer = self.plan.program, self.plan.optimizer
         hosted, costs = host_states(program, stage), []
         for name in self.facts.with_gradient:
@@ -246,33 +260,45 @@ class PlanDurations:
         return on_device + update_seconds(costs, self.machine.host(stage) or BOUNDLESS)
 
     def transfer(self, source: int, target: int, nbytes: int) -> float:
+        """Return the seconds to send ``nbytes`` bytes from one pipeline stage to another. ``source``, ``target``:
+        indices of the stages."""
         adjacent = abs(source - target) == 1
         link = self.machine.links[min(source, target)] if adjacent else self.machine.link(source, target)
         return message_time(nbytes, link)
 
     def host(self, stage: int, nbytes: int) -> float:
+        """Return the seconds to copy ``nbytes`` bytes between the device and host memory on a pipeline stage.
+        ``stage``: index of the stage. Without a described host the copy takes no time."""
         return (self.machine.host(stage) or BOUNDLESS).time(nbytes)
 
     def share(self, op: Sharing, axes: tuple[str, ...], nbytes: int, stage: int) -> float:
+        """Return the seconds of the collective ``op`` over the mesh axes ``axes``, such as an all-gather or
+        reduce-scatter. ``nbytes``: bytes of the whole tensor. ``stage``: index of the pipeline stage whose ranks run
+        it."""
         return collective_time(op, nbytes, self._find_axis_groups(axes)[stage])
 
     def coding(self, stage: int, compression: Compression, nbytes: int) -> float:
+        """Return the seconds to compress and decompress ``nbytes`` bytes of gradients. ``stage``: index of the pipeline
+        stage; its slowest device counts. ``compression``: the number format in which gradients are sent."""
         return max(coding_time(compression, nbytes, device) for device in self.machine.devices_of(stage))
 
     def posting(self, stage: int, op: str) -> float:
+        """Return the seconds for which starting a transfer or collective keeps a rank from computing; always 0, because
+        the device computes while its host starts the next operation. ``stage``: index of the pipeline stage. ``op``:
+        name of the instruction."""
         return 0.0  # the device computes while its host issues the next collective
 
     def _find_axis_groups(self, axes: tuple[str, ...]) -> tuple[Group, ...]:
-        """Return, for each stage, the slowest communication group over ``axes``. The axes may be of the mesh or of the
-        experts' mesh, or parts of the data-parallel axis under hybrid sharding."""
+        """Return, for each pipeline stage, the slowest communication group over ``axes``. ``axes``: axes of the mesh or
+        of the mesh of experts, or parts of the data-parallel axis under hybrid sharding."""
         if any(axis in HYBRID_AXES for axis in axes):
             return self.machine.grid_groups(self.plan.program.grid(axes), axes)
         return self.machine.stage_groups(*(_EXPERT_AXES.get(axis, axis) for axis in axes))
 
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
-        """Return the seconds to all-reduce ``nbytes`` bytes over the mesh axes ``axes``, the slowest of ``stages``
-        (empty: of all stages). Without axes: over the ranks of ``stages``; 0 if these are fewer than two.
-        """
+        """Return the seconds to all-reduce ``nbytes`` bytes over the mesh axes ``axes``, the slowest of the pipeline
+        stages ``stages`` (indices; empty: all stages). If ``axes`` is empty, return the seconds to all-reduce between
+        ``stages``; 0 if these are fewer than two."""
         if axes:
             groups = self._find_axis_groups(axes)
             return max(collective_time("all_reduce", nbytes, groups[stage]) for stage in stages or range(len(groups)))
@@ -282,7 +308,7 @@ class PlanDurations:
 
     @cached_property
     def costs(self) -> tuple[dict[str, CallCost], ...]:
-        """For each stage, the cost of one call of each block (block name -> cost)."""
+        """For each pipeline stage, the cost of one call of each block such as a layer (name of the block -> cost)."""
         program = self.plan.program
         costs = CallCostCache(
             self.blocks, self.topology, program.objective == "train", partial(_find_recomputed_nodes, program)
@@ -291,8 +317,8 @@ class PlanDurations:
 
     @property
     def _expert_spread(self) -> Spread:
-        """How experts are distributed over ranks: the group over which they are distributed, and the number of experts
-        of the layer with the most."""
+        """How experts are distributed over ranks: the group of ranks over which they are distributed, and the number of
+        experts of the layer with the most."""
         program = self.plan.program
         regions = {name: expert_region(block).states for name, block in self.blocks.items()}
         num_experts = 0
@@ -307,14 +333,15 @@ class PlanDurations:
 
     @cached_property
     def passing(self) -> dict[str, int]:
-        """Bytes of temporary memory that a call of each block needs besides its outputs (block name -> bytes)."""
+        """Bytes of temporary memory that a call of each block (such as a layer) needs besides its outputs (name of the
+        block -> bytes)."""
         train = self.plan.program.objective == "train"
         return {name: kept_by(block, train).passing for name, block in self.blocks.items()}
 
     @cached_property
     def blocks(self) -> dict[str, Block]:
-        """The graphs of the program's blocks (block name -> block). A placeholder is marked as needing a gradient if it
-        needs one in any call of the block."""
+        """The graphs of the program's blocks (name of the block -> block). A placeholder is marked as needing a
+        gradient if it needs one in any call of the block."""
         program = self.plan.program
         train = program.objective == "train"
         needing: dict[str, set[str]] = {name: set() for name in program.blocks}
@@ -332,11 +359,14 @@ class PlanDurations:
 
 
 def _find_recomputed_nodes(program: Program, block: Block, sent: Collection[fx.Node]) -> frozenset[fx.Node]:
+    """Return the nodes of the graph of ``block`` that are recomputed in backward under selective recomputation.
+    ``sent`` is not used."""
     names = set(program.blocks[block.name].again)
     return frozenset(node for node in block.graph.nodes if node.name in names)
 
 
 def _has_gradient(program: Program, name: str) -> bool:
+    """Return whether a gradient flows to the parameter or value ``name`` of ``program``."""
     if name in program.states:
         return program.states[name].kind == "parameter" and program.states[name].requires_grad
     return name in program.values and program.values[name].requires_grad

@@ -37,7 +37,6 @@ SMALL_MODULES = {  # module -> why it is one of its own although a single module
     "partitioner/cli/run.py": "commands on runs, as the other modules of the folder are commands on plans",
     "partitioner/cli/train.py": "loads PyTorch, which the other commands start without",
     "partitioner/draw/scaling.py": "a picture: what measures sizes draws nothing",
-    "partitioner/profile/host_overhead.py": "measures the host; the other modules of the folder measure devices",
     "partitioner/report/notebook.py": "what a notebook displays is no part of the page",
     "partitioner/solve/pairwise/improve.py": "a search of its own: the exact solver calls it where time is short",
     "partitioner/solve/stages/split_for_step.py": "an integer program of its own",

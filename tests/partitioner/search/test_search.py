@@ -890,7 +890,7 @@ def test_a_time_limit_is_a_length_of_time(seconds: Any):
             8,
             8192,
             {},
-            "was tried beside the best plans only: a rank would have fewer than 8,192 tokens of a sample.",
+            "was tried beside the best plans only, because a rank would have fewer than 8,192 tokens",
         ),
         (8, 8, 32768, {}, "was tried over 2, 4 ranks. Over other numbers of ranks it was tried beside the best plans"),
         (8, 2, 8192, {"pp": 1}, "was tried over 2, 4 ranks where the batch does not divide over the ranks without it."),

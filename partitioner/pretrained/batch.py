@@ -104,8 +104,8 @@ def choose_batch(model: nn.Module, found: Configuration, request: BatchRequest) 
 
 
 def _wants_numbers(error: Exception) -> bool:
-    """Whether a model failed because it reads numbers, which meta tensors do not have, so that the shapes of its inputs
-    may be right.
+    """Return whether a model failed because it reads numbers, which meta tensors do not have. Then the shapes of its
+    inputs may be right.
     """
     return isinstance(error, NotImplementedError) or "on meta tensors" in str(error)
 

@@ -64,7 +64,7 @@ class Configuration:
 
     @property
     def weights(self) -> Path | None:
-        """The folder, if it has weights as safetensors; else ``None``."""
+        """Return the folder, if it has weights as safetensors; else ``None``."""
         if self.folder is None or not any(self.folder.glob("*.safetensors")):
             return None
         return self.folder

@@ -273,7 +273,7 @@ def _shift_gathered(node: fx.Node, a: Any, b: Any, *rest: Any) -> Gathered:
 
 
 def keeps_integers(cast: fx.Node) -> bool:
-    """Whether the node ``cast`` converts integers to a type that has all of them."""
+    """Return whether the node ``cast`` converts integers to a type that has all of them."""
     before, after = get_node_tensor(cast.args[0]).dtype, get_node_tensor(cast).dtype  # type: ignore[arg-type]
     return before in _INTEGERS and after in _INTEGERS and before.itemsize <= after.itemsize
 

@@ -110,7 +110,8 @@ def _find_pair_dims(term: DataTerm, length: int) -> tuple[int, int | None] | Non
 
 
 def _counts_along(side: Tensor, dim: int, size: int) -> bool:
-    """Whether the indices ``side`` are 0, 1, ... up to ``size`` along ``dim``, and constant along all other dims."""
+    """Return whether the indices ``side`` are 0, 1, ... up to ``size`` along ``dim``, and constant along all other
+    dims."""
     if side.dim() < -dim or side.numel() != size or side.shape[dim] != size:
         return False
     return bool(torch.equal(side.reshape(-1), torch.arange(size)))
@@ -124,7 +125,7 @@ def _look_through(node: fx.Node) -> fx.Node:
 
 
 def _counts_up_within(positions: fx.Node, position_dim: int, ids: fx.Node, ids_dim: int) -> bool:
-    """Whether ``positions`` are proven to count up by one along the positions of each document.
+    """Return whether ``positions`` are proven to count up by one along the positions of each document.
 
     It is proven if ``ids`` is the running sum of ``diff(positions) != 1``. ``position_dim``, ``ids_dim``: the dims of
     positions of the two tensors.

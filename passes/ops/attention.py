@@ -572,11 +572,15 @@ def limits_of(band: Band) -> tuple[int, int]:
     return -1 if band.before is None else band.before, -1 if band.after is None else band.after
 
 
-def _empty_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def empty_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Return empty tensors of the shapes and types of an attention's result and logsumexp. The arguments are those of
+    the attention."""
     return empty_by_position(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=find_accumulation_dtype(q))
 
 
-def _empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty tensors of the shapes and types of the gradients of queries, keys and values. The arguments are
+    those of the attention's backward."""
     return tuple(empty_by_position(x, x.shape[-1]) for x in (q, k, v))  # type: ignore[return-value]
 
 
@@ -589,8 +593,8 @@ _library.define(
 for _device in ("CPU", "CUDA"):
     _library.impl("band_attention", band_attention, _device)
     _library.impl("band_attention_backward", band_attention_backward, _device)
-torch.library.register_fake(f"{NAMESPACE}::band_attention", _empty_results, lib=_library)
-torch.library.register_fake(f"{NAMESPACE}::band_attention_backward", _empty_gradients, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::band_attention", empty_results, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::band_attention_backward", empty_gradients, lib=_library)
 ops = torch.ops.partition
 
 

@@ -32,6 +32,8 @@ from partitioner.passes.ops.attention import (
     band_of,
     by_position,
     empty_by_position,
+    empty_gradients,
+    empty_results,
     find_accumulation_dtype,
     has_flash,
     most_pairs,
@@ -267,7 +269,7 @@ def document_attention_backward(
 
 # --- CUDA: documents as sequences of different lengths ----------------------------------------------------------------
 def _is_contiguous(rows: Sequence[Runs]) -> bool:
-    """Whether every document of every row is one run of positions."""
+    """Return whether every document of every row is one run of positions."""
     return all(len(runs) == 1 for row in rows for runs in row.values())
 
 
@@ -336,14 +338,6 @@ def _flash_backward(
     return tuple(_split_rows(x, batch) for x in found)  # type: ignore[return-value]
 
 
-def _empty_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return empty_by_position(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=find_accumulation_dtype(q))
-
-
-def _empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(empty_by_position(x, x.shape[-1]) for x in (q, k, v))  # type: ignore[return-value]
-
-
 _library.define(
     "document_attention(Tensor q, Tensor k, Tensor v, Tensor ids, int[] lengths, int before, int after, float? scale) "
     "-> (Tensor, Tensor)"
@@ -355,8 +349,8 @@ _library.define(
 for _device in ("CPU", "CUDA"):
     _library.impl("document_attention", document_attention, _device)
     _library.impl("document_attention_backward", document_attention_backward, _device)
-torch.library.register_fake(f"{NAMESPACE}::document_attention", _empty_results, lib=_library)
-torch.library.register_fake(f"{NAMESPACE}::document_attention_backward", _empty_gradients, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::document_attention", empty_results, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::document_attention_backward", empty_gradients, lib=_library)
 document_ops = torch.ops.partition
 
 

@@ -204,6 +204,8 @@ def _find_repeated_parts(items: Sequence[Item], unit: int) -> list[Growth]:
             alike = kinds[period:] == kinds[:-period]
             here, there = times[:-period], times[period:]
             alike &= (there - here == shift) | ((here == _NONE) & (there == _NONE))
+            if np.count_nonzero(alike) < period:  # nothing repeats, which needs ``period`` equal items in a row
+                continue
             length = _count_consecutive_true(alike)
             repeats = 1 + length // period
             end = np.where(repeats >= 2, repeats * period, 0)

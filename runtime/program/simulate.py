@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 
 from partitioner.runtime.program.analysis import ProgramFacts, value_bytes
 from partitioner.runtime.program.buckets import Bucket, Compression
-from partitioner.runtime.program.instructions import Instruction, Instructions
+from partitioner.runtime.program.instructions import Instruction
 from partitioner.runtime.program.memory import memory_steps
 from partitioner.runtime.program.program import Program
 from partitioner.runtime.program.sharded_buckets import (
@@ -342,7 +342,8 @@ def _find_step_time(
 
 
 def _make_simulated_rank(program: Program, durations: Durations, stage: int) -> _SimulatedRank:
-    return _SimulatedRank(durations.slowdown(stage), stage=stage, instructions=program.stages[stage].instructions)
+    instructions = tuple(program.stages[stage].instructions)
+    return _SimulatedRank(durations.slowdown(stage), stage=stage, instructions=instructions)
 
 
 def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence[float]) -> float:
@@ -393,7 +394,7 @@ class _SimulatedRank(RankClock):
     """
 
     stage: int = 0
-    instructions: Instructions = ()
+    instructions: tuple[Instruction, ...] = ()
     position: int = 0
     gathered: dict[int, _InstructionJob] = field(
         default_factory=dict

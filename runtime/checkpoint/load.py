@@ -303,8 +303,8 @@ def _allocate_optimizer_state(
     """Return empty tensors for the optimizer's saved state on this rank: parameter name -> key, such as ``exp_avg`` ->
     tensor.
 
-    ``names``: parameter -> name under which it was saved. Raise :class:`CheckpointError` if the checkpoint has no
-    optimizer state.
+    ``names``: name of the parameter in the plan -> name under which it was saved. Raise :class:`CheckpointError` if the
+    checkpoint has no optimizer state.
     """
     saved: dict[str, list[str]] = {}
     for entry in reader.tensors:
@@ -334,8 +334,8 @@ def _list_state_pieces(
     """Return the parts of saved tensors from which ``tensor`` is filled: this rank's part of ``state``, or its
     optimizer state.
 
-    ``prefix``, ``suffix``: of the key in the checkpoint. ``saved_as``: name under which the parameter or buffer was
-    saved.
+    ``state``: name of the parameter or buffer. A tensor's key in the checkpoint consists of ``prefix``, the name
+    ``saved_as`` under which the parameter or buffer was saved, and ``suffix``.
     """
     data = rank.program.states[state]
     if data.shape and not tensor.dim():
@@ -366,8 +366,9 @@ def _run_collectively(
     """Call ``work`` on every rank, and return this rank's result once it has succeeded on all ranks. All ranks call
     this.
 
-    If it fails on any rank, raise :class:`CheckpointError` on all ranks. ``reading``: a checkpoint; exceptions of other
-    types become a :class:`DamagedCheckpointError` that names it.
+    If it fails on any rank, raise :class:`CheckpointError` on all ranks. ``reading``: the checkpoint that ``work``
+    reads; exceptions of other types than :class:`CheckpointError` then become a :class:`DamagedCheckpointError` that
+    names it. ``None``: such exceptions are raised unchanged.
     """
     result: _T | None = None
     error: CheckpointError | None = None
@@ -406,7 +407,9 @@ def _require_same_checkpoint(found: CheckpointMatch, rank: RankProgram, communic
 
 
 def _is_equal_across_ranks(number: int, rank: RankProgram, communicator: Communicator) -> bool:
-    """Return whether all ranks pass the same ``number``, of at most 60 bits. All ranks call this."""
+    """Return whether all ranks call this with the same ``number``, a non-negative integer of at most 60 bits. All ranks
+    call this.
+    """
     bounds = torch.tensor([number, -number], dtype=torch.int64, device=communicator.device)
     high, low = all_ranks(communicator, rank.program.world_size).all_reduce(bounds, maximum=True).wait().tolist()
     return bool(high == -low)

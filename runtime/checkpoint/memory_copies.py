@@ -110,7 +110,7 @@ class SlotState(NamedTuple):
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], run: Mapping[str, Any]) -> Self:
         """Return the contents of an in-memory copy. ``tensors``: this rank's tensors by name. ``run``: other state,
-        such as counters.
+        such as counters, by name.
 
         Raise :class:`CheckpointError` if ``run`` is not plain data.
         """
@@ -270,7 +270,9 @@ class MemoryCopies:
         self._reset_copies()
 
     def _reset_copies(self) -> None:
-        """Forget the copies made so far; files on the nodes are not changed."""
+        """Forget which in-memory copies of the training state were made so far. The files with the copies stay on the
+        nodes.
+        """
         self.step: int | None = None  # step of the copy that is complete on all ranks
         self._written: int | None = None  # step of the copy that is being sent
         self._identity = ""
@@ -445,7 +447,9 @@ class MemoryCopies:
         self._room = [sizes if self.step is None else self._room[1], sizes]
 
     def _check_room(self, missing: int) -> None:
-        """Raise :class:`CheckpointError` if the node's memory folder has less than ``missing`` bytes free."""
+        """Raise :class:`CheckpointError` if the folder in this node's memory that holds the copies has less than
+        ``missing`` bytes free.
+        """
         free = shutil.disk_usage(self.folder).free
         if free < missing:
             raise CheckpointError(
@@ -476,7 +480,9 @@ class MemoryCopies:
             raise self._error
 
     def _mark_copy_complete(self) -> None:
-        """Record the last copy as complete. This is called once all ranks have confirmed that theirs is."""
+        """Record the last in-memory copy of this rank's training state as complete. This is called once all ranks have
+        confirmed that theirs is.
+        """
         if self._written is None or self._written == self.step:
             return
         self.step = self._written

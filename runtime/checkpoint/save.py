@@ -142,8 +142,8 @@ class Staging:
             )
 
     def _copy(self) -> None:
-        """Copy the tensors that change only in an optimizer step to their host buffers; on a GPU on a stream of their
-        own.
+        """Copy the part of the training state that changes only in an optimizer step to host buffers; on a GPU on a
+        stream of their own.
         """
         if self._ready is None:
             for piece, buffer, _ in self._later:
@@ -328,7 +328,8 @@ class Saver:
             self.last.wait()
 
     def settle(self) -> None:
-        """Wait until the last save, and what was to be called after it, is complete on all ranks. All ranks call this.
+        """Wait until the last save is complete on all ranks, and the function ``then`` that was passed to it has
+        returned. All ranks call this.
 
         Raise :class:`CheckpointError` on all ranks if it failed on any.
         """
@@ -358,7 +359,9 @@ class Saver:
         """
 
         def wait() -> None:
-            """Wait for the saves of this engine and, on request, for those of others to the same folder."""
+            """Wait for the saves of this engine. If the enclosing call names a folder, also wait for saves of other
+            engines and processes to it.
+            """
             if self.last is not None:
                 self.last.join()
             if directory is not None:
@@ -377,7 +380,7 @@ class Saver:
 def _all_well(work: Callable[[], None], communicator: Communicator, world_size: int, what: str) -> None:
     """Call ``work`` on every rank. If it raises on any rank, raise on all of them. All ranks call this.
 
-    ``what``: start of the :class:`CheckpointError` on ranks where it did not fail.
+    ``what``: start of the :class:`CheckpointError` on ranks where it did not fail. ``world_size``: number of ranks.
     """
     error: Exception | None = None
     try:
@@ -404,7 +407,7 @@ def agreed_target(
 
     ``before``: called first on each rank. Rank 0 then removes what earlier attempts left. ``own``: regular expression
     of the file names in ``final`` that are replaced. Raise what ``before`` raises, or :class:`CheckpointError` if
-    ``before`` or the removal failed on another rank.
+    ``before`` or the removal failed on another rank. ``world_size``: number of ranks.
     """
     error: Exception | None = None
     token = 0
@@ -556,8 +559,8 @@ def _complete_checkpoint(target: CheckpointTarget, content: CheckpointContent, t
 def _deduplicate_random_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the random states of all ranks, with equal states stored once.
 
-    The key ``"states"`` has the distinct states, and ``"of"`` has for each rank the index of its state. ``states``: one
-    for each rank.
+    The key ``"states"`` has the distinct states, and ``"of"`` has for each rank the index of its state. ``states``: for
+    each rank, a dict of its random generators' states.
     """
     places: dict[bytes, int] = {}
     of = [places.setdefault(pickle.dumps(state), len(places)) for state in states]

@@ -97,8 +97,8 @@ def compute_shard_boxes(
 
 
 def _map_local_range(held: Sequence[Range], piece: Range) -> Iterator[Range]:
-    """Yield the ranges (start, length) of the whole dim that correspond to ``piece``, a range of the concatenated
-    ranges ``held``.
+    """Yield the ranges of a whole dim that correspond to ``piece``, a range of a rank's shard of this dim. Ranges are
+    pairs (start, length). ``held``: the ranges of the whole dim whose concatenation is the rank's shard.
     """
     start, stop = piece[0], piece[0] + piece[1]
     for (first, length), at in zip(held, _compute_starts(held), strict=True):
@@ -119,7 +119,9 @@ def _merge_ranges(ranges: Iterable[Range]) -> list[Range]:
 
 
 def _compute_starts(held: Sequence[Range]) -> list[int]:
-    """Return where each of the ranges (start, length) begins when they are concatenated."""
+    """Return, for each of the ranges ``held``, pairs (start, length), the position at which it begins in their
+    concatenation.
+    """
     starts, at = [], 0
     for _, length in held:
         starts.append(at)

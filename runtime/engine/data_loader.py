@@ -369,8 +369,8 @@ def _is_stream(dataset: Any) -> bool:
 
 
 def _check_stream(shuffle: bool | None, num_workers: int) -> None:
-    """Raise :class:`BatchError` for options that a stream does not support: ``shuffle``, or more than one worker
-    process.
+    """Raise :class:`BatchError` for options that a stream does not support: ``shuffle``, or ``num_workers`` (processes
+    that load data) above 1.
     """
     if shuffle:
         raise BatchError(
@@ -386,7 +386,7 @@ def _check_stream(shuffle: bool | None, num_workers: int) -> None:
 
 
 def _no_batch(loader: Loader) -> BatchError:
-    """Return the error for a dataset that has less than one global batch in all epochs."""
+    """Return the error to raise for the dataset of ``loader`` if it has less than one global batch in all epochs."""
     samples = "the stream" if loader.num_samples is None else f"{loader.num_samples} samples"
     return BatchError(
         f"{loader.epochs} epochs of {samples} hold no whole batch: expected at least {loader.batch_size}; pass more "

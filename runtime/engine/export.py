@@ -161,7 +161,7 @@ class Views:
 
 def axes_of(program: Program, name: str) -> tuple[str, ...]:
     """Return the mesh axes of the parameter ``name``'s device mesh, outermost first: those with more than one rank,
-    without ``pp``.
+    without ``pp``; if there is none, the last axis alone.
 
     Raise :class:`DTensorError` if no mesh has all axes over which the parameter is sharded.
     """
@@ -364,8 +364,8 @@ def _write_chunk(
     communicator: Communicator,
     mine: bool,
 ) -> None:
-    """Gather the tensors ``names`` from the ranks that hold parts of them and, on the rank with ``mine``, write them to
-    ``file``.
+    """Gather the tensors ``names`` from the ranks that hold parts of them and, if ``mine`` is true on this rank, write
+    them to ``file``. ``shards``: name -> this rank's shard.
     """
     content: dict[str, Tensor] = {}
     for name in names:
@@ -397,7 +397,9 @@ def _gather_weight(name: str, shard: Tensor, rank: RankProgram, communicator: Co
 
 
 def _write_index(folder: Path, chunks: list[Chunk], program: Program) -> None:
-    """Write the index file of an export, which says in which file each weight is."""
+    """Write the index file of an export of weights into ``folder``. It says in which safetensors file each weight is.
+    ``chunks``: the files of the export.
+    """
     held_in = {state: chunk.file("model", len(chunks)) for chunk in chunks for state in chunk.states}
     states = [program.states[s] for s in held_in]
     files = {name: file for s, file in held_in.items() for name in (program.states[s].parts or (s,))}

@@ -33,8 +33,9 @@ from partitioner.runtime.state.sharded_parameters import ShardedParameters
 class EngineState:
     """What all programs of an engine share.
 
-    ``shards``: name -> this rank's shard of a parameter or buffer. ``gradients``: of the parameters. ``sharded``:
-    parameters that ZeRO divides. ``hosted``: parameters in host memory.
+    ``shards``: name -> this rank's shard of a parameter or buffer. ``gradients``: holds the gradients of the
+    parameters. ``sharded``: manages the parameters that ZeRO divides. ``hosted``: manages the parameters in host
+    memory.
     """
 
     shards: Mapping[str, Tensor]

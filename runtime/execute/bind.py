@@ -61,8 +61,9 @@ class SharedDerivatives:
     def get(self, key: tuple[Any, ...], make: Callable[[], Differentiated]) -> Differentiated:
         """Return the forward and backward graphs of a block, from the folder if another process has stored them.
 
-        ``key``: identifies the block and the gradients that it needs. The first process that asks calls ``make`` and
-        stores the result; the others wait. If that process fails or is killed, the next one calls ``make``.
+        ``key``: a tuple that identifies the block and the gradients that it needs. The first process that asks calls
+        ``make`` and stores the result; the others wait. If that process fails or is killed, the next one calls
+        ``make``.
         """
         path = self.folder / hashlib.sha256(repr(key).encode()).hexdigest()
         with path.with_suffix(".lock").open("w") as turn:
@@ -75,7 +76,9 @@ class SharedDerivatives:
 
 
 def _to_data(made: Differentiated) -> dict[str, Any]:
-    """Return forward and backward graphs as data that can be pickled, which :func:`_from_data` reads."""
+    """Return the forward and backward graphs of a block as a dict of plain data that can be pickled: field name ->
+    value, with each graph as a list of tuples, one for each node. :func:`_from_data` reads it.
+    """
     values = {f.name: getattr(made, f.name) for f in fields(made)}
     pieces = {
         n: (list(_serialize_nodes(v.graph)), v.inputs, v.outputs)

@@ -339,8 +339,8 @@ class _CodeWriter:
         return uses
 
     def find_overwritable(self) -> set[fx.Node]:
-        """Return the collectives whose operand is computed in this graph and used by nothing else, so that it may be
-        overwritten.
+        """Return the nodes of the graph's collectives whose operand is computed in this graph and used by nothing else,
+        so that it may be overwritten.
         """
         family = find_memory_owners(
             self.graph, lambda n: can_alias_operand(n) or isinstance(self.bindings.get(n), AliasBinding | DirectBinding)

@@ -71,15 +71,19 @@ class KeyExchange:
     algorithm: str
 
     def exchange_forward(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Call ``attend`` with the keys and values of all ranks, at once or step by step."""
+        """Call ``attend`` with this rank's queries and the keys and values of all ranks: once with all of them after an
+        all-gather, or ring step by ring step. ``q``, ``k``, ``v``: queries, keys and values of this rank. ``attend``
+        accumulates the attention result.
+        """
         if self.algorithm == "ring":
             self._ring_forward(attend, q, k, v)
         else:
             attend(None, *self._gather_keys_values(k, v))
 
     def exchange_backward(self, attend: AttendBackward, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Call ``attend`` with the keys and values of all ranks and their gradients, at once or step by step. Return
-        the gradients of this rank's keys and values.
+        """Call ``attend`` with the keys and values of all ranks, at once or ring step by ring step, to compute
+        gradients. ``q``, ``k``, ``v``: queries, keys and values of this rank. Return the gradients of this rank's keys
+        and values, summed over the queries of all ranks.
         """
         if self.algorithm == "ring":
             of_k, of_v = self._ring_backward(attend, q, k, v)
@@ -97,7 +101,9 @@ class KeyExchange:
         return parts_of(length, self.group.size, rank, self.zigzag)
 
     def _gather_keys_values(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and the values of all ranks, both in the order of the sequence."""
+        """Return the keys and the values of all ranks, gathered over the group. ``k``, ``v``: those of this rank. Both
+        are in the order of the sequence.
+        """
         ranks = self.group.all_gather(_pack_keys_values(k, v).unsqueeze(0), 0).wait()
         by_rank = [_unpack_keys_values(row, k, v) for row in ranks.unbind(0)]
         order = self._order_parts(k.shape[-2])
@@ -115,7 +121,8 @@ class KeyExchange:
     def _reduce_scatter_gradients(
         self, of_keys: Tensor, of_values: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Sum the gradients of all keys and values over the ranks, and return this rank's part of both.
+        """Sum the gradients of all keys, ``of_keys``, and of all values, ``of_values``, over the ranks, and return this
+        rank's part of both.
 
         ``k``, ``v``: this rank's keys and values, for their shapes.
         """
@@ -178,8 +185,8 @@ class ContextAttention(KeyExchange):
     """Attention within a band of one rank over a sequence that is sharded over ``group``."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention result for this rank's queries, and the logarithms of the softmax sums ``[b,
-        h, s/n]``.
+        """Return the attention result for this rank's queries ``q``, and the logarithms of the softmax sums ``[b, h,
+        s/n]``. ``k``, ``v``: this rank's keys and values; those of other ranks are received.
         """
         attention = Attention(q, self.band, self.scale, v.shape[-1])
         local = k
@@ -194,7 +201,9 @@ class ContextAttention(KeyExchange):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of this rank's queries, keys and values."""
+        """Return the gradients of this rank's queries, keys and values ``q``, ``k``, ``v``. ``grad``: gradient of the
+        attention result ``out``. ``lse``: logarithms of the softmax sums from forward, ``[b, h, s/n]``.
+        """
         found = AttentionGradients(grad, q, out, lse, self.band, self.scale)
         local = k
 
@@ -224,8 +233,9 @@ class ContextDocumentAttention(KeyExchange):
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention result for this rank's queries, and the logarithms of the softmax sums ``[b,
-        h, s/n]``.
+        """Return the attention result for this rank's queries ``q``, and the logarithms of the softmax sums ``[b, h,
+        s/n]``. ``k``, ``v``: this rank's keys and values; those of other ranks are received. ``ids``: the document of
+        each position of this rank, ``[b, s/n]``.
         """
         ranks = self._gather_ids(ids)
         attention = DocumentAttention(q, group_rows(torch.cat(ranks, 1)), self.band, self.scale, v.shape[-1])
@@ -239,7 +249,10 @@ class ContextDocumentAttention(KeyExchange):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of this rank's queries, keys and values."""
+        """Return the gradients of this rank's queries, keys and values ``q``, ``k``, ``v``. ``grad``: gradient of the
+        attention result ``out``. ``ids``: the document of each position of this rank, ``[b, s/n]``. ``lse``: logarithms
+        of the softmax sums from forward, ``[b, h, s/n]``.
+        """
         ranks = self._gather_ids(ids)
         found = DocumentGradients(grad, q, out, lse, group_rows(torch.cat(ranks, 1)), self.band, self.scale)
 
@@ -277,7 +290,9 @@ def _compute_hops(steps: Sequence[int]) -> list[int]:
 
 
 def _pack_keys_values(k: Tensor, v: Tensor) -> Tensor:
-    """Return keys and values concatenated into one 1-dimensional tensor, so that one transfer moves both."""
+    """Return the keys ``k`` and the values ``v`` concatenated into one 1-dimensional tensor, so that one transfer moves
+    both.
+    """
     return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
@@ -311,7 +326,8 @@ def dispatch_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, ex
     """Start to send the rows of ``x`` to the ranks of their experts, and return the exchange; its result has the
     received rows.
 
-    ``order`` and ``counts``: from :func:`route_rows`. ``experts`` is not used.
+    ``order``: the indices of this rank's rows, sorted by expert, ``[n]``. ``counts``: numbers of rows sent to and
+    received from each rank, ``[2, ranks]`` on the CPU. ``experts`` is not used.
     """
     sends, receives = counts.tolist()
     return group.exchange_rows(x.index_select(0, order), sends, receives)
@@ -320,7 +336,9 @@ def dispatch_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, ex
 def combine_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
     """Start to send the rows of ``x``, the results of experts, back to the ranks and positions that the rows came from.
 
-    Return the exchange. ``order`` and ``counts``: from :func:`route_rows`. ``experts`` is not used.
+    Return the exchange. ``order``: the indices of this rank's rows, sorted by expert, ``[n]``. ``counts``: numbers of
+    rows that this rank sent to, and received from, each rank when the rows went to their experts, ``[2, ranks]`` on the
+    CPU. ``experts`` is not used.
     """
     sends, receives = counts.tolist()
     return _PendingReturn(group.exchange_rows(x, receives, sends), order)

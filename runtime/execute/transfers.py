@@ -150,10 +150,11 @@ def find_proven_arrivals(rank: RankProgram) -> dict[int, list[tuple[Direction, i
 
 
 def _first_reads(stage: Stage, instructions: Instructions, source: int) -> dict[str, list[tuple[int, int]]]:
-    """Return, for the channels "F" and "B", what ``stage`` receives from the pipeline stage ``source``, as pairs in
-    order.
+    """Return what ``stage`` receives from the pipeline stage with the index ``source``, as channel ("F" for values, "B"
+    for gradients) -> list of pairs, in the order in which they are received.
 
     A pair has the index of the instruction that first reads the received values, and the number of tensors.
+    ``instructions``: the list of ``stage``.
     """
     reads: dict[str, list[tuple[int, int]]] = {"F": [], "B": []}
     for index, instruction in enumerate(instructions):

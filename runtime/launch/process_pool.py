@@ -215,8 +215,8 @@ def send_message(connection: Connection, kind: str, content: Any = None) -> None
 
 
 def receive_message(connection: Connection) -> tuple[str, Any]:
-    """Return the next message from another process as (kind, content). Raise ``EOFError`` or ``OSError`` if that
-    process has ended.
+    """Return the next message from another process as a pair: its kind (a text such as "done") and its content (any
+    object). Raise ``EOFError`` or ``OSError`` if that process has ended.
     """
     kind, content = pickle.loads(connection.recv_bytes())
     return kind, content
@@ -343,8 +343,8 @@ class LocalRanks:
         return [results[rank] for rank in range(self.num_ranks)]
 
     def _explain_failures(self, failures: list[Failure], watch: Monitor | None) -> tuple[Failure, ...]:
-        """Return ``failures`` with the cause first, completed by what the status files say, such as where a killed rank
-        was.
+        """Return the failures of ranks, ``failures``, with the cause first, completed by what the status files say,
+        such as where a killed rank was.
 
         ``watch``: reads the status files; ``None``: there are none.
         """
@@ -447,7 +447,8 @@ def serve_rank_requests(
 
     ``connection``: to the process that started the ranks. ``store``: path of the file through which the ranks find each
     other. ``threads``: number of torch's threads. ``debug``: verify collectives before they run. ``timeout_s``: seconds
-    that ranks wait for each other. ``path``: ``sys.path`` of the process that started the ranks.
+    that ranks wait for each other. ``path``: ``sys.path`` of the process that started the ranks. ``rank``: number of
+    this rank; ``world_size``: number of ranks.
     """
     sys.path[:] = path
     torch.set_num_threads(threads)
@@ -543,7 +544,8 @@ def run_program(files: StepFiles, placement: tuple[int, ...], seed: int, outputs
     """Run one step on this rank, and write its results to a file. Do nothing on processes beyond the program's ranks.
 
     ``files``: what is read and written. ``placement``: device number of each rank; empty: rank i runs on device i.
-    ``outputs``, ``grads``: whether to store the model's results, and the gradients.
+    ``outputs``, ``grads``: whether to store the model's results, and the gradients. ``seed``: seed of the model's
+    random operators.
     """
     parsed = Program.model_validate_json(Path(files.program).read_text())
     if dist.get_rank() >= parsed.world_size:

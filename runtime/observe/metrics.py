@@ -220,7 +220,7 @@ def _is_before(line: str, step: int) -> bool:
 
 
 def waiting_share(step: MeasuredStep) -> float:
-    """Return the share of a measured step, from 0 to 1, in which its rank waits for other ranks."""
+    """Return the share of the measured step ``step``, from 0 to 1, in which its rank waits for other ranks."""
     total = step.starts[-1] - step.starts[0]
     return (step.waited[-1] - step.waited[0]) / total if total else 0.0
 

@@ -194,7 +194,7 @@ class Listing(Data, Sequence[Instruction]):
 
     @property
     def even(self) -> bool:
-        """Return whether each extension of the list by ``unit`` microbatches is uniform.
+        """Return whether each extension of this compact instruction list by ``unit`` microbatches is uniform.
 
         That is so if it adds exactly ``unit`` microbatches to each part, or increases the part's microbatch numbers by
         ``unit``, or leaves the part unchanged.
@@ -227,7 +227,7 @@ Instructions = Annotated[Listing | tuple[Instruction, ...], Field(union_mode="le
 
 
 def count_repetitions(instructions: Instructions) -> Iterator[tuple[Instruction, int]]:
-    """Yield each distinct instruction of a list with the number of times that it occurs.
+    """Yield each distinct instruction of the list ``instructions`` with the number of times that it occurs.
 
     Occurrences that differ only in the microbatch number count as one instruction if the list is stored compactly (a
     :class:`Listing`); the first occurrence is yielded.

@@ -118,8 +118,8 @@ def state_bytes(facts: ProgramFacts, stage: int) -> int:
 
 
 def parameter_bytes(facts: ProgramFacts, state: str) -> int:
-    """Return the device bytes that a parameter or buffer (``state``: its name) takes on a rank all the time; 0 if it is
-    offloaded.
+    """Return the device bytes that a parameter or buffer (``state``: its name) takes on a rank during the whole step; 0
+    if it is offloaded.
     """
     if "parameters" in facts.program.offload and facts.program.states[state].kind == "parameter":
         return 0
@@ -127,8 +127,8 @@ def parameter_bytes(facts: ProgramFacts, state: str) -> int:
 
 
 def gradient_bytes(facts: ProgramFacts, state: str) -> int:
-    """Return the device bytes that the gradient of a parameter (``state``: its name) takes on a rank all the time; 0
-    without one.
+    """Return the device bytes that the gradient of a parameter (``state``: its name) takes on a rank during the whole
+    step; 0 without one.
 
     Under ZeRO 1 these are the whole gradient and the rank's piece of it. Under ZeRO 2 and 3 the result is 0 for a
     sharded parameter, since the piece exists only from the first reduce-scatter on.
@@ -454,7 +454,7 @@ class _Holder:
             self.flowing += self.sizes[value]
 
     def run_forward(self, i: Instruction) -> None:
-        """Count the outputs of the calls of the forward instruction ``i``, and the tensors that they save for
+        """Count as held the outputs of the calls of the forward instruction ``i``, and the tensors that they save for
         backward.
         """
         assert i.calls is not None

@@ -83,7 +83,7 @@ class ScatterQueue(Generic[Scatter]):
     def before_next(self) -> list[Scatter]:
         """Return the reduce-scatters that must end before another one starts, oldest first.
 
-        These are all in progress if a backward instruction has run since the last one started, else none.
+        They are all that are in progress if a backward instruction has run since the last one started, else none.
         """
         return [*self._under_way] if self._computed else []
 
@@ -136,8 +136,8 @@ def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:
 
 
 def pieces_of(program: Program, states: Sequence[str], ranks: int, index: int) -> list[FlatShard]:
-    """Return, for each parameter named in ``states``, piece number ``index`` of its shard, which ZeRO cuts into
-    ``ranks`` pieces.
+    """Return, for each parameter named in ``states``, piece number ``index`` of its shard, which ZeRO flattens and cuts
+    into ``ranks`` pieces. ``index``: number of the piece, from 0.
     """
     return [FlatShard(math.prod(shard_shape(program, s)), ranks, index) for s in states]
 

@@ -190,8 +190,8 @@ class StateGradients:
     def add(self, state: str, position: int, microbatch: int) -> None:
         """Record that the backward of a call adds to the gradient of the parameter ``state``.
 
-        ``position``: the call's position on the stage. Raise :class:`Refusal` if the gradient was already reduced or
-        copied to the host.
+        ``position``: the call's position on the stage. ``microbatch``: index of the microbatch. Raise :class:`Refusal`
+        if the gradient was already reduced or copied to the host.
         """
         if state in self.sealed:
             raise Refusal(
@@ -227,7 +227,7 @@ class StateGradients:
 
     def pieces(self, number: int) -> None:
         """Raise :class:`Refusal` unless all gradients of bucket ``number``, which ZeRO shards, are complete and
-        reduce-scattered.
+        reduce-scattered, so that this rank has its pieces of the sums.
 
         A bucket is a set of parameters that are reduced together; ``number`` is its index.
         """

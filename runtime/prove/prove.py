@@ -134,7 +134,8 @@ def _follow_lists(facts: ProgramFacts, own: Mapping[int, Instructions]) -> tuple
 
 
 def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
-    """Return the numbers of collectives and transfers of a program whose lists repeat a steady state.
+    """Return the numbers of collectives and transfers of all ranks of a program whose instruction lists repeat a steady
+    state (equal groups of instructions, one for each further microbatch).
 
     They are extrapolated from checks with one and two repetitions. ``None`` if the lists have no common steady state or
     have a fault; the whole lists must be checked then.

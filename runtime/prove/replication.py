@@ -175,7 +175,8 @@ def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, 
 
 
 def _over_batch(facts: ProgramFacts) -> None:
-    """Raise :class:`Refusal` if an output that is declared equal in every microbatch depends on the microbatch.
+    """Raise :class:`Refusal` if an output that is declared equal in every microbatch depends on the microbatch of the
+    batch from which it is computed.
 
     The new value of a buffer must not depend on it either. With one microbatch, the ``dp`` ranks are compared instead.
     """

@@ -125,7 +125,9 @@ def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: La
 
 
 def nested_shape(data: object) -> tuple[int, ...] | None:
-    """Return the shape of nested lists, judged by their first elements; ``None`` if ``data`` is ``None``."""
+    """Return the shape, as a tuple of sizes, of the nested lists ``data``, judged by their first elements; ``None`` if
+    ``data`` is ``None``.
+    """
     shape: list[int] = []
     while isinstance(data, list | tuple):
         shape.append(len(data))

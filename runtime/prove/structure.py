@@ -47,8 +47,8 @@ def check_inputs(program: Program) -> None:
 
 
 def _input_problem(program: Program, given: InputData) -> str:
-    """Return why an input of the batch does not fit the value that it becomes, as the end of a message; an empty string
-    if it fits.
+    """Return why ``given``, an input of the batch, does not fit the value that it becomes, as the end of a message; an
+    empty string if it fits.
     """
     if given.value not in program.values:
         return f"is the value {given.value!r}, which does not exist"
@@ -85,8 +85,8 @@ def check_outputs(program: Program) -> None:
 
 
 def _output_problem(program: Program, output: OutputData, name: str) -> str:
-    """Return why an output of the model does not fit the value ``name`` that it is, as the end of a message; an empty
-    string if it fits.
+    """Return why ``output``, an output of the model, does not fit the value ``name`` that it is, as the end of a
+    message; an empty string if it fits.
     """
     if name not in program.values:
         return f"is the value {name!r}, which does not exist"

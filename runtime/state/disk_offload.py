@@ -118,11 +118,11 @@ class Disk:
 
     @property
     def nbytes(self) -> int:
-        """Return the total size of the files in bytes."""
+        """Return the total size in bytes of the files in which this rank keeps tensors on disk."""
         return sum(file.size for file in self._files)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a new tensor on disk with undefined contents.
+        """Return a new tensor of ``shape`` and ``dtype`` in a file that is mapped into memory, with undefined contents.
 
         Raise :class:`OffloadError` if there is too little space.
         """
@@ -498,8 +498,8 @@ class DiskOptimizerStates:
 
 
 def _list_disk_tensors(holder: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str]]:
-    """Yield the tensors of a parameter's optimizer state that are moved to disk, as (dict or list that has it, key,
-    full name).
+    """Yield those tensors in ``holder``, a parameter's optimizer state (a dict or list, perhaps nested), that are moved
+    to disk, as (dict or list that has it, key, full name).
 
     Numbers, tensor subclasses and tensors outside of host memory are not moved. ``prefix``: start of the full name.
     """

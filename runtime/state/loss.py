@@ -155,8 +155,8 @@ class StepLoss(Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call the torch function ``func``. Raise :class:`BackwardError` if it is a backward of tensors that all have
-        no graph.
+        """Call the torch function ``func`` with ``args`` and ``kwargs``, and return its result. ``types``: the tensor
+        types among the arguments. Raise :class:`BackwardError` if it is a backward of tensors that all have no graph.
         """
         if func in _BACKWARD_FUNCTIONS and args and not any(_has_graph(t) for t in pytree.tree_leaves(args[0])):
             raise BackwardError(
@@ -174,7 +174,7 @@ class StepLoss(Tensor):
         return str(self.as_subclass(Tensor).__format__(spec))  # torch formats numbers of its own class alone
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the loss as a plain ``torch.Tensor``."""
+        """Pickle the loss as a plain ``torch.Tensor``. ``protocol``: number of the pickle protocol."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepLoss:

@@ -289,7 +289,8 @@ def read_shards(weights: Weights, name: str, shards: Sequence[Shard]) -> Tensor:
 
 
 def _draw_random_values(name: str, state: StateData, shape: tuple[int, ...], part: int, dtype: torch.dtype) -> Tensor:
-    """Return random values for one shard: standard deviation 1/sqrt(columns) for a matrix, ones for a vector.
+    """Return random values for one shard of the parameter or buffer ``name``, which ``state`` describes: standard
+    deviation 1/sqrt(columns) for a matrix, ones for a vector.
 
     With these, activations neither vanish nor explode. Buffers and integer parameters are zero. ``shape``: that of the
     shard. ``part``: number of the shard, which is part of the random seed.

@@ -55,7 +55,8 @@ class FlatBuffer:
         return self.buffer[self.starts[i] : self.starts[i] + self.pieces[i].size]
 
     def rows(self, whole: Tensor, i: int) -> Tensor:
-        """Return the pieces of the ``i``-th parameter that all ranks hold, as a view ``[ranks, length]``.
+        """Return the padded ZeRO pieces that all ranks hold of the ``i``-th parameter (from 0), as a view ``[ranks,
+        length]``.
 
         ``whole``: the buffers of all ranks, concatenated.
         """

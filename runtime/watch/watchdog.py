@@ -142,7 +142,9 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop watching. After an exception, report the failure and, if so chosen, end the process."""
+        """Stop watching. After an exception, report the failure of this rank and, if ``leave`` is set, end the process.
+        ``kind``, ``error``, ``trace``: type, value and traceback of the exception; ``None`` without one.
+        """
         self._end.set()
         _open.discard(self._key)
         if isinstance(error, Exception):
@@ -238,7 +240,9 @@ class Watch:
                 print(found, file=sys.stderr, flush=True)
 
     def _check_for_cause(self) -> None:
-        """End this process if a rank has failed or the ranks have stalled, after the cause is reported."""
+        """Look whether a rank has failed or the ranks have stalled. If so, report the cause and end this process; do
+        nothing if the failure that is found is only a consequence of another one.
+        """
         cause = self.monitor.check()
         if cause is None or self._end.is_set():
             return

@@ -225,15 +225,17 @@ class BackgroundWorker(Generic[K, R]):
         return place is not None and self._marks[place] == _BEGUN and self._helper is not None and self._helper.runs
 
     def wish(self, key: K) -> None:
-        """Announce that ``key`` will be requested. The forked process computes it before keys that were not announced,
-        and after those announced earlier."""
+        """Announce that the result for ``key`` will be requested. The forked process computes it before keys that were
+        not announced, and after those announced earlier.
+        """
         place = self._places.get(key)
         if place is not None and not self._wishes[place]:
             self._wishes[place] = next(self._turns)
 
     def claim(self, among: Container[C]) -> C | None:
-        """Return the next key in ``among`` that neither this process nor the forked one has begun, and mark it as the
-        caller's task. Return ``None`` if there is none."""
+        """Return the next key in the collection ``among`` whose computation neither this process nor the forked one has
+        begun, and mark it as the caller's task. Return ``None`` if there is none.
+        """
         place = self._find_next_free(among)
         if place is None:
             return None
@@ -242,8 +244,10 @@ class BackgroundWorker(Generic[K, R]):
         return cast(C, key)
 
     def _find_next_free(self, among: Container[Any] | None = None) -> int | None:
-        """Return the index of the next key that neither process has begun, of those in ``among`` (``None``: of all);
-        ``None`` if there is none. Announced keys come first."""
+        """Return the index, in the list of all keys, of the next key whose computation neither this nor the forked
+        process has begun, of those in ``among`` (``None``: of all); ``None`` if there is none. Announced keys come
+        first.
+        """
         free = np.flatnonzero(self._marks == _FREE)
         ordered = free[np.argsort(self._wishes[free], kind="stable")].tolist()
         return next((place for place in ordered if among is None or self._keys[place] in among), None)

@@ -349,7 +349,8 @@ def _of_microbatch(
 ) -> Callable[[int], Plan]:
     """Return a function that plans the model, without a program, for a microbatch size in samples. The global batch is
     then one microbatch per device. ``asked``: choices that the user fixed. ``more``: further keyword arguments of
-    ``partition``."""
+    ``partition``. ``model``, ``topology``, ``inputs``: as given to ``partition``.
+    """
     own = ("loss", "objective", "precision", "documents")
     prepared = prepare(model, inputs, **{name: more[name] for name in own if name in more})
     others = {name: value for name, value in more.items() if name not in (*own, "global_batch")}
@@ -368,7 +369,8 @@ def _of_sequence(
 ) -> Callable[[int], Plan]:
     """Return a function that plans the model, without a program, for a sequence length in tokens. ``inputs``: one
     batch, whose sequences are lengthened. ``asked``: choices that the user fixed. ``more``: further keyword arguments
-    of ``partition``."""
+    of ``partition``. ``model``, ``topology``: as given to ``partition``.
+    """
 
     def plan(size: int) -> Plan:
         return partition(

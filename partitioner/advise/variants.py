@@ -170,8 +170,8 @@ class Variant:
 
 
 def _extend_variant(variant: Variant, cost: float, kind: str, text: str, **changed: Any) -> Variant:
-    """Return ``variant`` (a changed job) with the fields ``changed``, which is one more change and adds ``cost``.
-    ``kind``: the key of the change. ``text``: its description.
+    """Return ``variant`` (a changed job) with the fields ``changed``, which is one more change. ``cost``: the effort of
+    the change, which is added to that of ``variant``. ``kind``: the key of the change. ``text``: its description.
     """
     return replace(
         variant, cost=variant.cost + cost, kinds=variant.kinds | {kind}, texts=(*variant.texts, text), **changed
@@ -232,8 +232,8 @@ def _list_stage_place_variants(asked: RelaxationRequest, base: Variant) -> Itera
 
 
 def _num_stages(given: Constraints) -> int | None:
-    """Return the number of pipeline stages, virtual ones included, that ``stage_of`` can name; ``None`` if the
-    constraints leave it open.
+    """Return the number of pipeline stages, virtual ones included, that the constraint ``stage_of`` can name; ``None``
+    if the constraints ``given`` leave it open.
     """
     if given.pp is None or (given.virtual_stages is None and given.schedule not in (None, *OF_ONE_STAGE)):
         return None

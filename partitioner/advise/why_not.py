@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def format_asked_constraints(asked: Mapping[str, Any]) -> str:
-    """Return constraints (name -> value) as text, such as ``tp=8, offload=optimizer+disk``."""
+    """Return the constraints ``asked`` (name -> value) as text, such as ``tp=8, offload=optimizer+disk``."""
     return ", ".join(
         f"{name}={'+'.join(value) or 'none' if name == 'offload' and isinstance(value, tuple) else value}"
         for name, value in asked.items()

@@ -281,8 +281,8 @@ def draw_graph(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class StageCluster:
-    """Describes consecutive pipeline stages with equal contents, which are drawn as one panel. ``stage``: what the
-    first of them contains. ``stages``: the indices of all of them.
+    """Describes consecutive pipeline stages with equal contents, which are drawn as one panel. ``stage``: the summary
+    of the first of them. ``stages``: the indices of all of them.
     """
 
     stage: StageOutline
@@ -291,8 +291,8 @@ class StageCluster:
 
 def clusters_of(whole: Outline) -> list[StageCluster]:
     """Return the pipeline stages of ``whole``, the overview of a program, in groups that are drawn as one panel each.
-    If there are more than ``MOST_STAGES`` stages, at least three consecutive equal stages form one group. Every other
-    stage forms its own.
+    If there are more than eight stages, at least three consecutive equal stages form one group. Every other stage forms
+    its own.
     """
     if len(whole.stages) <= MOST_STAGES:
         return [StageCluster(stage, (stage.index,)) for stage in whole.stages]

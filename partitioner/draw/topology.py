@@ -282,7 +282,9 @@ class _TopologyScene:
         return picture_title(self.plan) if self.plan is not None else self.topology.name
 
     def format_subtitle(self, clusters: Sequence[NodeCluster]) -> str:
-        """Return the sentences below the title: what the numbers mean, and how many of all nodes are drawn."""
+        """Return the sentences below the title of the picture: what the numbers mean, and how many of all nodes are
+        drawn. ``clusters``: the groups of equal nodes.
+        """
         numbers = " Numbers are ranks." if self.plan is not None else ""
         if self.named and self.plan is not None:
             numbers = " Numbers are ranks, behind the names that devices have of their own."
@@ -292,7 +294,9 @@ class _TopologyScene:
         return f"Bandwidths are per device and direction, when all talk at once.{numbers}"
 
     def format_drawn_share(self, clusters: Sequence[NodeCluster]) -> str:
-        """Return how many of all nodes are drawn as text, such as ``1 of 16``."""
+        """Return how many of all nodes are drawn as text, such as ``1 of 16``. ``clusters``: the groups of
+        equal nodes.
+        """
         return f"{sum(1 for c in clusters if c.boxes):,} of {self.topology.num_nodes:,}"
 
     def list_key_figures(self, links: LinkTable) -> list[tuple[str, str]]:
@@ -330,8 +334,8 @@ class _TopologyScene:
         return f"stage_{number % NUM_STAGE_COLOURS}"
 
     def cluster_equal_nodes(self) -> list[NodeCluster]:
-        """Return the nodes in groups of equal nodes, of which only the first node is drawn. There are at most
-        ``MOST_CLUSTERS`` groups; one further entry without devices lists the nodes of all other groups.
+        """Return the nodes in groups of equal nodes, of which only the first node is drawn. There are at most 40
+        groups; one further entry without devices lists the nodes of all other groups.
         """
         firsts = np.flatnonzero(self.topology.place_of == 0)
         ends = [*firsts[1:].tolist(), self.topology.num_devices]
@@ -424,9 +428,9 @@ class _TopologyScene:
         return device.memory != self.topology.types[device.kind].memory
 
     def generate_device_boxes(self, start: int, stop: int) -> Iterator[DeviceBox]:
-        """Yield the boxes of a node's devices: one for each device or, on nodes with more than ``_MOST_DEVICES``, one
-        for each range of devices of equal colour. ``start``, ``stop``: the range ``[start, stop)`` of the indices of
-        the devices.
+        """Yield the boxes of a node's devices: one for each device or, on nodes with more than 96 devices, one for each
+        range of devices of equal colour. ``start``, ``stop``: the range ``[start, stop)`` of the indices of the
+        devices.
         """
         one_by_one = stop - start <= _MOST_DEVICES
         first = start

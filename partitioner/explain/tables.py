@@ -159,8 +159,8 @@ def _types_of(states: Sequence[StateData]) -> str:
 
 
 def _shorten_dtype(dtype: str) -> str:
-    """Return the short name of a data type: ``bf16`` for ``bfloat16``. A type without a short name is returned
-    unchanged.
+    """Return the short name of the data type ``dtype``: ``bf16`` for ``bfloat16``. A type without a short name is
+    returned unchanged.
     """
     return _SHORT.get(dtype, dtype)
 
@@ -220,8 +220,9 @@ def status_word(candidate: Candidate, certificate: Certificate) -> str:
 
 
 def _get_status(candidate: Candidate, certificate: Certificate) -> str:
-    """Return what the search found for the layout ``candidate`` as a key of ``STATUS_WORDS``. Layouts that were not
-    worked out but may be faster than the plan have a key of their own. ``certificate``: the results of the search.
+    """Return what the search found for the layout ``candidate`` as one word (a key of ``STATUS_WORDS``), such as
+    ``solved`` or ``infeasible``. Layouts that were not worked out but may be faster than the plan have a key of their
+    own. ``certificate``: the results of the search.
     """
     return OPEN if certificate.is_open(candidate) else candidate.status
 
@@ -642,7 +643,7 @@ def estimate_table(plan: Plan) -> Padding:
 
 def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
     """Return a table of the layouts that the search of ``plan`` examined: the chosen one first, then by step time or
-    lower bound. ``most``: largest number of rows; a further row has the number of the others.
+    lower bound. ``most``: largest number of rows for layouts; a further row has the number of the others.
     """
     made = build_empty_table(
         [("mesh", False), ("microbatch", True), ("schedule", False), ("step time", True), ("at least", True),

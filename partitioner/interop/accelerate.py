@@ -185,8 +185,8 @@ def _read_deepspeed_section(options: Options, folder: Path | None, processes: in
 
 
 def _translate_deepspeed(options: Options) -> dict[str, Any]:
-    """Return the DeepSpeed configuration (nested options) that the section ``deepspeed_config`` of accelerate stands
-    for.
+    """Return the DeepSpeed configuration (nested options) that ``options``, the section ``deepspeed_config`` of
+    accelerate, stands for.
     """
     name = "deepspeed_config."
     zero: dict[str, Any] = {"stage": options.take_number(f"{name}zero_stage", 2, least=0)}

@@ -74,8 +74,8 @@ def read_torchtitan(
 
 
 def _read_flags(text: str) -> dict[str, Any]:
-    """Return command-line flags such as ``--training.seq_len 4096`` as option name -> value; a flag without a value is
-    ``True``. Raise :class:`OptionValueError` for a word that belongs to no flag.
+    """Return the command-line flags in ``text``, such as ``--training.seq_len 4096``, as option name -> value; a flag
+    without a value is ``True``. Raise :class:`OptionValueError` for a word that belongs to no flag.
     """
     words = text.replace("=", " ").split()
     found: dict[str, Any] = {}

@@ -64,7 +64,7 @@ def export_ranks(plan: Plan, folder: Path) -> list[Path]:
 
 
 def plan_schema() -> dict[str, Any]:
-    """Return the JSON schema of a plan file."""
+    """Return the JSON schema of a plan file, as a dict of JSON data."""
     made = Plan.model_json_schema()
     for part in made["$defs"].values():
         if "description" in part:

@@ -51,8 +51,8 @@ class LaunchJob:
 def job_of(
     plan: Plan, plan_file: str, script: str | None = None, arguments: Sequence[str] = (), max_restarts: int = 3
 ) -> LaunchJob:
-    """The job that runs ``script``, or without one ``-m partitioner.runtime plan_file``, on the devices of ``plan``.
-    The latter reads the weights of ``plan.weights`` unless ``arguments`` name others.
+    """Return the job that runs ``script``, or without one ``-m partitioner.runtime plan_file``, on the devices of
+    ``plan``. The latter reads the weights of ``plan.weights`` unless ``arguments`` name others.
 
     ``arguments``: further arguments of the program. ``max_restarts``: how often a failed job is started again. Raise
     :class:`PlanError` if the plan has no program, or if ``max_restarts`` is negative.

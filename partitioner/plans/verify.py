@@ -238,6 +238,6 @@ def relative_error(mine: Tensor | None, theirs: Tensor, least_scale: float = 0.0
 
 
 def _in_doubles(x: Tensor) -> Tensor:
-    """Return ``x`` on the CPU in float64; a complex tensor as real and imaginary parts in a further dim."""
+    """Return the tensor ``x`` on the CPU in float64; a complex tensor as real and imaginary parts in a further dim."""
     x = x.detach().cpu()
     return torch.view_as_real(x.to(torch.complex128).resolve_conj()) if x.is_complex() else x.double()

@@ -127,7 +127,9 @@ def _build_message_run(communicator: Communicator, ranks: tuple[int, ...], num_b
 
 
 def _skip_transfer(_: Callable[[], None]) -> None:
-    """Do nothing. This replaces the transfer on ranks that do not take part in it."""
+    """Do nothing with the argument, a function without arguments that would run the transfer. This replaces the
+    transfer on ranks that do not take part in it.
+    """
 
 
 def _skip_computation() -> None:
@@ -185,6 +187,8 @@ class _Timer:
         return (time.perf_counter() - start) / count
 
     def _reduce_to_slowest(self, seconds: float) -> float:
-        """Return the greatest ``seconds`` that a rank of the group passes. All ranks of the group must call this."""
+        """Return the greatest of the numbers ``seconds`` that the ranks of the group pass. All ranks of the group must
+        call this.
+        """
         value = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         return float(self.group.all_reduce(value, maximum=True).wait())

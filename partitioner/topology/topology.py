@@ -94,8 +94,9 @@ class Topology(TopologyPart):
             ) from error
 
     def __eq__(self, other: object) -> bool:
-        """Return whether all described fields of two topologies are equal. Values that are derived from them are not
-        compared."""
+        """Return whether ``other`` is a topology with the same described fields. Values that are derived from them are
+        not compared.
+        """
         if not isinstance(other, Topology):
             return NotImplemented
         return all(getattr(self, name) == getattr(other, name) for name in type(self).model_fields)
@@ -173,8 +174,9 @@ class Topology(TopologyPart):
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Return the name of each device, in the order of devices. The default for device ``k`` of node ``n`` is
-        ``node<n>/<k>``."""
+        """Return the names of all devices, in the order of devices. The default for device ``k`` of node ``n`` is
+        ``node<n>/<k>``.
+        """
         names: list[str] = []
         node = 0
         for group in self.nodes:
@@ -246,8 +248,9 @@ class Topology(TopologyPart):
 
     @cached_property
     def _inner_level_cache(self) -> dict[tuple[int, int], Level]:
-        """Return the cache of :meth:`inside_level`. The keys are its arguments (``kind``, ``members``), the values its
-        results."""
+        """Return a cache of the direct links among some devices of a node, summarized as one level of links: (index of
+        the node's pattern, bit mask of the devices) -> level.
+        """
         return {}
 
     def inside_level(self, kind: int, members: int) -> Level:

@@ -398,7 +398,7 @@ def _gradient_kernel(kind: str, wanted: Operand, read: Sequence[Operand]) -> Ker
 
 
 def add_kernel(value: Operand) -> Kernel:
-    """Return the kernel that adds two gradients of ``value``."""
+    """Return the kernel that adds two gradients of the tensor ``value``."""
     whole = value.gradient
     return _build_kernel("pointwise", [whole, whole, whole])._replace(learned=value.learned)
 
@@ -407,7 +407,8 @@ def _compute_product_work(
     node: fx.Node, name: str, operands: Sequence[Operand], results: Sequence[Operand]
 ) -> _Product:
     """Return two numbers for a matrix product, einsum or attention called ``name``: its FLOPs, and the smallest of M, N
-    and K (the number of keys for an attention).
+    and K (the number of keys for an attention). ``operands``, ``results``: the tensors on one rank that the operator
+    reads and writes.
     """
     out = results[0].shape
     if name in _PRODUCTS:
@@ -455,7 +456,7 @@ def _find_priced_band(node: fx.Node) -> Band:
 def _compute_einsum_work(node: fx.Node, operands: Sequence[Operand]) -> _Product:
     """Return two numbers for an einsum: its FLOPs (twice the product of the sizes of all index letters), and the
     smallest of these sizes. The sizes come from the equation or, if it has an ellipsis, from the operator's sharding
-    rule.
+    rule. ``operands``: the tensors that it reads.
     """
     equation = str(node.args[0]).replace(" ", "")
     if "." in equation:
@@ -496,7 +497,7 @@ def _build_kernel(
 ) -> Kernel:
     """Return a kernel that reads or writes each tensor of ``traffic`` once. ``kind``: its key in the device's table of
     memory efficiencies. ``smallest``: the smallest of M, N and K of a product. ``precision``: number format of its
-    FLOPs.
+    FLOPs. ``launches``: number of launches.
     """
     if kind == "pointwise" and len({o.shape for o in traffic if o.numel > 1}) > 1:
         kind = "broadcast"  # elements are addressed by index

@@ -358,8 +358,8 @@ def carried_bytes(block: Block) -> int:
 
 
 def _depends_on_inputs(block: Block) -> set[fx.Node]:
-    """Return the nodes through which the gradient of an input of the block flows: nodes that need a gradient and are
-    computed from an input that needs one.
+    """Return the set of nodes through which the gradient of an input of the block flows: nodes that need a gradient and
+    are computed from an input that needs one.
     """
     inputs = set(block.inputs)
     through = {node for node in block.placeholders if node.name in inputs and needs_gradient(node)}

@@ -135,7 +135,9 @@ class StateCost:
 
     @cached_property
     def total(self) -> float:
-        """Return the bytes that stay on the rank, of all kinds together."""
+        """Return the bytes of the parameter or buffer that stay on the rank: its own, its gradient, optimizer states
+        and compression residuals together.
+        """
         return sum(self.kept.values())
 
     @property
@@ -154,7 +156,7 @@ class StateCost:
         return whole / self.replicas if self.stage else whole
 
     def scaled(self, share: float) -> StateCost:
-        """Return this cost with all bytes multiplied by ``share``."""
+        """Return this cost of a parameter or buffer with all bytes multiplied by ``share``, a factor."""
         return replace(
             self,
             parameter=self.parameter * share,
@@ -198,7 +200,7 @@ class StateCosts(dict[str, StateCost]):
 
     @cached_property
     def gradient(self) -> float:
-        """Return the bytes of all gradients before they are reduce-scattered."""
+        """Return the bytes of the gradients of all these parameters on the rank, before they are reduce-scattered."""
         return sum(cost.gradient for cost in self.values())
 
     @cached_property
@@ -305,7 +307,7 @@ def state_costs(
     ``kinds``: the states, grouped by equal cost. ``mesh``: mesh axis -> number of ranks. ``optimizer``: its name.
     ``sharded``: how ZeRO and ``ep`` shard the states. ``offload``: the kinds of data in host memory (``"optimizer"``,
     ``"parameters"``) or on ``"disk"``. ``short_gradients``: a gradient has its parameter's dtype, even if that is
-    shorter than float32.
+    shorter than float32. ``train``: whether parameters have gradients and optimizer states.
     """
 
     def find(state: ModelState, layout: Layout, expert: bool, complete: bool, small: bool) -> StateCost:

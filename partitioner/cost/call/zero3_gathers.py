@@ -62,8 +62,10 @@ def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, 
 
 def copy_seconds(states: Iterable[StateRead], spread: Spread, device: DeviceType) -> tuple[float, float, float]:
     """Return three durations in seconds of the copies that ZeRO-3 adds to a block call: weights in forward, weights in
-    backward, and gradients. Tensors that one collective moves together lie in its buffer rank by rank, so weights are
-    copied out of it and gradients into it."""
+    backward, and gradients. ``states``: the parameters and buffers that the call reads. ``spread``: the groups over
+    which they are sharded. Tensors that one collective moves together lie in its buffer rank by rank, so weights are
+    copied out of it and gradients into it.
+    """
     if spread.shards.size == 1 or spread.profile.gather == "parameter":
         return 0.0, 0.0, 0.0
     weights = gradients = 0.0

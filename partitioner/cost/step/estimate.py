@@ -86,8 +86,9 @@ def stage_estimates(
 
 def _host_bytes(stage: StagePlan, calls: Sequence[StageCall], held: Sequence[StateCost]) -> float:
     """Return the bytes that a rank of the stage keeps in host memory: offloaded activations of all microbatches in
-    flight, and offloaded states (parameters and optimizer states). ``calls``: the block calls of the stage. ``held``:
-    the costs of its parameters and buffers."""
+    flight, and offloaded states (parameters and optimizer states). ``stage``: the plan of the stage, with its
+    microbatches in flight. ``calls``: the block calls of the stage. ``held``: the costs of its parameters and buffers.
+    """
     kept = sum(call.cost.host_bytes for call in calls)
     flying = max(run.in_flight for run in stage.runs)
     return flying * kept + sum(cost.in_host for cost in held)
@@ -164,9 +165,10 @@ def stage_problem(
 
     - ``costs``: cost of a call by block name. ``states``: cost of each parameter and buffer by name. ``machine``: the
       devices, capacities and links of the stages.
-    - ``costs_by_stage``: costs by block name on each stage's devices; empty if they are ``costs`` on all stages.
-    - ``microbatch_size``: number of samples. ``profile``: how the framework that runs the plan executes it. ``train``:
-      calls have a backward.
+    - ``costs_by_stage``: costs by block name on the devices of each stage; empty if they are ``costs`` on all stages.
+    - ``num_microbatches``: number of microbatches of a step on a rank. ``microbatch_size``: number of samples.
+      ``schedule``: name or table of the pipeline schedule. ``profile``: how the framework that runs the plan executes
+      it. ``train``: calls have a backward.
     - ``ranks``: the pipeline rank of each virtual stage if ranks hold several. The stages of the problem are then the
       virtual stages. Empty: each rank holds one stage.
     - ``scattering``: bytes of gradient buckets that a rank holds temporarily under ZeRO-1 and ZeRO-2.

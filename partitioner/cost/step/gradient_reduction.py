@@ -205,8 +205,8 @@ def _build_reducer(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Red
 
 def data_reducers(machines: Sequence[PlacedMesh], zero: int, constraints: Constraints) -> list[Reducer]:
     """Return the reducers (which compute seconds of gradient collectives) of stage 0 on each of ``machines`` under ZeRO
-    stage ``zero``, one for each reduction scheme. In these reducers the axis ``dp`` means all ranks with the same
-    weights, that is ``dp`` and ``cp``.
+    stage ``zero`` (0 to 3), one for each reduction scheme that ``constraints`` allow. In these reducers the axis ``dp``
+    means all ranks with the same weights, that is ``dp`` and ``cp``.
     """
     laid = [replace(machine, zero=zero) for machine in machines]
     return [_over_data(reducer_of(m, 0, how)) for m in laid for how in list_reduction_schemes(m, constraints)]
@@ -300,8 +300,8 @@ class GradientReduction:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Return six durations in seconds: all reductions, the last bucket, gathers of parameters, reduce-scatters per
-        further microbatch, compression, compression per further microbatch.
+        """Return six durations in seconds, in this order: all reductions, the last bucket, gathers of parameters,
+        reduce-scatters per further microbatch, compression, compression per further microbatch.
         """
         return self.total_s, self.last_s, self.gather_s, self.again_s, self.coding_s, self.coding_again_s
 

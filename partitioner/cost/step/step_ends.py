@@ -81,7 +81,8 @@ def _group_bucket_members(
 ) -> Iterator[tuple[list[tuple[int, StateCost]], float]]:
     """Yield, for each kind of gradients that may share a bucket, the gradients as a list and the number of bytes that
     fill a bucket. A gradient is a pair (index of the first block call that reads the parameter, cost of the parameter);
-    the list is in the order in which the backward completes them. ``plan``: the block calls of the stage.
+    the list is in the order in which the backward completes them. ``plan``: the block calls of the stage. ``states``:
+    the cost of each parameter and buffer by name. ``reducer``: computes the seconds of collectives.
     """
     together: dict[object, list[tuple[int, StateCost]]] = {}
     known: set[str] = set()

@@ -299,7 +299,7 @@ def _is_written(folder: Path, changed: dict[Path, tuple[int, float]]) -> bool:
 
 
 def remove_path_atomically(path: Path) -> None:
-    """Remove a file or a folder.
+    """Remove the file or folder ``path``.
 
     A folder is renamed first, so that a half-removed one is never taken for a complete one.
     """

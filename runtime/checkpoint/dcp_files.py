@@ -64,7 +64,7 @@ class Written:
 
 
 def sum_of(path: Path) -> FileSum:
-    """Read a file, and return its length and SHA-256. Raise ``OSError`` if it cannot be read."""
+    """Read the file ``path``, and return its length and SHA-256. Raise ``OSError`` if it cannot be read."""
     digest, nbytes = hashlib.sha256(), 0
     with path.open("rb") as file:
         while block := file.read(_READ):
@@ -198,7 +198,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Release the memory pages of ``tensor``, which was filled in place, if it is a file that is mapped into
-        memory.
+        memory. ``read_item`` (which part was read) is not used.
         """
         release_pages(tensor)
 

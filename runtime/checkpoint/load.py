@@ -109,7 +109,8 @@ def to_go_on_from(root: Path) -> list[CheckpointMatch]:
 def find_together(directory: Path, rank: RankProgram, communicator: Communicator) -> CheckpointMatch:
     """Return the checkpoint at ``directory``, or the latest one in it. All ranks call this.
 
-    Raise :class:`CheckpointError` on all ranks if any rank finds none.
+    Raise :class:`CheckpointError` on all ranks if any rank finds none. ``communicator``: connects this rank with the
+    others.
     """
     return _run_collectively(communicator, rank, lambda: find_checkpoint(directory))
 
@@ -117,7 +118,7 @@ def find_together(directory: Path, rank: RankProgram, communicator: Communicator
 def check_alike(root: Path, found: Sequence[CheckpointMatch], rank: RankProgram, communicator: Communicator) -> None:
     """Raise :class:`CheckpointError` on all ranks if ranks see different checkpoints in ``root``. All ranks call this.
 
-    ``found``: the checkpoints that this rank sees there.
+    ``found``: the checkpoints that this rank sees there. ``communicator``: connects this rank with the others.
     """
     told = json.dumps([(f.folder.name, f.manifest["token"]) for f in found])
     if not _is_equal_across_ranks(int(hashlib.sha256(told.encode()).hexdigest()[:15], 16), rank, communicator):
@@ -146,7 +147,8 @@ def load_checkpoint(
 
     Return the other saved data, such as step counters; its ``"extra"`` has name -> state of each object for this rank.
     Raise :class:`CheckpointError` on all ranks, before anything is changed, if a rank finds a file damaged or missing,
-    or if the checkpoint does not match the model, the optimizer or ``extra``.
+    or if the checkpoint does not match the model, the optimizer or ``extra``. ``communicator``: connects this rank with
+    the others.
     """
     _require_same_checkpoint(found, rank, communicator)
     if verify:
@@ -185,8 +187,8 @@ def _open_shard_reader(folder: Path) -> ShardReader:
 
 
 def _warn_of_others(folder: Path, reader: ShardReader, rank: RankProgram) -> None:
-    """Warn if the checkpoint in ``folder`` has tensors that the plan's model does not have, so that it may be of
-    another model.
+    """Warn if the checkpoint in ``folder`` has tensors that the model of this rank's program, ``rank``, does not have,
+    so that it may be of another model. ``reader``: reads tensors of the checkpoint.
     """
     known = names_read(rank.program)
     saved = sorted(key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL))
@@ -208,7 +210,7 @@ def _select_extra_states(
 
     ``training``: the saved data other than tensors. If the ranks had different states, this rank gets its own. Raise
     :class:`CheckpointError` if a state is missing, or if states differ between ranks and the mesh is not the one of the
-    checkpoint.
+    checkpoint. ``found``: the checkpoint.
     """
     held, of_ranks = training["extra"], training.get("extra_of_ranks", {})
     for name in asked:
@@ -252,7 +254,8 @@ def _match_saved_states(
     optimizer's saved state.
 
     The tensors are in a dict: parameter name -> key, such as ``exp_avg`` -> tensor. ``states``: name -> this rank's
-    shard. Raise :class:`CheckpointError` if parameters or buffers are missing or have other shapes.
+    shard. Raise :class:`CheckpointError` if parameters or buffers are missing or have other shapes. ``found``: the
+    checkpoint. ``reader``: reads tensors of the checkpoint.
     """
     names: dict[str, str] = {}
     wrong: list[str] = []
@@ -287,8 +290,8 @@ def _match_saved_states(
 
 
 def _find_other_spellings(reader: ShardReader, rank: RankProgram) -> dict[str, list[str]]:
-    """Return each name in the plan -> other names under which the checkpoint has this tensor, such as with a wrapper's
-    prefix.
+    """Return each name of a parameter or buffer in the plan -> other names under which the checkpoint has this tensor,
+    such as with a wrapper's prefix. ``reader``: reads tensors of the checkpoint.
     """
     saved = [key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL)]
     found: dict[str, list[str]] = {}
@@ -304,7 +307,7 @@ def _allocate_optimizer_state(
     tensor.
 
     ``names``: name of the parameter in the plan -> name under which it was saved. Raise :class:`CheckpointError` if the
-    checkpoint has no optimizer state.
+    checkpoint has no optimizer state. ``found``: the checkpoint. ``reader``: reads tensors of the checkpoint.
     """
     saved: dict[str, list[str]] = {}
     for entry in reader.tensors:
@@ -346,7 +349,7 @@ def _list_state_pieces(
 def _check_files(found: CheckpointMatch, rank: RankProgram) -> None:
     """Compare length and SHA-256 of this rank's share of the checkpoint's files with the manifest.
 
-    Raise :class:`DamagedCheckpointError` if a file is missing or differs.
+    Raise :class:`DamagedCheckpointError` if a file is missing or differs. ``found``: the checkpoint.
     """
     for name, expected in list(found.files.items())[rank.rank :: rank.program.world_size]:
         path = found.folder / name
@@ -368,7 +371,7 @@ def _run_collectively(
 
     If it fails on any rank, raise :class:`CheckpointError` on all ranks. ``reading``: the checkpoint that ``work``
     reads; exceptions of other types than :class:`CheckpointError` then become a :class:`DamagedCheckpointError` that
-    names it. ``None``: such exceptions are raised unchanged.
+    names it. ``None``: such exceptions are raised unchanged. ``communicator``: connects this rank with the others.
     """
     result: _T | None = None
     error: CheckpointError | None = None
@@ -397,7 +400,7 @@ def _run_collectively(
 def _require_same_checkpoint(found: CheckpointMatch, rank: RankProgram, communicator: Communicator) -> None:
     """Raise :class:`CheckpointError` on all ranks if the ranks have found different checkpoints. All ranks call this.
 
-    ``found``: the checkpoint that this rank has found.
+    ``found``: the checkpoint that this rank has found. ``communicator``: connects this rank with the others.
     """
     if not _is_equal_across_ranks(int(found.manifest["token"], 16), rank, communicator):
         raise CheckpointError(
@@ -408,7 +411,7 @@ def _require_same_checkpoint(found: CheckpointMatch, rank: RankProgram, communic
 
 def _is_equal_across_ranks(number: int, rank: RankProgram, communicator: Communicator) -> bool:
     """Return whether all ranks call this with the same ``number``, a non-negative integer of at most 60 bits. All ranks
-    call this.
+    call this. ``communicator``: connects this rank with the others.
     """
     bounds = torch.tensor([number, -number], dtype=torch.int64, device=communicator.device)
     high, low = all_ranks(communicator, rank.program.world_size).all_reduce(bounds, maximum=True).wait().tolist()

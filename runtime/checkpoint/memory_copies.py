@@ -292,7 +292,8 @@ class MemoryCopies:
         ranks call this.
 
         ``extra``: name -> further object whose state is copied. Raise :class:`CheckpointError` on all ranks if this
-        copy, or sending the previous one, has failed on a rank.
+        copy, or sending the previous one, has failed on a rank. ``optimizer``: the optimizer of the engine's
+        parameters, a list of several, or ``None``.
         """
         state = self._peers.together(
             "the copy in memory was not made", lambda: self._collect_slot_state(optimizer, extra)
@@ -328,7 +329,8 @@ class MemoryCopies:
         number.
 
         All ranks call this. Return ``None`` and change nothing if there is no such step, if a checkpoint on disk is
-        newer, or (with a warning) if the copies cannot be read.
+        newer, or (with a warning) if the copies cannot be read. ``optimizer``: the optimizer of the engine's
+        parameters, a list of several, or ``None``. ``extra``: name -> further object whose state is restored.
         """
         self._peers.together("the copy in memory was not made", self._join_sending_thread)
         self._reset_copies()

@@ -381,6 +381,7 @@ def _all_well(work: Callable[[], None], communicator: Communicator, world_size: 
     """Call ``work`` on every rank. If it raises on any rank, raise on all of them. All ranks call this.
 
     ``what``: start of the :class:`CheckpointError` on ranks where it did not fail. ``world_size``: number of ranks.
+    ``communicator``: connects this rank with the others.
     """
     error: Exception | None = None
     try:
@@ -407,7 +408,8 @@ def agreed_target(
 
     ``before``: called first on each rank. Rank 0 then removes what earlier attempts left. ``own``: regular expression
     of the file names in ``final`` that are replaced. Raise what ``before`` raises, or :class:`CheckpointError` if
-    ``before`` or the removal failed on another rank. ``world_size``: number of ranks.
+    ``before`` or the removal failed on another rank. ``world_size``: number of ranks. ``communicator``: connects this
+    rank with the others.
     """
     error: Exception | None = None
     token = 0
@@ -482,7 +484,8 @@ def _write_rank_part(
     complete.
 
     ``held``: the pieces to write. ``timeout``: seconds to wait for other ranks. ``staging``: first finish its copies,
-    which ``held`` refers to. On an error, report it to the other ranks and raise it.
+    which ``held`` refers to. On an error, report it to the other ranks and raise it. ``target``: the paths of the
+    checkpoint. ``content``: everything that this rank saves.
     """
     from partitioner.runtime.checkpoint.dcp_files import write_shards
 
@@ -519,6 +522,7 @@ def _complete_checkpoint(target: CheckpointTarget, content: CheckpointContent, t
     final name.
 
     ``timeout``: seconds to wait for other ranks. Raise :class:`CheckpointError` if a rank failed or is late.
+    ``target``: the paths of the checkpoint. ``content``: everything that this rank saves.
     """
     from partitioner.runtime.checkpoint.dcp_files import write_metadata
 

@@ -155,7 +155,7 @@ def split_range_into_boxes(shape: Sequence[int], start: int, size: int) -> Itera
 def _view_boxes(state: StateData, held: RankShard, tensor: Tensor) -> Iterator[tuple[ShardBox, Tensor]]:
     """Yield the rectangular parts that a rank holds of the parameter or buffer ``state``, each with a view of its data.
 
-    ``tensor``: the rank's shard or, under ZeRO, its piece of the flattened shard.
+    ``tensor``: the rank's shard or, under ZeRO, its piece of the flattened shard. ``held``: which part the rank holds.
     """
     if held.piece is None or not tensor.dim():
         yield from ((box, _slice_box(tensor, box)) for box in compute_shard_boxes(state.shape, held.shards))
@@ -192,7 +192,8 @@ def list_shard_pieces(
 
     The keys are ``prefix``, the model's name of the parameter, and ``suffix``. If the parameter stacks several ones of
     the model, each of these gets its own parts. ``tensor``: the rank's data. A number (a 0-dimensional ``tensor`` for a
-    parameter with dims) is written only by the rank that holds the first element.
+    parameter with dims) is written only by the rank that holds the first element. ``held``: which part of the parameter
+    or buffer the rank holds.
     """
     found = []
     if state.shape and not tensor.dim() and not held.first:
@@ -258,7 +259,8 @@ def written_by(rank: RankProgram, states: Iterable[str]) -> set[str]:
 
 
 def _shared_out(names: Sequence[str], num_holders: int, rank: RankProgram) -> Mapping[str, int]:
-    """Return parameter or buffer name -> index of the rank, among ``num_holders`` with equal parts, that writes it.
+    """Return, for the parameters and buffers ``names``, name -> index of the rank, among ``num_holders`` with equal
+    parts, that writes it.
 
     The assignment is greedy: the largest tensor first, each to the rank with the least elements so far.
     """

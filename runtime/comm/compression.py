@@ -138,6 +138,7 @@ def start_compressed_reduction(sender: ErrorFeedbackEncoder, rows: Tensor, group
     flat tensor.
 
     ``rows`` has one row for each rank of ``group``. Each rank receives its row from all ranks and sums them.
+    ``sender``: compresses the rows and keeps their rounding errors.
     """
     dtype = rows.dtype
     wire = group.all_to_all(sender.encode(rows), 0, 0)

@@ -103,8 +103,8 @@ def _report_failure(error: Exception) -> None:
 
 
 def tell_torchrun(error: InstructionError) -> None:
-    """Write why this process ends to the file from which torchrun reads it. Do nothing if torchrun did not start the
-    process.
+    """Write ``error``, because of which this process ends, to the file from which torchrun reads it. Do nothing if
+    torchrun did not start the process.
 
     The file is replaced atomically: torchrun may read it at any moment, and would fail if it were incomplete.
     """

@@ -212,8 +212,8 @@ class ThreadGroup:
         return self._enter_collective("all_to_all", x, compute, split_dim, concat_dim)
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-        """Enter an exchange of rows: the first ``sends[0]`` rows of ``x`` go to member 0, and so on; received rows are
-        joined in the order of members.
+        """Enter an exchange of rows: the first ``sends[0]`` rows of ``x`` go to member 0, and so on; received rows,
+        ``receives[i]`` of member ``i``, are joined in the order of members.
         """
 
         def compute(entries: list[tuple[Tensor, Sequence[int]]]) -> list[Tensor]:

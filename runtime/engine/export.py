@@ -255,7 +255,8 @@ def export_weight_files(
 
     The folder is complete afterwards, or unchanged. ``shards``: name -> this rank's shard. Raise, before anything is
     written, :class:`CheckpointError` if rank 0 cannot write the folder or it has other weights, and
-    :class:`WeightsError` for a type that safetensors does not support.
+    :class:`WeightsError` for a type that safetensors does not support. ``communicator``: connects this rank with the
+    others.
     """
     for name in weight_states(rank.program):
         check_storable(name, dtype_of(rank.program.states[name].dtype))
@@ -290,10 +291,10 @@ def _check_others(place: Path) -> None:
 
 
 def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator) -> dict[str, Tensor]:
-    """Return all whole parameters and buffers, by name, on the CPU of the first process; other processes get an empty
-    dict.
+    """Return all whole parameters and buffers of the program, by name, on the CPU of the first process; other processes
+    get an empty dict.
 
-    All ranks call this. ``shards``: name -> this rank's shard.
+    All ranks call this. ``shards``: name -> this rank's shard. ``communicator``: connects this rank with the others.
     """
     everyone = communicator.group(rank.group("pp", "tp"))
     whole: dict[str, Tensor] = {}
@@ -365,7 +366,7 @@ def _write_chunk(
     mine: bool,
 ) -> None:
     """Gather the tensors ``names`` from the ranks that hold parts of them and, if ``mine`` is true on this rank, write
-    them to ``file``. ``shards``: name -> this rank's shard.
+    them to ``file``. ``shards``: name -> this rank's shard. ``communicator``: connects this rank with the others.
     """
     content: dict[str, Tensor] = {}
     for name in names:
@@ -381,7 +382,8 @@ def _write_chunk(
 def _gather_weight(name: str, shard: Tensor, rank: RankProgram, communicator: Communicator) -> Tensor:
     """Return the whole tensor of the parameter or buffer ``name``, gathered from the ranks that hold parts of it.
 
-    ``shard``: this rank's part: a shard over ``tp`` and ``ep``, or a ZeRO piece of it.
+    ``shard``: this rank's part: a shard over ``tp`` and ``ep``, or a ZeRO piece of it. ``communicator``: connects this
+    rank with the others.
     """
     data = rank.program.states[name]
     if data.zero_axes:

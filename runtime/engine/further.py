@@ -130,10 +130,10 @@ class FurtherExecutors:
 
 
 def prepare_programs(family: ProgramFamily, communicator: Communicator) -> None:
-    """Open the process groups and pipeline links of all programs of a plan. All ranks call this.
+    """Open the process groups and pipeline links of all programs of a plan, ``family``. All ranks call this.
 
     Raise :class:`partitioner.runtime.prove.layouts.LayoutError` if the programs place parameters or buffers
-    differently.
+    differently. ``communicator``: connects this rank with the others.
     """
     groups: dict[tuple[int, ...], None] = {}
     links: dict[PipelineEdge, None] = {}

@@ -76,8 +76,8 @@ class SharedDerivatives:
 
 
 def _to_data(made: Differentiated) -> dict[str, Any]:
-    """Return the forward and backward graphs of a block as a dict of plain data that can be pickled: field name ->
-    value, with each graph as a list of tuples, one for each node. :func:`_from_data` reads it.
+    """Return ``made``, the forward and backward graphs of a block, as a dict of plain data that can be pickled: field
+    name -> value, with each graph as a list of tuples, one for each node. :func:`_from_data` reads it.
     """
     values = {f.name: getattr(made, f.name) for f in fields(made)}
     pieces = {
@@ -100,8 +100,8 @@ class _Node(str):
 
 
 def _serialize_nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
-    """Yield for each node: kind, name, operator, arguments, keyword arguments, shape and type of its tensor, and
-    position in the model.
+    """Yield, for each node of ``graph``, a tuple of plain data: kind, name, operator, arguments, keyword arguments,
+    shape and type of its tensor, and position in the model.
     """
     for node in graph.nodes:
         target = node.target

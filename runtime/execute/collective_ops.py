@@ -140,6 +140,10 @@ class KeyExchange:
         return ring_steps(q.shape[-2], k.shape[-2], self.group.size, self.zigzag, self.band)
 
     def _ring_forward(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Call ``attend`` once for each step of the ring, with the keys and values that this rank has then. ``q``,
+        ``k``, ``v``: queries, keys and values of this rank. While ``attend`` computes, the keys and values for the next
+        step are transferred.
+        """
         steps = self._compute_ring_steps(q, k)
         travelling = _pack_keys_values(k, v) if len(steps) > 1 else k
         for step, hops in zip(steps, _compute_hops(steps), strict=True):
@@ -150,6 +154,10 @@ class KeyExchange:
                 k, v = _unpack_keys_values(travelling, k, v)
 
     def _ring_backward(self, attend: AttendBackward, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Call ``attend`` once for each step of the ring to compute gradients, with the keys and values that this rank
+        has then. ``q``, ``k``, ``v``: queries, keys and values of this rank. Gradients of keys and values travel with
+        these around the ring. Return the gradients of this rank's keys and values.
+        """
         steps = self._compute_ring_steps(q, k)
         travelling = _pack_keys_values(k, v) if len(steps) > 1 else k
         behind: Pending | None = None  # the gradients that the rank before has added to
@@ -215,7 +223,10 @@ class ContextAttention(KeyExchange):
         return by_position(found.of_q.to(q.dtype)), of_k, of_v
 
     def _tiles_at(self, q: Tensor, k: Tensor, step: int | None) -> tuple[Tile, ...]:
-        """Return the tiles of a step of the ring, or those of all keys in the order of the sequence (``None``)."""
+        """Return the tiles (blocks of queries and keys, by position, between which attention is computed) of one step
+        of the ring. ``q``, ``k``: this rank's queries and keys, for their lengths. ``step``: number of the step, from
+        0; ``None``: the tiles of all keys, in the order of the sequence.
+        """
         if step is None:
             whole = k.shape[-2] * self.group.size
             own = self._list_rank_parts(q.shape[-2], self.group.index)
@@ -263,12 +274,15 @@ class ContextDocumentAttention(KeyExchange):
         return by_position(found.of_q.to(q.dtype)), of_k, of_v
 
     def _gather_ids(self, ids: Tensor) -> list[Tensor]:
-        """Return the ids ``[b, s/n]`` of every rank, on the CPU."""
+        """Return the document ids ``[b, s/n]`` of the positions of every rank, in rank order, on the CPU. ``ids``:
+        those of this rank.
+        """
         return list(self.group.all_gather(ids.contiguous().unsqueeze(0), 0).wait().cpu().unbind(0))
 
     def _tiles_at(self, ranks: Sequence[Tensor], step: int | None) -> list[Tiles]:
-        """Return the tiles of a step of the ring, or those of all keys in the order of the sequence (``None``), for
-        each row of the batch. ``ranks``: the ids of every rank.
+        """Return, for each row of the batch, the tiles (blocks of queries and keys, by position, between which
+        attention is computed) of one step of the ring. ``ranks``: the document ids ``[b, s/n]`` of every rank.
+        ``step``: number of the step, from 0; ``None``: the tiles of all keys, in the order of the sequence.
         """
         index, size, length = self.group.index, self.group.size, ranks[0].shape[1]
         own = self._find_rank_runs(ranks, index)

@@ -191,7 +191,7 @@ class Executor:
 
     def _hosted_read(self, instruction: Instruction, hosted: HostParameters) -> list[str]:
         """Return the names of the parameters whose copy from host memory to the device must end before ``instruction``
-        runs.
+        runs. ``hosted``: manages the parameters in host memory.
         """
         if instruction.op == "GATHER" and not instruction.gradients:
             assert instruction.bucket is not None
@@ -237,7 +237,9 @@ class Executor:
         return load
 
     def _slice_input(self, data: InputData, microbatch: int) -> Tensor:
-        """Return this rank's part of an input for ``microbatch`` (index on this rank), on this rank's device."""
+        """Return this rank's part of the batch input ``data`` for ``microbatch`` (index on this rank), on this rank's
+        device.
+        """
         whole = self._inputs[data.value]
         if data.batch_dim is not None:
             length = whole.shape[data.batch_dim] // len(self.rank.share)

@@ -169,8 +169,8 @@ def _first_reads(stage: Stage, instructions: Instructions, source: int) -> dict[
 
 
 def early_starts(instructions: Sequence[Instruction]) -> dict[int, list[int]]:
-    """Return where each receive is posted: index of an instruction -> indices of the receives to post before it, in
-    order.
+    """Return where each receive in a rank's list ``instructions`` is posted: index of an instruction -> indices of the
+    receives to post before it, in order.
 
     A receive is posted one computation early, so that the transfer overlaps with it. Receives from one stage and of one
     kind keep their order. A receive is not posted before a computation of its own microbatch: the received values may

@@ -165,8 +165,8 @@ def _join_state(program: Program, state: str, held: Mapping[int, Tensor]) -> Ten
 
 
 def _join_output(program: Program, output: OutputData, parts: Mapping[int, RankResults]) -> Any:
-    """Return one tensor or constant of the model's result: shards joined over ``tp``, then ``cp``, then ``dp`` and
-    microbatches.
+    """Return ``output``, one tensor or constant of the model's result: shards joined over ``tp``, then ``cp``, then
+    ``dp`` and microbatches.
 
     ``parts``: rank -> its results. Return ``None`` if no rank has a part of it.
     """
@@ -215,8 +215,8 @@ def send_message(connection: Connection, kind: str, content: Any = None) -> None
 
 
 def receive_message(connection: Connection) -> tuple[str, Any]:
-    """Return the next message from another process as a pair: its kind (a text such as "done") and its content (any
-    object). Raise ``EOFError`` or ``OSError`` if that process has ended.
+    """Return the next message from another process, at the other end of ``connection``, as a pair: its kind (a text
+    such as "done") and its content (any object). Raise ``EOFError`` or ``OSError`` if that process has ended.
     """
     kind, content = pickle.loads(connection.recv_bytes())
     return kind, content
@@ -385,7 +385,7 @@ class LocalRanks:
         return Failure(rank, f"the process ended {how} and said nothing", DIED)
 
     def _describe_late_ranks(self, ranks: set[int], kind: str, timeout: float) -> str:
-        """Return the text of a timeout error, with what each rank that has not answered does now.
+        """Return the text of a timeout error, with what each of the ranks ``ranks``, which have not answered, does now.
 
         ``kind``: the answer that was expected: "ready" or "done". ``timeout``: seconds, for the text.
         """
@@ -492,11 +492,11 @@ def _forward_requests(
     answer: Callable[[str, Any], None],
     main_thread: int,
 ) -> None:
-    """Forward requests from the connection to the queue of the main thread, until the connection closes. This runs in a
-    thread.
+    """Forward requests from ``connection`` to ``requests``, the queue of the main thread, until the connection closes.
+    This runs in a thread.
 
-    ``answer``: sends a message back. The request "where" is answered here with where the main thread is, even if that
-    hangs.
+    ``answer``: sends a message (kind, content) back. ``main_thread``: identifier of the main thread. The request
+    "where" is answered here with where the main thread is, even if that hangs.
     """
     while True:
         try:

@@ -168,8 +168,8 @@ def _find_nan_and_infinity(x: Tensor) -> tuple[bool, bool]:
 
 
 def _asked_for(operation: ProbedOperation) -> bool:
-    """Return whether an argument of the operator is an infinite number, as in ``masked_fill(mask, -inf)``, so that its
-    infinity is intended.
+    """Return whether an argument of the operator in ``operation`` is an infinite number, as in ``masked_fill(mask,
+    -inf)``, so that its infinity is intended.
     """
     return any(isinstance(s, float) and math.isinf(s) for s in operation.scalars)
 

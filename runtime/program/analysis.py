@@ -435,9 +435,9 @@ def _differentiate_block(
 ) -> Differentiated:
     """Return the forward and backward graphs of a block; cached for equal arguments.
 
-    ``nodes``: the graph's nodes as JSON text. ``states``, ``inputs``: placeholder names. ``again``: nodes that backward
-    recomputes. ``fused``: attention as a fused kernel. ``needs``: flags for inputs and states that need a gradient, and
-    outputs that have one.
+    ``nodes``: the graph's nodes as JSON text. ``name``: the block's name. ``states``, ``inputs``: placeholder names.
+    ``again``: nodes that backward recomputes. ``fused``: attention as a fused kernel. ``needs``: flags for inputs and
+    states that need a gradient, and outputs that have one.
     """
     return _trace_joint_graph(nodes, name, states, inputs, fused, *needs).cut(again)
 
@@ -448,8 +448,8 @@ def _trace_joint_graph(
 ) -> JointGraph:
     """Return the joint graph of a block's forward and backward; cached for equal arguments.
 
-    It can be split with or without recomputation. ``nodes``: the graph's nodes as JSON text. ``states``, ``inputs``:
-    placeholder names. ``fused``: attention as a fused kernel. ``needs``: flags for inputs and states that need a
-    gradient, and outputs that have one.
+    It can be split with or without recomputation. ``nodes``: the graph's nodes as JSON text. ``name``: the block's
+    name. ``states``, ``inputs``: placeholder names. ``fused``: attention as a fused kernel. ``needs``: flags for inputs
+    and states that need a gradient, and outputs that have one.
     """
     return joint_of(_parse_block(nodes, name, states, inputs), torch.device("cpu"), *needs, fused=fused)

@@ -28,7 +28,8 @@ def residual_bytes(facts: ProgramFacts, bucket: Bucket) -> int:
     """Return the device bytes in which a rank stores rounding errors of compressed gradient transfers.
 
     ``bucket``: the parameters whose gradients are transferred together. The errors of a step are added to the transfers
-    of the next. 0 without compression, or with a format whose errors are discarded.
+    of the next. 0 without compression, or with a format whose errors are discarded. ``facts``: the analysis of the
+    program.
     """
     if bucket.compression is None or not CODECS[bucket.compression].feedback:
         return 0
@@ -110,7 +111,8 @@ class MemoryMoment(NamedTuple):
 def state_bytes(facts: ProgramFacts, stage: int) -> int:
     """Return the bytes that one rank of a pipeline stage (an index) holds on its device during the whole step.
 
-    These are parameters, buffers, gradients, and the rounding errors stored for gradient compression.
+    These are parameters, buffers, gradients, and the rounding errors stored for gradient compression. ``facts``: the
+    analysis of the program.
     """
     held = [name for name, state in facts.program.states.items() if stage in state.stages]
     residuals = sum(residual_bytes(facts, bucket) for bucket in facts.program.stages[stage].buckets)
@@ -119,7 +121,7 @@ def state_bytes(facts: ProgramFacts, stage: int) -> int:
 
 def parameter_bytes(facts: ProgramFacts, state: str) -> int:
     """Return the device bytes that a parameter or buffer (``state``: its name) takes on a rank during the whole step; 0
-    if it is offloaded.
+    if it is offloaded. ``facts``: the analysis of the program.
     """
     if "parameters" in facts.program.offload and facts.program.states[state].kind == "parameter":
         return 0
@@ -131,7 +133,8 @@ def gradient_bytes(facts: ProgramFacts, state: str) -> int:
     step; 0 without one.
 
     Under ZeRO 1 these are the whole gradient and the rank's piece of it. Under ZeRO 2 and 3 the result is 0 for a
-    sharded parameter, since the piece exists only from the first reduce-scatter on.
+    sharded parameter, since the piece exists only from the first reduce-scatter on. ``facts``: the analysis of the
+    program.
     """
     if state not in facts.with_gradient:
         return 0
@@ -144,7 +147,7 @@ def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruc
     """Yield for each instruction the peak device bytes of a rank while it runs, and the bytes held after it.
 
     Both include parameters, buffers and gradients. ``stage``: index of the rank's pipeline stage. ``instructions``: a
-    list that the prover accepts.
+    list that the prover accepts. ``facts``: the analysis of the program.
     """
     holder = _Holder(facts, stage)
     for instruction in instructions:
@@ -158,7 +161,7 @@ def memory_moments(
     it.
 
     ``stage``: index of the rank's pipeline stage. ``instructions``: its list. The first item is empty if the
-    instruction has no peak above what it leaves.
+    instruction has no peak above what it leaves. ``facts``: the analysis of the program.
     """
     holder = _Holder(facts, stage)
     for instruction in instructions:
@@ -176,6 +179,7 @@ def peak_bytes(
     """Return the peak device bytes of a rank, and the index of the first instruction that reaches the peak.
 
     ``stage``: index of the rank's pipeline stage. ``instructions``: its list. ``extra_bytes``: bytes added to the peak.
+    ``facts``: the analysis of the program.
     """
     peaks = [peak for peak, _ in memory_steps(facts, stage, instructions)]
     if not peaks:
@@ -189,6 +193,7 @@ def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instructi
     gradients.
 
     ``stage``: index of the rank's pipeline stage. ``instructions``: its list. Optimizer states are not counted.
+    ``facts``: the analysis of the program.
     """
     holder = _Holder(facts, stage)
     most = 0
@@ -202,7 +207,7 @@ def master_bytes(facts: ProgramFacts, state: str) -> int:
     """Return the bytes of an offloaded parameter in host memory. ``state``: its name.
 
     These are the parameter, its gradient, and the copy in a wider type that the optimizer updates. The copy is not
-    counted if it is on disk.
+    counted if it is on disk. ``facts``: the analysis of the program.
     """
     data = facts.program.states[state]
     if facts.program.objective != "train" or not data.requires_grad:
@@ -214,7 +219,7 @@ def master_bytes(facts: ProgramFacts, state: str) -> int:
 def disk_bytes(facts: ProgramFacts, stage: int) -> int:
     """Return the bytes that a rank of a pipeline stage (an index) stores on disk: copies of parameters in a wider type.
 
-    Optimizer states are not counted. 0 if the program does not offload to disk.
+    Optimizer states are not counted. 0 if the program does not offload to disk. ``facts``: the analysis of the program.
     """
     trained = (s for s in host_states(facts.program, stage) if s in facts.with_gradient)
     return sum(_copy_bytes(facts, s) for s in trained) if "disk" in facts.program.offload else 0
@@ -222,7 +227,7 @@ def disk_bytes(facts: ProgramFacts, stage: int) -> int:
 
 def _copy_bytes(facts: ProgramFacts, state: str) -> int:
     """Return the bytes of the copy in a wider type that the optimizer updates for the parameter ``state``; 0 if there
-    is no copy.
+    is no copy. ``facts``: the analysis of the program.
     """
     wide, short = facts.gradient_piece_bytes(state), facts.piece_bytes(state)
     return wide if short < wide else 0
@@ -235,7 +240,7 @@ class _Holder:
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         """Start before the first instruction, when the rank holds parameters, buffers and gradients only. ``stage``:
-        index of the rank's pipeline stage.
+        index of the rank's pipeline stage. ``facts``: the analysis of the program.
         """
         self.facts, self.stage = facts, stage
         self.calls = facts.stages[stage]

@@ -313,7 +313,8 @@ def simulate_step_time(facts: ProgramFacts, durations: Durations, *, overlap_ste
     """Return the simulated seconds of one step, without simulating memory.
 
     ``overlap_steps``: a rank begins the next step as soon as it has ended its own part of this one; the result is then
-    the seconds between the ends of two steps.
+    the seconds between the ends of two steps. ``facts``: the analysis of the program. ``durations``: the cost model,
+    which gives the seconds of instructions.
     """
     return _find_step_time(facts, durations, *_follow_step(facts, durations), overlap_steps)
 
@@ -341,7 +342,8 @@ def _find_step_time(
     step as soon as it has ended its own part of this one), between the ends of two steps.
 
     ``lanes``: the simulated rank of each pipeline stage at the end of its instructions. ``updates``: seconds of each
-    stage's optimizer update.
+    stage's optimizer update. ``facts``: the analysis of the program. ``durations``: the cost model, which gives the
+    seconds of instructions.
     """
     if overlap_steps:
         return _steady_seconds(facts, durations, updates)
@@ -354,7 +356,8 @@ def _make_simulated_rank(program: Program, durations: Durations, stage: int) -> 
 
 def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence[float]) -> float:
     """Return the seconds between the ends of two consecutive steps, after several steps. ``updates``: seconds of each
-    stage's optimizer update.
+    stage's optimizer update. ``facts``: the analysis of the program. ``durations``: the cost model, which gives the
+    seconds of instructions.
     """
     lanes = [_make_simulated_rank(facts.program, durations, s) for s in range(len(facts.program.stages))]
     simulation = _Simulation(facts, durations, lanes)
@@ -371,10 +374,10 @@ def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence
 
 
 def _trace_memory(facts: ProgramFacts, lane: _SimulatedRank, extra: int) -> tuple[tuple[tuple[float, int], ...], int]:
-    """Return the device memory of a simulated rank over time, as pairs (seconds, bytes), and its peak bytes.
+    """Return the device memory of the simulated rank ``lane`` over time, as pairs (seconds, bytes), and its peak bytes.
 
     Each instruction gives two pairs: its peak at its start, and what is held at its end. ``extra``: bytes added to each
-    number.
+    number. ``facts``: the analysis of the program.
     """
     points: list[tuple[float, int]] = []
     peak = extra
@@ -463,7 +466,9 @@ class _Simulation:
     """
 
     def __init__(self, facts: ProgramFacts, durations: Durations, lanes: Sequence[_SimulatedRank]) -> None:
-        """Start with no message between stages. ``lanes``: the simulated rank of each pipeline stage, in order."""
+        """Start with no message between stages. ``lanes``: the simulated rank of each pipeline stage, in order.
+        ``facts``: the analysis of the program. ``durations``: the cost model, which gives the seconds of instructions.
+        """
         self.facts = facts
         self.program = facts.program
         self.durations = durations

@@ -36,6 +36,7 @@ def run_list(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction
     The events are collectives, sends and receives, in order. ``stage``: index of the rank's pipeline stage.
     ``returns``: the gradients that the stage must receive, as (value name, microbatch) -> the stages that send a part
     of it. Raise :class:`Refusal` at the first invalid instruction, or at the end if a value or gradient was not freed.
+    ``facts``: the analysis of the program.
     """
     check_fields(facts.program, stage, instructions)
     machine = _StageInterpreter(facts, stage, returns)
@@ -66,7 +67,8 @@ class _StageInterpreter:
     def __init__(self, facts: ProgramFacts, stage: int, returns: Returns) -> None:
         """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index).
 
-        ``returns``: (value, microbatch) -> the stages that send back a gradient of the value to this stage.
+        ``returns``: (value, microbatch) -> the stages that send back a gradient of the value to this stage. ``facts``:
+        the analysis of the program.
         """
         self.facts = facts
         self.program = facts.program

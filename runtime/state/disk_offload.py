@@ -389,7 +389,7 @@ class DiskOptimizerStates:
 
     def room(self, parameter: nn.Parameter, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the tensor on disk for the optimizer state ``key`` of ``parameter``. Allocate it if there is none of
-        this shape and type.
+        this ``shape`` and ``dtype``.
         """
         slot = self._slots.get((id(parameter), key))
         if slot is None or slot.shape != torch.Size(shape) or slot.dtype != dtype:

@@ -530,8 +530,8 @@ def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tupl
 
 
 def _compute_grains(rank: RankProgram, bucket: Bucket) -> tuple[int, int]:
-    """Return two alignments, in elements: of each parameter in the flat gradient buffer of ``bucket``, and of the
-    buffer's length.
+    """Return two alignments on this rank, ``rank``, in elements: of each parameter in the flat gradient buffer of
+    ``bucket``, and of the buffer's length.
 
     ``bucket``: the parameters whose gradients are reduced together. Compression scales chunks of gradients. A chunk
     must not contain parts of two parameters: ranks along ``tp`` may hold the same shard of one and different shards of

@@ -75,8 +75,8 @@ class Copier:
     def start(
         self, pairs: Iterable[tuple[Tensor, Tensor]], *, back: bool = False, after: Iterable[Arrival] = ()
     ) -> Arrival:
-        """Start to copy each pair (source, target) to host memory or, with ``back``, to the device. Return the copies
-        in progress.
+        """Start the copies ``pairs``, each a pair (source, target), to host memory or, with ``back``, to the device.
+        Return the copies in progress.
 
         They start once the copies ``after`` have ended. Sources may be dropped immediately.
         """

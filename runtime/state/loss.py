@@ -126,8 +126,8 @@ class LossSum:
 
 
 def _passed_at(instructions: Sequence[Instruction], source: int | None) -> int | None:
-    """Return the index of the backward instruction after which a rank passes the loss on to other stages; ``None`` if
-    there is none.
+    """Return the index in a rank's list ``instructions`` of the backward instruction after which a rank passes the loss
+    on to other stages; ``None`` if there is none.
 
     If the loss comes from the pipeline stage ``source``, that is the backward of the last gradient from there. If this
     rank computes the loss (``None``), it is the first backward after all forwards.
@@ -279,10 +279,11 @@ _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 def clip_gradients_(rank: RankProgram, gradients: RankGradients, communicator: Communicator, max_norm: float) -> Tensor:
-    """Scale the gradients of all ranks in place so that the 2-norm of all of them together is at most ``max_norm``.
+    """Scale the gradients of all ranks in place, ``gradients`` on this rank, so that the 2-norm of all of them together
+    is at most ``max_norm``.
 
     Return the norm before, which is equal on all ranks. Raise :class:`LaunchError` if ``max_norm`` is negative or not a
-    number.
+    number. ``communicator``: connects this rank with the others.
     """
     if not isinstance(max_norm, Real | Tensor):
         raise LaunchError(f"the largest norm must be a number, got {type(max_norm).__name__}")
@@ -296,7 +297,9 @@ def clip_gradients_(rank: RankProgram, gradients: RankGradients, communicator: C
 
 
 def total_norm(rank: RankProgram, gradients: RankGradients, communicator: Communicator) -> Tensor:
-    """Return the 2-norm of the gradients of the whole model, over all ranks. It is equal on all ranks."""
+    """Return the 2-norm of the gradients of the whole model, over all ranks. All ranks call this. ``gradients``: those
+    of this rank. It is equal on all ranks. ``communicator``: connects this rank with the others.
+    """
     device = communicator.device
     owned = [view for name, view in gradients.owned.items() if _is_counted_shard(rank, name)]
     # whatever this rank has of it: all return the same number in the same type

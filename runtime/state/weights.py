@@ -72,7 +72,9 @@ class Weights(Protocol):
         """
 
     def identity(self, name: str) -> Hashable:
-        """Return a value that is equal for two names of the same tensor (tied weights); ``None`` if this is unknown."""
+        """Return a key for the tensor ``name`` that is equal for two names of the same tensor (tied weights); ``None``
+        if this is unknown.
+        """
 
 
 class TensorWeights:

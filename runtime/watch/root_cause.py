@@ -59,8 +59,8 @@ def cause_of(
 
 
 def failure_at(state: RankState, kind: str, error: str) -> Failure:
-    """Return a description of the failure of a rank at its current position, which is its graph node if known, or its
-    instruction.
+    """Return a description of the failure of the rank with the state ``state`` at its current position, which is its
+    graph node if known, or its instruction.
 
     ``kind``: kind of failure, such as "ProcessDied". ``error``: its text.
     """
@@ -107,8 +107,8 @@ def waits_for(states: Sequence[RankState]) -> dict[int, set[int]]:
 
 
 def _is_report_outdated(state: RankState) -> bool:
-    """Return whether the last report of a rank may be outdated, because its process is stopped, dead or sends no
-    heartbeats.
+    """Return whether ``state``, the last report of a rank, may be outdated, because its process is stopped, dead or
+    sends no heartbeats.
     """
     return state.stopped or not state.alive or state.silent_s > SILENT_S
 
@@ -166,8 +166,8 @@ def _find_lost_ranks(told: Sequence[RankState], states: Sequence[RankState]) -> 
 
 
 def _host_lost(state: RankState, told: Sequence[RankState]) -> Failure:
-    """Return the failure of a lost rank on another host that sends no heartbeats any more. ``told``: ranks that
-    reported a failure.
+    """Return the failure of a lost rank on another host that sends no heartbeats any more. ``state``: its last known
+    state. ``told``: ranks that reported a failure.
     """
     losers = [s for s in told if state.rank in s.lost]
     who = "; ".join(f"rank {s.rank} lost it at {s.doing}" for s in losers[:4])

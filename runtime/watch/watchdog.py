@@ -273,7 +273,8 @@ class Watch:
 
 
 def _end_stalled(state: RankState, host: str, board: Board) -> None:
-    """Kill the process of the stalled rank ``state`` if it runs on this host. ``host``: name of this rank's host.
+    """Kill the process of the stalled rank ``state`` if it runs on this host. ``host``: name of the host of the rank
+    that calls this. ``board``: the status files, which have the process ID.
 
     A stopped process does not react to its launcher, which would wait half a minute for it.
     """

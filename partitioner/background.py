@@ -120,7 +120,7 @@ class ForkedWorker:
 
     @property
     def runs(self) -> bool:
-        """Whether the forked process has not ended."""
+        """Return whether the forked process has not ended."""
         if not self._ended:
             try:
                 self._ended = os.waitpid(self.pid, os.WNOHANG)[0] != 0

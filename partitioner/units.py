@@ -33,7 +33,7 @@ def format_digits(value: float, places: int = 3) -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Return a number of bytes as text with three significant digits in powers of 1024, such as ``16 MiB``."""
+    """Return ``num_bytes`` as text with three significant digits in powers of 1024, such as ``16 MiB``."""
     size, unit = float(num_bytes), 0
     while abs(size) >= 999.5 and unit < len(_BINARY) - 1:
         size, unit = size / 1024, unit + 1

@@ -110,8 +110,8 @@ def stage_levels(
 
 
 def _get_working_bytes(plan: Plan, durations: PlanDurations, stage: int, moment: MemoryMoment) -> int:
-    """Return the bytes of temporary tensors while the layer of ``moment`` runs on ``stage`` (an index); 0 if no layer
-    runs.
+    """Return the bytes of temporary tensors while the layer of ``moment`` (the memory at one time) runs on ``stage``
+    (an index); 0 if no layer runs. ``durations``: the predicted seconds of the plan's instructions.
     """
     if moment.call is None:
         return 0

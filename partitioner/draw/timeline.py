@@ -292,8 +292,8 @@ class _TimelineChart:
         return root
 
     def draw_fold_bracket(self, root: ET.Element, fold: Fold, top: float, bottom: float) -> None:
-        """Draw a bracket with the number of repetitions above the first of several equal periods, and two dashed lines
-        where the others are left out. ``top``, ``bottom``: y coordinates of the edges of the rows.
+        """Draw a bracket with the number of repetitions above the first of the several equal periods of ``fold``, and
+        two dashed lines where the others are left out. ``top``, ``bottom``: y coordinates of the edges of the rows.
         """
         start, _ = fold.hidden
         words = f"× {fold.times:,}"

@@ -300,8 +300,8 @@ class _TopologyScene:
         return f"{sum(1 for c in clusters if c.boxes):,} of {self.topology.num_nodes:,}"
 
     def list_key_figures(self, links: LinkTable) -> list[tuple[str, str]]:
-        """Return pairs (name, value) for the header: numbers of devices and nodes, types of devices, mesh and step time
-        or price.
+        """Return pairs (name, value) for the header of the picture: numbers of devices and nodes, types of devices,
+        mesh and step time or price.
         """
         topology = self.topology
         found = [("devices", f"{topology.num_devices:,}"), ("nodes", f"{topology.num_nodes:,}")]
@@ -477,8 +477,8 @@ class _TopologyScene:
                 yield i, j, float(matrix[i, j])
 
     def draw_node_cluster(self, root: ET.Element, cluster: NodeCluster, x: float, y: float) -> None:
-        """Draw the frame, texts, links and devices of a group of equal nodes into ``root``. ``x``, ``y``: the top left
-        corner in pixels.
+        """Draw the frame, texts, links and devices of ``cluster``, a group of equal nodes, into ``root``. ``x``, ``y``:
+        the top left corner in pixels.
         """
         frame = draw_group(
             root, f"nodes {format_ranges(cluster.nodes)}" if len(cluster.nodes) > 1 else f"node {cluster.nodes[0]}"

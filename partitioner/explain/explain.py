@@ -528,8 +528,8 @@ def _explain_uncounted_layouts(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _get_layout(candidate: Candidate) -> tuple[str, int, str]:
-    """Return a value that is equal for candidates with the same mesh, microbatch size and schedule, and different
-    otherwise.
+    """Return the mesh as text, the microbatch size in samples, and the schedule of ``candidate``, as a key by which
+    equal layouts are found.
     """
     return candidate_text(candidate), candidate.microbatch_size, candidate.schedule
 

@@ -129,9 +129,9 @@ def _compute_checksum(content: dict[str, Any]) -> str:
 
 
 def _unwrap_plan_file(path: Path, kind: str) -> dict[str, Any]:
-    """Return the content of a JSON file without its format, version and checksum, in the form of the current version.
-    ``kind``: the format that the file must have. Raise :class:`PlanFileError` if it cannot be read, has another format
-    or version, or does not match its checksum.
+    """Return the content of the JSON file ``path`` without its format, version and checksum, in the form of the current
+    version. ``kind``: the format that the file must have. Raise :class:`PlanFileError` if it cannot be read, has
+    another format or version, or does not match its checksum.
     """
     try:
         text = path.read_text()

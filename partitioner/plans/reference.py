@@ -289,6 +289,9 @@ class _ByPlace(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        """Return the result of ``scaled_dot_product_attention`` with these arguments, where dropout draws from a random
+        stream of its own.
+        """
         if enable_gqa:
             groups = query.shape[-3] // key.shape[-3]
             key, value = (x.repeat_interleave(groups, -3) for x in (key, value))

@@ -128,6 +128,9 @@ def _is_hub_name(text: str) -> bool:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in the file ``path`` as a dict. Raise :class:`PretrainedError` if it cannot be read, is
+    not JSON, or is no object.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -140,6 +143,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_from_hub(name: str) -> dict[str, Any]:
+    """Return the content of ``config.json`` of the model ``name`` on the Hugging Face hub as a dict. Raise
+    :class:`HubError` if the hub does not have it or cannot be reached.
+    """
     try:
         with quiet_transformers():
             data, _ = import_transformers().PreTrainedConfig.get_config_dict(name)
@@ -159,6 +165,13 @@ def _read_from_hub(name: str) -> dict[str, Any]:
 def _parse_configuration(
     data: dict[str, Any], source: str, folder: Path | None, preprocessor: Mapping[str, Any]
 ) -> Configuration:
+    """Return the configuration that ``data``, the content of a ``config.json``, describes. ``source``: the name or path
+    that it was read from, for messages. ``folder``: its folder; ``None`` for the hub. ``preprocessor``: the content of
+    ``preprocessor_config.json``; empty if there is none.
+
+    Raise :class:`PretrainedError` if transformers does not know the architecture or refuses the fields, and
+    :class:`RemoteCodeError` if it names code of its own.
+    """
     transformers = import_transformers()
     kind = data.get("model_type")
     _refuse_remote_code(data, source)

@@ -176,7 +176,7 @@ def choose_samples(devices: int) -> int:
 
 def _choose_class(found: Configuration, asked: str | None) -> tuple[str, Labels, str, tuple[str, ...]]:
     """Return four values: the name of the model's class in transformers, the kind of its labels, its task, and notes
-    for the user. ``asked``: the task that the user chose; ``None``: the default.
+    for the user. ``found``: the model's configuration. ``asked``: the task that the user chose; ``None``: the default.
     """
     if asked is not None and asked not in _TASKS:
         raise PretrainedError(f"there is no task {asked!r}; expected one of {', '.join(_TASKS)}")

@@ -165,7 +165,9 @@ def _on_rows(
 
 
 def _build_launch(case: KernelCase, device: torch.device) -> BuiltCase:
-    """Return a kernel with almost no work, ready to be timed, whose time is that of a launch."""
+    """Return a kernel with almost no work, ready to be timed, whose time is that of a launch. The shape of ``case`` is
+    its number of elements.
+    """
     one = torch.ones(case.shape, device=device)
     return BuiltCase(partial(torch.add, one, one), Kernel("pointwise", 3.0 * one.nbytes))
 

@@ -82,7 +82,8 @@ def _compute_element_count(num_bytes: int, size: int) -> int:
 
 def _build_collective_run(communicator: Communicator, op: str, ranks: tuple[int, ...], num_bytes: int) -> _TransferRun:
     """Return the collective named ``op`` over ``ranks``, ready to be measured on this rank. ``num_bytes``: about the
-    size of the whole tensor."""
+    size of the whole tensor. ``communicator``: connects this rank with the others.
+    """
     group: RankGroup = communicator.group(ranks)
     size = group.size
     length = _compute_element_count(num_bytes, size)
@@ -106,7 +107,9 @@ def _build_collective_run(communicator: Communicator, op: str, ranks: tuple[int,
 
 def _build_message_run(communicator: Communicator, ranks: tuple[int, ...], num_bytes: int) -> _TransferRun:
     """Return a round trip between the first two of ``ranks``, ready to be measured: two messages of about ``num_bytes``
-    bytes, each after a computation of its sender. On other ranks the result does nothing."""
+    bytes, each after a computation of its sender. On other ranks the result does nothing. ``communicator``: connects
+    this rank with the others.
+    """
     rank = dist.get_rank()
     tensor = torch.zeros(_compute_element_count(num_bytes, len(ranks)), device=communicator.device)
     first = rank == ranks[0]

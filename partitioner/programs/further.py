@@ -285,8 +285,8 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _find_padding(prepared: PreparedModel, job: Job) -> BatchPadding | None:
-    """Return how smaller batches are padded to the batch shape of an evaluation; ``None`` if the model has no example
-    inputs, from which this could be found.
+    """Return how smaller batches are padded to the batch shape of the evaluation ``job``; ``None`` if the model has no
+    example inputs, from which this could be found.
     """
     if prepared.inputs is None:
         return None

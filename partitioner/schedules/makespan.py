@@ -48,7 +48,7 @@ class Phases:
 
     @property
     def total(self) -> float:
-        """Seconds of the forward and of both halves of the backward of one microbatch, without messages."""
+        """Return the seconds of the forward and of both halves of the backward of one microbatch, without messages."""
         return self.forward + self.inputs + self.weights
 
 

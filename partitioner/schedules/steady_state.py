@@ -239,8 +239,9 @@ def _get_growth_body(items: Sequence[Item], part: Growth) -> list[Item]:
 
 
 def _find_first_microbatch(items: Sequence[Item]) -> int:
-    """Return the microbatch index of the first item that has one, or 0. An item is (what is done, microbatch or
-    ``None``)."""
+    """Return the microbatch index of the first of ``items`` that has one, or 0. An item is (what is done, microbatch or
+    ``None``).
+    """
     return next((m for _, m in items if m is not None), 0)
 
 

@@ -441,9 +441,10 @@ def _price_kernels(asked: BlockProfile, device: DeviceType, spread: Spread) -> _
 
 
 def _spread_columns(columns: KernelTable, spread: Spread) -> KernelTable:
-    """Return the table of the kernels that one rank runs if experts are distributed as in ``spread``. The experts'
-    weights are divided over the ranks of ``ep``, and each expert on a rank gets the rows of all these ranks. Expected
-    load imbalance between experts is included. A graph that is ``divided`` has only one rank's experts already.
+    """Return ``columns``, the table of a block's kernels, as one rank runs them if experts are distributed as in
+    ``spread``. The experts' weights are divided over the ranks of ``ep``, and each expert on a rank gets the rows of
+    all these ranks. Expected load imbalance between experts is included. A graph that is ``divided`` has only one
+    rank's experts already.
     """
     ep, experts = spread.ep, columns.expert
     if ep == spread.of_experts == 1 and not experts.any():
@@ -480,8 +481,8 @@ def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType,
 
 
 def compute_exchange_seconds(exchange: Exchange, groups: Mapping[str, Group], device: DeviceType) -> float:
-    """Return the seconds of one collective of a block; 0 if its mesh axis is not in ``groups`` (axis -> group of ranks)
-    or has one rank.
+    """Return the seconds of ``exchange``, one collective of a block, on ``device``; 0 if its mesh axis is not in
+    ``groups`` (axis -> group of ranks) or has one rank.
     """
     group = groups.get(exchange.axis)
     if group is None or group.size == 1:

@@ -162,8 +162,8 @@ def _compute_linear_work(a: Shape, b: Shape, out: Shape) -> _Product:
 
 def _compute_grouped_work(a: Shape, b: Shape, out: Shape) -> _Product:
     """Return two numbers for a product of rows grouped by expert, ``[t, k]`` (shape ``a``) with ``[e, k, n]`` (shape
-    ``b``): its FLOPs, and the smallest of M, N and K of one expert's product. Each expert gets an even share of the
-    rows.
+    ``b``) and a result of shape ``out``: its FLOPs, and the smallest of M, N and K of one expert's product. Each expert
+    gets an even share of the rows.
     """
     return 2.0 * math.prod(out) * a[-1], min(a[0] / b[0], b[1], b[2])
 
@@ -496,8 +496,8 @@ def _build_kernel(
     launches: int = 1,
 ) -> Kernel:
     """Return a kernel that reads or writes each tensor of ``traffic`` once. ``kind``: its key in the device's table of
-    memory efficiencies. ``smallest``: the smallest of M, N and K of a product. ``precision``: number format of its
-    FLOPs. ``launches``: number of launches.
+    memory efficiencies. ``flops``: its FLOPs. ``smallest``: the smallest of M, N and K of a product. ``precision``:
+    number format in which they are computed. ``launches``: number of launches.
     """
     if kind == "pointwise" and len({o.shape for o in traffic if o.numel > 1}) > 1:
         kind = "broadcast"  # elements are addressed by index

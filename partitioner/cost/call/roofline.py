@@ -27,7 +27,7 @@ _LEAST = 1e-9  # least size of which a logarithm is taken
 
 
 def kernel_time(kernel: Kernel, device: DeviceType) -> float:
-    """Return the seconds of one kernel with all of its launches."""
+    """Return the seconds of ``kernel`` on ``device``, with all of its launches."""
     rate = memory_rate(kernel.kind, device, kernel.num_bytes / max(1, kernel.launches))
     seconds = kernel.launches * device.launch + kernel.num_bytes / rate
     if kernel.flops:
@@ -124,7 +124,7 @@ def interpolate_curve(x: float, curve: Sequence[tuple[float, float]]) -> float:
 
 
 def product_rate(kernel: Kernel, device: DeviceType) -> float:
-    """Return the FLOP/s that a matrix product or a fused attention reaches."""
+    """Return the FLOP/s that ``kernel``, a matrix product or a fused attention, reaches on ``device``."""
     peak = device.peak_of(kernel.precision) * device.clock
     if kernel.kind == "attention":
         return peak * device.attention_efficiency * attention_factor(kernel, device)

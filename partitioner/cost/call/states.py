@@ -25,8 +25,9 @@ OUTER = {"dp": "dp_replicate", "experts": "edp_replicate"}
 
 
 def gradient_bytes(spec: TensorSpec, short: bool) -> int:
-    """Return the bytes of a parameter's gradient. It is accumulated in float32 if the parameter has a shorter type,
-    unless ``short`` gradients have the parameter's type."""
+    """Return the bytes of the gradient of a parameter with the shape and dtype ``spec``. It is accumulated in float32
+    if the parameter has a shorter type, unless ``short`` gradients have the parameter's type.
+    """
     return spec.numel * (spec.dtype if short else accumulated_in(spec.dtype)).itemsize
 
 
@@ -311,9 +312,9 @@ def state_costs(
     """
 
     def find(state: ModelState, layout: Layout, expert: bool, complete: bool, small: bool) -> StateCost:
-        """Return the cost of one group of equal parameters or buffers, given one of them, its layout over ``tp``,
-        whether it belongs to ``expert``s, whether every rank of ``cp`` computes its ``complete`` gradient, and whether
-        ZeRO-3 leaves it whole (``small``).
+        """Return the cost of one group of equal parameters or buffers, given one of them (``state``), its layout over
+        ``tp``, whether it belongs to ``expert``s, whether every rank of ``cp`` computes its ``complete`` gradient, and
+        whether ZeRO-3 leaves it whole (``small``).
         """
         trained = train and state.requires_grad
         apart = complete and trained and not expert

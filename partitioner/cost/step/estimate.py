@@ -53,7 +53,8 @@ def stage_estimates(
     peak memory in bytes by component. The components add up to the peak of one rank.
 
     ``names``: for each stage, the names of the parameters and buffers that it reads. ``held``: for each stage, the
-    costs of these, where costs that differ in bytes alone are added up.
+    costs of these, where costs that differ in bytes alone are added up. ``problem``: the block calls of the model with
+    their costs, to be cut into pipeline stages.
     """
     m = problem.num_microbatches
     made = []
@@ -107,7 +108,8 @@ def _estimate_peak_memory(
     out.
 
     ``number``: index of the stage. ``calls``: its block calls. ``held``: the costs of its parameters and buffers.
-    ``coming``: bytes of gradients that are not allocated before their first reduction.
+    ``coming``: bytes of gradients that are not allocated before their first reduction. ``problem``: the block calls of
+    the model with their costs, to be cut into pipeline stages.
     """
     parts = {kind: sum(cost.kept[kind] for cost in held) for kind in ("parameters", "gradients", "optimizer")}
     parts["residuals"] = sum(cost.lost for cost in held)
@@ -174,7 +176,8 @@ def stage_problem(
     - ``scattering``: bytes of gradient buckets that a rank holds temporarily under ZeRO-1 and ZeRO-2.
 
     Calls that all stages share, and calls of the prologue (which runs before the pipeline starts), run on every stage
-    that reads their results. The problem charges them to every stage.
+    that reads their results. The problem charges them to every stage. ``constraints``: the choices that the user fixed;
+    ``None``: none.
     """
     constraints = constraints or Constraints()
     # with sequence parallelism values are sharded over tp in any case
@@ -242,7 +245,8 @@ def _in_part(asked: Asked | None) -> Recompute | None:
 def _find_stage_links(machine: PlacedMesh | BestCaseMesh, ranks: Sequence[int], parts: bool) -> tuple[Link, ...]:
     """Return the link from each stage of the problem to the next. ``ranks``: the pipeline rank of each virtual stage;
     empty without virtual stages. ``parts``: each rank of ``tp`` sends a part of a value, and the receivers gather the
-    parts. The link then includes the time of this gather."""
+    parts. The link then includes the time of this gather. ``machine``: the devices and links of the mesh.
+    """
     links = tuple(machine.link(*pair) for pair in pairwise(ranks)) if ranks else machine.links
     tp = machine.mesh.get("tp", 1)
     if not parts or tp == 1:
@@ -310,7 +314,9 @@ def estimate_step(
     ``states``: the cost of each parameter and buffer by name. ``model_flops``: FLOPs of the whole unsharded model for
     the global batch. ``chunks``: number of virtual stages of each rank, for schedules that allow several numbers.
 
-    ``Estimate.breakdown`` has the seconds of the step by kind, which add up to the step time:
+    ``Estimate.breakdown`` has the seconds of the step by kind, which add up to the step time: ``problem``: the block
+    calls of the model with their costs, to be cut into pipeline stages. ``machine``: the devices and links that the
+    mesh is laid over. ``constraints``: the choices that the user fixed; ``None``: none.
 
     - ``compute``, ``recompute``, ``tp_communication``, ``pp_communication``: what the slowest stage does. Only the part
       of ``pp_communication`` that computation does not hide is counted; none with several virtual stages on a rank,
@@ -386,7 +392,8 @@ def with_step_time(estimate: Estimate, seconds: float) -> Estimate:
 
 def _find_contended_nodes(machine: PlacedMesh) -> NodeCores:
     """Return, for each stage, the number of its ranks on each node, and the number of devices that can compute at full
-    speed at the same time on nodes with such a limit."""
+    speed at the same time on nodes with such a limit. ``machine``: the devices and links that the mesh is laid over.
+    """
     devices = machine.topology.devices
     ranks = tuple(
         Counter(devices[d].node for d in machine.device_of_rank[of_stage.start : of_stage.stop])
@@ -408,7 +415,9 @@ def _compute_contended_seconds(
 
     ``updates``: for each stage, seconds of its update if each rank has a core of its own. ``chunks``: number of virtual
     stages of each rank; ``None``: the number that the schedule fixes. Collectives get no further slowdown: their
-    measured times contain it already.
+    measured times contain it already. ``problem``: the block calls of the model with their costs, to be cut into
+    pipeline stages. ``split``: the block calls of each pipeline stage. ``machine``: the devices and links that the mesh
+    is laid over.
     """
     if not machine.topology.concurrent:
         return 0.0
@@ -439,7 +448,9 @@ def _compute_virtual_stage_time(problem: StageProblem, stage: int, plan: StagePl
 
 
 def _sum_collective_seconds(problem: StageProblem, stage: StagePlan) -> float:
-    """Return the seconds of collectives inside a stage's block calls for one microbatch, forward and backward."""
+    """Return the seconds of collectives inside a stage's block calls for one microbatch, forward and backward.
+    ``problem``: the block calls of the model with their costs, to be cut into pipeline stages.
+    """
     pace = problem.pace(stage.number)
     costs = [pace.costs[place] for place in stage.places]
     seconds = sum(c.forward_comm_s + (c.backward_comm_s if problem.train else 0.0) for c in costs)
@@ -447,7 +458,9 @@ def _sum_collective_seconds(problem: StageProblem, stage: StagePlan) -> float:
 
 
 def _list_stage_states(problem: StageProblem, stage: StagePlan, states: Mapping[str, StateCost]) -> list[str]:
-    """Return the names of the distinct parameters and buffers that ``stage`` reads and that are keys of ``states``."""
+    """Return the names of the distinct parameters and buffers that ``stage`` reads and that are keys of ``states``.
+    ``problem``: the block calls of the model with their costs, to be cut into pipeline stages.
+    """
     read = dict.fromkeys(name for place in stage.places for name in problem.calls[place].states)
     return [name for name in read if name in states]
 
@@ -466,7 +479,9 @@ def how_reduced(
     simplest is chosen.
 
     ``split``: the stages. ``states``: the cost of each parameter and buffer by name. ``chunks``: number of virtual
-    stages of each rank; ``None``: the number that the schedule fixes.
+    stages of each rank; ``None``: the number that the schedule fixes. ``problem``: the block calls of the model with
+    their costs, to be cut into pipeline stages. ``machine``: the devices and links that the mesh is laid over.
+    ``constraints``: the choices that the user fixed.
     """
     names = [_list_stage_states(problem, plan, states) for plan in split.stages]
     held = [sum_state_costs(states[name] for name in of_stage) for of_stage in names]
@@ -505,7 +520,9 @@ def _followed_tail(
     microbatch on one virtual stage).
 
     ``states``: the cost of each parameter and buffer by name. ``held``: for each stage, the costs of its parameters and
-    buffers. ``how``: the reduction scheme. ``chunks``: number of virtual stages of each rank.
+    buffers. ``how``: the reduction scheme. ``chunks``: number of virtual stages of each rank. ``problem``: the block
+    calls of the model with their costs, to be cut into pipeline stages. ``split``: the block calls of each pipeline
+    stage. ``machine``: the devices and links that the mesh is laid over.
     """
     phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.virtual)]
     ranks = []
@@ -537,7 +554,9 @@ def _reduction_tail(
     dict (axes over which ZeRO shards -> number of parameters); otherwise empty.
 
     The last backward of a stage ends before those of the stages in front of it. In the time between, its reductions are
-    hidden. With ``overlap_steps`` they are not, because the stage begins the next step in this time.
+    hidden. With ``overlap_steps`` they are not, because the stage begins the next step in this time. ``problem``: the
+    block calls of the model with their costs, to be cut into pipeline stages. ``split``: the block calls of each
+    pipeline stage. ``machine``: the devices and links that the mesh is laid over.
     """
     first_s = _added_up(problem, machine)
     if not problem.train:
@@ -580,14 +599,16 @@ def _reduction_tail(
 def _added_up(problem: StageProblem, machine: PlacedMesh) -> float:
     """Return the seconds of one all-reduce that nothing hides: that of sums over the global batch which the first
     forward reads, such as the number of targets. 0 with several stages, because only the last stage reads these sums,
-    and it is idle at that time.
+    and it is idle at that time. ``problem``: the block calls of the model with their costs, to be cut into pipeline
+    stages. ``machine``: the devices and links that the mesh is laid over.
     """
     return 0.0 if problem.num_stages > 1 else _totals_seconds(problem, machine)
 
 
 def _totals_seconds(problem: StageProblem, machine: PlacedMesh) -> float:
     """Return the seconds of the all-reduce, over ``dp`` and ``cp``, of the sums over the global batch that the model
-    reads, such as the number of targets; 0 if it reads none.
+    reads, such as the number of targets; 0 if it reads none. ``problem``: the block calls of the model with their
+    costs, to be cut into pipeline stages. ``machine``: the devices and links that the mesh is laid over.
     """
     if not problem.total_bytes:
         return 0.0
@@ -599,6 +620,9 @@ def _compute_tied_seconds(
 ) -> float:
     """Return the seconds of adding up the gradients of tied weights (weights that several stages read) over these
     stages. Nothing hides this time, because it precedes all other work after the pipeline. ``states``: the cost of each
-    parameter and buffer by name. ``held``: for each stage, the names of its parameters and buffers."""
+    parameter and buffer by name. ``held``: for each stage, the names of its parameters and buffers. ``problem``: the
+    block calls of the model with their costs, to be cut into pipeline stages. ``machine``: the devices and links that
+    the mesh is laid over.
+    """
     often = Counter(name for names in held for name in names)
     return sum(tied_seconds(states[name], count, machine) for name, count in often.items() if problem.train)

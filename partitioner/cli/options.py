@@ -151,8 +151,9 @@ def all_constraints(given: Mapping[str, Any], more: str | None) -> dict[str, Any
 
 @dataclass(frozen=True)
 class TargetModel:
-    """The result of the user's model function: the model, and the model's inputs and the loss function, which are
-    ``None`` if the function did not return them.
+    """The model for which a command plans, from the user's function or from a configuration. ``model``: the module.
+    ``inputs``: one global batch; ``None`` if the function returned none. ``loss``: function that computes the loss from
+    the output, or ``None``. ``pretrained``: the model with notes and weights, if it was built from a configuration.
     """
 
     model: nn.Module

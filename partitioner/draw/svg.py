@@ -432,7 +432,9 @@ class CardRow:
 
 @dataclass(frozen=True)
 class Card:
-    """Describes a list of text lines of a picture, whose size is known before it is drawn."""
+    """Describes a list of text lines of a picture, whose size is known before it is drawn. ``rows``: the lines, from
+    the top.
+    """
 
     rows: tuple[CardRow, ...]
 

@@ -63,8 +63,8 @@ class InputSpec:
     high: int = 0
 
     def make(self, device: str, generator: torch.Generator) -> Tensor:
-        """Return a tensor of this kind on ``device``, filled with random numbers of ``generator``; on the device
-        ``meta`` without numbers.
+        """Return a tensor with the shape of this spec on ``device``, filled with random numbers of ``generator``; on
+        the device ``meta`` without numbers.
         """
         if device == "meta":
             return torch.empty(self.shape, dtype=torch.int64 if self.high else torch.float32, device="meta")

@@ -147,7 +147,8 @@ def plan_timeline(plan: Plan) -> Timeline:
 @dataclass(frozen=True)
 class StageSeconds:
     """Seconds in which a pipeline stage runs its blocks (such as layers) in one step, with the collectives inside
-    blocks. ``backward`` includes recomputation."""
+    blocks. ``forward``, ``backward``: over all microbatches; ``backward`` includes recomputation.
+    """
 
     forward: float
     backward: float

@@ -498,7 +498,9 @@ class Topology(TopologyPart):
     @classmethod
     def parse(cls, text: str) -> Topology:
         """Return the topology that ``text`` names: ``local:4``, ``dgx-h100``, ``dgx-h100:8`` (eight nodes), ``detect``,
-        or the path of a YAML file. Any of these can end in ``without node1/3, left``, which removes devices."""
+        or the path of a YAML file. Any of these can end in a text like ``without node1/3, node2``, which removes single
+        devices or whole nodes.
+        """
         from partitioner.topology.files import parse_topology
 
         require_type("text", text, str)

@@ -42,7 +42,7 @@ _READ = 1 << 20
 
 @dataclass(frozen=True)
 class FileSum:
-    """The length of a file in bytes, and its SHA-256 as hexadecimal digits."""
+    """The length of a file in bytes, ``nbytes``, and its SHA-256 as hexadecimal digits, ``sha256``."""
 
     nbytes: int
     sha256: str

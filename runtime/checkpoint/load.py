@@ -36,7 +36,9 @@ _T = TypeVar("_T")
 
 
 class CheckpointMatch(NamedTuple):
-    """A complete checkpoint: its folder, and the contents of its ``manifest.json``."""
+    """A complete checkpoint that was found: its ``folder``, and ``manifest``, the parsed contents of its
+    ``manifest.json`` (a dict with step counters and the files' checksums).
+    """
 
     folder: Path
     manifest: dict[str, Any]

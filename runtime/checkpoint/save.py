@@ -195,8 +195,8 @@ class CheckpointContent:
 
 
 class Saving:
-    """The handle of a checkpoint that is being written to ``directory``. ``copied``: is set when the state may change
-    again.
+    """The handle of a checkpoint that is being written to ``directory``. ``copied``: a ``threading.Event`` that is set
+    when the state is copied, so that it may change again.
     """
 
     def __init__(self, directory: Path, copied: threading.Event) -> None:

@@ -24,8 +24,8 @@ Range = tuple[int, int]  # start, length
 class ShardBox(NamedTuple):
     """A rectangular part of a tensor that a rank holds.
 
-    ``offsets`` and ``sizes``: position and size in the whole tensor, per dim. ``local``: the offsets in the rank's
-    shard.
+    ``offsets`` and ``sizes``: position and size in the whole tensor, per dim. ``local``: the position in the rank's
+    shard, per dim.
     """
 
     offsets: tuple[int, ...]

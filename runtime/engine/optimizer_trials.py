@@ -51,7 +51,8 @@ Part = Callable[[Tensor], list[Tensor]]  # what of a small tensor a copy steps
 
 @dataclass(frozen=True)
 class ParameterCut:
-    """How a plan shards a parameter: along ``dims``, then flat into ZeRO pieces if ``flat``.
+    """How a plan shards a parameter: along ``dims`` (indices of the tensor's dims), then flattened and cut into ZeRO
+    pieces if ``flat``.
 
     ``stacked``: the parameter is a stack of parameters of the model along dim 0.
     """
@@ -150,9 +151,8 @@ class TrialFinding:
 
 @dataclass(frozen=True)
 class StepCall:
-    """How a script calls an optimizer's ``step``: its arguments other than the closure, and whether there is a closure.
-
-    ``closure`` is ``None`` if this is unknown.
+    """How a script calls an optimizer's ``step``. ``args``, ``kwargs``: its positional and keyword arguments other than
+    the closure. ``closure``: whether there is a closure; ``None`` if this is unknown.
     """
 
     args: tuple[Any, ...] = ()
@@ -507,8 +507,8 @@ def class_of(optimizer: Optimizer) -> type[Any]:
 
 
 class _Withheld:
-    """A placeholder for an object of the class ``what`` that is not copied, such as a model. Any use of it raises
-    :class:`NotCopied`.
+    """A placeholder, in the copy of an optimizer, for an object that is not copied, such as a model. ``what``: name of
+    the object's class. Any use of it raises :class:`NotCopied`.
     """
 
     def __init__(self, what: str) -> None:

@@ -20,8 +20,8 @@ from partitioner.runtime.program.program import OutputData, Program, RankProgram
 
 
 class BatchShape(NamedTuple):
-    """The shape of a batch: number of samples, and number of positions of each; 0 positions: its inputs have no such
-    dim.
+    """The shape of a batch. ``batch``: number of samples. ``length``: number of positions of each sample, such as
+    tokens; 0 if the inputs have no dim of positions.
     """
 
     batch: int

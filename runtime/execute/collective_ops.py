@@ -190,7 +190,9 @@ class KeyExchange:
 
 @dataclass(frozen=True)
 class ContextAttention(KeyExchange):
-    """Attention within a band of one rank over a sequence that is sharded over ``group``."""
+    """Attention over a sequence that is sharded over ``group``, as one rank computes it. Each query sees the keys
+    within ``band``, a range of positions relative to its own, such as all earlier ones.
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attention result for this rank's queries ``q``, and the logarithms of the softmax sums ``[b, h,
@@ -237,7 +239,8 @@ class ContextAttention(KeyExchange):
 
 @dataclass(frozen=True)
 class ContextDocumentAttention(KeyExchange):
-    """Attention within documents of one rank over a sequence that is sharded over ``group``.
+    """Attention over a sequence that is sharded over ``group``, as one rank computes it. Each query sees only keys of
+    its own document, within ``band``.
 
     ``ids`` ``[b, s/n]`` has the document of each position of the rank. Every rank gathers the ids of all positions, so
     that it knows which keys its queries see.

@@ -41,10 +41,10 @@ _SLOT_HEAD = 4
 
 @dataclass(frozen=True)
 class InstructionSpot:
-    """The description of one instruction: its printed form, its kind, the modules that it runs, and the source line
-    where they start.
-
-    ``values``: names of the tensors that it sends or receives. ``peer``: the pipeline stage at the other end.
+    """The description of one instruction. ``text``: its printed form. ``op``: its kind. ``microbatch``: index of the
+    microbatch, if it has one. ``peer``: index of the pipeline stage to which it sends, or from which it receives.
+    ``calls``: the modules that it runs, as text. ``source``: the source line where they start, as ``file:line``.
+    ``values``: names of the tensors that it sends or receives.
     """
 
     text: str

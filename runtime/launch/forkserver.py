@@ -36,7 +36,9 @@ serve(int(sys.argv[1]))
 
 
 class Child(NamedTuple):
-    """A forked process that runs a rank: its PID, and this process's side of the connection to it."""
+    """A forked process that runs a rank. ``pid``: its process ID. ``connection``: this process's side of the connection
+    to it.
+    """
 
     pid: int
     connection: Connection

@@ -52,7 +52,8 @@ class LevelReductionBytes:
         self._gathering: int | None = None  # the bucket whose sums are on their way to all that need them
 
     def turn(self, i: Instruction) -> int:
-        """Account for the instruction ``i`` of a hierarchical reduction and update ``held``.
+        """Count the extra bytes that the instruction ``i`` of a hierarchical gradient reduction allocates and releases,
+        and update ``held``.
 
         Return the peak bytes during the instruction above the bytes held after it; 0 for instructions of other kinds.
         """
@@ -296,8 +297,8 @@ class _Holder:
             self.moments.append(self.build_moment(call, recomputed))
 
     def run_instruction(self, i: Instruction) -> tuple[int, int]:
-        """Account for the instruction ``i``. Return the peak device bytes while it runs, and the device bytes held
-        after it.
+        """Count the bytes that the instruction ``i`` allocates and releases on this rank. Return the peak device bytes
+        while it runs, and the device bytes held after it.
         """
         peak = self.held
         match i.op:
@@ -361,7 +362,8 @@ class _Holder:
         return peak, self.held
 
     def start_scatter(self, i: Instruction) -> int:
-        """Account for the start of the reduce-scatter ``i`` of gradients, after the earlier ones that must end first.
+        """Count the device bytes of the reduce-scatter ``i`` of gradients, which starts now. Earlier ones that must end
+        first are counted as ended.
 
         Return the peak device bytes meanwhile.
         """
@@ -382,8 +384,8 @@ class _Holder:
         return peak
 
     def collect_scatter(self) -> int:
-        """Account for the end of the oldest reduce-scatter in progress, whose result is added to this rank's gradient
-        pieces.
+        """Count the oldest reduce-scatter of gradients in progress as ended: its result is added to this rank's
+        gradient pieces.
 
         Return the peak device bytes meanwhile.
         """

@@ -240,7 +240,7 @@ class TraceRunner:
         return group
 
     def list_members(self, rank: int, event: CollectiveEvent) -> tuple[int, ...]:
-        """Return, in ascending order, the ranks that take part in the collective ``event``, which ``rank`` starts."""
+        """Return the ranks that take part in the collective ``event``, which ``rank`` starts."""
         if event.stages:
             return tuple(self.find_peer_rank(rank, s) for s in event.stages)
         return self.program.group(rank, event.axes)

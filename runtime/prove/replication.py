@@ -177,8 +177,7 @@ def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, 
 
 
 def _over_batch(facts: ProgramFacts) -> None:
-    """Raise :class:`Refusal` if an output that is declared equal in every microbatch depends on the microbatch of the
-    batch from which it is computed.
+    """Raise :class:`Refusal` if an output that is declared equal in every microbatch differs between microbatches.
 
     The new value of a buffer must not depend on it either. With one microbatch, the ``dp`` ranks are compared instead.
     ``facts``: the analysis of the program.

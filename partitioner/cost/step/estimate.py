@@ -311,12 +311,13 @@ def estimate_step(
 ) -> Estimate:
     """Return the estimate of one training step for the stages in ``split``.
 
-    ``states``: the cost of each parameter and buffer by name. ``model_flops``: FLOPs of the whole unsharded model for
-    the global batch. ``chunks``: number of virtual stages of each rank, for schedules that allow several numbers.
+    ``problem``: the block calls of the model with their costs. ``machine``: the devices and links that the mesh is laid
+    over. ``constraints``: the choices that the user fixed; ``None``: none. ``states``: the cost of each parameter and
+    buffer by name. ``model_flops``: FLOPs of the whole unsharded model for the global batch. ``schedule``: name or
+    table of the pipeline schedule. ``chunks``: number of virtual stages of each rank, for schedules that allow several
+    numbers.
 
-    ``Estimate.breakdown`` has the seconds of the step by kind, which add up to the step time: ``problem``: the block
-    calls of the model with their costs, to be cut into pipeline stages. ``machine``: the devices and links that the
-    mesh is laid over. ``constraints``: the choices that the user fixed; ``None``: none.
+    ``Estimate.breakdown`` has the seconds of the step by kind, which add up to the step time:
 
     - ``compute``, ``recompute``, ``tp_communication``, ``pp_communication``: what the slowest stage does. Only the part
       of ``pp_communication`` that computation does not hide is counted; none with several virtual stages on a rank,

@@ -68,7 +68,9 @@ class FindingSlot:
         self._read = 0.0
 
     def write(self, finding: Finding) -> None:
-        """Replace the stored solution by ``finding``. Only one process may write to a slot."""
+        """Store ``finding``, a solution of an assignment problem, in the shared memory in place of the earlier one.
+        Only one process may write to a slot.
+        """
         self._numbers[0] += 1.0
         self._choice[:] = finding.choice
         self._numbers[1:] = finding.cost, finding.overflow, finding.bound
@@ -253,7 +255,7 @@ class BackgroundWorker(Generic[K, R]):
         return next((place for place in ordered if among is None or self._keys[place] in among), None)
 
     def _stop_helper(self) -> None:
-        """Kill the forked process if it runs."""
+        """Kill the forked process that computes results ahead, if it runs."""
         if self._helper is not None:
             self._helper.end(time.perf_counter())
             self._helper = None
@@ -288,6 +290,8 @@ class Future(Generic[R]):
         self.end()
 
     def end(self) -> None:
-        """Stop the forked process and discard the result, if it is not needed any more."""
+        """Stop the forked process that computes the result, and discard the result. This is for results that are not
+        needed any more.
+        """
         if self._aside is not None:
             self._aside.end()

@@ -362,7 +362,7 @@ def _of_microbatch(
     others = {name: value for name, value in more.items() if name not in (*own, "global_batch")}
 
     def plan(size: int) -> Plan:
-        """Return the estimates for microbatches of ``size`` samples."""
+        """Return a plan with estimates and without a program for microbatches of ``size`` samples."""
         pins = asked.model_copy(update={"microbatch_size": size})
         batch = size * topology.num_devices
         return partition(prepared, topology, global_batch=batch, constraints=pins, estimate_only=True, **others)

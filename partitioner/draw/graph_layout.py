@@ -183,7 +183,7 @@ class WireLanes:
 
     @property
     def width(self) -> float:
-        """Return the x coordinate up to which panels and wires extend."""
+        """Return the x coordinate in pixels up to which panels and wires (lines between panels) extend."""
         return max([self.right, *(x + _MARGIN_STEP for x in self.margins.values())])
 
     def upper_first(self, index: int) -> tuple[int, int, bool]:

@@ -75,12 +75,16 @@ class TimeScale:
 
     @property
     def shown(self) -> float:
-        """Return the number of seconds that are drawn."""
+        """Return the number of seconds of the step that the timeline shows, without the repeated periods that are left
+        out.
+        """
         return sum(stop - start for start, stop in self.segments)
 
     @property
     def seconds_per_pixel(self) -> float:
-        """Return the seconds that one pixel stands for, outside of the gaps."""
+        """Return the seconds that one pixel of the timeline stands for, outside of the gaps in place of
+        hidden periods.
+        """
         return self.shown / max(1.0, self.width - self.gap * len(self.folds))
 
     def x(self, seconds: float) -> float:

@@ -182,7 +182,7 @@ class NodeCluster:
 
     @property
     def columns(self) -> int:
-        """Return the number of boxes in a row, if the devices are drawn in rows."""
+        """Return the number of device boxes side by side, if the devices of a node are drawn in rows."""
         count = max(1, len(self.boxes))
         return min(count, 4 if count <= 4 else 8 if count <= 32 else 12)
 
@@ -208,7 +208,7 @@ class NodeCluster:
 
     @property
     def top(self) -> float:
-        """Return the distance in pixels from the upper edge to the devices."""
+        """Return the distance in pixels from the upper edge of a node's frame to its devices."""
         return _PAD + 17 + 15.5 * len(self.lines) + 6
 
     @property
@@ -424,7 +424,7 @@ class _TopologyScene:
         return found[:_MOST_NOTES]
 
     def is_other_memory(self, device: Device) -> bool:
-        """Return whether a device's memory differs from that of its type."""
+        """Return whether the memory of ``device`` differs from that of its device type."""
         return device.memory != self.topology.types[device.kind].memory
 
     def generate_device_boxes(self, start: int, stop: int) -> Iterator[DeviceBox]:

@@ -228,7 +228,7 @@ def _get_status(candidate: Candidate, certificate: Certificate) -> str:
 
 
 def format_heading(text: str) -> Text:
-    """Return ``text`` in bold."""
+    """Return ``text`` in bold, as the heading of a section of a text report."""
     return Text(text, style="bold")
 
 
@@ -238,7 +238,7 @@ def indent_part(part: RenderableType) -> Padding:
 
 
 def build_pair_grid(rows: Sequence[tuple[str, str]]) -> Padding:
-    """Return a grid of two columns without titles. ``rows``: pairs (name, value)."""
+    """Return a grid of text with two columns and without titles, for a terminal. ``rows``: pairs (name, value)."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
@@ -741,7 +741,7 @@ def build_bar_chart(shares: Sequence[tuple[str, float, str]], width: int = 30) -
 
 
 def format_text_line(text: str) -> RenderableType:
-    """Return ``text`` as an indented line of a section."""
+    """Return ``text`` as an indented line of a section of a text report."""
     return indent_part(Text(text))
 
 

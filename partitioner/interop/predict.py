@@ -48,12 +48,12 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Return whether every rank has enough memory."""
+        """Return whether every rank has enough memory for the layout."""
         return not self.missing_bytes
 
     @property
     def step_time(self) -> float:
-        """Return the step time of the layout in seconds."""
+        """Return the predicted seconds of a step with the layout of the configuration."""
         return self.plan.estimate.step_time
 
     @property

@@ -31,7 +31,7 @@ class PlanFileError(PartitionError):
 
 
 def save_plan(plan: Plan, path: Path) -> Path:
-    """Write ``plan`` to the file ``path`` and return the path."""
+    """Write ``plan`` as JSON to the file ``path`` and return the path. The file is replaced atomically."""
     content = fold_programs(plan.model_dump(mode="json", exclude_defaults=True, by_alias=True))
     return write_text(path, _wrap_plan_content(FORMAT, content))
 

@@ -412,7 +412,9 @@ class _ReferenceRun:
     counters: Collection[str]
 
     def with_gradients(self, grad: bool) -> Reference:
-        """Run a copy of the model and return what it computes. ``grad``: whether autograd is on."""
+        """Run a copy of the unmodified model once and return what it computes: outputs, loss, gradients, and buffers.
+        ``grad``: whether autograd is on.
+        """
         model, double = _copy_model_by_value(self.model), self.planned is not None
         drop_looking_hooks(model)
         if double:

@@ -98,7 +98,7 @@ def _build_collective_run(communicator: Communicator, op: str, ranks: tuple[int,
     start = starts[op]
 
     def run(compute: Callable[[], None]) -> None:
-        """Run ``compute``, then the collective, and wait for its end."""
+        """Call ``compute``, then run the collective, and wait for its end."""
         compute()
         start().wait()
 
@@ -164,7 +164,9 @@ class _Timer:
         differences. ``budget_s``: about the seconds for all of them."""
 
         def alone() -> None:
-            """Run the computation without a transfer, on ranks that take part in it."""
+            """Run the computation without a transfer, on ranks that take part in the measured transfer; do nothing on
+            others.
+            """
             if run.busy:
                 self.compute()
 

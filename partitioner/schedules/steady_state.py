@@ -234,7 +234,9 @@ def _count_consecutive_true(alike: NDArray[np.bool_]) -> Ints:
 
 
 def _get_growth_body(items: Sequence[Item], part: Growth) -> list[Item]:
-    """Return the items of the section ``part`` of the list ``items``, once."""
+    """Return the items of one repetition of the section ``part`` of the list ``items``, as they are at its first
+    repetition.
+    """
     return list(items[part.start : part.start + part.length])
 
 

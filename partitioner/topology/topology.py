@@ -159,7 +159,7 @@ class Topology(TopologyPart):
 
     @property
     def num_devices(self) -> int:
-        """Return the number of devices of all nodes."""
+        """Return the number of devices of all nodes together."""
         return sum(g.count * g.devices for g in self.nodes)
 
     @property

@@ -122,7 +122,9 @@ class SlotState(NamedTuple):
         return _compute_data_offset(self.head) + sum(_align_size(t.nbytes) for t in self.tensors.values())
 
     def write(self, to: Tensor) -> None:
-        """Write the contents into the tensor ``to`` of type uint8, which has :attr:`nbytes` elements."""
+        """Write the contents of this in-memory copy (its header, then its tensors) into the tensor ``to`` of type
+        uint8, which has :attr:`nbytes` elements.
+        """
         with torch.no_grad():
             front = len(self.head).to_bytes(_LENGTH, "little") + self.head
             to[: len(front)].copy_(torch.frombuffer(bytearray(front), dtype=torch.uint8))
@@ -200,7 +202,9 @@ class CheckpointSlot:
 
 
 def content_of(path: Path) -> Tensor:
-    """Map the file ``path`` into memory, and return its bytes as a uint8 tensor."""
+    """Map the file ``path``, which has an in-memory copy of a training state, into memory, and return its bytes as a
+    uint8 tensor.
+    """
     with path.open("r+b") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
@@ -387,8 +391,8 @@ class MemoryCopies:
         return self._nodes.index(self._nodes[self.rank]) == self.rank
 
     def _make_folder(self) -> None:
-        """Create this training's folder in the node's memory. Raise :class:`CheckpointError` if its parent is no
-        folder.
+        """Create the folder in the node's memory (such as in ``/dev/shm``) in which this training keeps its in-memory
+        copies. Raise :class:`CheckpointError` if its parent is no folder.
         """
         parent = self.folder.parent
         if not parent.is_dir():
@@ -432,7 +436,8 @@ class MemoryCopies:
             self._slots[rank] = slots
 
     def _make_room(self, sizes: list[int]) -> None:
-        """Change the size of the files that may be overwritten: ``sizes[rank]`` bytes for the state of each rank.
+        """Change the size of those files for in-memory copies that may be overwritten: ``sizes[rank]`` bytes for the
+        state of each rank.
 
         All ranks call this. Raise :class:`CheckpointError` on all ranks if a node has too little free memory.
         """
@@ -461,7 +466,9 @@ class MemoryCopies:
             )
 
     def _find_free_slot(self, rank: int) -> CheckpointSlot:
-        """Return the one of the two files for the state of ``rank`` that may be overwritten."""
+        """Return that one of the two files for in-memory copies of the training state of ``rank`` that may be
+        overwritten, because the other has the newer complete copy.
+        """
         return next(slot for slot in self._slots[rank] if self.step is None or slot.name.step != self.step)
 
     def _write_slot(self, slot: CheckpointSlot, state: SlotState) -> None:

@@ -230,7 +230,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Return whether writing has ended, with a complete checkpoint or with an error."""
+        """Return whether the writing of this checkpoint has ended, with a complete checkpoint or with an error."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait_until_copied(self) -> None:
@@ -241,7 +241,7 @@ class Saving:
         self._copied.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is complete.
+        """Wait until this checkpoint is completely written.
 
         Raise :class:`CheckpointError` if any rank failed; a previous checkpoint in the folder is then kept.
         """

@@ -223,7 +223,9 @@ class Loader:
         return at + self.batch_size > self.epochs * self.num_samples
 
     def _make_data_loader(self) -> DataLoader[Any]:
-        """Return a torch ``DataLoader`` of this rank's batches from the current position on."""
+        """Return a torch ``DataLoader`` that yields this rank's part of each global batch, from the current position in
+        the order of samples on.
+        """
         options: dict[str, Any] = {
             "num_workers": self._num_workers,
             "pin_memory": self._pin_memory,

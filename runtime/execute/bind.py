@@ -113,7 +113,9 @@ def _serialize_nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
 
 
 def _nodes_to_graph(nodes: list[tuple[Any, ...]]) -> fx.Graph:
-    """Return the FX graph that :func:`_serialize_nodes` turned into the tuples ``nodes``."""
+    """Return the FX graph that ``nodes`` describe: for each node a tuple with kind, name, operator, arguments, keyword
+    arguments, shape and type of its tensor, and position in the model.
+    """
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
     for op, name, operator, args, kwargs, spec, place in nodes:

@@ -272,7 +272,7 @@ class _CodeWriter:
         return isinstance(self.bindings.get(node), AsyncBinding)
 
     def compile_code(self) -> Compiled:
-        """Write the function's source, compile it, and return the result."""
+        """Write the source of the Python function for the graph, compile it, and return the compiled function."""
         sinks = self.find_sinks()
         last = self.find_last_uses()
         overwritable = self.find_overwritable()

@@ -234,7 +234,9 @@ class Recording:
         return RecordedMoment(step, phase, max(0, begun_actions - 1), max(moved, numbers[MOVED]), numbers[BEAT])
 
     def last_step(self) -> MeasuredStep | None:
-        """Return the times of the last complete step; ``None`` if no step is complete yet."""
+        """Return the times at which the actions of the last complete training step of the rank began; ``None`` if no
+        step is complete yet.
+        """
         numbers = self._read_numbers()
         for step in (numbers[STEP], numbers[STEP] - 1):
             slot = self._slot(numbers, step)

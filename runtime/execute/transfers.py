@@ -90,7 +90,9 @@ class TransferSender:
         under_way = self._under_way.setdefault((instruction.peer, channel), deque())
 
         def send() -> None:
-            """Start the sends of all tensors, and keep a reference to each."""
+            """Start the sends of all tensors of the instruction to the other pipeline stage, and keep a reference to
+            each until it has arrived.
+            """
             held = self.env.values[microbatch]
             for value in values:
                 tensor = held[value] if channel == "F" else self.env.gradient(microbatch, value)

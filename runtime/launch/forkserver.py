@@ -105,7 +105,7 @@ class ForkServer:
         return self.process.poll() is None
 
     def close(self) -> None:
-        """End the server process, and with it all processes that it has forked."""
+        """End the fork server's process, and with it all processes that it has forked."""
         atexit.unregister(self.close)
         self._socket.close()
         if not self._serves:

@@ -404,7 +404,7 @@ class LocalRanks:
         return f"{len(ranks)} of {self.num_ranks} ranks did not {task} within {timeout:g} s and were ended:\n  {told}"
 
     def kill(self) -> None:
-        """Kill all processes of the pool immediately. The next call starts new ones."""
+        """Kill all processes of the pool immediately. The next call of a function on the ranks starts new ones."""
         children, self._children = self._children, []
         for child in children:
             child.kill()

@@ -142,7 +142,9 @@ class Instruction(Data):
 
     @property
     def word(self) -> str:
-        """Return the name of the operation; ``GATHER_B`` for a GATHER of gradients."""
+        """Return the name of the instruction's operation, such as ``SEND_F``; ``GATHER_B`` for a GATHER of
+        gradients.
+        """
         return "GATHER_B" if self.op == "GATHER" and self.gradients else self.op
 
     def __str__(self) -> str:
@@ -184,7 +186,7 @@ class Listing(Data, Sequence[Instruction]):
 
     @cached_property
     def expanded(self) -> tuple[Instruction, ...]:
-        """Return all instructions of the list in execution order."""
+        """Return all instructions of this compact list, with repetitions written out, in execution order."""
         return tuple(
             _shift_microbatch(instruction, part.moved * self.steps + part.shift * again)
             for part in self.parts

@@ -78,7 +78,7 @@ class LevelReductionBytes:
         return whole if compressed else 0
 
     def finish(self) -> None:
-        """Record that all reductions have ended, so that no extra bytes are held."""
+        """Record that all hierarchical gradient reductions have ended, so that no extra bytes are held."""
         self._of.clear()
         self.held, self._gathering = 0, None
 
@@ -436,7 +436,9 @@ class _Holder:
             self.host += self.facts.moved_bytes(call)
 
     def fetch_activations(self, i: Instruction) -> None:
-        """Count the saved tensors of the calls of the FETCH ``i`` as on the device again."""
+        """Count the tensors that were saved for backward by the calls of the FETCH instruction ``i``, and moved to host
+        memory, as on the device again.
+        """
         for call in self.list_moved_calls(i):
             for value in call.moves:
                 self.hold_value(value, i.microbatch)

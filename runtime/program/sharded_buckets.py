@@ -97,7 +97,9 @@ class ScatterQueue(Generic[Scatter]):
         self._under_way.append(scatter)
 
     def end_first(self) -> Scatter:
-        """Remove the oldest reduce-scatter in progress and return it."""
+        """Remove the oldest reduce-scatter of gradients in progress from the queue, because it has ended, and return
+        it.
+        """
         return self._under_way.popleft()
 
     def __len__(self) -> int:

@@ -95,7 +95,7 @@ class RankClock:
         self.clock = max(self.clock, until)
 
     def wait_for(self, collective: OverlappedCollective) -> None:
-        """Advance the clock without computation until ``collective`` has ended."""
+        """Advance the clock of this simulated rank without computation until ``collective`` has ended."""
         while collective.ended is None:
             first = self.under_way[0]
             self.wait(max(self.clock, first.ready) + first.left)
@@ -107,7 +107,9 @@ class RankClock:
             self.wait_for(self.under_way[-1])
 
     def _end_first_collective(self) -> None:
-        """Record that the oldest collective in progress ends now, and report it to :meth:`ended`."""
+        """Record that the oldest collective in progress on this simulated rank ends at the clock's time, and pass it to
+        :meth:`ended`.
+        """
         first = self.under_way.popleft()
         first.ended, first.left = self.clock, 0.0
         if first.begun is None:
@@ -448,7 +450,9 @@ class _SimulatedRank(RankClock):
         return job
 
     def drain_collectives(self) -> None:
-        """Advance the clock until all collectives and transfers, also to host memory, have ended."""
+        """Advance the clock of this simulated rank until all collectives and transfers, also to host memory, have
+        ended.
+        """
         self.wait_for_all()
         self.wait(max([self.clock, *(b.end for b in self.background)]))
 

@@ -201,7 +201,9 @@ class TraceRunner:
                 raise Mismatch("match", f"sends {event.text} to rank {target}, which never receives it", source, index)
 
     def advance_rank(self, rank: int) -> None:
-        """Run the events of ``rank`` until it ends or has to wait for another rank."""
+        """Run the communication events (collectives, sends, receives) of ``rank`` until it ends or has to wait for
+        another rank.
+        """
         trace, position = self.traces[rank], self.position[rank]
         while position < len(trace):
             index, event = trace[position]

@@ -273,7 +273,9 @@ def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: Call
 
 
 def _value_spec(value: Value) -> TensorSpec | None:
-    """Return the shape and type of a value; ``None`` if its type or a layout is malformed."""
+    """Return the shape and type of ``value``, a tensor that passes between calls, on one rank for one microbatch;
+    ``None`` if its type or a layout is malformed.
+    """
     try:
         Layout.parse(value.layout)
         Layout.parse(value.context)

@@ -45,7 +45,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Return whether the memory of ``tensor`` is a mapped file that :class:`Disk` created."""
+    """Return whether the memory of ``tensor`` is a mapped file that :class:`Disk` created to keep tensors on disk."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
         return False
     return _PREFIX in (tensor.untyped_storage().filename or "")
@@ -136,7 +136,9 @@ class Disk:
         return flat.view(torch.Size(shape))
 
     def check_worth(self) -> None:
-        """Warn if the file system of the folder is in memory (tmpfs), so that offloading saves no memory."""
+        """Warn if the file system of the folder in which tensors are kept is in memory (tmpfs), so that offloading
+        saves no memory.
+        """
         if _file_system(self.folder) in _IN_MEMORY:
             warnings.warn(
                 f"offload_folder: {self.folder} is in memory, which is to be spared: name one on a disk", stacklevel=4

@@ -155,7 +155,9 @@ class OffloadedActivations:
         return sum(memory.numel() for memory in self._host)
 
     def fetch(self) -> None:
-        """Start to copy the offloaded tensors from host memory back to the device."""
+        """Start to copy the offloaded tensors, which forward saved for backward, from host memory back to the
+        device.
+        """
         self._there = [torch.empty(m.numel(), dtype=torch.uint8, device=self._copier.device) for m in self._host]
         pairs = zip(self._host, self._there, strict=True)
         self._arrival = self._copier.start(pairs, back=True, after=(self._arrival,))

@@ -61,7 +61,7 @@ class LossSum:
         self.begin()
 
     def begin(self) -> None:
-        """Prepare for a new step: forget the loss and the transfers of the last one."""
+        """Prepare the sum of the loss for a new training step: forget the loss and the transfers of the last one."""
         self.value: Tensor | None = None
         self._left = self.count
         self._pending: Pending | None = None

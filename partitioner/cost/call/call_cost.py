@@ -99,7 +99,7 @@ class CallCost:
     slim: CallCost | None = None
 
     def paced(self, factor: float) -> CallCost:
-        """Return this cost with all seconds multiplied by ``factor``; bytes and FLOPs stay."""
+        """Return this cost of a block call with all seconds multiplied by ``factor``; bytes and FLOPs stay."""
         if factor == 1:
             return self
         return replace(
@@ -152,7 +152,9 @@ class CallCost:
 
     @cached_property
     def recompute_s(self) -> float:
-        """Return the seconds that recomputation of the whole block adds to backward."""
+        """Return the seconds that full recomputation of the block adds to the backward of one call and one
+        microbatch.
+        """
         return self.forward_total_s - self.forward_only_s
 
     @cached_property

@@ -184,14 +184,15 @@ _PRODUCTS: dict[str, tuple[int, int, Callable[[Shape, Shape, Shape], _Product]]]
 
 
 def operator_name(node: fx.Node) -> str:
-    """Return the operator's name without namespace and overload, such as ``mm`` for ``aten.mm.default``. Empty if the
-    node calls no torch operator."""
+    """Return the name of the operator of ``node`` without namespace and overload, such as ``mm`` for
+    ``aten.mm.default``. Empty if the node calls no torch operator.
+    """
     target = node.target
     return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether the node's result shares its operand's memory."""
+    """Return whether the result of ``node`` is a view, which shares its operand's memory."""
     name = operator_name(node)
     return node.target is operator.getitem or (
         name in VIEWS and not (name in _MAYBE_COPIES and _is_copying_reshape(node))
@@ -211,27 +212,27 @@ def repeats_of(node: fx.Node, copied: bool = False) -> float:
 
 
 def is_product(node: fx.Node) -> bool:
-    """Return whether the operator is a matrix product, convolution, einsum or fused attention."""
+    """Return whether the operator of ``node`` is a matrix product, convolution, einsum or fused attention."""
     name = operator_name(node)
     return name in _PRODUCTS or name in _ATTENTION or name == "einsum"
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Return whether the operator is a fused attention."""
+    """Return whether the operator of ``node`` is a fused attention."""
     return operator_name(node) in _ATTENTION
 
 
 def _only_sends(node: fx.Node) -> bool:
-    """Return whether the operator is a collective that computes nothing, that is, any but an attention over a sharded
-    sequence.
+    """Return whether the operator of ``node`` is a collective that computes nothing, that is, any but an attention over
+    a sharded sequence.
     """
     name = collective_name(node.target)
     return name is not None and name not in CONTEXT
 
 
 def _is_strided_shard(node: fx.Node) -> bool:
-    """Return whether the operator copies a rank's part of a whole tensor, because this part is not contiguous in
-    memory.
+    """Return whether the operator of ``node`` copies a rank's part of a whole tensor, because this part is not
+    contiguous in memory.
     """
     if collective_name(node.target) not in ("shard_slice", "shard_narrow"):
         return False
@@ -240,7 +241,7 @@ def _is_strided_shard(node: fx.Node) -> bool:
 
 
 def _is_copying_reshape(node: fx.Node) -> bool:
-    """Return whether a reshape has to copy, because its operand is not contiguous in memory."""
+    """Return whether ``node``, a reshape, has to copy, because its operand is not contiguous in memory."""
     source = node.args[0]
     if not isinstance(source, fx.Node):
         return False

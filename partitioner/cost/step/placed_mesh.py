@@ -405,7 +405,7 @@ class PlacedMesh:
 
     @cached_property
     def peak(self) -> float:
-        """Return the sum of the peak FLOP/s of all devices in ``precision``."""
+        """Return the sum of the peak FLOP/s of all devices in the precision of most matrix products."""
         paces, of_device = self.topology.paces
         counts = np.bincount(
             of_device[map_ranks_to_devices(self.topology, self.mesh, self.devices)], minlength=len(paces)

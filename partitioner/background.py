@@ -77,8 +77,9 @@ class FindingSlot:
         self._numbers[0] += 1.0
 
     def read(self) -> Finding | None:
-        """Return the latest solution in the slot; ``None`` if there is none, if this process has read it before, or if
-        it is being written."""
+        """Return the latest solution of the assignment problem that another process has stored in the shared memory;
+        ``None`` if there is none, if this process has read it before, or if it is being written.
+        """
         count = float(self._numbers[0])
         if count == self._read or count % 2:
             return None

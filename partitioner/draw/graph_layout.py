@@ -196,8 +196,8 @@ class WireLanes:
         return wire.source, wire.target, False
 
     def _place_wire_ends(self) -> None:
-        """Set ``ends``: spread the ends of wires over the lower or upper side of each panel, in the order of the panels
-        at their other ends.
+        """Set ``ends`` ((index of a wire, whether at its target) -> x coordinate): spread the ends of wires over the
+        lower or upper side of each panel, in the order of the panels at their other ends.
         """
         sides: dict[tuple[int, str], list[tuple[float, int, bool]]] = defaultdict(list)
         for index in range(len(self.wires)):

@@ -191,8 +191,8 @@ class _MemoryChart:
         return root
 
     def _far_note(self) -> str:
-        """Return a sentence on the usable memory if it is too large for the scale of the picture; otherwise an empty
-        text.
+        """Return a sentence that states the usable memory, if its line lies outside of the picture because it is much
+        larger than the peak; otherwise an empty text.
         """
         if not self.far:
             return ""

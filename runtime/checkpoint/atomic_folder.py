@@ -130,7 +130,9 @@ class CheckpointTarget:
         return self.partial / f".writer-{rank}"
 
     def begin(self, rank: int) -> None:
-        """Create the folder for unfinished files. Write into it which process writes the part of ``rank``."""
+        """Create the folder for the unfinished files of this checkpoint. Write into it which process writes the part of
+        ``rank``.
+        """
         self.partial.mkdir(parents=True, exist_ok=True)
         self.writer(rank).write_text(this_process())  # lost with the host, and of no use then
 

@@ -169,7 +169,7 @@ class CheckpointSlot:
         return self.bytes.numel()
 
     def resize(self, size: int) -> None:
-        """Change the file to ``size`` bytes, and allocate its memory now.
+        """Change the file of this in-memory copy to ``size`` bytes, and allocate its memory now.
 
         Writing to a page without memory would kill the process.
         """
@@ -288,7 +288,9 @@ class MemoryCopies:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of memory that copies take on this rank's node; 0 before the first copy."""
+        """Return the bytes of memory that the copies of training states take on this rank's node; 0 before the first
+        copy.
+        """
         return 2 * sum(self._room[1][r] for r in self._ranks_here()) if self._room[1] else 0
 
     def save(self, optimizer: Optimizers, extra: _Extra) -> None:
@@ -482,7 +484,9 @@ class MemoryCopies:
         return SlotState.of(own_tensors(self.engine, optimizer), run | {"random": random_state(self.engine.device)})
 
     def _join_sending_thread(self) -> None:
-        """Wait until the thread that sends the last copy has ended. Raise the exception that it stored, if any."""
+        """Wait until the thread that sends the last in-memory copy to the rank on another node has ended. Raise the
+        exception that it stored, if any.
+        """
         if self._sending is not None:
             self._sending.join()
         if self._error is not None:

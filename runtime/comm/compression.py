@@ -83,7 +83,9 @@ class LevelwiseReduction:
         self._level = 0  # of those that have been scattered
 
     def begin(self) -> None:
-        """Prepare for a new training step. Collectives of an earlier step that failed are dropped."""
+        """Prepare the hierarchical reduction of gradients for a new training step. Collectives of an earlier step that
+        failed are dropped.
+        """
         self._arriving, self._level = None, 0
 
     def scatter(self) -> None:

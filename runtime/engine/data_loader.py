@@ -211,7 +211,7 @@ class Loader:
         self._over = False
 
     def own(self) -> Iterator[list[int]]:
-        """Yield for each further global batch the dataset indices of the samples that this rank reads."""
+        """Yield, for each further global batch, the list of the dataset indices of the samples that this rank reads."""
         rows, at = self.share.rows(self.batch_size), self.samples
         while not self._has_ended(at):
             yield self.order.at(range(at + rows.start, at + rows.stop))

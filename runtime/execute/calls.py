@@ -56,8 +56,8 @@ class Environment:
             kept.clear()
 
     def gradient(self, microbatch: int, value: str) -> Tensor:
-        """Return the accumulated gradient of the value named ``value`` in ``microbatch``; zeros if nothing has been
-        added.
+        """Return the accumulated gradient of the value named ``value`` in the microbatch with the index ``microbatch``;
+        zeros if nothing has been added.
         """
         gradient = self.gradients[microbatch].get(value)
         if gradient is None:
@@ -66,7 +66,9 @@ class Environment:
         return gradient
 
     def add_gradient(self, microbatch: int, value: str, gradient: Tensor) -> None:
-        """Add ``gradient`` to the gradient of the value named ``value`` in ``microbatch``."""
+        """Add ``gradient`` to the gradient of the value named ``value`` in the microbatch with the index
+        ``microbatch``.
+        """
         # Not in place: a gradient may share its memory with another value's.
         gradients = self.gradients[microbatch]
         old = gradients.get(value)
@@ -208,8 +210,8 @@ class BoundCall:
             self.env.parked[microbatch, self.index].fetch()
 
     def _collect_backward_arguments(self, microbatch: int) -> list[Any]:
-        """Return the arguments of the backward on ``microbatch``: saved tensors, recomputed if necessary, then
-        gradients of the outputs.
+        """Return the arguments of this call's backward on the microbatch with the index ``microbatch``: saved tensors,
+        recomputed if necessary, then gradients of the outputs.
         """
         self.moment.microbatch = microbatch
         place = microbatch, self.index

@@ -325,7 +325,9 @@ class _CodeWriter:
         return sinks
 
     def find_last_uses(self) -> dict[int, list[fx.Node]]:
-        """Return index of a step -> the nodes whose values no later step reads, so that they are deleted after it."""
+        """Return, for each step of the generated function (an operator that runs, or a wait for a collective), index of
+        the step -> the nodes whose values no later step reads, so that they are deleted after it.
+        """
         last: dict[fx.Node, int] = {}
         for index, (node, wait) in enumerate(self.steps):
             last[self.resolve_alias(node)] = index

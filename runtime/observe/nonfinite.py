@@ -225,7 +225,9 @@ def _origins_to_failure(origins: list[NonFiniteOrigin], step: int) -> Failure:
 
 
 def _of_all(engine: Engine, seen: list[NonFiniteOrigin]) -> list[NonFiniteOrigin]:
-    """Return the records of all ranks. All ranks call this, each with its own records ``seen``."""
+    """Return the records, of all ranks, of operators that first produced a NaN or infinity. All ranks call this, each
+    with its own records ``seen``.
+    """
     return [
         NonFiniteOrigin(**data)
         for found in _all_gather_json(engine, json.dumps([asdict(o) for o in seen]))

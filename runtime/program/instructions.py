@@ -205,8 +205,8 @@ class Listing(Data, Sequence[Instruction]):
         return all(p.moved in (0, unit) and p.more * (p.shift or unit + 1) in (0, unit) for p in self.parts)
 
     def grown(self, steps: int) -> Listing:
-        """Return the list that extends the shortest form of this one ``steps`` times, each time by ``unit``
-        microbatches.
+        """Return the list that extends the shortest form of this one ``steps`` times, each time by the list's period of
+        ``unit`` microbatches.
         """
         return Listing(steps=steps, unit=self.unit, parts=self.parts)
 

@@ -476,8 +476,8 @@ class _Holder:
             self.note_moment(position)
 
     def run_backward(self, i: Instruction) -> int:
-        """Count the gradients and the released tensors of the backward instruction ``i`` (B, I or W). Return its peak
-        device bytes.
+        """Count the device bytes of the gradients that the backward instruction ``i`` (B, I or W) computes, and of the
+        tensors that it releases. Return its peak device bytes.
         """
         assert i.calls is not None
         peak = self.held

@@ -88,8 +88,8 @@ class ScatterQueue(Generic[Scatter]):
         return [*self._under_way] if self._computed else []
 
     def begin(self, scatter: Scatter) -> None:
-        """Add a reduce-scatter that starts now. Those that :meth:`before_next` returned must have ended; they are
-        removed.
+        """Add ``scatter``, a reduce-scatter of gradients that starts now, to the queue. Those that :meth:`before_next`
+        returned must have ended; they are removed.
         """
         if self._computed:
             self._under_way.clear()

@@ -60,12 +60,16 @@ class RankClock:
     under_way: deque[OverlappedCollective] = field(default_factory=deque)  # that have not ended, in order
 
     def begin(self, collective: OverlappedCollective) -> None:
-        """Add ``collective`` behind those in progress. It begins no earlier than the clock's current time."""
+        """Add ``collective`` behind the collectives in progress on this simulated rank. It begins no earlier than the
+        clock's current time.
+        """
         collective.ready = max(collective.ready, self.clock)
         self.under_way.append(collective)
 
     def compute(self, work: float) -> None:
-        """Advance the clock by ``work`` seconds of computation; it takes longer while a collective overlaps."""
+        """Advance the clock of this simulated rank by ``work`` seconds of computation; it takes longer while a
+        collective overlaps.
+        """
         while work > 0 and self.under_way:
             first = self.under_way[0]
             if first.ready > self.clock:
@@ -80,7 +84,9 @@ class RankClock:
         self.clock += work
 
     def wait(self, until: float) -> None:
-        """Advance the clock to the time ``until`` (seconds) without computation; collectives go on meanwhile."""
+        """Advance the clock of this simulated rank to the time ``until`` (seconds) without computation; collectives go
+        on meanwhile.
+        """
         while self.under_way and self.clock < until:
             first = self.under_way[0]
             begin = max(self.clock, first.ready)

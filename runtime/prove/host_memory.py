@@ -173,8 +173,8 @@ class HostStates:
             raise Refusal("missing", f"the gradient of {state!r} never reaches host memory, where it is stepped")
 
     def finish(self) -> None:
-        """Raise :class:`Refusal` if parameters that must not stay on the device were not freed at the end of the
-        list.
+        """Raise :class:`Refusal` if parameters that must not stay on the device were not freed by the end of the rank's
+        instruction list.
         """
         for state, index in self.there.items():
             if self.passing:

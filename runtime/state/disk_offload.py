@@ -163,7 +163,9 @@ class Disk:
             self._behind.start()
 
     def wait(self) -> None:
-        """Wait until the write that :meth:`behind` started is complete. Raise ``OSError`` if the disk failed."""
+        """Wait until the last write of tensors to disk that was started in the background is complete. Raise
+        ``OSError`` if the disk failed.
+        """
         if self._behind is not None:
             self._behind.join()
             self._behind = None

@@ -122,13 +122,16 @@ class CallCost:
         return replace(self, forward_s=max(self.forward_s, forward_s), backward_s=back, weights_s=back - inputs)
 
     def selective(self) -> CallCost:
-        """Return this cost under selective recomputation, in which backward recomputes the activations that are quick
-        to compute."""
+        """Return this cost of a block call under selective recomputation, in which backward recomputes the activations
+        that are quick to compute.
+        """
         return self.slim if self.slim is not None else self._selective_cost
 
     @cached_property
     def _selective_cost(self) -> CallCost:
-        """Return this cost with the saved bytes, working bytes and seconds of selective recomputation."""
+        """Return this cost of a block call with the saved bytes, working bytes and seconds of selective
+        recomputation.
+        """
         return replace(
             self,
             saved_bytes=self.saved_bytes - self.selective_bytes,

@@ -53,7 +53,9 @@ class Operand(NamedTuple):
 
     @property
     def traffic(self) -> float:
-        """Return the bytes that are read from memory. Repeated elements are read once and then come from caches."""
+        """Return the bytes of memory traffic for reading this operand. Repeated elements are read once and then come
+        from caches.
+        """
         return self.nbytes / self.repeats
 
     @property
@@ -447,7 +449,9 @@ def attention_product(node: fx.Node, query: Shape, key: Shape, width: int, ranks
 
 
 def _find_priced_band(node: fx.Node) -> Band:
-    """Return the positions whose keys each query of an attention sees, also of a fused kernel of a device."""
+    """Return how many positions before and after its own each query of the attention ``node`` sees. The node may be a
+    portable attention or a device's fused kernel.
+    """
     if "partition" in str(node.target):
         return find_attention_band(node) or Band()
     causal = bool(node.kwargs.get("is_causal") or (len(node.args) > 5 and node.args[5] is True))

@@ -182,8 +182,9 @@ class BackgroundWorker(Generic[K, R]):
         parent = os.getpid()
 
         def go_through() -> None:
-            """Compute the results of all free keys in the forked process, append them to the file, and mark them as
-            done or failed. Stop when the parent process has ended."""
+            """Compute, in the forked process, the result for each key that the parent process has not begun, append it
+            to the file of results, and mark the key as done or failed. Stop when the parent process has ended.
+            """
             end = 0
             while os.getppid() == parent and (place := self._find_next_free()) is not None:
                 self._marks[place] = _BEGUN

@@ -119,7 +119,7 @@ class LevelwiseReduction:
         self._arriving = PendingDecode(pending, lambda wire: sender.codec.decode(wire, dtype).view(-1))
 
     def finish(self) -> None:
-        """Wait for the sum and copy it into the gradient buffer.
+        """Wait until the gradients are summed over all ranks, and copy the sums into the gradient buffer.
 
         Do nothing if a step of the hierarchical reduction remains to be gathered, or if nothing was started.
         """

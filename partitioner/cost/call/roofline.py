@@ -64,8 +64,9 @@ def kernel_times(columns: KernelTable, device: DeviceType) -> Column:
 
 
 def _interpolate_column(values: Column, curve: Sequence[tuple[float, float]]) -> Column:
-    """Interpolate ``curve``, pairs (size, fraction), at each of ``values`` linearly in the logarithm of the size.
-    Beyond the ends of the curve the value at the end is returned."""
+    """Return the fraction at each of the sizes ``values``, interpolated in ``curve``, pairs (size, fraction), linearly
+    in the logarithm of the size. Beyond the ends of the curve the value at the end is returned.
+    """
     points, shares = zip(*curve, strict=True)
     found: Column = np.interp(np.log(np.maximum(values, _LEAST)), np.log(points), shares)
     return found
@@ -114,8 +115,9 @@ def _largest_factor(num_bytes: float | None, device: DeviceType) -> float:
 
 
 def interpolate_curve(x: float, curve: Sequence[tuple[float, float]]) -> float:
-    """Interpolate ``curve``, pairs (size, fraction), at ``x`` linearly in the logarithm of the size. Above the last
-    point the last value is returned. ``x`` must not be below the first point."""
+    """Return the fraction at the size ``x``, interpolated in ``curve``, pairs (size, fraction), linearly in the
+    logarithm of the size. Above the last point the last value is returned. ``x`` must not be below the first point.
+    """
     place = bisect_right(curve, (x, math.inf))
     if place == len(curve):
         return curve[-1][1]
@@ -140,8 +142,8 @@ def attention_factor(kernel: Kernel, device: DeviceType) -> float:
 
 
 def _evaluate_curve(curve: Sequence[tuple[float, float]], value: float) -> float:
-    """Interpolate ``curve``, pairs (size, fraction), at the size ``value``, linearly in the logarithm of the size;
-    constant beyond its ends. Return 1 if the curve is empty.
+    """Return the fraction at the size ``value``, interpolated in ``curve``, pairs (size, fraction), linearly in the
+    logarithm of the size; constant beyond its ends. Return 1 if the curve is empty.
     """
     if not curve:
         return 1.0

@@ -88,8 +88,9 @@ class StateCost:
 
     @cached_property
     def kept(self) -> dict[str, float]:
-        """Return the bytes that stay on the rank, by kind of data (``"parameters"``, ``"gradients"``, ``"optimizer"``,
-        ``"residuals"``). ZeRO-1 keeps both the whole gradient and its shard.
+        """Return the bytes of this parameter or buffer that stay on the rank during the whole step, by kind of data
+        (``"parameters"``, ``"gradients"``, ``"optimizer"``, ``"residuals"``). ZeRO-1 keeps both the whole gradient and
+        its shard.
         """
         sizes = {"parameters": (self.parameter, 3), "gradients": (self.gradient, 2), "optimizer": (self.optimizer, 1)}
         kept = {kind: size / self.replicas if self.stage >= at else size for kind, (size, at) in sizes.items()}
@@ -105,15 +106,15 @@ class StateCost:
 
     @property
     def late(self) -> float:
-        """Return the bytes that stay on the rank but are not allocated before the first reduce-scatter: under ZeRO-2
-        and ZeRO-3 the shard of the gradient, otherwise 0.
+        """Return the bytes of this parameter that stay on the rank but are not allocated before the first
+        reduce-scatter: under ZeRO-2 and ZeRO-3 the shard of the gradient, otherwise 0.
         """
         return self.gradient_piece if self.stage >= 2 and self.replicas > 1 else 0.0
 
     @property
     def in_host(self) -> float:
-        """Return the bytes in host memory: offloaded optimizer states with their parameter and its gradient, or an
-        offloaded parameter.
+        """Return the bytes of this parameter in host memory: offloaded optimizer states with their parameter and its
+        gradient, or an offloaded parameter.
         """
         share = self.replicas if self.stage else 1
         if self.hosted and self.gradient:
@@ -123,13 +124,15 @@ class StateCost:
 
     @property
     def on_disk(self) -> float:
-        """Return the bytes on disk: optimizer states, including the float32 copy of the parameter if there is one."""
+        """Return the bytes of this parameter on disk: optimizer states, including the float32 copy of the parameter if
+        there is one.
+        """
         return self.optimizer / (self.replicas if self.stage else 1) if self.disk and self.gradient else 0.0
 
     @property
     def disk_traffic(self) -> float:
-        """Return the bytes that one optimizer step reads from and writes to the disk. All optimizer states on disk are
-        read and written, and the copy of the parameter that is sent to the device is read once more.
+        """Return the bytes that one optimizer step reads from and writes to the disk for this parameter. All optimizer
+        states on disk are read and written, and the copy of the parameter that is sent to the device is read once more.
         """
         share = self.replicas if self.stage else 1
         return (2 * self.optimizer + self.master) / share if self.disk and self.gradient else 0.0
@@ -150,8 +153,8 @@ class StateCost:
 
     @property
     def update(self) -> float:
-        """Return the bytes that an optimizer step reads and writes: the parameter and the optimizer states both ways,
-        the gradient once.
+        """Return the bytes that an optimizer step reads and writes for this parameter: the parameter and the optimizer
+        states both ways, the gradient once.
         """
         whole = 2 * (self.parameter + self.optimizer) + self.gradient if self.gradient else 0.0
         return whole / self.replicas if self.stage else whole

@@ -109,7 +109,8 @@ def text_console(file: IO[str], **options: Any) -> Console:
 
 def format_plain_text(parts: Iterable[RenderableType]) -> str:
     """Return renderable objects of the library rich, such as tables, as text without colours. ``parts``: the objects,
-    from top to bottom. Lines have at most ``WIDTH`` columns and no spaces at their ends."""
+    from top to bottom. Lines have at most 110 columns and no spaces at their ends.
+    """
     written = io.StringIO()
     console = text_console(written, width=WIDTH, color_system=None, legacy_windows=False)
     for part in parts:

@@ -409,7 +409,7 @@ class _TopologyScene:
 
     def list_node_notes(self, start: int, stop: int) -> list[str]:
         """Return at most three notes on what is unusual about a node: reduced network bandwidth, device speed or
-        memory. ``start``, ``stop``: the range ``[start, stop)`` of the indices of its devices.
+        memory. ``start``, ``stop``: the range ``[start, stop)`` of the indices of the node's devices.
         """
         found = []
         shares = self.topology.cards.left[start:stop]

@@ -221,8 +221,9 @@ def compare(run: Run, reference: Reference, program: Program) -> dict[str, float
 
 
 def relative_error(mine: Tensor | None, theirs: Tensor, least_scale: float = 0.0) -> float:
-    """Return the largest difference of two tensors, divided by the largest absolute element of ``theirs`` or by
-    ``least_scale``, whichever is greater. Infinite if ``mine`` is ``None`` or has another shape.
+    """Return the largest absolute difference between the elements of the tensors ``mine`` and ``theirs``, divided by
+    the largest absolute element of ``theirs`` or by ``least_scale``, whichever is greater. Infinite if ``mine`` is
+    ``None`` or has another shape.
     """
     if mine is None or mine.shape != theirs.shape:
         return math.inf

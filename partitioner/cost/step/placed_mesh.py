@@ -301,7 +301,8 @@ class PlacedMesh:
 
     def link(self, stage: int, other: int) -> Link:
         """Return the slowest link between the ranks of two stages. If both are one stage, nothing is sent, and the
-        result is :data:`HERE`. ``stage``, ``other``: indices of pipeline stages."""
+        result is a link that takes no time. ``stage``, ``other``: indices of pipeline stages.
+        """
         if stage == other:
             return HERE
         return self.compute_once(

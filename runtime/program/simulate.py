@@ -60,16 +60,12 @@ class RankClock:
     under_way: deque[OverlappedCollective] = field(default_factory=deque)  # that have not ended, in order
 
     def begin(self, collective: OverlappedCollective) -> None:
-        """Add ``collective`` behind the collectives in progress on this simulated rank. It begins no earlier than the
-        clock's current time.
-        """
+        """Add ``collective`` behind those in progress on this rank. It begins no earlier than the clock's time."""
         collective.ready = max(collective.ready, self.clock)
         self.under_way.append(collective)
 
     def compute(self, work: float) -> None:
-        """Advance the clock of this simulated rank by ``work`` seconds of computation; it takes longer while a
-        collective overlaps.
-        """
+        """Advance the clock by ``work`` seconds of computation; it takes longer while a collective overlaps."""
         while work > 0 and self.under_way:
             first = self.under_way[0]
             if first.ready > self.clock:
@@ -84,9 +80,7 @@ class RankClock:
         self.clock += work
 
     def wait(self, until: float) -> None:
-        """Advance the clock of this simulated rank to the time ``until`` (seconds) without computation; collectives go
-        on meanwhile.
-        """
+        """Advance the clock to the time ``until`` (seconds) without computation; collectives go on meanwhile."""
         while self.under_way and self.clock < until:
             first = self.under_way[0]
             begin = max(self.clock, first.ready)
@@ -113,9 +107,7 @@ class RankClock:
             self.wait_for(self.under_way[-1])
 
     def _end_first_collective(self) -> None:
-        """Record that the oldest collective in progress on this simulated rank ends at the clock's time, and pass it to
-        :meth:`ended`.
-        """
+        """Record that the oldest collective in progress ends at the clock's time; pass it to :meth:`ended`."""
         first = self.under_way.popleft()
         first.ended, first.left = self.clock, 0.0
         if first.begun is None:
@@ -123,9 +115,7 @@ class RankClock:
         self.ended(first)
 
     def ended(self, collective: OverlappedCollective) -> None:
-        """Receive ``collective``, which has just ended on the simulated rank. The base class does nothing; subclasses
-        override the method.
-        """
+        """Receive ``collective``, which has just ended. Subclasses override this; here it does nothing."""
 
 
 Part = Literal["F", "B", "I", "W"]
@@ -197,9 +187,7 @@ class Durations(Protocol):
         ...
 
     def update(self, stage: int) -> float:
-        """Return the seconds of the optimizer's update of the parameters of one rank of the pipeline stage with the
-        index ``stage``.
-        """
+        """Return the seconds of the optimizer's update on one rank of the pipeline stage with index ``stage``."""
         ...
 
 
@@ -456,9 +444,7 @@ class _SimulatedRank(RankClock):
         return job
 
     def drain_collectives(self) -> None:
-        """Advance the clock of this simulated rank until all collectives and transfers, also to host memory, have
-        ended.
-        """
+        """Advance the clock until all collectives and transfers of this simulated rank have ended."""
         self.wait_for_all()
         self.wait(max([self.clock, *(b.end for b in self.background)]))
 
@@ -501,9 +487,7 @@ class _Simulation:
             assert lane.position == len(lane.instructions), f"stage {lane.stage} is stuck: prove the program first"
 
     def run_next_instruction(self, lane: _SimulatedRank) -> bool:
-        """Run the next instruction of the simulated rank ``lane``; return ``False`` if it must wait for another rank
-        first.
-        """
+        """Run the next instruction of the rank ``lane``; return ``False`` if it must wait for another rank first."""
         i = lane.instructions[lane.position]
         match i.op:
             case "F" | "B" | "I" | "W" | "TOTAL_F":
@@ -554,9 +538,7 @@ class _Simulation:
         return self.computed[key]
 
     def _sum_call_seconds(self, stage: int, i: Instruction) -> float:
-        """Return the sum of the seconds of the calls of blocks that the instruction ``i`` runs on the pipeline stage
-        with the index ``stage``, with recomputation.
-        """
+        """Return the seconds of all block calls that ``i`` runs on pipeline stage ``stage``, with recomputation."""
         calls = self.facts.stages[stage]
         if i.op == "TOTAL_F":
             return sum(self.durations.call(stage, p, "F") for p, c in enumerate(calls) if c.data.prologue)
@@ -573,9 +555,7 @@ class _Simulation:
         return total
 
     def send_values(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the transfer of the SEND instruction ``i`` of the simulated rank ``lane`` when its channel is idle, and
-        record when it arrives.
-        """
+        """Start the transfer of the SEND ``i`` of the rank ``lane`` when its channel is idle; record its arrival."""
         assert i.peer is not None
         channel = lane.stage, i.peer, i.op[-1]
         nbytes = sum(self.sizes[v] for v in i.values)
@@ -587,9 +567,7 @@ class _Simulation:
         lane.spend_time(lane.clock, self.durations.posting(lane.stage, i.op))
 
     def start_reduction_turn(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the all-reduce, or the step of a hierarchical reduction, of gradients that the instruction ``i`` of the
-        simulated rank ``lane`` describes.
-        """
+        """Start the step of a gradient reduction that the instruction ``i`` of the rank ``lane`` describes."""
         assert i.bucket is not None
         bucket = self.program.stages[lane.stage].buckets[i.bucket]
         level = bucket.levels.index(i.axes) if i.axes else len(bucket.levels)
@@ -623,9 +601,7 @@ class _Simulation:
         return exchanged, self.durations.share("all_gather", axes, wire, stage)
 
     def start_gather(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the all-gather of parameters of the instruction ``i`` of the simulated rank ``lane``, once those that
-        come from host memory have arrived.
-        """
+        """Start the parameter all-gather ``i`` of the rank ``lane``, once parameters from host memory are there."""
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
         ready = max([0.0, *(lane.fetched.pop(s) for s in states if s in lane.fetched)])
@@ -633,9 +609,7 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def start_scatter(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the reduce-scatter of gradients of the instruction ``i`` of the simulated rank ``lane``, after the
-        earlier ones that must end first.
-        """
+        """Start the gradient reduce-scatter ``i`` of the rank ``lane``, after earlier ones that must end first."""
         assert i.bucket is not None
         bucket, coding = self.program.stages[lane.stage].buckets[i.bucket], 0.0
         seconds, nbytes = self.time_sharing(lane, i, "reduce_scatter")
@@ -674,8 +648,8 @@ class _Simulation:
         return start, seconds, [lane.gathered.pop(b) for b in needed]
 
     def start_offload(self, lane: _SimulatedRank, i: Instruction) -> None:
-        """Start the copy of activations (after earlier copies) or gradients (after their reductions) of the OFFLOAD
-        instruction ``i`` of the simulated rank ``lane`` to host memory.
+        """Start the copies to host memory of the OFFLOAD ``i`` of the rank ``lane``: of activations after earlier
+        copies, of gradients after their reductions.
         """
         nbytes, needed = self.count_kept_bytes(lane, i), list[OverlappedCollective]()
         if i.states:
@@ -700,9 +674,7 @@ class _Simulation:
         lane.spend_time(lane.clock, 0.0)
 
     def count_kept_bytes(self, lane: _SimulatedRank, i: Instruction) -> int:
-        """Return the bytes of the activations that the OFFLOAD or FETCH instruction ``i`` of the simulated rank
-        ``lane`` moves; 0 if it moves none.
-        """
+        """Return the bytes of the activations that the OFFLOAD or FETCH ``i`` of the rank ``lane`` moves."""
         calls = self.facts.stages[lane.stage][slice(*i.calls)] if i.calls is not None else ()
         return sum(map(self.facts.moved_bytes, calls))
 
